@@ -58,7 +58,7 @@ def _read(run: str) -> config.Config:
     if not (folder / workdir.CHECKPOINTS).is_dir():
         raise ValueError(
             f"{run} is not the workdir of a run; make one of published weights with `sympow weights import "
-            f"--weights={run} --workdir=NEW`"
+            f"--weights={run} --workdir=NEW`, or resume a run that has begun with --config=WORKDIR/config.json"
         )
     source = workdir.read_config(folder)
     if not source.task.is_causal or source.model.patch_size is not None:

@@ -1,7 +1,7 @@
 """Words of error messages: the nearest name to one that does not exist, lists and values of bounded length."""
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 __all__ = ["LINE", "cut", "listed", "nearest", "remedy", "shown"]
@@ -32,7 +32,7 @@ def shown(value: Any) -> str:
     return cut(repr(value), _VALUE)
 
 
-def listed(items: Collection[Any], separator: str = ", ") -> str:
+def listed(items: Iterable[Any], separator: str = ", ") -> str:
     """Returns the items with the separator in between; of a long list, the first ones and the number of the others."""
     items = list(items)
     first: list[str] = []

@@ -188,7 +188,8 @@ def parse_training(
         metavar="CONFIG[:ARGUMENTS]",
         help="FILE.py with a function get_config, or a name in the list below. ARGUMENTS are those of get_config, "
         "in order or by name, such as quickstart:sympow or gpt2_124m:sympow,p=4. Quote a value that has commas, as in "
-        "'FILE.py:lengths=\"64,128\"'.",
+        "'FILE.py:lengths=\"64,128\"'. The config.json of a workdir resumes its run if FILE.py, or what it reads, is "
+        "gone.",
     )
     parser.add_argument(
         "--workdir",

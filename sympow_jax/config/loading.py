@@ -14,19 +14,20 @@ from typing import Any
 
 from sympow_jax import spelling
 from sympow_jax.config import _checks as checks
-from sympow_jax.config import fields, run
+from sympow_jax.config import fields, run, serialize
 
-__all__ = ["describe_configs", "load", "nearest_setting", "override", "unknown_setting"]
+__all__ = ["describe_configs", "load", "nearest_setting", "override", "read", "unknown_setting"]
 
 
 def load(spec: str) -> run.Config:
-    """Loads a config by running its `get_config`.
+    """Loads a config by running its `get_config`, or from the `config.json` of a run.
 
     In `CONFIG:VALUE,key=VALUE` the values are arguments of `get_config`, in order or by name, with the types of its
     signature. A value with commas is quoted, as in `CONFIG:"a,b",key="64,128"`. A quote inside it is doubled.
 
     Args:
-        spec: path of a Python file or name of a config of the package, and optionally ":" and arguments.
+        spec: path of a Python file or name of a config of the package, and optionally ":" and arguments; or path of a
+            JSON file.
 
     Raises:
         ValueError: there is no such config, or it fails, or does not have these arguments, or does not return a
@@ -34,6 +35,10 @@ def load(spec: str) -> run.Config:
     """
     name, colon, text = spec.partition(":")
     path = _find(name)
+    if path.suffix == ".json":
+        if colon:
+            raise ValueError(f"--config names {name!r}, which takes no arguments; remove {colon + text!r}")
+        return read(path)
     try:
         get_config = runpy.run_path(str(path)).get("get_config")
         if not callable(get_config):
@@ -52,6 +57,20 @@ def load(spec: str) -> run.Config:
     if not isinstance(loaded, run.Config):
         raise ValueError(f"get_config of {name!r} returned {type(loaded).__name__}; it must return a Config")
     return loaded
+
+
+def read(path: pathlib.Path) -> run.Config:
+    """Returns the config in the `config.json` of a run.
+
+    Raises:
+        ValueError: the file is of another kind, or this version does not support its settings.
+        OSError: the file cannot be read.
+    """
+    values = serialize.read_object(path)
+    try:
+        return serialize.from_dict(run.Config, values)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _is_ours(file: str) -> bool:

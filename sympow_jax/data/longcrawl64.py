@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from jaxtyping import Int64, Integer
 
 from sympow_jax import config as config_lib
 from sympow_jax import spelling
+from sympow_jax.config import serialize
 from sympow_jax.data import documents, files
 
 __all__ = [
@@ -28,6 +30,8 @@ __all__ = [
 DOCUMENT_START = 50_256  # GPT-2's <|endoftext|>, before every input
 ROW_TOKENS = 65_536
 CHUNKS = (2048, 2048)
+
+_METADATA = ".zarray"
 
 # Bytes of the largest chunk that is read, which is held in memory whole. LongCrawl64's chunks have 2^23.
 _CHUNK_BYTES = 1 << 28
@@ -65,6 +69,20 @@ def _reason(error: ValueError) -> str:
     return spelling.cut(str(error).split(" [tensorstore_spec=")[0], 300)
 
 
+def _check_metadata(path: str) -> None:
+    """Raises ValueError for metadata with which TensorStore would end the process: JSON of many levels or of gigabytes.
+
+    Only the size of a local file is known before it is read.
+    """
+    store = spec(path)["kvstore"]
+    if isinstance(store, str):
+        content = tensorstore.KvStore.open(store).result().read(_METADATA).result().value
+        if content:
+            serialize.parse_object(content.decode())
+    elif (local := pathlib.Path(store["path"], _METADATA)).is_file():
+        serialize.read_object(local)
+
+
 def _open(setting: str, paths: tuple[str, ...], dtype: str, shortest: int) -> tensorstore.TensorStore:
     if len(paths) != 1:
         raise ValueError(f"{setting} has {len(paths)} entries; longcrawl64 reads one Zarr array")
@@ -72,6 +90,7 @@ def _open(setting: str, paths: tuple[str, ...], dtype: str, shortest: int) -> te
     # Without fill_missing_data_reads=False, a missing chunk reads as zeros.
     reading = {**spec(paths[0]), "fill_missing_data_reads": False}
     try:
+        _check_metadata(paths[0])
         array = tensorstore.open(reading, context=context, open=True, read=True).result()
     except ValueError as error:
         raise ValueError(f"{setting}: cannot open {paths[0]} as a Zarr v2 array: {_reason(error)}") from error

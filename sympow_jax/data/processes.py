@@ -18,6 +18,8 @@ from typing import Any
 
 __all__ = ["pool"]
 
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
 
 @contextlib.contextmanager
 def pool[Item, Result](
@@ -26,8 +28,8 @@ def pool[Item, Result](
     """Yields a function that sends an item to a worker and returns the future of its result.
 
     At the end, processes are killed in the middle of their work, but a thread finishes its item. Processes also end
-    with this process, however it ends. Ctrl-C and SIGTERM never reach them: this process needs data until it has saved,
-    and it alone reports the end.
+    with this process, however it ends. Signals that stop a run never reach them: this process needs data until it has
+    saved, and it alone reports the end.
 
     Args:
         make: returns the function of an item. Every worker calls it once. Processes need `make`, items and results that
@@ -48,7 +50,7 @@ def pool[Item, Result](
         # Each thread starts one process, which inherits that the thread blocks signals. No signal can interrupt the
         # start either, because Python handles signals in the main thread.
         multiprocessing.resource_tracker.ensure_running()  # first, because it unblocks signals
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(theirs, make), daemon=True)
         process.start()

@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Int64, Integer, Shaped
 
 from sympow_jax import config as config_lib
+from sympow_jax import spelling
 from sympow_jax.data import documents, files, rows
 from sympow_jax.data import tokenizer as tokenizer_lib
 
@@ -78,7 +79,7 @@ def _find_columns(first: bytes, config: config_lib.DataConfig, path: str) -> tup
         names = [str(1 + column) for column in range(len(names))]
     for name in columns:
         if name not in names:
-            available = f"columns 1 to {len(names)}" if numbered else ", ".join(map(repr, names))
+            available = f"columns 1 to {len(names)}" if numbered else spelling.listed(map(repr, names))
             raise ValueError(
                 f"{path} has no column {name!r}: there are {available}; correct data.text_columns and "
                 f"data.label_column, or, where the first line is no header, give the numbers of all columns"

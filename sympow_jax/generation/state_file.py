@@ -125,11 +125,12 @@ def _require_same_model(path: pathlib.Path, header: dict[str, Any], model: model
     own = _settings(model)
     saved = _as_json({name: _DEFAULTS[name] for name in own if name in _DEFAULTS}) | header["model"]
     if saved != own:
-        names = sorted(name for name in {*own, *saved} if own.get(name) != saved.get(name))
-        first = names[0]
+        same = {name for name in own.keys() & saved.keys() if own[name] == saved[name]}
+        first, *others = sorted({*own, *saved} - same)
+        here, there = (spelling.shown(values.get(first, "absent")) for values in (own, saved))
         raise ValueError(
-            f"{path} is a state of another model: {spelling.cut(first, 100)} is {spelling.shown(saved.get(first))} "
-            f"there and {own.get(first)!r} here ({len(names)} settings differ)"
+            f"{path} is a state of another model: {spelling.cut(first, 100)} is {there} there and {here} here "
+            f"({1 + len(others)} settings differ)"
         )
     if header["parameters"] != _checksum(model):
         raise ValueError(

@@ -12,6 +12,8 @@ from typing import Any
 
 __all__ = ["SAVING", "StopSignals", "user_errors"]
 
+# Ctrl-C, and the notices of Kubernetes, clouds and SLURM before they take the machine.
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Line on stderr after the first signal.
 SAVING = "saving after this step; once more ends at once"
 _STDERR = 2
@@ -51,7 +53,7 @@ def user_errors() -> Iterator[None]:
 
 
 class StopSignals:
-    """Context manager that records the first SIGINT or SIGTERM and says so, so that the current step can finish.
+    """Context manager that records and reports the first SIGINT, SIGTERM or SIGUSR1, so that the step can finish.
 
     A second signal, a second or more after the first, has its usual effect. An earlier one is taken for the first,
     forwarded by a parent, and is ignored. Works in the main thread only, like all signal handlers.
@@ -63,7 +65,7 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in _STOPS:
             self._previous[number] = signal.signal(number, self._note)
         return self
 

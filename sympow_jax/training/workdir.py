@@ -21,7 +21,7 @@ from typing import IO, Any
 import jax
 
 from sympow_jax import atomic, config
-from sympow_jax.config import fields, serialize
+from sympow_jax.config import fields, loading, serialize
 from sympow_jax.training import hosts
 
 __all__ = [
@@ -141,11 +141,7 @@ def read_config(workdir: pathlib.Path) -> config.Config:
     path = workdir / "config.json"
     if not path.is_file():
         raise ValueError(f"{workdir} is not the workdir of a run: it has no config.json")
-    values = serialize.read_object(path)
-    try:
-        return serialize.from_dict(config.Config, values)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return loading.read(path)
 
 
 def _hold(workdir: pathlib.Path) -> None:
@@ -219,7 +215,7 @@ def checkpoint_steps(workdir: pathlib.Path) -> list[int]:
 def _require_settings(path: pathlib.Path) -> None:
     """Raises ValueError unless a file has settings of a run, because other programs name theirs `config.json` too."""
     try:
-        serialize.from_dict(config.Config, serialize.read_object(path))
+        loading.read(path)
     except ValueError as error:
         raise ValueError(
             f"{path} is not the settings of a run and would be overwritten; use another --workdir"

@@ -1,6 +1,7 @@
 """Tests of configs by name and file, and of the arguments after their colon."""
 
 import dataclasses
+import json
 import re
 
 import pytest
@@ -17,6 +18,18 @@ def test_a_config_of_the_package_is_found_by_name_from_anywhere(tmp_path, monkey
     (tmp_path / "quickstart").write_text("def get_config(): return {}")
     with pytest.raises(ValueError, match="returned dict"):
         config.load("quickstart")
+
+
+def test_the_json_of_a_run(tmp_path):
+    path = tmp_path / "config.json"
+    expected = config.load("quickstart:sympow")
+    path.write_text(json.dumps(dataclasses.asdict(expected)))
+    assert config.load(str(path)) == expected
+    with pytest.raises(ValueError, match=r"config\.json', which takes no arguments; remove ':sympow'"):
+        config.load(f"{path}:sympow")
+    path.write_text('{"model": {"layer": 1}}')
+    with pytest.raises(ValueError, match=r"config\.json: ModelConfig has no layer"):
+        config.load(str(path))
 
 
 def test_a_wheel_has_its_configs_inside_the_package(tmp_path, monkeypatch):

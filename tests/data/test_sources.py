@@ -298,6 +298,29 @@ def test_metadata_that_no_array_has(tmp_path, changes, message):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("begin", ["[", '{"a":'])
+def test_metadata_with_which_tensorstore_would_end_the_process(served, begin):
+    """Many levels, in a folder or an object store, and a file of a terabyte."""
+    folder, url = served
+    path = builders.write_zarr(folder / "a.zarr", zarr_values(), chunks=(8, 16))
+    end = "]" if begin == "[" else "}"
+    metadata = pathlib.Path(path, ".zarray")
+    metadata.write_text(f'{{"shape": {begin * 100_000}0{end * 100_000}}}')
+    for where in (path, f"{url}/a.zarr"):
+        config = builders.data_config(source="longcrawl64", paths=(where,))
+        with pytest.raises(
+            ValueError, match=r"cannot open .*a\.zarr as a Zarr v2 array: .*JSON has more than 32"
+        ):
+            data.train_dataset(config, vocab_size=50_304)
+    with metadata.open("wb") as file:
+        file.truncate(1 << 40)
+    config = builders.data_config(source="longcrawl64", paths=(path,))
+    with pytest.raises(
+        ValueError, match=r"as a Zarr v2 array: .*\.zarray: it has more than 67,108,864 bytes"
+    ):
+        data.train_dataset(config, vocab_size=50_304)
+
+
 def zarr_values(rows=20, row_tokens=32, dtype="<u2"):
     return np.random.default_rng(0).integers(1, 500, (rows, row_tokens)).astype(dtype)
 

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import pathlib
+import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sympow_jax import config, layers, models, training
+from sympow_jax import commands, config, layers, models, training
 from sympow_jax.commands import train
 from sympow_jax.evaluation import inspect, tasks
 from sympow_jax.layers import mlp
@@ -166,6 +169,46 @@ def test_a_retrofit_in_two_stages(tmp_path, capsys):
         {0: stacked},
         {0: jax.tree.map(lambda *x: np.stack(x), *(found["blocks"][i]["attention"] for i in (0, 2)))},
     )
+
+
+def test_runs_of_a_retrofit_need_their_initial_run_only_to_begin(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shape = dataclasses.replace(settings().model, attention_pattern=(), vocab_size=256, layers=1)
+    base = settings(
+        model=shape,
+        task=config.TaskConfig(),
+        data=config.DataConfig(source="text", context_length=TIME, batch_tokens=2 * TIME),
+        training=config.TrainingConfig(steps=1),
+        evaluation=config.EvaluationConfig(context_lengths=(), every=0),
+    )
+    assert train.train(base, pathlib.Path("base")) == 0
+
+    def run(spec, folder, steps=1):
+        options = [f"--workdir={folder}", f"--config.training.steps={steps}"]
+        options += ["--config.evaluation.context_lengths=()"]
+        return commands.run("train", [f"--config={spec}", *options], program="train.py")
+
+    assert run("retrofit:base,preset=sympow_gated,match=true", "first") == 0
+    assert run("retrofit:first", "second") == 0
+    shutil.rmtree("base")
+    assert run("first/config.json", "first") == 0
+    pathlib.Path("first").rename("moved")
+    assert run("second/config.json", "second", steps=2) == 0
+    assert commands.run("eval", ["--workdir=second", "--context_lengths=24"], program="eval.py") == 0
+    asked = ["--workdir=second", "--prompt=def", "--max_tokens=4"]
+    assert commands.run("generate", asked, program="generate.py") == 0
+    exported = ["export", "--workdir=second", "--out=second.safetensors"]
+    assert commands.run("weights", exported, program="sympow weights") == 0
+    capsys.readouterr()
+    for spec, folder, message in (
+        ("retrofit:first", "second", "first is not the workdir of a run; make .* or resume .*config.json"),
+        ("second/config.json", "new", "task.initial_run: first is not the workdir of a run: it"),
+        ("retrofit:moved", "second", "task.initial_run was 'first' and is 'moved'"),
+    ):
+        with pytest.raises(SystemExit):
+            run(spec, folder, steps=3)
+        (line,) = capsys.readouterr().err.splitlines()
+        assert re.search(message, line)
 
 
 def test_flops_are_a_forward_pass_of_the_original_and_both_of_the_new_layers():

@@ -327,7 +327,7 @@ def interruptible():
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, monkeypatch, capsys, number):
     report = metrics.Reporter.report
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from sympow_jax import config
+from sympow_jax import config, weights
 from sympow_jax.training import workdir
 
 
@@ -140,6 +140,8 @@ def test_not_a_workdir(tmp_path):
     [
         ("model.layers", "100000", "model.layers is 100000; it must be at most 1024"),
         ("model.layers", "1.0", "model.layers is 1.0, a float; it must be an int: write 1"),
+        ("model.layers", "NaN", "model.layers is nan"),
+        ("data.paths", '"x"', "data.paths is 'x'"),
         ("model.width", str(10**30), "model.width is an integer of 100 bits; it must fit in 64"),
         ("model.dtype", "1", "dtype is 1; it must be a dtype or its name"),
         ("training.seed", str(10**30), "training.seed is an integer of 100 bits; it must fit in 64"),
@@ -154,9 +156,13 @@ def test_settings_that_no_run_can_have(tmp_path, path, value, message):
     group, name = path.split(".")
     values[group][name] = "here"
     (tmp_path / "config.json").write_text(json.dumps(values).replace('"here"', value))
-    with pytest.raises(ValueError, match=re.escape(f"config.json: {message}")) as caught:
-        workdir.read_config(tmp_path)
-    assert "\n" not in str(caught.value)
+    for read in (
+        lambda: workdir.read_config(tmp_path),
+        lambda: weights.read_settings(tmp_path / "config.json"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"config.json: {message}")) as caught:
+            read()
+        assert "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="is not the settings of a run and would be overwritten"):
         workdir.open_workdir(tmp_path, _settings())
 

@@ -145,7 +145,14 @@ def test_all_mismatches_are_listed(tmp_path):
     )
 
 
-@pytest.mark.parametrize("content", [b"", b"text", b"\x00" * 64, None], ids=["empty", "text", "zeros", "cut"])
+_DEEP = b'{"a":' * 100_000 + b"0" + b"}" * 100_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"text", b"\x00" * 64, len(_DEEP).to_bytes(8, "little") + _DEEP, None],
+    ids=["empty", "text", "zeros", "deep", "cut"],
+)
 def test_a_file_that_is_not_safetensors(tmp_path, content):
     path = tmp_path / "model.safetensors"
     if content is None:

@@ -1,8 +1,8 @@
 """Time from SIGTERM to the end of a run with a large state: `python -m tools.faults.grace [--layers=14]`.
 
-A notice before a machine is taken away is SIGTERM on SLURM (`--signal=TERM@300`), Kubernetes and Google Cloud. A run
-then finishes its step, saves it and ends. This measures how long that takes, at each moment of a run. With 14 layers of
-width 1,024, parameters and Adam's two means are 2.1 GB.
+A notice before a machine is taken away is SIGTERM on Kubernetes and Google Cloud, and SIGTERM or SIGUSR1 on SLURM. A
+run then finishes its step, saves it and ends. This measures how long that takes, at each moment of a run. With 14
+layers of width 1,024, parameters and Adam's two means are 2.1 GB.
 """
 
 import argparse

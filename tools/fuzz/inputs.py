@@ -1,168 +1,135 @@
-"""Random inputs, and random changes to good ones."""
+"""Hypothesis strategies of changes to good files; a change is small, so that examples can be read and shrunk."""
 
+import dataclasses
 import json
 import pathlib
-import random
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-# Values that break what does not expect them.
-HOSTILE: tuple[Any, ...] = (
-    None,
-    True,
-    False,
-    "",
-    "x",
-    "é\u2028\n\x00",
-    "x" * 100_000,
-    "..",
-    "/dev/zero",
-    [],
-    {},
-    [[]],
-    {"a": {}},
-    ["x"] * 1000,
-    list(range(10_000)),
-    {str(number): 0 for number in range(1000)},
-    0,
-    -1,
-    1,
-    2,
-    3,
-    1.0,
-    0.5,
-    -0.0,
-    1e-300,
-    1e300,
-    float("nan"),
-    float("inf"),
-    2**31,
-    2**32,
-    2**63,
-    2**64,
-    10**9,
-    10**30,
-)
-TEXTS: tuple[str, ...] = (
-    "",
-    "none",
-    "true",
-    "nan",
-    "inf",
-    "-inf",
-    "1e400",
-    "-1",
-    "0",
-    "1",
-    "2",
-    "7",
-    "1e9",
-    "9" * 5000,
-    "1_000",
-)
-TEXTS += ("()", "(", "[", ",", ",,", "1,2", "'", '"', "'a','b'", "((((", "x" * 100_000, "é", "\n", "*", "a=b")
-TEXTS += (
-    "1000000*softmax",
-    "softmax,linear",
-    "conformal",
-    "0*softmax",
-    "3*",
-    "*=1",
-    "x=nan",
-    "*=-1",
-    "/dev/zero",
-)
-_LEVELS = (40, 1000, 100_000)
+from hypothesis import strategies as st
+
+Files = dict[str, bytes]
+"""Contents of files by their names relative to a folder."""
+
+DEEP = [begin * n + "0" + end * n for n in (40, 1000, 100_000) for begin, end in (("[", "]"), ('{"a":', "}"))]
+# Values, as JSON, that break what does not expect them, and texts that are no JSON.
+_VALUES: tuple[Any, ...] = (None, True, False, "", "x", "é\u2028\n\x00", "x" * 100_000, "..", "/dev/zero")
+_VALUES += ([], {}, [[]], {"a": {}}, ["x"] * 1000, list(range(10_000)), {str(n): 0 for n in range(1000)})
+_VALUES += (0, -1, 1, 2, 3, 1.0, 0.5, -0.0, 1e-300, 1e300, float("nan"), float("inf"))
+_VALUES += (2**31, 2**32, 2**34, 2**63, 2**64, 10**5, 10**9, 10**18, 10**30)
+HOSTILE = (*map(json.dumps, _VALUES), *DEEP, "1e400", "9" * 5000, "{", "]", ",", '"', "\x00", "e9")
+_BYTES = (b"\xff" * 4, b"\xff" * 8, b"\x00" * 8, b"\x7f" * 8, b"\x00" * 64)
 
 
-def json_text(values: Any, source: random.Random) -> str:
-    """Returns a JSON value as text, after one to three changes to it, of which a few are to the text."""
-    for _ in range(source.randint(1, 3)):
-        values = changed(values, source)
-    text = json.dumps(values)
-    match source.randrange(20):
-        case 0:
-            return text[: source.randrange(len(text) + 1)]
-        case 1:
-            levels = source.choice(_LEVELS)
-            begin, end = source.choice((("[", "]"), ('{"a":', "}")))
-            deep = begin * levels + "0" + end * levels
-            return text.replace(source.choice(("0", "1", "true", '"')), deep, 1)
-        case 2:
-            return "9" * source.choice((100, 10_000))
-        case 3:
-            at = source.randrange(len(text) + 1)
-            return text[:at] + source.choice('{}[]",:\x00-e9') + text[at:]
-    return text
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Replacement of one part of a JSON file; at the empty path, of any whole file.
+
+    Attributes:
+        file: name of the file.
+        path: keys and indices from the root. A key that an object does not have is added.
+        text: replacement, which need not be JSON. None removes the part.
+    """
+
+    file: str
+    path: tuple[str | int, ...]
+    text: str | None
+
+    def apply(self, content: bytes) -> bytes | None:
+        """Returns the new content of the file; None removes it. If the part does not exist, nothing changes."""
+        if not self.path:
+            return None if self.text is None else self.text.encode()
+        *parents, last = self.path
+        mark = "\x00mark"
+        try:
+            node = document = json.loads(content)
+            for key in parents:
+                node = node[key]
+            if self.text is None:
+                del node[last]
+            else:
+                node[last] = mark
+            return json.dumps(document).replace(json.dumps(mark), self.text or "").encode()
+        except (ValueError, LookupError, TypeError, RecursionError):  # after an earlier change
+            return content
 
 
-def changed(value: Any, source: random.Random) -> Any:
-    """Returns a JSON value in which one random part is replaced, removed or added."""
-    if isinstance(value, dict) and value and source.random() < 0.9:
-        name = source.choice(list(value))
-        match source.randrange(10):
-            case 0:
-                return {key: part for key, part in value.items() if key != name}
-            case 1:
-                return value | {
-                    source.choice(("x", "", "layers", "a.b", "x" * 10_000)): source.choice(HOSTILE)
-                }
-        return value | {name: changed(value[name], source)}
-    if isinstance(value, list) and value and source.random() < 0.9:
-        index = source.randrange(len(value))
-        part = [] if source.random() < 0.1 else [changed(value[index], source)]
-        return [*value[:index], *part, *value[index + 1 :]]
-    if isinstance(value, int) and source.random() < 0.2:
-        return value + source.choice((-1, 1))
-    return source.choice(HOSTILE)
+@dataclasses.dataclass(frozen=True)
+class Splice:
+    """Replacement of `removed` bytes of a file at an offset by others."""
+
+    file: str
+    at: int
+    removed: int
+    inserted: bytes
+
+    def apply(self, content: bytes) -> bytes:
+        """Returns the new content of the file."""
+        return content[: self.at] + self.inserted + content[self.at + self.removed :]
 
 
-def changed_bytes(content: bytes, source: random.Random) -> bytes:
-    """Returns bytes after a few random changes: flipped bits, cuts, and parts that are inserted, repeated or zero."""
-    changing = bytearray(content)
-    for _ in range(source.randint(1, 4)):
-        if not changing:
-            break
-        # Half of the changes are near the beginning, where headers are.
-        length = source.choice((len(changing), min(len(changing), 256)))
-        at = source.randrange(length)
-        match source.randrange(6):
-            case 0 | 1:
-                changing[at] ^= 1 << source.randrange(8)
-            case 2:
-                del changing[at:]
-            case 3:
-                changing[at : at + source.randint(1, 16)] = source.randbytes(source.randint(0, 16))
-            case 4:
-                size = source.choice((1, 2, 4, 8))
-                changing[at : at + size] = source.choice((b"\xff", b"\x00", b"\x7f")) * size
-            case 5:
-                del changing[at : at + source.randint(1, 64)]
-    return bytes(changing)
+Change = Part | Splice
 
 
-def write_tree(files: dict[str, bytes], folder: pathlib.Path) -> None:
-    """Writes files by their names relative to a folder."""
+def changed(files: Mapping[str, bytes], changes: Sequence[Change]) -> Files:
+    """Returns the files after the changes."""
+    new = dict(files)
+    for change in changes:
+        if change.file in new:
+            content = change.apply(new.pop(change.file))
+            if content is not None:
+                new[change.file] = content
+    return new
+
+
+def changes(files: Mapping[str, bytes]) -> st.SearchStrategy[list[Change]]:
+    """Returns one to three changes to files, most of which are to JSON where a file is JSON."""
+    one = st.one_of([_change(name, content) for name, content in files.items()])
+    return st.lists(one, min_size=1, max_size=3)
+
+
+def _change(file: str, content: bytes) -> st.SearchStrategy[Change]:
+    # Half of the changes are near the beginning, where headers are.
+    at = st.integers(0, len(content)) | st.integers(0, min(len(content), 256))
+    removed = st.sampled_from((1, 0, 2, 4, 8, 64, len(content)))
+    splice = st.builds(Splice, st.just(file), at, removed, st.binary(max_size=16) | st.sampled_from(_BYTES))
+    try:
+        document = json.loads(content)
+    except ValueError:
+        return st.one_of(splice, splice, splice, st.just(Part(file, (), None)))
+    parts = list(_parts(document))
+    others = st.sampled_from([json.dumps(part) for _, part in parts])
+    values = st.integers() | st.floats() | st.text(max_size=20)
+
+    def change(part: tuple[tuple[str | int, ...], Any]) -> st.SearchStrategy[Part]:
+        path, value = part
+        near = st.integers(value - 2, value + 2) if type(value) is int else st.nothing()
+        text = st.none() | st.sampled_from(HOSTILE) | others | (near | values).map(json.dumps)
+        return st.builds(Part, st.just(file), st.just(path), text)
+
+    part = st.sampled_from(parts).flatmap(change)
+    return st.one_of(part, part, part, splice)
+
+
+def _parts(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """Yields path and value of every part of a JSON value, and of keys that it does not have."""
+    yield path, value
+    if isinstance(value, dict):
+        yield from (((*path, key), None) for key in ("x", "x" * 10_000))
+    for key, part in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
+        yield from _parts(part, (*path, key))
+
+
+def write_tree(files: Mapping[str, bytes], folder: pathlib.Path) -> None:
+    """Writes files below a folder."""
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
 
 
-def read_tree(folder: pathlib.Path) -> dict[str, bytes]:
-    """Returns the files below a folder by their names relative to it."""
+def read_tree(folder: pathlib.Path) -> Files:
+    """Returns the files below a folder."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
-
-
-def changed_tree(files: dict[str, bytes], source: random.Random) -> dict[str, bytes]:
-    """Returns files of which one is changed or missing; one of JSON, as JSON in most cases."""
-    name = source.choice(list(files))
-    rest = {key: content for key, content in files.items() if key != name}
-    if source.random() < 0.05:
-        return rest
-    try:
-        values = json.loads(files[name]) if source.random() < 0.8 else None
-    except ValueError:
-        values = None
-    if values is None:
-        return rest | {name: changed_bytes(files[name], source)}
-    return rest | {name: json_text(values, source).encode()}

@@ -1,52 +1,94 @@
-"""Readers of what strangers write: each makes a random input in an empty folder and reads it.
-
-A reader ends in success, or in an error of one of the types of `ACCEPTED`.
-"""
+"""Readers of what strangers write, with a good input of each, the strategy of bad ones, and those once found."""
 
 import dataclasses
 import functools
 import gzip
+import io
 import json
 import pathlib
-import random
 import struct
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+import PIL.Image
 import safetensors.numpy
 from flax import nnx
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
 
-from sympow_jax import config, generation, models, ops, training, weights
+from sympow_jax import config, data, generation, models, ops, training, weights
 from sympow_jax.commands import command_line, train
-from sympow_jax.config import fields
+from sympow_jax.config import fields, serialize
 from sympow_jax.data import longcrawl64, tokenizer, tokens
 from sympow_jax.training import workdir, writers
 from sympow_jax.weights import families
 from tools.fuzz import inputs
+from tools.fuzz.inputs import Part, Splice
 
-# What programs print as one line (`cli.user_errors`).
+# Errors that programs print as one line (`cli.user_errors`).
 ACCEPTED = (ValueError, OSError, NotImplementedError)
 
-Reader = Callable[[random.Random, pathlib.Path], None]
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """A function that reads what strangers write.
+
+    Attributes:
+        good: input that must succeed.
+        bad: strategy of inputs.
+        read: ends in success, or in one of the errors `ACCEPTED`.
+        examples: number of inputs for the table.
+        cases: inputs that were once a problem, which are tried first.
+    """
+
+    good: Any
+    bad: st.SearchStrategy
+    read: Callable[[Any], Any]
+    examples: int = 1000
+    cases: Sequence[Any] = ()
+
+
+def _files(good: Callable[[], inputs.Files], read: Callable[[pathlib.Path], Any], **options: Any) -> Reader:
+    """Returns a reader of a folder, whose input is a list of changes to the good files in it."""
+    good = functools.cache(good)
+
+    def read_changed(changes: Sequence[inputs.Change]) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            inputs.write_tree(inputs.changed(good(), changes), folder := pathlib.Path(name))
+            read(folder)
+
+    return Reader([], st.deferred(lambda: inputs.changes(good())), read_changed, **options)
+
+
+def _made(write: Callable[[pathlib.Path], Any]) -> inputs.Files:
+    """Returns the files that a function writes to a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        write(pathlib.Path(folder))
+        return inputs.read_tree(pathlib.Path(folder))
+
+
+def _json(**files: Any) -> inputs.Files:
+    return {f"{name}.json": json.dumps(value).encode() for name, value in files.items()}
 
 
 @functools.cache
 def _settings() -> config.Config:
+    attention = config.preset("conformal", exact_window=4)
     return config.Config(
         model=config.ModelConfig(
-            vocab_size=32,
-            layers=2,
-            width=16,
-            heads=2,
-            dtype="float32",
-            attention=config.preset("conformal", exact_window=4),
+            vocab_size=32, layers=2, width=16, heads=2, dtype="float32", attention=attention
         ),
         data=config.DataConfig(paths=("x",), context_length=8, batch_tokens=16),
     )
+
+
+def _data(source: str, path: pathlib.Path, **changes: Any) -> config.DataConfig:
+    shared: dict[str, Any] = {"heldout_fraction": 0.0, "context_length": 8, "batch_tokens": 16}
+    return config.DataConfig(source=source, paths=(str(path),), **shared | changes)
 
 
 @functools.cache
@@ -54,134 +96,108 @@ def _model() -> models.DecoderLM:
     return models.DecoderLM(_settings().model, rngs=nnx.Rngs(0))
 
 
-def _made(write: Callable[[pathlib.Path], Any]) -> dict[str, bytes]:
-    """Returns the files that a function writes to a folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        write(pathlib.Path(folder))
-        return inputs.read_tree(pathlib.Path(folder))
+_TEXTS: tuple[str, ...] = ("", "\n", "é", "9" * 5000, "x" * 100_000, "none", "true", "nan", "inf", "-inf")
+_TEXTS += ("1e400", "1e9", "1_000", "()", "(", "[", ",", ",,", "1,2", "'", '"', "'a','b'", "((((", "*", "a=b")
+_TEXTS += ("1000000*softmax", "softmax,linear", "conformal", "0*softmax", "3*", "*=1", "x=nan", "-1", "0")
+_FLAGS = {
+    setting.path: setting.choices for group in fields.groups(config.Config) for setting in group.settings
+}
+_FLAG = st.sampled_from(sorted(_FLAGS)).flatmap(
+    lambda path: st.tuples(
+        st.sampled_from((path, path, path, path[:-1])),
+        st.sampled_from((*_TEXTS, *_FLAGS[path])) | st.text(max_size=20) | st.integers().map(str),
+    )
+)
 
 
-def flags(source: random.Random, folder: pathlib.Path) -> None:
-    """Reads a command line of training with random settings."""
-    settings = [setting for group in fields.groups(config.Config) for setting in group.settings]
-    chosen = source.choices(settings, k=source.randint(1, 4))
-    arguments = []
-    for setting in chosen:
-        texts = (*inputs.TEXTS, *setting.choices)
-        name = setting.path if source.random() < 0.95 else setting.path[:-1]
-        arguments.append(f"--config.{name}={source.choice(texts)}")
-    command_line.parse_training(["--config=quickstart", f"--workdir={folder}", *arguments])
+def _read_flags(settings: Sequence[tuple[str, str]]) -> None:
+    arguments = [f"--config.{path}={text}" for path, text in settings]
+    command_line.parse_training(["--config=quickstart", "--workdir=unused", *arguments])
 
 
-def settings_json(source: random.Random, folder: pathlib.Path) -> None:
-    """Reads the settings of a run, or of weights."""
-    path = folder / "config.json"
-    path.write_text(inputs.json_text(dataclasses.asdict(_settings()), source))
-    source.choice((weights.read_settings, lambda path: workdir.read_config(path.parent)))(path)
+def _good_settings() -> inputs.Files:
+    return _json(config=dataclasses.asdict(_settings()))
 
 
-@functools.cache
-def _published() -> list[dict[str, Any]]:
-    configs = []
-    for family in families.FAMILIES.values():
-        sizes = {key: 2 for key in family.sizes.values()} | {family.sizes["vocab_size"]: 32}
+def _good_published() -> inputs.Files:
+    configs = {}
+    for name, family in families.FAMILIES.items():
+        sizes = dict.fromkeys(family.sizes.values(), 2) | {family.sizes["vocab_size"]: 32}
         required = {family.length: 16, "model_type": family.model_type, "eos_token_id": 3}
-        configs.append(required | dict(family.defaults) | dict(family.fixed) | sizes)
-    scaled = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaled |= {"original_max_position_embeddings": 8192, "rope_theta": 500_000.0}
-    llama = next(values for values in configs if values["model_type"] == "llama")
-    return [*configs, llama | {"rope_scaling": scaled, "layer_types": ["full_attention"] * 2}]
-
-
-def published_config(source: random.Random, folder: pathlib.Path) -> None:
-    """Reads the `config.json` of a published model."""
-    path = folder / "config.json"
-    path.write_text(inputs.json_text(source.choice(_published()), source))
-    weights.read_settings(path)
-
-
-@functools.cache
-def _weights() -> dict[str, bytes]:
-    return _made(lambda folder: weights.save(folder / "model.safetensors", _settings(), _model()))
-
-
-def weights_file(source: random.Random, folder: pathlib.Path) -> None:
-    """Reads a safetensors file, with a changed header, changed tensors or changed bytes."""
-    path, content = folder / "model.safetensors", _weights()["model.safetensors"]
-    match source.randrange(3):
-        case 0:
-            path.write_bytes(inputs.changed_bytes(content, source))
-        case 1:
-            (size,) = struct.unpack("<Q", content[:8])
-            header = inputs.json_text(json.loads(content[8 : 8 + size]), source).encode()
-            length = source.choice((len(header), len(header), len(header) + 1, 2**40, 2**63))
-            path.write_bytes(struct.pack("<Q", length) + header + content[8 + size :])
-        case 2:
-            tensors = safetensors.numpy.load(content)
-            name = source.choice(list(tensors))
-            dtype = source.choice((np.float32, np.float16, np.int64, np.uint8, np.bool_))
-            shape = source.choice(
-                ((), (0,), (1,), tensors[name].shape, tensors[name].shape[::-1], (1 << 20,))
-            )
-            value = source.choice((0.0, 1.0, float("nan"), float("inf"), 1e38))
-            with np.errstate(all="ignore"):
-                tensors[name] = np.full(shape, value).astype(dtype)
-            tensors |= {str(number): np.zeros(1) for number in range(source.choice((0, 0, 1, 2000)))}
-            safetensors.numpy.save_file(tensors, path)
-    weights.load(path, _settings())
-
-
-def weights_index(source: random.Random, folder: pathlib.Path) -> None:
-    """Reads a folder of several safetensors files and their index."""
-    tensors = safetensors.numpy.load(_weights()["model.safetensors"])
-    names = sorted(tensors)
-    shards = {f"model-{number}.safetensors": names[number::2] for number in range(2)}
-    index = {
-        "metadata": {"total_size": 1},
-        "weight_map": {x: shard for shard, xs in shards.items() for x in xs},
+        configs[name] = required | dict(family.defaults) | dict(family.fixed) | sizes
+    scaled: dict[str, Any] = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
     }
-    for shard, held in shards.items():
-        if source.random() < 0.95:
-            safetensors.numpy.save_file({name: tensors[name] for name in held}, folder / shard)
-    (folder / "model.safetensors.index.json").write_text(inputs.json_text(index, source))
-    weights.load(folder, _settings())
+    scaled |= {"original_max_position_embeddings": 8192, "rope_theta": 500_000.0}
+    scaled = {"rope_scaling": scaled, "layer_types": ["full_attention"] * 2}
+    return _json(**configs, scaled=configs["llama"] | scaled)
 
 
-@functools.cache
-def _state() -> dict[str, bytes]:
+def _read_published(folder: pathlib.Path) -> None:
+    for path in sorted(folder.iterdir()):
+        weights.read_settings(path.rename(folder / "config.json"))
+
+
+def _weights() -> bytes:
+    files = _made(lambda folder: weights.save(folder / "model.safetensors", _settings(), _model()))
+    return files["model.safetensors"]
+
+
+def _good_tensors() -> inputs.Files:
+    content = _weights()
+    end = 8 + struct.unpack("<Q", content[:8])[0]
+    return {"length": b"", "header.json": content[8:end], "tensors": content[end:]}
+
+
+def _read_tensors(folder: pathlib.Path) -> None:
+    length, header, content = ((folder / name).read_bytes() for name in ("length", "header.json", "tensors"))
+    length = length or struct.pack("<Q", len(header))
+    (folder / "model.safetensors").write_bytes(length + header + content)
+    weights.load(folder / "model.safetensors", _settings())
+
+
+def _good_index() -> inputs.Files:
+    tensors = safetensors.numpy.load(_weights())
+    files, weight_map = {}, dict[str, str]()
+    for number in range(2):
+        shard = {name: tensors[name] for name in sorted(tensors)[number::2]}
+        files[f"model-{number}.safetensors"] = safetensors.numpy.save(shard)
+        weight_map |= dict.fromkeys(shard, f"model-{number}.safetensors")
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    return files | _json(**{"model.safetensors.index": index})
+
+
+def _good_state() -> inputs.Files:
     state = generation.init_state(_model(), 2)
     return _made(lambda folder: generation.save_state(folder / "state", _model(), state))
 
 
-def state_file(source: random.Random, folder: pathlib.Path) -> None:
-    """Reads a saved state, with changed bytes, or with a changed member in a good archive."""
-    path = folder / "state"
-    path.write_bytes(_state()["state"])
-    if source.random() < 0.4:
-        path.write_bytes(inputs.changed_bytes(path.read_bytes(), source))
-    else:
-        with zipfile.ZipFile(path) as archive:
-            members = {name: archive.read(name) for name in archive.namelist()}
-        name = source.choice(["header.npy", *members])
-        if name == "header.npy" and source.random() < 0.9:
-            with np.load(path) as file:
-                values = json.loads(str(file["header"]))
-            with (folder / "header.npy").open("wb") as file:
-                np.lib.format.write_array(file, np.array(inputs.json_text(values, source)))
-            members[name] = (folder / "header.npy").read_bytes()
-        else:
-            members[name] = inputs.changed_bytes(members[name], source)
-        if source.random() < 0.1:
-            del members[name]
-        compression = source.choice((zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))
-        with zipfile.ZipFile(path, "w", compression) as archive:
-            for member, content in members.items():
-                archive.writestr(member, content)
-    generation.restore_state(path, _model())
+def _read_state(folder: pathlib.Path) -> None:
+    generation.restore_state(folder / "state", _model())
 
 
-@functools.cache
-def _run() -> dict[str, bytes]:
+def _good_members() -> inputs.Files:
+    with zipfile.ZipFile(io.BytesIO(_good_state()["state"])) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    header = np.load(io.BytesIO(members.pop("header.npy")))
+    return {"header.json": str(header).encode(), **members}
+
+
+def _read_members(folder: pathlib.Path) -> None:
+    members = inputs.read_tree(folder)
+    header = members.pop("header.json", b"").decode("utf-8", "replace")
+    with zipfile.ZipFile(folder / "state", "w") as archive:
+        with archive.open("header.npy", "w") as stream:
+            np.lib.format.write_array(stream, np.array(header))
+        for name, content in members.items():
+            archive.writestr(name, content)
+    _read_state(folder)
+
+
+def _good_run() -> inputs.Files:
     """Returns the files of a run of one step."""
 
     def write(folder: pathlib.Path) -> None:
@@ -189,79 +205,56 @@ def _run() -> dict[str, bytes]:
         settings = dataclasses.replace(
             _settings(),
             model=dataclasses.replace(_settings().model, vocab_size=256, layers=1),
-            data=config.DataConfig(paths=(str(folder / "text"),), context_length=8, batch_tokens=16),
+            data=_data("text", folder / "text"),
             training=config.TrainingConfig(steps=1),
             evaluation=config.EvaluationConfig(context_lengths=(), every=0),
         )
         train.train(settings, folder / "run")
 
-    files = _made(write)
     kept = ("run/checkpoints", "run/config.json")
-    return {name.removeprefix("run/"): content for name, content in files.items() if name.startswith(kept)}
+    return {name[4:]: content for name, content in _made(write).items() if name.startswith(kept)}
 
 
-def checkpoint(source: random.Random, folder: pathlib.Path) -> None:
-    """Restores a checkpoint of which one file, of metadata in most cases, is changed."""
-    files = _run()
-    names = [name for name in files if not name.endswith((".npy", "/data")) and "/d/" not in name]
-    names = names if source.random() < 0.8 else list(files)
-    chosen = inputs.changed_tree({name: files[name] for name in names}, source)
-    inputs.write_tree(
-        {name: content for name, content in files.items() if name not in names} | chosen, folder
-    )
-    training.restore_model(folder)
+_DESCRIPTION = {"source": "text", "paths": ["x"], "digest": "0", "bytes": 1}
 
 
-def records(source: random.Random, folder: pathlib.Path) -> None:
-    """Reads the other files of a workdir: the description of its data and its metrics."""
-    description = {"source": "text", "paths": ["x"], "digest": "0", "bytes": 1}
-    (folder / "data.json").write_text(inputs.json_text(description, source))
-    (folder / "metrics.jsonl").write_text(
-        "".join(inputs.json_text({"step": 3, "loss": 1.0}, source) + "\n" for _ in "ab")
-    )
+def _read_records(folder: pathlib.Path) -> None:
+    line = (folder / "line.json").read_bytes()
+    (folder / "metrics.jsonl").write_bytes(line + b"\n" + line + b"\n")
     (folder / "checkpoints" / "1").mkdir(parents=True)
     writers.JsonLines(folder / "metrics.jsonl", start=2).close(failed=False)
-    workdir.record_data(folder, description)
+    workdir.record_data(folder, _DESCRIPTION)
 
 
-@functools.cache
-def _zarr() -> dict[str, bytes]:
+def _good_zarr() -> inputs.Files:
     def write(folder: pathlib.Path) -> None:
-        values = np.arange(8 * 64, dtype=np.uint16).reshape(8, 64)
-        metadata = longcrawl64.metadata(8, 64, values.dtype) | {"chunks": [4, 64]}
         import tensorstore
 
+        values = np.arange(8 * 64, dtype=np.uint16).reshape(8, 64)
+        metadata = longcrawl64.metadata(8, 64, values.dtype) | {"chunks": [4, 64]}
         spec = {**longcrawl64.spec(str(folder)), "metadata": metadata}
         tensorstore.open(spec, create=True).result().write(values).result()
 
     return _made(write)
 
 
-def zarr(source: random.Random, folder: pathlib.Path) -> None:
-    """Reads every row of a Zarr array."""
-    inputs.write_tree(inputs.changed_tree(_zarr(), source), folder)
-    settings = config.DataConfig(
-        source="longcrawl64", paths=(str(folder),), context_length=8, batch_tokens=16, heldout_fraction=0.0
-    )
+def _read_zarr(folder: pathlib.Path) -> None:
+    settings = _data("longcrawl64", folder)
     rows = longcrawl64.open_documents(settings, heldout=False)
     for row in range(min(8, len(rows.lengths))):
         rows.read(row, 0, 8)
     longcrawl64.describe(settings)
 
 
-def token_file(source: random.Random, folder: pathlib.Path) -> None:
-    """Reads every document of a `.bin` file."""
-    good = {"train.bin": np.array([5, 6, 0, 7, 8, 9, 0], "<u2").tobytes()}
+def _good_tokens() -> inputs.Files:
     summary = {"tokenizer": "byte", "vocab_size": 256, "separator": 0, "token_dtype": "uint16"}
-    good["train.bin.json"] = json.dumps(summary | {"documents": 2, "tokens": 7}).encode()
-    inputs.write_tree(inputs.changed_tree(good, source), folder)
-    settings = config.DataConfig(
-        source="tokens",
-        paths=(str(folder / "train.bin"),),
-        document_separator=source.choice((0, None, 7, 2**16)),
-        context_length=8,
-        batch_tokens=16,
-    )
+    files = _json(**{"train.bin": summary | {"documents": 2, "tokens": 7}, "settings": {"separator": 0}})
+    return files | {"train.bin": np.array([5, 6, 0, 7, 8, 9, 0], "<u2").tobytes()}
+
+
+def _read_tokens(folder: pathlib.Path) -> None:
+    separator: Any = serialize.read_object(folder / "settings.json").get("separator")
+    settings = _data("tokens", folder / "train.bin", document_separator=separator, heldout_fraction=0.5)
     for heldout in (False, True):
         spans = tokens.open_documents(settings, heldout=heldout)
         for document, length in enumerate(spans.lengths):
@@ -269,128 +262,178 @@ def token_file(source: random.Random, folder: pathlib.Path) -> None:
     tokens.describe(settings)
 
 
-@functools.cache
-def _corpora() -> dict[str, bytes]:
+_TEXT = ["the quick fox", None, "", "é" * 30]
+_LINES = b"".join(json.dumps({"text": text, "ids": [1]}).encode() + b"\n" for text in _TEXT)
+
+
+def _good_corpus() -> inputs.Files:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    texts = ["the quick fox", None, "", "é" * 30]
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-
-    def write(folder: pathlib.Path) -> None:
-        (folder / "a.jsonl").write_bytes(lines)
-        (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines, mtime=0))
-        pq.write_table(pa.table({"text": texts, "ids": [[1, 2], [3], [], [4]]}), folder / "a.parquet")
-
-    return _made(write)
+    table = pa.table({"text": _TEXT, "ids": [[1, 2], [3], [], [4]]})
+    files = _made(lambda folder: pq.write_table(table, folder / "a.parquet"))
+    return files | _json(line={"text": "a", "ids": [1]}) | {"a.jsonl.gz": gzip.compress(_LINES, mtime=0)}
 
 
-def corpus_file(source: random.Random, folder: pathlib.Path) -> None:
-    """Reads all documents of a parquet or JSON lines file."""
+def _read_corpus(folder: pathlib.Path) -> None:
     from sympow_jax.data import corpus
 
-    name = source.choice(list(_corpora()))
-    content = _corpora()[name]
-    if name == "a.jsonl" and source.random() < 0.7:
-        lines = content.decode().splitlines()
-        lines[source.randrange(len(lines))] = inputs.json_text({"text": "a", "ids": [1]}, source)
-        content = "\n".join(lines).encode()
-    elif name.endswith(".gz") and source.random() < 0.2:
-        content = gzip.compress(bytes(source.choice((10**6, 4 * 10**8))), mtime=0)
-    else:
-        content = inputs.changed_bytes(content, source)
-    (folder / name).write_bytes(content)
-    found = corpus.find("data.paths", [str(folder)], format="parquet" if name == "a.parquet" else "jsonl")
-    texts = source.random() < 0.7
-    reader = corpus.Reader("text" if texts else "ids", texts=texts)
-    for piece in corpus.pieces(found, source.choice((10, 1 << 20))):
-        reader.read(piece)
+    line = folder / "line.json"
+    if line.exists():
+        (folder / "a.jsonl").write_bytes(_LINES + line.read_bytes() + b"\n" + _LINES)
+    for kind in ("parquet", "jsonl"):
+        found = corpus.find("data.paths", [str(folder)], format=kind)
+        for column, size in (("text", 10), ("text", 1 << 20), ("ids", 10)):
+            reader = corpus.Reader(column, texts=column == "text")
+            for piece in corpus.pieces(found, size):
+                reader.read(piece)
 
 
-@functools.cache
-def _tokenizer() -> dict[str, Any]:
+def _good_tokenizer() -> inputs.Files:
     import tokenizers
 
     vocabulary = {"[UNK]": 0, "the": 1, "fox": 2, "</s>": 3}
     built = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     built.add_special_tokens(["</s>"])
-    return json.loads(built.to_str())
+    return {"tokenizer.json": built.to_str().encode()} | _json(tokenizer_config={"eos_token": "</s>"})
 
 
-def tokenizer_file(source: random.Random, folder: pathlib.Path) -> None:
-    """Reads a `tokenizers` file, encodes a text and decodes it."""
-    path = folder / "tokenizer.json"
-    path.write_text(inputs.json_text(_tokenizer(), source))
-    loaded = tokenizer.load(str(path))
+def _read_tokenizer(folder: pathlib.Path) -> None:
+    loaded = tokenizer.load(str(folder))
     loaded.decode(loaded.encode(b"the quick fox").tolist())
 
 
-def arguments(source: random.Random, folder: pathlib.Path) -> None:
-    """Traces power attention with random shapes, dtypes, segment ids and options."""
-    del folder
-    sizes = (1, 2, 3, 4, 8, 17, 64)
-    batch, time, heads, dim = (source.choice(sizes) for _ in range(4))
+def _good_images() -> inputs.Files:
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 10, 3)).astype(np.uint8)
 
-    def seldom(usual: Any, *others: Any) -> Any:
-        return source.choice(others) if source.random() < 0.1 else usual
+    def write(folder: pathlib.Path) -> None:
+        for name in ("ape/a.png", "cat/b.jpeg"):
+            (folder / name).parent.mkdir()
+            PIL.Image.fromarray(pixels).save(folder / name)
+
+    return _made(write)
+
+
+def _read_rows(settings: config.DataConfig) -> None:
+    task = config.TaskConfig(name="classification", classes=2)
+    rows: Any = data.train_dataset(settings, task=task, vocab_size=256)
+    for index in range(2):
+        rows[index]
+    data.describe(settings)
+
+
+def _seldom(usual: Any, *others: Any) -> st.SearchStrategy:
+    return st.integers(0, 9).flatmap(lambda n: st.sampled_from(others) if n == 9 else st.just(usual))
+
+
+_SIZES = (1, 2, 3, 4, 8, 17, 64)
+
+
+@st.composite
+def _attention(draw: st.DrawFn) -> dict[str, Any]:
+    """Returns arguments of power attention, few of which are bad."""
+    batch, time, heads, dim = (draw(st.sampled_from(_SIZES)) for _ in range(4))
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
-        axes = [seldom(length, *sizes, 0) for length in shape]
-        axes = seldom(axes, axes[:-1], [*axes, 1])
-        return jax.ShapeDtypeStruct(axes, seldom("float32", "int32", "bool", "float16", "complex64"))
+        axes = [draw(_seldom(length, *_SIZES, 0)) for length in shape]
+        dtype = draw(_seldom("float32", "int32", "bool", "float16", "complex64"))
+        return jax.ShapeDtypeStruct(draw(_seldom(axes, axes[:-1], [*axes, 1])), dtype)
 
-    query, key, value = (array(batch, time, heads, dim) for _ in range(3))
-    decay = array(batch, time, heads) if source.random() < 0.5 else None
-    segments: Any = None
-    if source.random() < 0.7:
-        segments = np.random.default_rng(source.randrange(2**32)).integers(-2, 100, (batch, time))
-        segments = segments.astype(seldom("int32", "int64", "uint8", "float32", "bool"))
-        segments = seldom(segments, segments[:, :-1], segments[0], segments.T, segments[None])
-    options = {
-        "power": seldom(2, 4, 0, -2, 3, 1000, 2**40),
-        "form": seldom(None, "attention", "chunked", "recurrent", "step", ""),
-        "implementation": seldom(None, "xla", "reference", "mosaic_gpu", "x"),
-        "chunk_size": seldom(None, 2, 0, -1, 10**9),
-        "exact_window": seldom(64, 0, 4, -1, 10**9),
-        "return_state": source.choice((False, True)),
+    found: dict[str, Any] = {name: array(batch, time, heads, dim) for name in ("query", "key", "value")}
+    found["log_decay"] = array(batch, time, heads) if draw(st.booleans()) else None
+    if draw(st.booleans()):
+        dtype = draw(_seldom("int32", "int64", "uint8", "float32", "bool"))
+        ids = draw(arrays.arrays("int32", (batch, time), elements=st.integers(-2, 100))).astype(dtype)
+        found["segment_ids"] = draw(_seldom(ids, ids[:, :-1], ids[0], ids.T, ids[None]))
+    return found | {
+        "power": draw(_seldom(2, 4, 0, -2, 3, 1000, 2**40)),
+        "form": draw(_seldom(None, "attention", "chunked", "recurrent", "step", "")),
+        "implementation": draw(_seldom(None, "xla", "reference", "mosaic_gpu", "x")),
+        "chunk_size": draw(_seldom(None, 2, 0, -1, 10**9)),
+        "exact_window": draw(_seldom(64, 0, 4, -1, 10**9)),
+        "return_state": draw(st.booleans()),
     }
 
-    def call(query, key, value, decay):
-        return ops.power_attention(query, key, value, log_decay=decay, segment_ids=segments, **options)
 
-    jax.eval_shape(call, query, key, value, decay)
+def _trace_attention(arguments: dict[str, Any]) -> None:
+    traced = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
+    others = {name: x for name, x in arguments.items() if name not in traced}
+    jax.eval_shape(lambda operands: ops.power_attention(**operands, **others), traced)
 
 
-def prompts(source: random.Random, folder: pathlib.Path) -> None:
-    """Gives random arrays of lengths and tokens to `generation.prefill`."""
-    del folder
-    rows = np.zeros((2, 6), np.int32)
+@st.composite
+def _prompts(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int | None]:
+    """Returns tokens and lengths of prompts, and a maximum length."""
+    lengths = np.array([draw(_seldom(3, 1, 6, 0, 7, -1, 2**31 - 1)) for _ in range(2)])
+    others = (lengths[:1], lengths.astype(float), lengths[None], lengths.astype(np.uint64))
+    lengths = draw(_seldom(lengths, *others))
+    rows = np.zeros((2, 6), np.int32) + draw(_seldom(31, 32, -1))
+    rows = draw(_seldom(rows, rows[0], rows.astype(np.float32), rows[:, :0], rows[:0], rows[None]))
+    return rows, lengths, draw(_seldom(None, 6, 3, 0, -1))
 
-    def seldom(usual: Any, *others: Any) -> Any:
-        return source.choice(others) if source.random() < 0.2 else usual
 
-    lengths = np.array([seldom(source.choice((1, 3, 6)), 0, 7, -1, 2**31 - 1) for _ in range(2)])
-    lengths = seldom(lengths, lengths[:1], lengths.astype(float), lengths[None], lengths.astype(np.uint64))
-    given = rows + seldom(31, 32, -1)
-    given = seldom(given, rows[0], rows.astype(np.float32), rows[:, :0], rows[:0], rows[None])
-    generation.prefill(_model(), given, lengths, max_length=seldom(None, 6, 3, 0, -1))
+def _read_prompts(prompts: tuple[np.ndarray, np.ndarray, int | None]) -> None:
+    rows, lengths, longest = prompts
+    generation.prefill(_model(), rows, lengths, max_length=longest)
 
 
 # A reader of another format is one more row.
 READERS: Mapping[str, Reader] = {
-    "flags of a command line": flags,
-    "settings of a run or of weights": settings_json,
-    "config.json of a published model": published_config,
-    "weights: safetensors file": weights_file,
-    "weights: index of several files": weights_index,
-    "saved state": state_file,
-    "checkpoint and its metadata": checkpoint,
-    "data.json and metrics.jsonl": records,
-    "Zarr array": zarr,
-    "token file and its sidecar": token_file,
-    "parquet and JSON lines": corpus_file,
-    "tokenizer file": tokenizer_file,
-    "shapes and segment ids of power attention": arguments,
-    "tokens and lengths of prompts": prompts,
+    "flags of a command line": Reader([], st.lists(_FLAG, min_size=1, max_size=4), _read_flags),
+    "settings of a run": _files(_good_settings, workdir.read_config),
+    "settings of weights": _files(
+        _good_settings, lambda folder: weights.read_settings(folder / "config.json")
+    ),
+    "config.json of a published model": _files(_good_published, _read_published, examples=2000),
+    "weights: a safetensors file": _files(_good_tensors, _read_tensors, examples=400),
+    "weights: index of several files": _files(
+        _good_index, lambda folder: weights.load(folder, _settings()), examples=300
+    ),
+    "saved state: its archive": _files(_good_state, _read_state, examples=200),
+    "saved state: its header and arrays": _files(
+        _good_members, _read_members, examples=300, cases=[[Part("header.json", ("model", "x"), "null")]]
+    ),
+    "checkpoint and its metadata": _files(_good_run, training.restore_model, examples=120),
+    "data.json and metrics.jsonl": _files(
+        lambda: _json(data=_DESCRIPTION, line={"step": 3, "loss": 1.0}),
+        _read_records,
+        cases=[[Part("line.json", ("step",), text)] for text in ('"3"', "[]")],
+    ),
+    "Zarr array": _files(
+        _good_zarr,
+        _read_zarr,
+        cases=[[Part(".zarray", ("chunks", 0), text)] for text in (str(2**34), str(10**18), inputs.DEEP[-1])],
+    ),
+    "token file and its sidecar": _files(_good_tokens, _read_tokens),
+    "parquet and JSON lines": _files(
+        _good_corpus,
+        _read_corpus,
+        examples=300,
+        # 400 MB of zeros.
+        cases=[[Splice("a.jsonl.gz", 0, 1000, gzip.compress(bytes(10**6)) * 400)]],
+    ),
+    "tokenizer files": _files(
+        _good_tokenizer, _read_tokenizer, cases=[[Part("tokenizer.json", ("x",), inputs.DEEP[-1])]]
+    ),
+    "images": _files(
+        _good_images,
+        lambda folder: _read_rows(_data("images", folder, image_size=8)),
+        examples=500,
+    ),
+    "lines of texts and labels": _files(
+        lambda: {"a.tsv": b"sentence\tlabel\ngood\t1\nbad\t0\n"},
+        lambda folder: _read_rows(_data("tsv", folder, text_columns=("sentence",))),
+        examples=500,
+        cases=[[Part("a.tsv", (), "x" * 1000)]],
+    ),
+    "shapes and segment ids of power attention": Reader(
+        {name: jax.ShapeDtypeStruct((1, 4, 2, 8), "float32") for name in ("query", "key", "value")},
+        _attention(),
+        _trace_attention,
+        examples=200,
+    ),
+    "tokens and lengths of prompts": Reader(
+        (np.zeros((2, 6), np.int32), np.array([3, 6]), None), _prompts(), _read_prompts, examples=100
+    ),
 }

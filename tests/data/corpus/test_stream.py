@@ -381,6 +381,18 @@ def test_memory_that_runs_out(config, monkeypatch):
         next(open_batches(config))
 
 
+def test_workers_read_on_after_a_notice(config):
+    """Simulates SLURM, which signals all processes of a job; the training process needs data until it has saved."""
+    batches = open_batches(dataclasses.replace(config, tokenizer_workers=1))
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        os.kill(worker.pid, number)
+    assert len(list(itertools.islice(batches, 100))) == 100
+    assert worker.is_alive()
+    batches.close()
+
+
 def test_a_worker_that_is_killed(config):
     batches = open_batches(dataclasses.replace(config, tokenizer_workers=1))
     next(batches)
