@@ -171,6 +171,6 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
 
 
 def _end(file: files.CorpusFile) -> bytes:
-    with files.open_file(file.url) as stream, files.file_errors(file.url):
+    with files.CorpusStream(file.url) as stream:
         stream.seek(max(0, file.size - _DIGEST_BYTES))
         return stream.read(_DIGEST_BYTES)
