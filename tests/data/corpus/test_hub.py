@@ -13,7 +13,7 @@ import pytest
 from sympow_jax import config as config_lib
 from sympow_jax import data
 from sympow_jax.config import loading
-from sympow_jax.data import tokenizer
+from sympow_jax.data import prepare, tokenizer
 from tests import hub_server
 from tests.data import builders
 from tests.training import launching
@@ -245,6 +245,26 @@ def test_a_run_continues_after_the_hub_has_failed(hub, tmp_path):
     resumed = run("broken")
     assert resumed.wait() == 0, resumed.errors()
     assert losses("broken") == losses("whole")
+
+
+def test_preparation_continues_after_the_hub_has_failed(hub, tmp_path):
+    options = prepare.Options(text_column="text")
+    prepare.write_bin(
+        str(tmp_path / "local.bin"), [str(hub.folder / "org/words/sample/10BT/*.parquet")], options
+    )
+    out, paths = tmp_path / "remote.bin", [f"{FOLDER}/*.parquet"]
+    hub.fault = lambda path: DROP if path.endswith("/001_00000.parquet") else None
+    with pytest.raises(
+        ValueError, match=rf"^cannot read {FOLDER}/001_00000\.parquet: peer closed connection"
+    ):
+        prepare.write_bin(str(out), paths, options)
+    before = dict(hub.requests)
+    hub.fault = lambda path: None
+    prepare.write_bin(str(out), paths, options)
+    assert out.read_bytes() == (tmp_path / "local.bin").read_bytes()
+    # The first file was finished: of it, the end alone is read again, which says what the column holds.
+    first = "org/words/sample/10BT/000_00000.parquet"
+    assert hub.requests[first] == before[first] + 1
 
 
 def test_a_tokenizer(hub, tmp_path):
