@@ -1,10 +1,11 @@
-"""Measures reading and tokenizing a corpus as training does, and the tokens that packing drops.
+"""Measures reading and tokenizing a corpus, as training and as `sympow prepare` do, and the tokens that packing drops.
 
     uv run --extra corpora --extra tokenizers python -m benchmarks.reading --out=benchmarks/results/reading.json
 
 The corpus is the Python source of the standard library and of the installed packages, one document per file. The
 tokenizer `bpe` is a byte-level BPE that is trained on a part of it. Tokens per second are those that one process
-consumes while `data.tokenizer_workers` processes tokenize, without their start.
+consumes while `data.tokenizer_workers` processes tokenize, without their start. Those of `sympow prepare` are of the
+whole work, until the output is there; a second worker is started within.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import zstandard
 
 from benchmarks import _rows
 from sympow_jax import config, data
+from sympow_jax.data import prepare
 
 FORMATS = ("parquet", "jsonl", "jsonl.zst")
 # Tokenizer, format and number of worker processes.
@@ -32,6 +34,8 @@ CASES = [
     *(("bpe", kind, 0) for kind in FORMATS),
     *(("bpe", "parquet", workers) for workers in (1, 2)),
 ]
+# Format and number of worker processes of `sympow prepare`.
+PREPARATIONS = [(kind, workers) for kind in ("bin", "longcrawl64") for workers in (1, 2)]
 CONTEXTS = (1024, 8192, 65536)
 _VOCAB_SIZE = 16_384
 _TRAINING_DOCUMENTS = 400
@@ -56,6 +60,25 @@ class Speed:
     workers: int
     tokens_per_second: float
     bytes_per_token: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Preparation:
+    """Speed of `sympow prepare` with the tokenizer `bpe`, from parquet.
+
+    Attributes:
+        format: `--format`.
+        workers: `--workers`.
+        tokens: number of tokens that were made.
+        seconds: wall time.
+        tokens_per_second_per_worker: tokens per second of wall time, divided by the number of workers.
+    """
+
+    format: str
+    workers: int
+    tokens: int
+    seconds: float
+    tokens_per_second_per_worker: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +148,16 @@ def speed(folder: pathlib.Path, size: int, tokenizer: str, kind: str, workers: i
     return Speed(tokenizer, kind, workers, count / seconds, bytes_per_token)
 
 
+def preparation(folder: pathlib.Path, kind: str, workers: int) -> Preparation:
+    """Returns the speed of `sympow prepare` for a format."""
+    write = prepare.write_bin if kind == "bin" else prepare.write_longcrawl64
+    options = prepare.Options(tokenizer=str(folder / "bpe.json"), text_column="text", workers=workers)
+    began = time.perf_counter()
+    summary = write(str(folder / f"{workers}.{kind}"), [str(folder / "corpus.parquet")], options)
+    seconds = time.perf_counter() - began
+    return Preparation(kind, workers, summary["tokens"], seconds, summary["tokens"] / seconds / workers)
+
+
 def waste(folder: pathlib.Path, context_length: int) -> Waste:
     """Returns the tokens that an epoch of a context length drops."""
     corpus = _opened(folder, "bpe", "parquet", context_length=context_length)
@@ -157,6 +190,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"tokens/s, {row.bytes_per_token:.2f} bytes per token",
                 flush=True,
             )
+        preparations = []
+        for kind, workers in PREPARATIONS:
+            preparations.append(preparation(folder, kind, workers))
+            made = preparations[-1]
+            print(
+                f"prepare {made.format:>11} {made.workers} workers: {made.tokens:,} tokens in {made.seconds:.1f} s, "
+                f"{made.tokens_per_second_per_worker / 1e6:.2f} M tokens/s per worker",
+                flush=True,
+            )
         wastes = [waste(folder, length) for length in CONTEXTS]
         for lost in wastes:
             print(f"context {lost.context_length:>6}: {lost.fraction:.3%} of {lost.tokens:,} tokens dropped")
@@ -165,6 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "documents": len(documents),
         "bytes": size,
         "speeds": [dataclasses.asdict(row) for row in speeds],
+        "preparations": [dataclasses.asdict(row) for row in preparations],
         "waste": [dataclasses.asdict(row) for row in wastes],
     }
     _rows.write(options.out, report)

@@ -146,7 +146,10 @@ def test_gpt2_has_the_published_number_of_parameters(size, millions):
 
 
 def test_the_124m_model_on_other_data(tmp_path):
-    settings = load("gpt2_124m.py:conformal,data=fineweb-edu").data
+    assert load("gpt2_124m.py").evaluation.context_lengths[-1] == 65_536
+    run = load("gpt2_124m.py:conformal,context=1024,data=fineweb-edu")
+    assert run.evaluation.context_lengths == (256, 512, 1024)
+    settings = run.data
     assert (settings.source, settings.tokenizer, settings.packing) == ("parquet", "gpt2", "documents")
     files = [f"sample/10BT/{number:03}_00000.parquet" for number in range(14)]
     for paths, expected in ((settings.paths, files[:13]), (settings.heldout_paths, files[13:])):

@@ -125,8 +125,8 @@ def select_documents(
     available = int(document_lengths.max(initial=0))
     if available < longest:
         raise ValueError(
-            f"context length {longest} is longer than any held-out document; "
-            f"the longest has {available} tokens"
+            f"context length {longest} is longer than any held-out document; the longest has {available} tokens; "
+            f"evaluate shorter contexts, or hold out more or longer documents"
         )
     eligible = np.flatnonzero(document_lengths >= longest)
     count = min(count, len(eligible))

@@ -36,10 +36,18 @@ def write_bin(path: pathlib.Path, documents: Sequence[Sequence[int]], dtype: str
     return str(path)
 
 
-def write_zarr(path: pathlib.Path, values: np.ndarray, *, chunks: Sequence[int] | None = None) -> str:
-    """Writes an array with LongCrawl64's metadata, in smaller chunks if given."""
+def write_zarr(
+    path: pathlib.Path,
+    values: np.ndarray,
+    *,
+    chunks: Sequence[int] | None = None,
+    compressor: dict[str, Any] | None = None,
+) -> str:
+    """Writes an array in LongCrawl64's layout, in smaller chunks and with another compressor if given."""
     rows, row_tokens = values.shape
     metadata = longcrawl64.metadata(rows, row_tokens, values.dtype)
+    if compressor is not None:
+        metadata["compressor"] = compressor
     if chunks is not None:
         metadata["chunks"] = list(chunks)
     spec = {**longcrawl64.spec(str(path)), "metadata": metadata, "store_data_equal_to_fill_value": True}

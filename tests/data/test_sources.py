@@ -6,6 +6,7 @@ import http.server
 import json
 import os
 import pathlib
+import resource
 import sysconfig
 import threading
 
@@ -497,8 +498,54 @@ def test_layout_is_longcrawl64s():
         "fill_value": 0,
         "filters": None,
         "dimension_separator": ".",
-        "compressor": {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0},
+        "compressor": {"id": "gzip", "level": 1},
     }
+
+
+# The compressor of the published arrays.
+BLOSC = {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0}
+
+
+def _damage(folder, values, content: bytes) -> str:
+    """Replaces the only chunk of an array; returns "right" or "wrong" as it is read, or the error."""
+    pathlib.Path(folder, "0.0").write_bytes(content)
+    config = builders.data_config(source="longcrawl64", paths=(str(folder),), heldout_fraction=0.0)
+    opened = longcrawl64.open_documents(config, heldout=False)
+    try:
+        return "right" if contents(opened) == values.tolist() else "wrong"
+    except ValueError as error:
+        return str(error)
+
+
+def test_flipped_bits_of_prepared_chunks_are_found(tmp_path):
+    values = zarr_values(rows=64, row_tokens=256)
+    path = builders.write_zarr(tmp_path / "a.zarr", values, chunks=(64, 256))
+    good, random = pathlib.Path(path, "0.0").read_bytes(), np.random.default_rng(0)
+    starts = [*range(20), *random.integers(20, len(good), 180)]  # of gzip's header, and of what follows
+    for start in starts:
+        bad = bytearray(good)
+        bad[start] ^= 1 << random.integers(8)
+        result = _damage(path, values, bytes(bad))
+        # Of the header, a few bits mean nothing.
+        assert result == "right" if start in range(4, 10) else "cannot be read" in result, (start, result)
+        assert "\n" not in result
+        assert len(result) < 400
+
+
+@pytest.mark.parametrize("size", [0, 1, 32_767, 32_769, 1 << 20, (1 << 31) - 17, (1 << 31) - 1, 1 << 31])
+@pytest.mark.parametrize(
+    "field", [4, 8, 12]
+)  # bytes after decompression, bytes of a block, bytes of the chunk
+def test_sizes_that_a_chunk_of_blosc_claims(tmp_path, field, size):
+    values = zarr_values(rows=64, row_tokens=256)
+    path = builders.write_zarr(tmp_path / "a.zarr", values, chunks=(64, 256), compressor=BLOSC)
+    good = pathlib.Path(path, "0.0").read_bytes()
+    assert _damage(path, values, good) == "right"
+    assert int.from_bytes(good[4:8], "little") == values.nbytes
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    bad = good[:field] + size.to_bytes(4, "little") + good[field + 4 :]
+    assert "(row 0) cannot be read: " in _damage(path, values, bad)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 17  # KiB
 
 
 def test_text_digest_is_of_names_sizes_and_contents(tmp_path):

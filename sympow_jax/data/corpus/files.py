@@ -3,16 +3,21 @@
 import contextlib
 import dataclasses
 import glob
+import io
 import os
 import posixpath
 from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from typing import Any
 
 import fsspec
 
+from sympow_jax import spelling
 from sympow_jax.config import data as data_config
 
-__all__ = ["CorpusFile", "Piece", "file_errors", "find", "open_file", "pieces"]
+__all__ = ["CorpusFile", "CorpusStream", "Piece", "find", "pieces"]
+
+# Characters of an error of a file system that are shown. Signed addresses have a thousand.
+_REASON = 300
 
 # Bytes of text in a byte of a file, roughly. Only the sizes of pieces depend on it.
 _EXPANSION = {"parquet": 2, "compressed": 4, "plain": 1}
@@ -58,30 +63,63 @@ class Piece:
 
 
 @contextlib.contextmanager
-def file_errors(place: str) -> Iterator[None]:
+def _errors(place: str) -> Iterator[None]:
     """Turns an error of a file system into a ValueError that names the file, or the setting and the path."""
     try:
         yield
-    except (ValueError, MemoryError):
+    except MemoryError:
         raise
     except FileNotFoundError as error:
-        raise ValueError(f"{place}: there is no such file or folder; correct the path") from error
+        # A server does not tell those who may not read a file that it exists.
+        remedy = "correct the path, or check your access to it" if "://" in place else "correct the path"
+        raise ValueError(f"{place}: there is no such file or folder; {remedy}") from error
     except Exception as error:  # each file system raises the errors of its own network library
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(
-            f"cannot read {place}: {reason}; if it is remote, check the network and your access to it, or name a "
-            f"local copy"
-        ) from error
+        reason = spelling.cut(str(error), _REASON) or type(error).__name__
+        remedy = "the network and your access to it, or name a local copy" if "://" in place else "the file"
+        raise ValueError(f"cannot read {place}: {reason}; check {remedy}") from error
 
 
-def open_file(url: str) -> IO[bytes]:
-    """Opens a local or remote file, without decompressing it.
+class CorpusStream(io.BufferedIOBase):
+    """The bytes of a local or remote file, not decompressed. Errors name the file and are ValueErrors.
 
-    Raises:
-        ValueError: the file cannot be opened.
+    Errors of a file system must not reach a reader of a format, which takes them for those of a corrupt file.
     """
-    with file_errors(url):
-        return fsspec.open(url, "rb", compression=None).open()
+
+    def __init__(self, url: str):
+        self._url = url
+        with _errors(url):
+            self._file = fsspec.open(url, "rb", compression=None).open()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Returns up to `size` bytes, or all that follow.
+
+        Raises:
+            ValueError: the file system or the network fails.
+        """
+        with _errors(self._url):
+            return self._file.read(-1 if size is None else size)
+
+    def seek(self, offset: int, whence: int = 0, /) -> int:
+        """Moves to another byte, and returns its number."""
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        """Returns the number of the next byte."""
+        return self._file.tell()
+
+    def readable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Returns True."""
+        return True
+
+    def close(self) -> None:
+        """Closes the file."""
+        if not self.closed:
+            self._file.close()
+        super().close()
 
 
 def find(setting: str, paths: Sequence[str], *, format: str) -> list[CorpusFile]:
@@ -95,7 +133,7 @@ def find(setting: str, paths: Sequence[str], *, format: str) -> list[CorpusFile]
     """
     matches: dict[str, CorpusFile] = {}
     for path in paths:
-        with file_errors(f"{setting} {path}"):
+        with _errors(f"{setting} {path}"):
             files = list(_matching(path, format))
         if not files:
             raise ValueError(

@@ -146,7 +146,7 @@ def _plain_lines(piece: files.Piece) -> Iterator[tuple[int, bytes]]:
     """Yields the lines that start in the piece's range of bytes."""
     url, size = piece.file.url, piece.file.size
     start, stop = piece.index * size // piece.count, (piece.index + 1) * size // piece.count
-    with files.open_file(url) as stream, files.file_errors(url):
+    with files.CorpusStream(url) as stream:
         # The byte before the range tells whether a line starts with the range.
         begin = max(start - 1, 0)
         stream.seek(begin)
@@ -176,7 +176,7 @@ class _Decompressed:
 
     def __init__(self, file: files.CorpusFile, count: int):
         self._file, self._count = file, count
-        self._stream = files.open_file(file.url)
+        self._stream = files.CorpusStream(file.url)
         self._decompressor: Any = None  # between two compressed frames
         self._compressed = 0  # bytes read of the file
         self._ends: list[int] = []  # offset of the end of each piece so far
@@ -233,8 +233,7 @@ class _Decompressed:
         """Decompresses some more, at most to the end of the next piece."""
         size, url = self._file.size, self._file.url
         end = (len(self._ends) + 1) * size // self._count
-        with files.file_errors(url):
-            data = self._stream.read(min(_READ_BYTES, end - self._compressed))
+        data = self._stream.read(min(_READ_BYTES, end - self._compressed))
         self._compressed += len(data)
         if not data:
             raise ValueError(f"{url} ends at byte {self._compressed} of {size}; it has changed; start again")

@@ -147,10 +147,10 @@ def _holds_text(opened: pq.ParquetFile, url: str, column: str) -> bool:
 
 
 def _open(url: str) -> pq.ParquetFile:
-    stream = files.open_file(url)
+    stream = files.CorpusStream(url)
     with _arrow_errors(url):
         # Without pre-buffering, which would hold the compressed column of a whole row group.
-        return pq.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
+        return pq.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
 
 
 def _boundary(starts: Int64[np.ndarray, " groups+1"], index: int, count: int) -> int:

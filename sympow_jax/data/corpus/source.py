@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from jaxtyping import Integer
 
 from sympow_jax import config as config_lib
 from sympow_jax.data import documents
@@ -22,8 +23,9 @@ _ROWS, _TOKEN_BYTES = 64, 4
 # Held-out documents are in memory; and no more than this is read to find them.
 HELDOUT_TOKENS = 1 << 24
 _HELDOUT_GROUPS = 64
-# Text of the first file whose tokens tell how many the corpus has, and whether they are still the same.
-_SAMPLE_BYTES = 1 << 20
+# Text of the first file whose tokens tell how many the corpus has, and whether they are still the same. Where a
+# piece of this size has no documents, as many pieces as this are read.
+_SAMPLE_BYTES, _SAMPLE_PIECES = 1 << 20, 16
 _DIGEST_BYTES, _DIGEST_FILES = 1 << 16, 16
 
 # Without a model, any id that fits an int32.
@@ -140,8 +142,8 @@ def _read_heldout(config: config_lib.DataConfig, corpus: tuple[files.CorpusFile,
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     """Returns counts of files and bytes, an estimate of the tokens, and a SHA-256; only a sample is read.
 
-    The digest is of the names and sizes of all files, the ends of the first 16, and the tokens of the first MiB of
-    text, so that another tokenizer has another digest.
+    The digest is of the names and sizes of all files, the ends of the first 16, and the tokens of about a MiB of text,
+    so that another tokenizer has another digest.
     """
     corpus = _find(config, heldout=False)
     heldout = (
@@ -150,11 +152,17 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
         else None
     )
     recipe = _recipe(config, corpus[0], vocab_size=_ANY_VOCABULARY, heldout=False)
-    sample, *others = files.pieces(corpus[:1], _SAMPLE_BYTES)
-    tokens = tokenizing.PieceTokenizer(recipe)([sample]).tokens
+    tokens, share = _sample(recipe, corpus[0])
     size = sum(file.size for file in corpus)
-    estimate = len(tokens) * (1 + len(others)) * size // corpus[0].size
-    dropped = len(_groups(corpus, config)) * config.context_length / 2 / max(1, estimate)
+    estimate = int(len(tokens) / share * size / corpus[0].size)
+    # Half a row of each part of the data, or all of it if it has less.
+    dropped = min(1.0, len(_groups(corpus, config)) * config.context_length / 2 / max(1, estimate))
+    note = (
+        f"estimated; about {dropped:.1%} are dropped at the ends of parts of the data"
+        if len(tokens)
+        else f"their number is unknown, because the first {share:.1%} of {corpus[0].url} have no document of "
+        f"data.shortest_document, {config.shortest_document}"
+    )
     matches = corpus + (_find(config, heldout=True) if config.heldout_paths else [])
     digest = hashlib.sha256(tokens.astype("<u4").tobytes())
     for number, file in enumerate(matches):
@@ -165,7 +173,7 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
         "files": len(matches),
         "bytes": sum(file.size for file in matches),
         "tokens": estimate,
-        "tokens_note": f"estimated; about {dropped:.1%} are dropped at the ends of parts of the data",
+        "tokens_note": note,
         "heldout_documents": 0 if heldout is None else len(heldout.lengths),
         "heldout_tokens": 0 if heldout is None else int(heldout.lengths.sum()),
         "digest": digest.hexdigest(),
@@ -173,7 +181,20 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     }
 
 
+def _sample(
+    recipe: tokenizing.Recipe, file: files.CorpusFile
+) -> tuple[Integer[np.ndarray, " tokens"], float]:
+    """Returns the tokens of the first piece of a file that has any, and the fraction of the file up to its end."""
+    tokenize, pieces = tokenizing.PieceTokenizer(recipe), files.pieces([file], _SAMPLE_BYTES)
+    # The first piece is empty if the first row group of a parquet file is longer, or without a long document.
+    for piece in pieces[:_SAMPLE_PIECES]:
+        tokens = tokenize([piece]).tokens
+        if len(tokens):
+            break
+    return tokens, (piece.index + 1) / piece.count
+
+
 def _end(file: files.CorpusFile) -> bytes:
-    with files.open_file(file.url) as stream, files.file_errors(file.url):
+    with files.CorpusStream(file.url) as stream:
         stream.seek(max(0, file.size - _DIGEST_BYTES))
         return stream.read(_DIGEST_BYTES)

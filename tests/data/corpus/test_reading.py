@@ -263,6 +263,19 @@ def test_a_corrupt_row_group_is_named(tmp_path):
         read(find(tmp_path / "a.parquet"))
 
 
+def test_checksums_of_pages_are_checked(tmp_path):
+    table = pa.table({"text": [f"{number:064}" for number in range(100)]})
+    path = tmp_path / "a.parquet"
+    pq.write_table(table, path, write_page_checksum=True, compression="none", use_dictionary=False)
+    content = path.read_bytes()
+    assert content.count(b"0017") == 1
+    path.write_bytes(content.replace(b"0017", b"0018"))
+    with pytest.raises(
+        ValueError, match=r"row group 0 of .*a\.parquet cannot be read: .*; copy or make the file"
+    ):
+        read(find(path))
+
+
 @pytest.mark.parametrize("name", FORMATS[2:])
 @pytest.mark.parametrize("damage", ["truncated", "corrupt"])
 def test_damaged_compressed_files(tmp_path, name, damage):

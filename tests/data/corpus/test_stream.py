@@ -300,6 +300,30 @@ def test_the_description_tells_a_change(config, tmp_path):
     assert data.describe(config)["digest"] != described["digest"]
 
 
+@pytest.mark.parametrize("group", [3, 60, 90, 120, 200, 1000])
+def test_the_number_of_tokens_is_estimated_from_row_groups_of_any_size(tmp_path, monkeypatch, group):
+    monkeypatch.setattr(source, "_SAMPLE_BYTES", 1 << 13)
+    rng = np.random.default_rng(0)
+    texts = [bytes(rng.integers(97, 123, 80, np.uint8)).decode() for _ in range(1000)]
+    builders.write_parquet(tmp_path / "a.parquet", texts, group=group)
+    settings = {
+        "source": "parquet",
+        "paths": (str(tmp_path),),
+        "heldout_fraction": 0.0,
+        "tokenizer_workers": 0,
+    }
+    config = builders.data_config(context_length=1000, **settings)
+    described = data.describe(config)
+    assert 40_000 < described["tokens"] < 125_000  # of 81,000
+    assert described["tokens_note"].startswith("estimated; about 0.")
+    # Another separator makes other tokens.
+    assert data.describe(dataclasses.replace(config, document_separator=1))["digest"] != described["digest"]
+    none = data.describe(dataclasses.replace(config, shortest_document=90))
+    assert none["tokens"] == 0
+    assert "their number is unknown, because the first " in none["tokens_note"]
+    assert "have no document of data.shortest_document, 90" in none["tokens_note"]
+
+
 def test_no_part_has_a_row(config):
     batches = open_batches(dataclasses.replace(config, context_length=8192, batch_tokens=8192))
     with pytest.raises(

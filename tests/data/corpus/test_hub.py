@@ -1,0 +1,287 @@
+"""Tests of `hf://` paths and tokenizers, against a server that imitates the Hugging Face Hub."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import pathlib
+
+import numpy as np
+import pytest
+
+from sympow_jax import config as config_lib
+from sympow_jax import data
+from sympow_jax.config import loading
+from sympow_jax.data import prepare, tokenizer
+from tests import hub_server
+from tests.data import builders
+from tests.training import launching
+
+parquet = pytest.importorskip("pyarrow.parquet")
+huggingface_hub = pytest.importorskip("huggingface_hub")
+constants = pytest.importorskip("huggingface_hub.constants")
+http = pytest.importorskip("huggingface_hub.utils")
+corpus = pytest.importorskip("sympow_jax.data.corpus")
+source = pytest.importorskip("sympow_jax.data.corpus.source")
+
+FOLDER = "hf://datasets/org/words/sample/10BT"
+DROP = hub_server.HubServer.DROP
+
+
+def _use_hub(url: str, cache: str) -> None:
+    """Makes `huggingface_hub`, which reads the variable when it is imported, use a server without pauses."""
+    os.environ["HF_ENDPOINT"] = url
+    constants.ENDPOINT = url
+    constants.HUGGINGFACE_CO_URL_TEMPLATE = url + "/{repo_id}/resolve/{revision}/{filename}"
+    constants.HF_HUB_CACHE = cache
+    http.http_backoff.__kwdefaults__.update(base_wait_time=0.001, max_wait_time=0.001)
+    huggingface_hub.HfFileSystem.clear_instance_cache()
+
+
+def _use_small_parts(url: str, cache: str) -> None:
+    """Uses a server, and reads one small file at a time."""
+    _use_hub(url, cache)
+    source._GROUP_BYTES, source._ROWS = 1 << 12, 0
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Runs a server with the dataset org/words: two files of 60 short texts in one folder."""
+    monkeypatch.setenv("HF_ENDPOINT", "")
+    monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
+    for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE", "HF_HUB_CACHE"):
+        monkeypatch.setattr(constants, name, "")
+    for name, value in http.http_backoff.__kwdefaults__.items():
+        monkeypatch.setitem(http.http_backoff.__kwdefaults__, name, value)
+    folder = tmp_path / "hub"
+    _write_dataset(folder, "org/words", 2)
+    for path in (folder / "org/words/sample/10BT").glob("*.parquet"):
+        texts = parquet.read_table(path)["text"].to_pylist()
+        for suffix in (".jsonl", ".jsonl.gz"):
+            builders.write_jsonl(path.with_suffix(suffix), texts)
+    with hub_server.running(folder) as server:
+        _use_hub(server.url, str(tmp_path / "cache"))
+        yield server
+    huggingface_hub.HfFileSystem.clear_instance_cache()
+
+
+def _write_dataset(folder: pathlib.Path, repo: str, files: int, *, texts: int = 60) -> None:
+    """Writes a dataset in the layout of FineWeb-Edu, with so many texts in each of the files."""
+    sample = folder / repo / "sample" / "10BT"
+    sample.mkdir(parents=True)
+    (folder / repo / "README.md").write_text("Words.")
+    for number in range(files):
+        lines = [f"text {index} of file {number}, " * 5 for index in range(texts)]
+        builders.write_parquet(sample / f"{number:03}_00000.parquet", lines)
+
+
+def _config(**changes) -> config_lib.DataConfig:
+    settings = {"source": "parquet", "paths": (FOLDER,), "heldout_fraction": 0.0, "tokenizer_workers": 0}
+    return builders.data_config(context_length=64, **settings | changes)
+
+
+def _batches(config: config_lib.DataConfig):
+    return data.batches(data.train_dataset(config, vocab_size=50_304), config.batch_size)
+
+
+def _inputs(batches, count: int) -> list[np.ndarray]:
+    return [batch["inputs"] for batch in itertools.islice(batches, count)]
+
+
+@pytest.mark.parametrize(
+    ("path", "keys"),
+    [
+        (FOLDER, ["000_00000.parquet", "001_00000.parquet"]),
+        (f"{FOLDER}/00[0]*.parquet", ["000_00000.parquet"]),
+        (f"{FOLDER}/001_00000.parquet", ["001_00000.parquet"]),
+        ("hf://datasets/org/words@main/sample/10BT/*.parquet", ["000_00000.parquet", "001_00000.parquet"]),
+        (
+            "hf://datasets/org/words/*/*/*.parquet",
+            ["sample/10BT/000_00000.parquet", "sample/10BT/001_00000.parquet"],
+        ),
+    ],
+)
+def test_files_of_a_dataset(hub, path, keys):
+    files = corpus.find("data.paths", [path], format="parquet")
+    assert [file.key for file in files] == keys
+    assert {file.size for file in files} <= {path.stat().st_size for path in hub.folder.rglob("*.parquet")}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_rows_are_those_of_local_files(hub, workers):
+    remote = _batches(_config(tokenizer_workers=workers))
+    local = _batches(_config(paths=(str(hub.folder / "org/words"),)))
+    np.testing.assert_array_equal(_inputs(remote, 30), _inputs(local, 30))
+    assert remote.get_state() == local.get_state()
+    assert hub.requests.keys() == {f"org/words/sample/10BT/00{number}_00000.parquet" for number in range(2)}
+    remote.close()
+
+
+def test_held_out_documents_and_description(hub):
+    settings = {"paths": (f"{FOLDER}/000*.parquet",), "heldout_paths": (f"{FOLDER}/001*.parquet",)}
+    remote, local = _config(**settings), _config(paths=(str(hub.folder / "org/words"),), heldout_fraction=0.5)
+    documents = list(data.HeldoutData(remote, vocab_size=256).documents)
+    assert len(documents) == 60
+    assert all(bytes(document.astype(np.uint8)).endswith(b"of file 1, \0") for document in documents)
+    described = data.describe(remote)
+    assert described["files"] == 2
+    everything = data.describe(local)
+    assert described["bytes"] == everything["bytes"]
+
+
+def test_fineweb_edu_in_the_config_of_gpt2(hub):
+    _write_dataset(hub.folder, "HuggingFaceFW/fineweb-edu", 14)
+    settings = loading.load("gpt2_124m:conformal,data=fineweb-edu").data
+    assert settings.tokenizer == "gpt2"
+    train, heldout = (
+        [file.key for file in corpus.find("data.paths", paths, format=settings.source)]
+        for paths in (settings.paths, settings.heldout_paths)
+    )
+    assert train == [f"{number:03}_00000.parquet" for number in range(13)]
+    assert heldout == ["013_00000.parquet"]
+    settings = dataclasses.replace(settings, tokenizer="byte", batch_tokens=4096, tokenizer_workers=0)
+    (batch,) = _inputs(_batches(settings), 1)
+    assert bytes(batch[0].astype(np.uint8)).count(b" of file ") > 100
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        (
+            "hf://datasets/org/none/*.parquet",
+            r"no such file or folder; correct the path, or check your acces",
+        ),
+        (f"{FOLDER}/none.parquet", r"data\.paths hf://.*none\.parquet: there is no such file or folder"),
+        (f"{FOLDER}/x*.parquet", r"data\.paths: no parquet file matches 'hf://.*x\*\.parquet'; correct the"),
+        ("hf://datasets/org", r"cannot read data\.paths hf://datasets/org: .*must be 'namespace/name'"),
+    ],
+)
+def test_paths_that_are_wrong(hub, path, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        corpus.find("data.paths", [path], format="parquet")
+    assert "\n" not in str(raised.value)
+
+
+FAULTS = {401: "401 Unauthorized", 404: "404 Not Found", 429: "429 Too Many Requests", 500: "500 Internal"}
+
+
+@pytest.mark.parametrize("status", FAULTS)
+def test_a_hub_that_refuses_a_list_of_files(hub, status):
+    hub.fault = lambda path: status
+    with pytest.raises(
+        ValueError, match=rf"^cannot read data\.paths {FOLDER}: .*{FAULTS[status]}.*; check the network"
+    ):
+        _batches(_config())
+
+
+def test_no_hub(hub, tmp_path):
+    _use_hub(f"http://127.0.0.1:{launching.free_port()}", str(tmp_path))
+    with pytest.raises(
+        ValueError, match=rf"^cannot read data\.paths {FOLDER}: .*Connection refused; check the network"
+    ):
+        _batches(_config())
+
+
+@pytest.mark.parametrize("status", [*FAULTS, DROP])
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".jsonl.gz"])
+def test_a_hub_that_fails_while_rows_are_read(hub, status, suffix):
+    """Reading ends with one line, and continues with the rows that would have followed."""
+    config = _config(source=suffix.split(".")[1], paths=(f"{FOLDER}/*{suffix}",))
+    expected = _inputs(_batches(config), 40)
+    batches = _batches(config)
+    found, state = _inputs(batches, 20), batches.get_state()
+    batches.set_state(state)  # opens the files again
+    hub.fault = lambda path: status if path.startswith("/cdn/") else None
+    reason = FAULTS.get(status, "peer closed connection")
+    with pytest.raises(
+        ValueError, match=rf"^cannot read {FOLDER}/00._00000\{suffix}: .*{reason}.*; check th"
+    ) as raised:
+        next(batches)
+    assert "\n" not in str(raised.value)
+    hub.fault = lambda path: None
+    batches = _batches(config)
+    batches.set_state(state)
+    np.testing.assert_array_equal(found + _inputs(batches, 20), expected)
+
+
+def test_a_run_continues_after_the_hub_has_failed(hub, tmp_path):
+    _write_dataset(hub.folder, "org/many", 24, texts=4)
+    arguments = [
+        "--config=configs/text.py:unused",
+        *launching.SMALLEST,
+        "--config.data.source=parquet",
+        "--config.data.paths=hf://datasets/org/many/sample/10BT/*",
+        "--config.data.heldout_fraction=0",
+        "--config.data.tokenizer_workers=0",
+        "--config.training.steps=40",
+        "--config.training.checkpoint_every=10",
+    ]
+    use = functools.partial(_use_small_parts, hub.url, str(tmp_path / "cache"))
+
+    def run(name: str) -> launching.Started:
+        (started,) = launching.start(
+            [*arguments, f"--workdir={tmp_path / name}"], tmp_path, prepare=use, cache=tmp_path / "programs"
+        )
+        return started
+
+    def losses(name: str) -> dict[int, float]:
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        return {line["step"]: line["loss"] for line in lines}
+
+    whole = run("whole")
+    assert whole.wait() == 0, whole.errors()
+    requests = hub.requests.total()
+    hub.requests.clear()
+    # Before a file is read for training, the description of the data is made.
+    hub.fault = lambda path: DROP if hub.requests.total() > 0.8 * requests else None
+    broken = run("broken")
+    assert broken.wait() == 1
+    lines = [line for line in broken.errors() if "Retrying in" not in line and "thrown while" not in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: cannot read hf://datasets/org/many/sample/10BT/")
+    assert 10 < max(losses("broken")) < 40
+    hub.fault = lambda path: None
+    resumed = run("broken")
+    assert resumed.wait() == 0, resumed.errors()
+    assert losses("broken") == losses("whole")
+
+
+def test_preparation_continues_after_the_hub_has_failed(hub, tmp_path):
+    options = prepare.Options(text_column="text")
+    prepare.write_bin(
+        str(tmp_path / "local.bin"), [str(hub.folder / "org/words/sample/10BT/*.parquet")], options
+    )
+    out, paths = tmp_path / "remote.bin", [f"{FOLDER}/*.parquet"]
+    hub.fault = lambda path: DROP if path.endswith("/001_00000.parquet") else None
+    with pytest.raises(
+        ValueError, match=rf"^cannot read {FOLDER}/001_00000\.parquet: peer closed connection"
+    ):
+        prepare.write_bin(str(out), paths, options)
+    before = dict(hub.requests)
+    hub.fault = lambda path: None
+    prepare.write_bin(str(out), paths, options)
+    assert out.read_bytes() == (tmp_path / "local.bin").read_bytes()
+    # The first file was finished: of it, the end alone is read again, which says what the column holds.
+    first = "org/words/sample/10BT/000_00000.parquet"
+    assert hub.requests[first] == before[first] + 1
+
+
+def test_a_tokenizer(hub, tmp_path):
+    folder = hub.folder / "org/tokens"
+    folder.mkdir(parents=True)
+    words = {"[UNK]": 0, "text": 1, "of": 2, "file": 3, "<end>": 4}
+    builders.write_words(folder / "tokenizer.json", words, ["<end>"])
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    (folder / "model.bin").write_bytes(bytes(100))
+    loaded = tokenizer.load("hf://org/tokens@main")
+    assert (loaded.separator, loaded.encode(b"file of text").tolist()) == (4, [3, 2, 1])
+    assert hub.requests.keys() == {"org/tokens/tokenizer.json", "org/tokens/tokenizer_config.json"}
+    (batch,) = _inputs(_batches(_config(tokenizer="hf://org/tokens", tokenizer_workers=1)), 1)
+    assert {1, 2, 3, 4} <= set(batch.ravel().tolist()) <= {0, 1, 2, 3, 4}
+    # What has been downloaded is used when the Hub cannot be reached.
+    hub.fault = lambda path: 500
+    assert tokenizer.load("hf://org/tokens@main").fingerprint == loaded.fingerprint
+    with pytest.raises(ValueError, match=r"^cannot download hf://org/others: .*") as raised:
+        tokenizer.load("hf://org/others")
+    assert "\n" not in str(raised.value)
