@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import faulthandler
+import io
 import multiprocessing
 import pathlib
 import resource
@@ -11,7 +12,6 @@ import signal
 import tempfile
 import time
 import traceback
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,7 +55,7 @@ class _TooSlow(BaseException):
     pass
 
 
-def _stop(number: int, frame: types.FrameType | None) -> None:
+def _stop(*_: Any) -> None:
     raise _TooSlow
 
 
@@ -83,7 +83,7 @@ def _read(reader: readers.Reader, value: Any) -> str | None:
         _Problem: it took too long, or ended in an error that is too long or of another type.
     """
     try:
-        with _limits():
+        with _limits(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             reader.read(value)
     except readers.ACCEPTED as error:
         text = str(error)
