@@ -58,7 +58,7 @@ def check(cases):
         assert result.get("gradient", 0) <= GRADIENT_BOUND, result
 
 
-@pytest.mark.parametrize("cases", list(itertools.batched(OFTEN, 3)), ids=",".join)
+@pytest.mark.parametrize("cases", list(itertools.batched(OFTEN, 4)), ids=",".join)
 def test_on_a_mesh(cases):
     check(cases)
 
