@@ -17,7 +17,7 @@ __all__ = ["KVCache"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of the last S tokens of a document: a ring of slots; a pytree that the caller holds.
+    """Ring of the keys and values of the last S tokens of a document; a pytree that the caller holds.
 
     From slot `next` on, around the end of the ring, slots are in order of time, empty ones first. `step` attends with
     one token and writes it to slot `next`, in place if the cache is donated. `append` returns the S + T keys of T new
@@ -86,7 +86,7 @@ class KVCache:
         log_decay: Float[Array, "B T K"] | None,
         segment_ids: Int[Array, "B T"] | None,
     ) -> tuple["KVCache", Bool[Array, "B T"]]:
-        """Returns a cache of the S + T tokens to attend to, and a mask of the new tokens that miss keys.
+        """Returns a cache of the S + T tokens to attend to, and a mask of new tokens whose document has lost keys.
 
         Without segment ids, the new tokens continue the document of the last one. Padding takes a slot too, and tokens
         of earlier documents stay, until `newest`.
@@ -103,8 +103,13 @@ class KVCache:
     def newest(self, capacity: int) -> "KVCache":
         """Returns a cache of the last `capacity` slots, which keeps only the current document.
 
-        There must be at least that many slots.
+        Raises:
+            ValueError: there are fewer slots.
         """
+        if capacity > self.capacity:
+            raise ValueError(
+                f"capacity is {capacity}; the cache has {self.capacity} slots; append tokens to it first"
+            )
         return _newest(capacity, state=self)
 
     def step(
@@ -119,7 +124,8 @@ class KVCache:
     ) -> tuple[Float[Array, "B N E"], "KVCache", Bool[Array, " B"]]:
         """Attends with one token to the cached tokens and itself, then writes it to the oldest slot.
 
-        Nothing but that slot is written, if the cache is donated. Padding is not written, and its output is zero.
+        Of keys, values and decays, only that slot is written, if the cache is donated. Padding is not written, and its
+        output is zero.
 
         Args:
             query: N is a multiple of K.
@@ -127,8 +133,8 @@ class KVCache:
             value: value of the token.
             log_decay: logarithm of the token's decay, which discounts the cached tokens; None without decay.
             segment_ids: document of the token, negative for padding; None continues the document.
-            weigh: maps scores [B, K, G, S + 1], G = N / K, and the logarithms of their decays [B, K, 1, S + 1], minus
-                infinity for masked keys, to weights in any scale. Hashable.
+            weigh: maps scores [B, K, G, S + 1], G = N / K, and the logarithms of their decays [B, K or 1, 1, S + 1],
+                minus infinity for masked keys, to weights in any scale. Hashable.
 
         Returns:
             The mean of values by weight, zero if all weights are; the cache after the token; and whether the token
@@ -272,7 +278,7 @@ def _in_order(state):
 
 
 def _contained(state, key, value, log_decay):
-    """Returns new tokens [B, K, ...] in the dtypes of the cache; only keys are NaN, if anything is not finite.
+    """Casts new tokens [B, K, ...] to the cache's dtypes; those that are not finite get a NaN key and a zero value.
 
     A masked key is left out of the scores, but NaN times a weight of zero would be NaN in the sum of values.
     """

@@ -59,7 +59,7 @@ def _forward(plan, query, key, value, log_decay, enters_state, state):
         weights, _ = _exact_weights(plan, block)
         sums = jnp.einsum("ek,gqk->geq", block.value, weights, precision=plan.precision)
         from_state = features.query(
-            features.weighted(state, blocks.weights),
+            features.weighted(state, blocks.feature_weights),
             layout.merge_heads(block.query),
             plan.power,
             plan.precision,
@@ -97,17 +97,18 @@ def _chunked_bwd(plan, residuals, cotangents):
         out, denominator = divided
         dsums = means.mean_vjp(out, denominator, dsums.astype(denominator.dtype), 2, plan.division)
         dsums = jnp.concatenate(dsums, 2)
-        # Not for outputs of 16 bits: the GPU kernels do not correct theirs, and both give the same gradients.
+        # Outputs of 16 bits are not corrected, to match the GPU kernels.
         exact_denominator = denominator if out.dtype == denominator.dtype else None
 
     blocks = _Blocks(plan, query, key, value, log_decay, enters_state, state[0].dtype)
-    dquery_far, reads = _read_states(plan, blocks, dsums, state)
+    dquery_from_state, reads = _read_states(plan, blocks, dsums, state)
+    # The derivative in the log of the final state.
     dlog_final = sum(jnp.vdot(d, s, precision=plan.precision) for d, s in zip(dfinal, final))
-    dquery_near, (dkey, dvalue, ddecay), dstate = _write_states(
+    dquery_in_window, (dkey, dvalue, ddecay), dstate = _write_states(
         plan, blocks, dsums, exact_denominator, reads, dfinal, dlog_final
     )
     return (
-        _joined(dquery_far + dquery_near).astype(query.dtype),
+        _joined(dquery_from_state + dquery_in_window).astype(query.dtype),
         _joined(dkey).astype(key.dtype),
         _joined(dvalue).astype(value.dtype),
         None if log_decay is None else _joined(ddecay),
@@ -119,14 +120,16 @@ def _chunked_bwd(plan, residuals, cotangents):
 chunked.defvjp(_chunked_fwd, _chunked_bwd)
 
 
-def _read_states(plan, blocks, dsums, state):
-    """Returns the part of dq that comes through the states (recomputed), and d/d(log of the state) of each query."""
+def _read_states(
+    plan: plans.Plan, blocks: "_Blocks", dsums: Float[Array, "X G E+1"], state: features.Groups
+) -> tuple[Float[Array, "n C G D"], Float[Array, "n G C"]]:
+    """Recomputes the states; returns dq through them, and d/d(log of the state) as each query reads it."""
 
     def step(state, index):
         block = blocks[index]
-        cotangent = block.to_query * blocks.of_queries(dsums, index)
+        cotangent = block.to_query * blocks.cut_queries(dsums, index)
         dquery = features.query_vjp(
-            features.weighted(state, blocks.weights),
+            features.weighted(state, blocks.feature_weights),
             layout.merge_heads(block.query),
             layout.merge_heads(cotangent),
             plan.power,
@@ -140,8 +143,19 @@ def _read_states(plan, blocks, dsums, state):
     return dquery, reads
 
 
-def _write_states(plan, blocks, dsums, denominator, reads, dfinal, dlog_final):
-    """Computes the other gradients, carrying the gradient R of the state backward in time.
+def _write_states(
+    plan: plans.Plan,
+    blocks: "_Blocks",
+    dsums: Float[Array, "X G E+1"],
+    denominator: Float[Array, "X G 1"] | None,
+    reads: Float[Array, "n G C"],
+    dfinal: features.Groups,
+    dlog_final: Float[Array, ""],
+):
+    """Computes dq of the exact parts, the gradients of keys, values and decays, and that of the initial state.
+
+    The scan runs backward over chunks. It carries dS, the gradient of the state S after the chunk; the gradients of the
+    first W positions of the block, to which the chunk before adds; and <dS, S>, the derivative in the log of S.
 
     Gradients of log decays need no products of their own. A weight has degree p in query and key, so q_i . dq_i / p
     sums the gradients with respect to the logarithms of i's weights, and k_j . dk_j / p those of j's. The log decay at
@@ -149,51 +163,60 @@ def _write_states(plan, blocks, dsums, denominator, reads, dfinal, dlog_final):
 
         dlog[t] = sum_{i >= t} dlog_query[i] - sum_{j >= t} dlog_key[j]
 
-    over the queries i and keys j of the block. If token t updates a state S in this step, <R, S> is added.
+    over the queries i and keys j of the block. If token t enters the state in this step, <dS, S> is added.
     """
     chunk, exact_window, power, precision = plan.chunk, plan.exact_window, plan.power, plan.precision
 
     def step(carry, inputs):
-        dstate, tail, dlog_state = carry
+        dstate, of_later_chunk, dlog_state = carry
         index, read = inputs
         block = blocks[index]
-        dsums_block = blocks.of_queries(dsums, index)
-        of_block = None if denominator is None else blocks.of_queries(denominator, index)
-        dquery, dkey, dvalue, dlog_query, dlog_key = _exact_vjp(plan, block, dsums_block, of_block, read)
-        read = read.sum(0)
-        dlog_near = (-dlog_key).at[exact_window:].add(dlog_query + read)
 
-        old, value = block.key[:, :chunk], block.value[:, :chunk] * block.to_state
-        dkey_far = features.query_vjp(dstate, old, value, power, precision)
-        dvalue_far = features.query(dstate, old, power, precision)[:-1] * block.to_state
-        dlog_far = (old * dkey_far).sum(0) / power
-        ddecay_far = blocks.enters_state_at(index) * (dlog_state - decays.sums_from(dlog_far))
-        gradients = (
-            dkey.at[:, :chunk].add(dkey_far),
-            dvalue.at[:, :chunk].add(dvalue_far),
-            decays.sums_from(dlog_near).at[:chunk].add(ddecay_far),
+        # The exact part: its queries attend to all keys of the block.
+        dsums_block = blocks.cut_queries(dsums, index)
+        denominator_block = None if denominator is None else blocks.cut_queries(denominator, index)
+        dquery, dkey, dvalue, dlog_query, dlog_key = _exact_vjp(
+            plan, block, dsums_block, denominator_block, read
         )
-        # Queries of later chunks attend to the last W keys of this block too.
-        gradients = [g.at[..., chunk:].add(later) for g, later in zip(gradients, tail)]
+        read = read.sum(0)
+        dlog_block = (-dlog_key).at[exact_window:].add(dlog_query + read)
+
+        # The first C positions of the block enter the state, whose gradient gives theirs.
+        key, value = block.key[:, :chunk], block.value[:, :chunk] * block.to_state
+        dkey_by_state = features.query_vjp(dstate, key, value, power, precision)
+        dvalue_by_state = features.query(dstate, key, power, precision)[:-1] * block.to_state
+        dlog_by_state = (key * dkey_by_state).sum(0) / power
+        ddecay_by_state = blocks.enters_state_at(index) * (dlog_state - decays.sums_from(dlog_by_state))
+        gradients = (
+            dkey.at[:, :chunk].add(dkey_by_state),
+            dvalue.at[:, :chunk].add(dvalue_by_state),
+            decays.sums_from(dlog_block).at[:chunk].add(ddecay_by_state),
+        )
+
+        # Queries of the next chunk attend to the last W keys of this block too.
+        gradients = [g.at[..., chunk:].add(later) for g, later in zip(gradients, of_later_chunk)]
+
+        # The state before the chunk: as it is carried to the next one, and as the queries read it.
         cotangent = features.fold(
             layout.merge_heads(block.to_query * dsums_block),
             layout.merge_heads(block.query),
             power,
             precision,
         )
+        by_queries = features.weighted(cotangent, blocks.feature_weights)
         carry = (
-            tuple(block.carry * r + d for r, d in zip(dstate, features.weighted(cotangent, blocks.weights))),
+            tuple(block.carry * r + d for r, d in zip(dstate, by_queries)),
             [g[..., :exact_window] for g in gradients],
-            dlog_state - dlog_far.sum() + read.sum(),
+            dlog_state - dlog_by_state.sum() + read.sum(),
         )
         return carry, (_time_first(dquery), [_time_first(g[..., exact_window:]) for g in gradients])
 
     dtype = dfinal[0].dtype
     width, value_width = blocks.key.shape[1], blocks.value.shape[1]
     shapes = (width, exact_window), (value_width, exact_window), (exact_window,)
-    tail = [jnp.zeros_like(dsums, dtype, shape=shape) for shape in shapes]
+    nothing = [jnp.zeros_like(dsums, dtype, shape=shape) for shape in shapes]
     (dstate, _, _), (dquery, gradients) = jax.lax.scan(
-        step, (dfinal, tail, dlog_final.astype(dtype)), (blocks.indices, reads), reverse=True
+        step, (dfinal, nothing, dlog_final.astype(dtype)), (blocks.indices, reads), reverse=True
     )
     return dquery, gradients, dstate
 
@@ -222,7 +245,7 @@ class _Blocks:
         front = (exact_window, 0)
         self.key, self.value = (jnp.pad(x, (front, (0, 0))) for x in (key, value))
         self.enters_state = jnp.pad(enters_state, front)
-        self.weights = features.weights(key.shape[1], plan.power, dtype)
+        self.feature_weights = features.weights(key.shape[1], plan.power, dtype)
         self.has_decay = log_decay is not None
         if self.has_decay:
             positions = self.indices[:, None] * chunk + jnp.arange(chunk + exact_window)
@@ -251,7 +274,7 @@ class _Blocks:
             to_query, to_state, carry = jnp.ones(chunk, self.dtype), enters_state, jnp.ones((), self.dtype)
         value = self._cut(self.value, index, chunk + exact_window)
         return _Block(
-            query=self.of_queries(self.query, index),
+            query=self.cut_queries(self.query, index),
             key=self._cut(self.key, index, chunk + exact_window),
             value=jnp.concatenate([value, jnp.ones_like(value, shape=(1, chunk + exact_window))]),
             in_window=in_window,
@@ -260,7 +283,7 @@ class _Blocks:
             carry=carry,
         )
 
-    def of_queries(self, x, index):
+    def cut_queries(self, x, index):
         """Returns the chunk's queries, or what belongs to them."""
         return self._cut(x, index, self.plan.chunk)
 
@@ -289,13 +312,19 @@ def _exact_weights(plan, block):
     return block.in_window * jax.lax.integer_pow(scores, plan.power), scores
 
 
-def _exact_vjp(plan, block, dsums, denominator, read):
+def _exact_vjp(
+    plan: plans.Plan,
+    block: _Block,
+    dsums: Float[Array, "G E+1 C"],
+    denominator: Float[Array, "G 1 C"] | None,
+    read: Float[Array, "G C"],
+):
     """Returns the gradients of the block's exact part, and sums of d/d(log weight) by query and by key.
 
-    A mean does not change if all weights of a query are scaled. The gradients of their logarithms therefore sum to
-    zero, those through the state (`read`) included. What they sum to in floating point is the rounding error of the
-    gradient of the denominator, and is subtracted. This matters where one weight outweighs all others: the gradient of
-    its key is then the difference of nearly equal numbers.
+    Scaling all weights of a query does not change a mean. The gradients of their logarithms, of those through the state
+    (`read`) too, therefore sum to zero. Their sum in floating point is the rounding error of the gradient of the
+    denominator, and is subtracted. This matters where one weight outweighs all others: the gradient of its key is then
+    the difference of nearly equal numbers. None as denominator subtracts nothing.
     """
     weights, scores = _exact_weights(plan, block)
     dweights = jnp.einsum("geq,ek->gqk", dsums, block.value, precision=plan.precision)
