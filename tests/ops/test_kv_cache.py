@@ -156,5 +156,7 @@ def test_a_loop_of_steps_does_not_copy_the_cache(batch):
 
 def test_more_slots_than_there_are_is_an_error():
     cache = ops.KVCache.zeros(1, 4, 1, 8, 8)
-    with pytest.raises(ValueError, match=r"^capacity is 5; the cache has 4 slots; append tokens to it first$"):
+    with pytest.raises(
+        ValueError, match=r"^capacity is 5; the cache has 4 slots; append tokens to it first$"
+    ):
         cache.newest(5)
