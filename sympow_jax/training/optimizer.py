@@ -1,7 +1,7 @@
 """Optax optimizers from an `OptimizerConfig`.
 
-Layers may be stacked (`stacking`): the arrays of `stacked_blocks` then have the layers as an axis in front. Every
-optimizer treats each layer's array as an array of its own, so that its updates do not depend on the form.
+Layers may be stacked (`stacking`). The arrays of `stacked_blocks` then have a leading axis of layers. Every optimizer
+treats the array of each layer separately, so its updates are the same with and without stacking.
 """
 
 import fnmatch
@@ -18,7 +18,7 @@ import optax
 from sympow_jax import config, models, spelling
 from sympow_jax.training import stacking
 
-__all__ = ["Traits", "learning_rate", "make_optimizer", "schedule_free_average", "traits"]
+__all__ = ["Traits", "learning_rate", "make_optimizer", "make_traits", "schedule_free_average"]
 
 # Root mean square of muon's updates, with which they need the learning rate and the weight decay of AdamW: "Muon is
 # Scalable for LLM Training" (Liu et al. 2025, section 2.2).
@@ -48,7 +48,7 @@ def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedul
     last `decay_fraction * steps` updates. `inverse_sqrt` is `learning_rate * sqrt(w / u)`, with w at least 1.
     """
     peak, warmup = settings.learning_rate, settings.warmup_steps
-    assert peak is not None
+    assert peak is not None  # after initialization, it is a number
     length = max(steps - warmup, 1)
     straight = functools.partial(optax.polynomial_schedule, peak, settings.final_fraction * peak, power=1)
     if settings.schedule == "constant":
@@ -69,22 +69,23 @@ def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedul
     return lambda count: schedule(count + 1)
 
 
-def traits(settings: config.OptimizerConfig, params: optax.Params) -> Traits:
+def make_traits(settings: config.OptimizerConfig, params: optax.Params) -> Traits:
     """Returns how the optimizer treats each of these parameters, which are by layer.
 
     A factor is the product of the factors of all patterns that the parameter's name matches.
 
     Raises:
-        ValueError: a pattern matches no parameter, or one of `weight_decay_factors` or `orthogonalized` no matrix.
+        ValueError: a pattern of `learning_rate_factors` matches no parameter, one of `weight_decay_factors` matches no
+            matrix, or, for `muon`, no pattern of `orthogonalized` matches a matrix.
     """
     names = jax.tree_util.tree_map_with_path(lambda path, _: models.parameter_name(path), params)
     matrices = jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
     rate_factors = settings.factors_by_pattern("learning_rate_factors")
     decay_factors = settings.factors_by_pattern("weight_decay_factors")
-    known = jax.tree.leaves(names)
-    _require_matches("learning_rate_factors", [pattern for pattern, _ in rate_factors], known, "parameter")
-    known = [name for name, is_matrix in zip(known, jax.tree.leaves(matrices)) if is_matrix]
-    _require_matches("weight_decay_factors", [pattern for pattern, _ in decay_factors], known, "matrix")
+    parameter_names = jax.tree.leaves(names)
+    matrix_names = [name for name, is_matrix in zip(parameter_names, jax.tree.leaves(matrices)) if is_matrix]
+    _require_matches("learning_rate_factors", [x for x, _ in rate_factors], parameter_names, "parameter")
+    _require_matches("weight_decay_factors", [x for x, _ in decay_factors], matrix_names, "matrix")
 
     def is_orthogonalized(name: str, leaf: Any) -> bool:
         # By the name of any layer, because an update may run all layers as one.
@@ -95,7 +96,7 @@ def traits(settings: config.OptimizerConfig, params: optax.Params) -> Traits:
     if settings.name == "muon" and not any(jax.tree.leaves(orthogonalized)):
         raise ValueError(
             f"optimizer.orthogonalized is {settings.orthogonalized} and matches no matrix; the matrices are "
-            f"{', '.join(models.names_of_any_layer(known))}"
+            f"{', '.join(models.names_of_any_layer(matrix_names))}"
         )
     return Traits(
         learning_rate=jax.tree.map(lambda name: _product(rate_factors, name), names),
@@ -141,7 +142,7 @@ def make_optimizer(
         update = _prodigy(settings, rate, traits)
     else:
         parts = [_direction(settings, traits), optax.scale_by_learning_rate(rate)]
-        # AdamW's state has a place for weight decay, though an empty one, without any too.
+        # AdamW always has the weight-decay stage, so that its state has one structure with and without decay.
         if settings.weight_decay or settings.name == "adamw":
             parts.insert(1, _weight_decay(settings, traits))
         update = optax.chain(*parts)
@@ -235,7 +236,7 @@ def _prodigy(
         # Copies, because the parameters are donated, and the state has the first ones.
         return prodigy.init(jax.tree.map(jnp.copy, params))
 
-    def update(grads: optax.Updates, state: Any, params: Any = None) -> tuple[optax.Updates, Any]:
+    def update(grads: optax.Updates, state: Any, params: Any) -> tuple[optax.Updates, Any]:
         changes, new = prodigy.update(grads, state, params)
         if not settings.weight_decay:
             return changes, new
@@ -281,7 +282,7 @@ def _by_layer(update: optax.GradientTransformation) -> optax.GradientTransformat
         state = jax.eval_shape(update.init, params)
         return jax.vmap(update.init, in_axes=(axes(params),), out_axes=axes(state))(params)
 
-    def update_layers(changes: optax.Updates, state: Any, params: Any = None) -> tuple[optax.Updates, Any]:
+    def update_layers(changes: optax.Updates, state: Any, params: Any) -> tuple[optax.Updates, Any]:
         if not has_layers(params):
             return update.update(changes, state, params)
         each = (axes(changes), axes(state), axes(params))

@@ -82,7 +82,7 @@ class Program:
         self.params: Params = jax.tree_util.tree_map_with_path(shard, params)
         self.statistics: Params = jax.tree.map(self._placed, statistics)
         self.kernels = tuple(block.attention.kernel for block in model.blocks)
-        traits = optimizer.traits(config.optimizer, self.params)
+        traits = optimizer.make_traits(config.optimizer, self.params)
         trained = jax.tree_util.tree_map_with_path(self._trains, self.params)
         if self.scans:
             rates, decays = self._stack((traits.learning_rate, traits.weight_decay), join=np.array)

@@ -23,7 +23,7 @@ def _rates(steps: int, **changes) -> list[float]:
 
 def _make(settings: config.OptimizerConfig, params):
     trained = jax.tree.map(lambda _: True, params)
-    return optimizer.make_optimizer(settings, 10, optimizer.traits(settings, params), trained)
+    return optimizer.make_optimizer(settings, 10, optimizer.make_traits(settings, params), trained)
 
 
 def _one_update(grad: float, **changes) -> dict[str, np.ndarray]:
@@ -147,7 +147,7 @@ def test_a_pattern_that_matches_nothing_is_one_line_with_the_nearest_name():
     }.items():
         settings = config.OptimizerConfig(learning_rate_factors=(f"{pattern}=0.1",))
         with pytest.raises(ValueError) as raised:  # noqa: PT011
-            optimizer.traits(settings, params)
+            optimizer.make_traits(settings, params)
         assert str(raised.value) == (
             f"optimizer.learning_rate_factors has the pattern '{pattern}', which matches no parameter; {remedy}"
         )
@@ -230,7 +230,7 @@ def test_stacked_layers_have_the_updates_and_the_state_of_single_ones(name, peri
     )
     params = _deep_params(4)
     grads = _deep_grads(params)
-    traits, trained = optimizer.traits(settings, params), jax.tree.map(lambda _: True, params)
+    traits, trained = optimizer.make_traits(settings, params), jax.tree.map(lambda _: True, params)
     expected = _run(optimizer.make_optimizer(settings, 10, traits, trained), params, grads)
 
     factors = stacking.stack((traits.learning_rate, traits.weight_decay), period, np.array)
@@ -383,7 +383,7 @@ def test_weight_decay_factors_multiply_and_vectors_never_decay():
     for pattern in ("norm*", "final_norm.scale"):
         wrong = dataclasses.replace(settings, weight_decay_factors=(f"{pattern}=0",))
         with pytest.raises(ValueError, match=r"weight_decay_factors has the pattern .* matches no matrix"):
-            optimizer.traits(wrong, params)
+            optimizer.make_traits(wrong, params)
 
 
 def test_schedule_free_is_its_formula():
@@ -429,7 +429,7 @@ def test_parameters_that_are_not_trained_stay(name):
     trained = jax.tree_util.tree_map_with_path(
         lambda path, _: models.parameter_name(path).startswith("blocks.0."), params
     )
-    tx = optimizer.make_optimizer(settings, 10, optimizer.traits(settings, params), trained)
+    tx = optimizer.make_optimizer(settings, 10, optimizer.make_traits(settings, params), trained)
     found, state = _run(tx, params, _deep_grads(params))
     evaluated = optimizer.schedule_free_average(state, found) if name == "schedule_free" else found
     for tree in (found, evaluated):

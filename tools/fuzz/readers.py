@@ -1,4 +1,4 @@
-"""Readers of what strangers write, with a good input of each, the strategy of bad ones, and those once found."""
+"""Readers of untrusted input: a valid input, a strategy of invalid ones, and past failures."""
 
 import dataclasses
 import functools
@@ -32,10 +32,31 @@ from tools.fuzz.inputs import Part, Splice
 # Errors that programs print as one line (`cli.user_errors`).
 ACCEPTED = (ValueError, OSError, NotImplementedError)
 
+# Flags of a command line.
+_TEXTS: tuple[str, ...] = ("", "\n", "é", "9" * 5000, "x" * 100_000, "none", "true", "nan", "inf", "-inf")
+_TEXTS += ("1e400", "1e9", "1_000", "()", "(", "[", ",", ",,", "1,2", "'", '"', "'a','b'", "((((", "*", "a=b")
+_TEXTS += ("1000000*softmax", "softmax,linear", "conformal", "0*softmax", "3*", "*=1", "x=nan", "-1", "0")
+_FLAGS = {
+    setting.path: setting.choices for group in fields.groups(config.Config) for setting in group.settings
+}
+_FLAG = st.sampled_from(sorted(_FLAGS)).flatmap(
+    lambda path: st.tuples(
+        st.sampled_from((path, path, path, path[:-1])),
+        st.sampled_from((*_TEXTS, *_FLAGS[path])) | st.text(max_size=20) | st.integers().map(str),
+    )
+)
+# A record of the data of a run.
+_DESCRIPTION = {"source": "text", "paths": ["x"], "digest": "0", "bytes": 1}
+# Documents of a corpus.
+_TEXT = ["the quick fox", None, "", "é" * 30]
+_LINES = b"".join(json.dumps({"text": text, "ids": [1]}).encode() + b"\n" for text in _TEXT)
+# Lengths of axes.
+_SIZES = (1, 2, 3, 4, 8, 17, 64)
+
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """A function that reads what strangers write.
+    """A function that reads untrusted input.
 
     Attributes:
         good: input that must succeed.
@@ -94,20 +115,6 @@ def _data(source: str, path: pathlib.Path, **changes: Any) -> config.DataConfig:
 @functools.cache
 def _model() -> models.DecoderLM:
     return models.DecoderLM(_settings().model, rngs=nnx.Rngs(0))
-
-
-_TEXTS: tuple[str, ...] = ("", "\n", "é", "9" * 5000, "x" * 100_000, "none", "true", "nan", "inf", "-inf")
-_TEXTS += ("1e400", "1e9", "1_000", "()", "(", "[", ",", ",,", "1,2", "'", '"', "'a','b'", "((((", "*", "a=b")
-_TEXTS += ("1000000*softmax", "softmax,linear", "conformal", "0*softmax", "3*", "*=1", "x=nan", "-1", "0")
-_FLAGS = {
-    setting.path: setting.choices for group in fields.groups(config.Config) for setting in group.settings
-}
-_FLAG = st.sampled_from(sorted(_FLAGS)).flatmap(
-    lambda path: st.tuples(
-        st.sampled_from((path, path, path, path[:-1])),
-        st.sampled_from((*_TEXTS, *_FLAGS[path])) | st.text(max_size=20) | st.integers().map(str),
-    )
-)
 
 
 def _read_flags(settings: Sequence[tuple[str, str]]) -> None:
@@ -212,10 +219,9 @@ def _good_run() -> inputs.Files:
         train.train(settings, folder / "run")
 
     kept = ("run/checkpoints", "run/config.json")
-    return {name[4:]: content for name, content in _made(write).items() if name.startswith(kept)}
-
-
-_DESCRIPTION = {"source": "text", "paths": ["x"], "digest": "0", "bytes": 1}
+    return {
+        name.removeprefix("run/"): content for name, content in _made(write).items() if name.startswith(kept)
+    }
 
 
 def _read_records(folder: pathlib.Path) -> None:
@@ -262,10 +268,6 @@ def _read_tokens(folder: pathlib.Path) -> None:
     tokens.describe(settings)
 
 
-_TEXT = ["the quick fox", None, "", "é" * 30]
-_LINES = b"".join(json.dumps({"text": text, "ids": [1]}).encode() + b"\n" for text in _TEXT)
-
-
 def _good_corpus() -> inputs.Files:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -282,10 +284,10 @@ def _read_corpus(folder: pathlib.Path) -> None:
     if line.exists():
         (folder / "a.jsonl").write_bytes(_LINES + line.read_bytes() + b"\n" + _LINES)
     for kind in ("parquet", "jsonl"):
-        found = corpus.find("data.paths", [str(folder)], format=kind)
+        files = corpus.find("data.paths", [str(folder)], format=kind)
         for column, size in (("text", 10), ("text", 1 << 20), ("ids", 10)):
             reader = corpus.Reader(column, texts=column == "text")
-            for piece in corpus.pieces(found, size):
+            for piece in corpus.pieces(files, size):
                 reader.read(piece)
 
 
@@ -327,9 +329,6 @@ def _seldom(usual: Any, *others: Any) -> st.SearchStrategy:
     return st.integers(0, 9).flatmap(lambda n: st.sampled_from(others) if n == 9 else st.just(usual))
 
 
-_SIZES = (1, 2, 3, 4, 8, 17, 64)
-
-
 @st.composite
 def _attention(draw: st.DrawFn) -> dict[str, Any]:
     """Returns arguments of power attention, few of which are bad."""
@@ -340,13 +339,13 @@ def _attention(draw: st.DrawFn) -> dict[str, Any]:
         dtype = draw(_seldom("float32", "int32", "bool", "float16", "complex64"))
         return jax.ShapeDtypeStruct(draw(_seldom(axes, axes[:-1], [*axes, 1])), dtype)
 
-    found: dict[str, Any] = {name: array(batch, time, heads, dim) for name in ("query", "key", "value")}
-    found["log_decay"] = array(batch, time, heads) if draw(st.booleans()) else None
+    arguments: dict[str, Any] = {name: array(batch, time, heads, dim) for name in ("query", "key", "value")}
+    arguments["log_decay"] = array(batch, time, heads) if draw(st.booleans()) else None
     if draw(st.booleans()):
         dtype = draw(_seldom("int32", "int64", "uint8", "float32", "bool"))
         ids = draw(arrays.arrays("int32", (batch, time), elements=st.integers(-2, 100))).astype(dtype)
-        found["segment_ids"] = draw(_seldom(ids, ids[:, :-1], ids[0], ids.T, ids[None]))
-    return found | {
+        arguments["segment_ids"] = draw(_seldom(ids, ids[:, :-1], ids[0], ids.T, ids[None]))
+    return arguments | {
         "power": draw(_seldom(2, 4, 0, -2, 3, 1000, 2**40)),
         "form": draw(_seldom(None, "attention", "chunked", "recurrent", "step", "")),
         "implementation": draw(_seldom(None, "xla", "reference", "mosaic_gpu", "x")),

@@ -21,9 +21,9 @@ from tools.fuzz import readers
 
 __all__ = ["Outcome", "try_in_process", "try_reader"]
 
-SECONDS = 20
-MEMORY_BYTES = 2 << 30
-CHARACTERS = 600
+_SECONDS = 20
+_MEMORY_BYTES = 2 << 30
+_CHARACTERS = 600
 # Seconds after which a process ends because its input does not heed the limit of processor time.
 _PATIENCE = 300
 
@@ -35,14 +35,14 @@ class Outcome:
     Attributes:
         accepted: number of inputs that succeeded.
         refused: number of inputs that ended in one line.
-        problems: descriptions of inputs that ended otherwise.
+        problem: description of the input that ended otherwise, after which no other is tried; None if there is none.
         longest: characters of the longest error.
         seconds: time that all took.
     """
 
     accepted: int = 0
     refused: int = 0
-    problems: list[str] = dataclasses.field(default_factory=list)
+    problem: str | None = None
     longest: int = 0
     seconds: float = 0.0
 
@@ -52,7 +52,7 @@ class _Problem(Exception):
 
 
 class _TooSlow(BaseException):
-    pass
+    """No `Exception`, so that a reader that catches all exceptions cannot catch it."""
 
 
 def _stop(*_: Any) -> None:
@@ -61,12 +61,12 @@ def _stop(*_: Any) -> None:
 
 @contextlib.contextmanager
 def _limits() -> Iterator[None]:
-    """Raises _TooSlow after `SECONDS` of processor time, and lets memory run out after `MEMORY_BYTES` more."""
+    """Raises _TooSlow after `_SECONDS` of processor time, and lets memory run out after `_MEMORY_BYTES` more."""
     used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     handler, (memory, most) = signal.signal(signal.SIGPROF, _stop), resource.getrlimit(resource.RLIMIT_AS)
     faulthandler.dump_traceback_later(_PATIENCE, exit=True)
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, most))
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY_BYTES, most))
+    signal.setitimer(signal.ITIMER_PROF, _SECONDS)
     try:
         yield
     finally:
@@ -87,11 +87,13 @@ def _read(reader: readers.Reader, value: Any) -> str | None:
             reader.read(value)
     except readers.ACCEPTED as error:
         text = str(error)
-        if "\n" in text or len(text) > CHARACTERS:
+        if "\n" in text or len(text) > _CHARACTERS:
             raise _Problem(f"an error of {len(text)} characters: {text[:300]}") from error
         return text
     except _TooSlow as error:
-        raise _Problem(f"more than {SECONDS} s") from error
+        raise _Problem(f"more than {_SECONDS} s") from error
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # Rust's panics are no Exception
         line = traceback.extract_tb(error.__traceback__)[-1]
         kind = f"{type(error).__name__} in {line.filename}:{line.lineno}"
@@ -132,7 +134,7 @@ def try_reader(name: str, examples: int, seed: int, last: pathlib.Path) -> Outco
         # hypothesis makes inputs.
         deadline=None,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
-        database=None,  # what is found becomes a case
+        database=None,  # a problem becomes a case
         phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate, hypothesis.Phase.shrink],
         report_multiple_bugs=False,
         verbosity=hypothesis.Verbosity.quiet,
@@ -141,7 +143,7 @@ def try_reader(name: str, examples: int, seed: int, last: pathlib.Path) -> Outco
         configured(hypothesis.seed(seed)(hypothesis.given(reader.bad)(attempt)))()
     # Hypothesis has errors of its own, as of an input that fails only once.
     except (_Problem, hypothesis.errors.HypothesisException) as error:
-        outcome.problems.append(f"{error}; the input is {last.read_text()}")
+        outcome.problem = f"{error}; the input is {last.read_text()}"
     outcome.seconds = time.monotonic() - began
     return outcome
 
@@ -159,4 +161,4 @@ def try_in_process(tries: Callable[[pathlib.Path], Outcome]) -> Outcome:
         try:
             return pool.submit(tries, pathlib.Path(last.name)).result()
         except concurrent.futures.BrokenExecutor:
-            return Outcome(problems=[f"the process died; the input is {last.read()}"])
+            return Outcome(problem=f"the process died; the input is {last.read()}")

@@ -85,7 +85,7 @@ def answer_scores(
 
     Args:
         model: the decoder.
-        cases: contexts with their questions.
+        cases: contexts with their questions. The scores of a case without questions are empty.
         share: whether to process contexts once. None does so where it needs fewer tokens.
         on_call: function of the number of tokens that each call of the model processed.
 
@@ -96,23 +96,32 @@ def answer_scores(
     longest = model.config.longest_document
     for case in cases:
         _check(case, longest)
-    scores: list[list[Score]] = [[] for _ in cases]
-    whole_rows: list[tuple[int, _Row]] = []
-    shared: dict[tuple[int, int], list[int]] = {}  # indices of cases by their padded sizes
-    for index, case in enumerate(cases):
+    whole_rows: list[_Row] = []
+    row_cases: list[int] = []  # index of the case of each row
+    shared_cases: dict[tuple[int, int], list[int]] = {}  # indices of cases by their padded sizes
+    for case_index, case in enumerate(cases):
+        if not len(case.questions):
+            continue
         context_size, question_size = _padded_sizes(case)
-        rows = [_Row([*case.context, *x.prompt, *x.answer[:-1]], x.answer) for x in case.questions]
-        shared_tokens = context_size + len(rows) * question_size
-        fewer = shared_tokens < sum(padded_length(len(row.inputs)) for row in rows)
+        shared_tokens = context_size + len(case.questions) * question_size
+        fewer = shared_tokens < sum(padded_length(_row_length(case, x)) for x in case.questions)
         # One token of context is the first input of the questions, and leaves none for the state before them.
         if len(case.context) > 1 and (fewer if share is None else share):
-            shared.setdefault((context_size, question_size), []).append(index)
+            shared_cases.setdefault((context_size, question_size), []).append(case_index)
         else:
-            whole_rows += [(index, row) for row in rows]
+            for prompt, answer in case.questions:
+                whole_rows.append(_Row([*case.context, *prompt, *answer[:-1]], answer))
+                row_cases.append(case_index)
     caller = _Caller(model, on_call)
-    _score_whole_rows(caller, whole_rows, scores)
-    for (context_size, question_size), indices in shared.items():
-        _score_shared(caller, cases, indices, context_size, question_size, scores)
+    scores: list[list[Score]] = [[] for _ in cases]
+    for case_index, score in zip(row_cases, _score_whole_rows(caller, whole_rows)):
+        scores[case_index].append(score)
+    for (context_size, question_size), indices in shared_cases.items():
+        same_sizes = [cases[case_index] for case_index in indices]
+        for case_index, case_scores in zip(
+            indices, _score_shared(caller, same_sizes, context_size, question_size)
+        ):
+            scores[case_index] = case_scores
     return scores
 
 
@@ -129,12 +138,17 @@ def _check(case: Case, longest: int | None) -> None:
     for question in case.questions:
         if not len(question.answer):
             raise ValueError("an answer is empty; it needs at least one token")
-        length = len(case.context) + len(question.prompt) + len(question.answer) - 1
+        length = _row_length(case, question)
         if longest is not None and length > longest:
             raise ValueError(
                 f"a context with its question has {length} tokens before the last one, but the model's learned "
                 f"positions end at {longest}; shorten it"
             )
+
+
+def _row_length(case: Case, question: Question) -> int:
+    """Returns the number of tokens of a context with a question, without the last one, which is only predicted."""
+    return len(case.context) + len(question.prompt) + len(question.answer) - 1
 
 
 def _padded_sizes(case: Case) -> tuple[int, int]:
@@ -143,55 +157,51 @@ def _padded_sizes(case: Case) -> tuple[int, int]:
     return padded_length(len(case.context) - 1), padded_length(question)
 
 
-def _score_whole_rows(caller: "_Caller", rows: Sequence[tuple[int, _Row]], scores: list[list[Score]]) -> None:
-    """Appends the scores of rows of a context with a question, each with the index of its case."""
+def _score_whole_rows(caller: "_Caller", rows: Sequence[_Row]) -> list[Score]:
+    """Returns the score of each row of a context with a question."""
     by_length: dict[int, list[int]] = {}
-    for number, (_, row) in enumerate(rows):
-        by_length.setdefault(padded_length(len(row.inputs)), []).append(number)
-    by_number: dict[int, Score] = {}
-    for length, numbers in by_length.items():
-        answer_size = padded_length(max(len(rows[x][1].answer) for x in numbers))
+    for row_index, row in enumerate(rows):
+        by_length.setdefault(padded_length(len(row.inputs)), []).append(row_index)
+    scores: dict[int, Score] = {}
+    for length, indices in by_length.items():
+        answer_size = padded_length(max(len(rows[row_index].answer) for row_index in indices))
         in_segments = length > _CALL_TOKENS
-        for batch in _batches(numbers, max(1, _CALL_TOKENS // length)):
+        for batch in _batches(indices, max(1, _CALL_TOKENS // length)):
             state = caller.model.init_state(len(batch), max_length=length) if in_segments else None
-            batch_scores = caller.score([rows[x][1] for x in batch], length, answer_size, state)
-            by_number.update(zip(batch, batch_scores))
-    # Questions of a case may have been in batches of different lengths.
-    for number, (case, _) in enumerate(rows):
-        scores[case].append(by_number[number])
+            batch_rows = [rows[row_index] for row_index in batch]
+            scores.update(zip(batch, caller.score(batch_rows, length, answer_size, state)))
+    return [scores[row_index] for row_index in range(len(rows))]
 
 
 def _score_shared(
-    caller: "_Caller",
-    cases: Sequence[Case],
-    indices: Sequence[int],
-    context_size: int,
-    question_size: int,
-    scores: list[list[Score]],
-) -> None:
-    """Appends the scores of the cases of one padded size, with one pass over each context.
+    caller: "_Caller", cases: Sequence[Case], context_size: int, question_size: int
+) -> list[list[Score]]:
+    """Returns the scores of cases of one padded size, with one pass over each context.
 
     The last token of a context is the first input of each question, as its output predicts what follows.
     """
-    answer_size = padded_length(max(len(x.answer) for index in indices for x in cases[index].questions))
+    scores: list[list[Score]] = [[] for _ in cases]
+    answer_size = padded_length(max(len(x.answer) for case in cases for x in case.questions))
     max_length = context_size + question_size
     call_rows = _CALL_TOKENS // max(context_size, question_size)
     state_rows = _STATE_BYTES // _state_bytes(caller.model, max_length)
-    for batch in _batches(indices, max(1, min(call_rows, state_rows))):
+    for batch in _batches(range(len(cases)), max(1, min(call_rows, state_rows))):
+        contexts = [cases[case_index].context for case_index in batch]
         state = caller.model.init_state(len(batch), max_length=max_length)
-        state = caller.advance([cases[index].context[:-1] for index in batch], context_size, state)
-        for number in range(max(len(cases[index].questions) for index in batch)):
+        state = caller.advance([context[:-1] for context in contexts], context_size, state)
+        for question_index in range(max(len(cases[case_index].questions) for case_index in batch)):
             rows = []
-            for index in batch:
+            for case_index, context in zip(batch, contexts):
                 # A case with fewer questions repeats its last one, whose score is dropped.
-                last, questions = cases[index].context[-1], cases[index].questions
-                prompt, answer = questions[min(number, len(questions) - 1)]
-                rows.append(_Row([last, *prompt, *answer[:-1]], answer))
+                questions = cases[case_index].questions
+                prompt, answer = questions[min(question_index, len(questions) - 1)]
+                rows.append(_Row([context[-1], *prompt, *answer[:-1]], answer))
             # The dictionary drops the copies that fill a batch.
             batch_scores = dict(zip(batch, caller.score(rows, question_size, answer_size, state)))
-            for index, score in batch_scores.items():
-                if number < len(cases[index].questions):
-                    scores[index].append(score)
+            for case_index, score in batch_scores.items():
+                if question_index < len(cases[case_index].questions):
+                    scores[case_index].append(score)
+    return scores
 
 
 def _state_bytes(model: models.DecoderLM, max_length: int) -> int:
@@ -258,11 +268,11 @@ class _Caller:
         starts = np.array([len(row.inputs) - len(row.answer) for row in rows])
         for index, (row, start) in enumerate(zip(rows, starts)):
             targets[index, start : start + len(row.answer)] = row.answer
-        for number, (tokens, segment_ids) in enumerate(_segments([row.inputs for row in rows], length)):
+        for segment, (tokens, segment_ids) in enumerate(_segments([row.inputs for row in rows], length)):
             # `answer_size` consecutive positions of this segment, with all that predict a token of the answer.
-            first = np.clip(starts - number * size, 0, size - answer_size)
+            first = np.clip(starts - segment * size, 0, size - answer_size)
             positions = first[:, None] + np.arange(answer_size)
-            columns = number * size + positions
+            columns = segment * size + positions
             segment_targets = np.take_along_axis(targets, columns, axis=1)
             (loss, right), state = _score(
                 *self._parts,

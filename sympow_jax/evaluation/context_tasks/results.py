@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import matplotlib.axes
 import matplotlib.figure
@@ -37,10 +37,10 @@ class TaskResult:
         questions: number of questions.
         contexts: number of contexts that they were about.
         answer_tokens: number of tokens of all answers.
-        chance: `exact_match` of a guess among the answers that the context has to offer.
+        chance: `exact_match` of a guess for each question, among the answers that its context has to offer.
         chance_loss: `loss` of a model that gives each of these answers the same probability, and others none.
         exact_match_0_25: `exact_match` of the questions whose answer has 0 to 25 % of the context before it. Each of
-            these four is over a quarter of the questions; None if the answers depend on the whole context.
+            these four is over a quarter of the questions. None if no question has a depth in it.
         exact_match_25_50: the same for 25 to 50 %.
         exact_match_50_75: the same for 50 to 75 %.
         exact_match_75_100: the same for 75 to 100 %.
@@ -100,7 +100,7 @@ def summarize(
     tokens = sum(len(score.correct) for score in flat)
     exact_match = float(np.mean([score.correct.all() for score in flat]))
     log_candidates = np.array([exam.log_candidates for exam in exams])
-    chance_nats = float(log_candidates @ [len(of_exam) for of_exam in scores])
+    questions = [len(exam_scores) for exam_scores in scores]
     first, second, third, last = _exact_match_by_depth(exams, scores)
     return TaskResult(
         task=task,
@@ -112,8 +112,8 @@ def summarize(
         questions=len(flat),
         contexts=len(exams),
         answer_tokens=tokens,
-        chance=float(np.exp(-log_candidates).mean()),
-        chance_loss=chance_nats / tokens,
+        chance=float(np.average(np.exp(-log_candidates), weights=questions)),
+        chance_loss=float(log_candidates @ questions) / tokens,
         exact_match_0_25=first,
         exact_match_25_50=second,
         exact_match_50_75=third,
@@ -126,9 +126,9 @@ def _exact_match_by_depth(
 ) -> list[float | None]:
     """Returns the `exact_match` of each quarter of the context; None if no question has a depth in it."""
     quarters: list[list[bool]] = [[] for _ in range(4)]
-    for exam, of_exam in zip(exams, scores):
+    for exam, exam_scores in zip(exams, scores):
         # Without depths, no question is counted.
-        for depth, score in zip(exam.depths, of_exam):
+        for depth, score in zip(exam.depths, exam_scores):
             quarters[int(4 * depth)].append(bool(score.correct.all()))
     return [float(np.mean(right)) if right else None for right in quarters]
 
@@ -140,23 +140,47 @@ def make_rows(run: str, results: Sequence[TaskResult], *, train_context: int) ->
 
 def print_table(rows: Sequence[Row], console: rich.console.Console) -> None:
     """Prints a line per task and length; with several runs, a column of exact matches for each."""
-    names = list(dict.fromkeys(row.run for row in rows))
-    by_run = [[row for row in rows if row.run == name] for name in names]
-    one = len(names) == 1
-    columns = ["task", "context length", *(["answers right"] if one else names), "chance"]
-    columns += ["tokens right", "loss", "chance loss"] if one else []
+    tasks, runs = _tasks_and_runs(rows)
+    one = len(runs) == 1
+    # Title, run whose row is shown, and its text. Where the run is None, the rows of all runs have the same text.
+    columns: list[tuple[str, str | None, Callable[[Row], str]]] = [
+        ("task", None, lambda row: row.task),
+        ("context length", None, lambda row: f"{row.context_length:,}"),
+        *(
+            (
+                "answers right" if one else run,
+                run,
+                lambda row: f"{row.exact_match:.3f} ± {row.standard_error:.3f}",
+            )
+            for run in runs
+        ),
+        ("chance", None, lambda row: f"{row.chance:.3f}"),
+    ]
+    if one:
+        columns += [
+            ("tokens right", None, lambda row: f"{row.token_accuracy:.3f}"),
+            ("loss", None, lambda row: f"{row.loss:.3f}"),
+            ("chance loss", None, lambda row: f"{row.chance_loss:.3f}"),
+        ]
+    columns.append(("questions", None, lambda row: f"{row.questions:,}"))
+    groups: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in sorted(rows, key=lambda row: (tasks.index(row.task), row.context_length)):
+        groups.setdefault((row.task, row.context_length), {})[row.run] = row
     lines = []
-    for same in zip(*by_run, strict=True):
-        first = same[0]
-        cells = [first.task, f"{first.context_length:,}"]
-        cells += [f"{row.exact_match:.3f} ± {row.standard_error:.3f}" for row in same]
-        cells.append(f"{first.chance:.3f}")
-        if one:
-            cells += [f"{first.token_accuracy:.3f}", f"{first.loss:.3f}", f"{first.chance_loss:.3f}"]
-        lines.append([*cells, f"{first.questions:,}"])
+    for aligned in groups.values():
+        sources = [aligned.get(run or next(iter(aligned))) for _, run, _ in columns]
+        lines.append(["-" if row is None else text(row) for row, (_, _, text) in zip(sources, columns)])
     report.print_cells(
-        "Fraction of answers that are right in full, teacher-forced", [*columns, "questions"], lines, console
+        "Fraction of answers that are right in full, teacher-forced",
+        [title for title, _, _ in columns],
+        lines,
+        console,
     )
+
+
+def _tasks_and_runs(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """Returns the names of tasks and of runs, in the order in which they first appear."""
+    return list(dict.fromkeys(row.task for row in rows)), list(dict.fromkeys(row.run for row in rows))
 
 
 def write_plot(path: pathlib.Path, rows: Sequence[Row]) -> None:
@@ -166,13 +190,12 @@ def write_plot(path: pathlib.Path, rows: Sequence[Row]) -> None:
     standard error, dashed ones `token_accuracy`. A gray line is `chance`, a dashed vertical one each training context.
     The lower part has a panel for each task and run, with the `exact_match` of each quarter of the context.
     """
-    tasks = list(dict.fromkeys(row.task for row in rows))
-    runs = list(dict.fromkeys(row.run for row in rows))
+    tasks, runs = _tasks_and_runs(rows)
+    with_depths = [row for row in rows if None not in row.exact_match_by_depth]
     maps = [
-        [row for row in rows if (row.task, row.run) == (task, run)]
-        for task in dict.fromkeys(row.task for row in rows if None not in row.exact_match_by_depth)
-        for run in runs
+        [row for row in with_depths if (row.task, row.run) == pair] for pair in itertools.product(tasks, runs)
     ]
+    maps = [panel_rows for panel_rows in maps if panel_rows]
     heights = [_PANEL_HEIGHT * -(-len(tasks) // _COLUMNS)]
     if maps:
         heights.append(_MAP_HEIGHT * -(-len(maps) // _COLUMNS))
@@ -189,17 +212,16 @@ def _draw_lines(
     figure: matplotlib.figure.FigureBase, tasks: Sequence[str], runs: Sequence[str], rows: Sequence[Row]
 ) -> None:
     """Draws accuracy over context length, a panel for each task."""
-    columns = min(len(tasks), _COLUMNS)
-    panels = _panels(figure, columns, len(tasks))
+    panels, columns = _panels(figure, len(tasks))
     handles = []
     for number, (axes, task) in enumerate(zip(panels, tasks)):
-        of_task = [row for row in rows if row.task == task]
+        task_rows = [row for row in rows if row.task == task]
         for run, color, marker in zip(
             runs, itertools.cycle(figures.COLORS), itertools.cycle(figures.MARKERS)
         ):
-            line = _draw_run(axes, [row for row in of_task if row.run == run], run, color, marker)
+            line = _draw_run(axes, [row for row in task_rows if row.run == run], run, color, marker)
             handles += [line] if number == 0 else []
-        chance = {row.context_length: row.chance for row in of_task}
+        chance = {row.context_length: row.chance for row in task_rows}
         lengths = sorted(chance)
         axes.plot(lengths, [chance[x] for x in lengths], color="#999999", linewidth=1.2, zorder=1)
         figures.set_log2_ticks(axes, lengths)
@@ -228,8 +250,7 @@ def _draw_lines(
 
 def _draw_maps(figure: matplotlib.figure.FigureBase, maps: Sequence[Sequence[Row]]) -> None:
     """Draws `exact_match` over context length and depth, a panel for the rows of each task and run."""
-    columns = min(len(maps), _COLUMNS)
-    panels = _panels(figure, columns, len(maps))
+    panels, columns = _panels(figure, len(maps))
     for number, (axes, rows) in enumerate(zip(panels, maps)):
         values = np.array([row.exact_match_by_depth for row in rows], np.float64).T
         image = axes.imshow(values, cmap="viridis", vmin=0, vmax=1, aspect="auto")
@@ -246,19 +267,20 @@ def _draw_maps(figure: matplotlib.figure.FigureBase, maps: Sequence[Sequence[Row
         lengths, train_context = [row.context_length for row in rows], rows[0].train_context
         axes.set_xticks(range(len(rows)), [f"{length:,}" for length in lengths])
         axes.tick_params(axis="x", labelrotation=45 if len(rows) > 4 else 0)
-        axes.set_yticks(np.arange(5) - 0.5, [f"{25 * quarter}" for quarter in range(5)])
+        axes.set_yticks(np.arange(5) - 0.5, [str(25 * quarter) for quarter in range(5)])
         if lengths[0] <= train_context < lengths[-1]:
             within = sum(length <= train_context for length in lengths)
             figures.mark(axes, within - 0.5, f"trained at {train_context:,}")
     figure.colorbar(image, ax=panels, label="answers right", pad=0.01).outline.set_visible(False)
 
 
-def _panels(figure: matplotlib.figure.FigureBase, columns: int, count: int) -> list[matplotlib.axes.Axes]:
-    """Returns `count` panels row by row, with one y axis for all of a row."""
+def _panels(figure: matplotlib.figure.FigureBase, count: int) -> tuple[list[matplotlib.axes.Axes], int]:
+    """Returns `count` panels row by row, with one y axis for all of a row, and the number of columns."""
+    columns = min(count, _COLUMNS)
     axes = figure.subplots(-(-count // columns), columns, sharey=True, squeeze=False).flat
     for unused in axes[count:]:
         unused.remove()
-    return list(axes[:count])
+    return list(axes[:count]), columns
 
 
 def _draw_run(

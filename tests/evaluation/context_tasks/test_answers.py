@@ -57,13 +57,13 @@ def reference(model, cases):
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row
     logits = np.asarray(jax.jit(lambda inputs: model(inputs))(padded), np.float64)
-    found = []
+    scores = []
     for index, (row, answer) in enumerate(zip(rows, (x.answer for case in cases for x in case.questions))):
-        places = np.arange(len(row) - len(answer), len(row)) - 1
-        at = logits[index, places]
-        loss = np.log(np.exp(at).sum(-1)) - at[np.arange(len(answer)), answer]
-        found.append((loss, at.argmax(-1) == answer))
-    return found
+        positions = np.arange(len(row) - len(answer), len(row)) - 1
+        answer_logits = logits[index, positions]
+        loss = np.log(np.exp(answer_logits).sum(-1)) - answer_logits[np.arange(len(answer)), answer]
+        scores.append((loss, answer_logits.argmax(-1) == answer))
+    return scores
 
 
 @pytest.mark.parametrize(
@@ -89,6 +89,23 @@ def test_a_context_is_processed_once_where_that_needs_fewer_tokens():
     done.clear()
     evaluation.answer_scores(model, [answers.Case([1] * 200, long.questions[:1])], on_call=done.append)
     assert done == [256]
+
+
+def test_a_context_that_is_processed_once_is_not_copied():
+    class Context(list):
+        def __iter__(self):
+            raise AssertionError("a context is copied")
+
+    case = answers.Case(Context([1] * 200), [answers.Question([2], [3])] * 4)
+    ((first, *_),) = evaluation.answer_scores(decoder("softmax"), [case])
+    assert len(first.losses) == 1
+
+
+@pytest.mark.parametrize("share", [None, True, False])
+def test_a_case_without_questions_has_no_scores(share):
+    cases = [answers.Case([1, 2], []), answers.Case([1, 2], [answers.Question([], [3])])]
+    none, one = evaluation.answer_scores(decoder("softmax"), cases, share=share)
+    assert (len(none), len(one)) == (0, 1)
 
 
 def test_rows_of_similar_lengths_share_their_program():

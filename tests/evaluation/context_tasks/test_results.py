@@ -1,10 +1,12 @@
 """Tests of the results of context tasks: numbers by hand, and runs that cannot be evaluated."""
 
 import dataclasses
+import io
 import math
 
 import numpy as np
 import pytest
+import rich.console
 
 from sympow_jax import config, evaluation
 from sympow_jax.evaluation.context_tasks import answers, prompts, results
@@ -23,7 +25,7 @@ def make_score(losses, correct):
 def test_a_result_is_over_all_answers_and_tokens():
     exams = [make_exam(math.log(2)), make_exam(math.log(8))]
     scores = [
-        [make_score([1, 2], [True, False]), make_score([3], [True])],
+        [make_score([1, 2, 3], [True, False, True])],
         [make_score([0, 2], [True, True]), make_score([7], [False])],
     ]
     summary = results.summarize("recall", 64, exams, scores)
@@ -31,15 +33,15 @@ def test_a_result_is_over_all_answers_and_tokens():
         {
             "task": "recall",
             "context_length": 64,
-            "exact_match": 2 / 4,
-            "standard_error": math.sqrt(0.5 * 0.5 / 4),
+            "exact_match": 1 / 3,
+            "standard_error": math.sqrt(1 / 3 * 2 / 3 / 3),
             "token_accuracy": 4 / 6,
             "loss": 15 / 6,
-            "questions": 4,
+            "questions": 3,
             "contexts": 2,
             "answer_tokens": 6,
-            "chance": (1 / 2 + 1 / 8) / 2,
-            "chance_loss": 2 * math.log(16) / 6,
+            "chance": (1 / 2 + 2 / 8) / 3,
+            "chance_loss": (math.log(2) + 2 * math.log(8)) / 6,
             "exact_match_0_25": None,
             "exact_match_25_50": None,
             "exact_match_50_75": None,
@@ -110,6 +112,29 @@ def test_plot_of_tasks_without_depths_has_no_map(monkeypatch, tmp_path):
     results.write_plot(tmp_path / "x.png", [make_row("a", "copy", 256, (None,) * 4)])
     assert len(figures[0].axes) == 1
     assert not figures[0].axes[0].images
+
+
+def test_table_and_plot_of_runs_with_different_tasks_and_lengths(monkeypatch, tmp_path):
+    rows = [
+        make_row("a", "copy", 256, (None,) * 4),
+        make_row("a", "copy", 512, (None,) * 4),
+        dataclasses.replace(make_row("b", "copy", 512, (None,) * 4), exact_match=0.25),
+        make_row("b", "needle", 256, (0, 0.25, 0.5, 1)),
+    ]
+    console = rich.console.Console(file=io.StringIO(), width=200)
+    results.print_table(rows, console)
+    lines = [line.strip("|").split("|") for line in console.file.getvalue().splitlines() if "|" in line]
+    assert [[cell.strip() for cell in line] for line in lines] == [
+        ["task", "context length", "a", "b", "chance", "questions"],
+        ["copy", "256", "0.500 ± 0.100", "-", "0.250", "16"],
+        ["copy", "512", "0.500 ± 0.100", "0.250 ± 0.100", "0.250", "16"],
+        ["needle", "256", "-", "0.500 ± 0.100", "0.250", "16"],
+    ]
+    figures = []
+    monkeypatch.setattr(results.figures, "save", lambda figure, path: figures.append(figure))
+    results.write_plot(tmp_path / "x.png", rows)
+    *panels, _ = figures[0].axes
+    assert [axes.get_title(loc="left").split(":")[0] for axes in panels] == ["copy", "needle", "needle, b"]
 
 
 def test_a_run_of_another_task_is_an_error(tmp_path):
