@@ -149,13 +149,15 @@ def measure(row: dict) -> dict:
 def parse(output: str) -> list[dict]:
     """Returns the name and the metrics of each kernel from the output of `ncu --csv --page=raw`, in SI base units.
 
-    The table follows messages of ncu and of the process. Its second line has units.
+    The table follows messages of ncu and of the process, and more may follow it. Its second line has units. A run that
+    profiled no kernel may still have printed the line of names.
     """
     lines = output.splitlines()
     begin = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), None)
     if begin is None:
         return []
-    units, *kernels = csv.DictReader(lines[begin:])
+    table = list(csv.DictReader(lines[begin:]))
+    units, kernels = (table[0], table[1:]) if table else ({}, [])
     return [
         {"kernel": kernel["Kernel Name"]}
         | {
@@ -164,6 +166,8 @@ def parse(output: str) -> list[dict]:
             if name and METRICS.search(name) and (number := _number(text)) is not None
         }
         for kernel in kernels
+        # A message has no number in the first column, or no further columns.
+        if kernel["ID"].isdigit() and kernel["Kernel Name"]
     ]
 
 

@@ -109,6 +109,16 @@ def test_counters_are_read_in_base_units():
     assert counters.parse("==ERROR== crashed\n") == []
 
 
+@pytest.mark.parametrize("message", ["==WARNING== x", "==WARNING== a, b, c, d, e, f", "8,cut"])
+def test_messages_after_the_counters_are_no_kernels(message):
+    assert counters.parse(f"{NCU}{message}\n") == counters.parse(NCU)
+
+
+@pytest.mark.parametrize("lines", [3, 4])
+def test_a_table_of_counters_without_kernels_is_empty(lines):
+    assert counters.parse("".join(NCU.splitlines(keepends=True)[:lines])) == []
+
+
 def test_counters_need_ncu(monkeypatch):
     monkeypatch.setattr(counters, "COMMAND", ("true",))
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
@@ -117,10 +127,11 @@ def test_counters_need_ncu(monkeypatch):
         counters.measure(call)
 
 
-def test_replay_of_applications_follows_a_crash(monkeypatch, tmp_path):
+@pytest.mark.parametrize("failure", ["kill -11 $$", """echo '"ID","Process ID","Kernel Name"'"""])
+def test_replay_of_applications_follows_a_crash_or_an_empty_table(monkeypatch, tmp_path, failure):
     program = tmp_path / "ncu"
     program.write_text(
-        f"#!/bin/sh\ncase $* in *mode=application*) cat <<'END'\n{NCU}END\n;; *) kill -11 $$;; esac\n"
+        f"#!/bin/sh\ncase $* in *mode=application*) cat <<'END'\n{NCU}END\n;; *) {failure};; esac\n"
     )
     program.chmod(0o755)
     monkeypatch.setattr(counters, "COMMAND", ("true",))
