@@ -30,7 +30,7 @@ SHAPE = ("mode", "power", "head_dim", "time")
 def markdown(reports: Mapping[str, Report]) -> str:
     """Returns the summary of reports by part; `parts` says how each part ended. A part may be empty."""
     sections = (
-        ("How the parts ended", _parts(reports["parts"])),
+        ("How the parts ended", _parts(reports)),
         ("Check", _check(reports["check"])),
         ("Kernels, ms on the device", _kernels(_rows_of(reports["kernels"]))),
         ("From which T on the chunked form is faster", _crossovers(_rows_of(reports["kernels"]))),
@@ -80,8 +80,12 @@ def _number(value: float | None, scale: float = 1.0) -> str:
     return "" if value is None else f"{scale * value:.4g}"
 
 
-def _parts(ended: Report) -> list[str]:
-    return _table(("part", "how it ended"), [(name, words(found)) for name, found in ended.items()])
+def _parts(reports: Mapping[str, Report]) -> list[str]:
+    ended = reports["parts"]
+    body = [
+        (name, words(ended[name]) if name in ended else "not started") for name in reports if name != "parts"
+    ]
+    return _table(("part", "how it ended"), body)
 
 
 def _check(report: Report) -> list[str]:

@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -246,9 +247,8 @@ def test_smoke_runs_and_resumes(tmp_path, capfd):
 
 
 def test_parts_that_take_too_long_are_ended(tmp_path, monkeypatch, capfd):
-    sleeps = hopper.Part(("-c", "import time; time.sleep(60)"), 0.5, resumes=False)
+    sleeps = hopper.Part(("-c", "import time; time.sleep(60)"), 0.5, resumes=False, least_seconds=0)
     monkeypatch.setattr(hopper, "PARTS", hopper.PARTS | {"check": sleeps})
-    monkeypatch.setattr(hopper, "LEAST_SECONDS", 0)
     with pytest.raises(SystemExit):
         hopper.main(["--parts=check", f"--out={tmp_path}"])
     assert "check: ended at its time limit" in capfd.readouterr().out
@@ -257,7 +257,20 @@ def test_parts_that_take_too_long_are_ended(tmp_path, monkeypatch, capfd):
 
 def test_without_time_no_part_begins(tmp_path, capfd):
     hopper.main(["--minutes=0.1", f"--out={tmp_path}"])
-    assert capfd.readouterr().out.count("no time left") == len(hopper.PARTS)
+    assert capfd.readouterr().out.count("not started, ") == len(hopper.PARTS)
+    assert (tmp_path / "summary.md").read_text().count("| not started |") == len(hopper.PARTS)
+
+
+def test_the_check_does_not_start_without_time_to_finish(tmp_path, monkeypatch, capfd):
+    started = []
+    monkeypatch.setattr(hopper, "_run", lambda command, *_: started.append(command) or (0, 1.0))
+    hopper.main(["--parts=check,hardware", "--minutes=5", f"--out={tmp_path}"])
+    assert ["benchmarks.hopper.hardware" in command for command in started] == [True]
+    assert re.search(r"== check: not started, \d+ s are left of 480 needed", capfd.readouterr().out)
+    markdown = (tmp_path / "summary.md").read_text()
+    assert "| check | not started |" in markdown
+    hopper.main(["--parts=check", "--minutes=9", f"--out={tmp_path}"])
+    assert "check" in started[-1]
 
 
 def test_unknown_parts_are_named(tmp_path, capsys):
@@ -306,6 +319,7 @@ def test_summary_has_every_measurement():
     for line in (
         "# Measured on NVIDIA H100",
         "| kernels | not every row had time, 470 s |",
+        "| hardware | not started |",
         "1 of 2 cases are correct.",
         "* b: wrong",
         "| training | 2 | 64 | 65,536 | 5 | 40 | 34 | 6.80x |",
