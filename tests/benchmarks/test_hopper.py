@@ -211,8 +211,27 @@ def test_text_of_a_folder_is_trained_on_or_held_out(folder):
 
 def test_text_must_suffice_for_both_sides(tmp_path):
     (tmp_path / "alone.py").write_text("x = 1\n")
-    with pytest.raises(ValueError, match="both need text"):
+    with pytest.raises(
+        ValueError, match=r"6 bytes to train on and 0 held out; .* a folder with at least 10 "
+    ):
         text.read_text([tmp_path])
+
+
+def test_all_folders_together_are_read_up_to_the_limit(folder, monkeypatch):
+    # A file has 252 or 253 bytes.
+    monkeypatch.setattr(text, "MOST_BYTES", 20 * 255)
+    parts = text.read_text([folder, folder])
+    assert sum(part.tobytes().count(b"# package") for part in parts) == 20
+
+
+def test_text_must_have_a_window_to_train_on_and_to_evaluate(folder):
+    train, heldout = text.read_text([folder])
+    row = text.SMOKE | {"preset": "conformal", "seconds": 0.1, "text": str(folder)}
+    message = f"training text has {len(train):,} bytes; a window has {len(train) + 1:,}"
+    with pytest.raises(ValueError, match=message):
+        text.measure(row | {"context": len(train), "tokens": len(train)})
+    with pytest.raises(ValueError, match=f"held-out text has {len(heldout):,} bytes; evaluation needs 4,096"):
+        text.measure(row | {"lengths": [4096]})
 
 
 def test_training_on_text_lowers_the_loss(folder, monkeypatch):
