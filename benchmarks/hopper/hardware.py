@@ -11,8 +11,7 @@ copies the same few megabytes into shared memory by TMA, again and again. Cycles
 import argparse
 import functools
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -40,7 +39,6 @@ WARPGROUPS, STAGES = 2, 6
 TILE = 128
 ITERATIONS, PASSES = 2048, 64
 ROW_SECONDS = 120.0
-COMMAND = (sys.executable, "-m", "benchmarks.hopper.hardware")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,24 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     described: list[dict] = [{"rate": "wgmma", "columns": columns} for columns in COLUMNS]
     described += [{"rate": "cache", "megabytes": megabytes} for megabytes in MEGABYTES]
-    measure_rows: Callable[[list[dict]], Iterable[dict]]
     if options.smoke:
-        device = {"machine": _rows.machine()}
         described = [described[1], {"rate": "cache", "megabytes": 1 / 32}]
-        measure_rows = functools.partial(
-            _rows.in_this_process, measure=functools.partial(measure, smoke=True)
-        )
-    else:
-        device = _rows.require_device("benchmarks.hopper.hardware", COMMAND, seconds=ROW_SECONDS)
-        measure_rows = functools.partial(
-            _rows.in_processes,
-            command=COMMAND,
-            seconds=ROW_SECONDS,
-            deadline=_rows.deadline(options),
-            jobs=options.jobs,
-        )
-    rows = _rows.resumed(described, measure_rows, options, device["machine"])
-    report = _rows.record({"machine": device["machine"]}, rows, options.out)
+    report = _rows.make_report(
+        "benchmarks.hopper.hardware",
+        described,
+        functools.partial(measure, smoke=options.smoke),
+        options,
+        seconds=ROW_SECONDS,
+    )
     table = _rows.make_table(
         "rates", ("rate", "of", "measured", "assumed", "spread", "note"), ("rate", "note")
     )

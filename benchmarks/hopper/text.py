@@ -11,13 +11,11 @@ loss by position.
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import pathlib
-import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -45,7 +43,6 @@ WARMUP_STEPS = 50
 EVERY = 10
 # To compile and evaluate, in addition to the seconds of training.
 OVERHEAD_SECONDS = 180.0
-COMMAND = (sys.executable, "-m", "benchmarks.hopper.text")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -71,22 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     common = (SMOKE if options.smoke else sizes) | {"seconds": options.seconds}
     common["text"] = str(options.text) if options.text else None
     described = [{"preset": preset, **common} for preset in options.preset or PRESETS]
-    measure_rows: Callable[[list[dict]], Iterable[dict]]
-    if options.smoke:
-        device = {"machine": _rows.machine()}
-        measure_rows = functools.partial(_rows.in_this_process, measure=measure)
-    else:
-        limit = options.seconds + OVERHEAD_SECONDS
-        device = _rows.require_device("benchmarks.hopper.text", COMMAND, seconds=limit)
-        measure_rows = functools.partial(
-            _rows.in_processes,
-            command=COMMAND,
-            seconds=limit,
-            deadline=_rows.deadline(options),
-            jobs=options.jobs,
-        )
-    rows = _rows.resumed(described, measure_rows, options, device["machine"])
-    report = _rows.record({"machine": device["machine"]}, rows, options.out)
+    report = _rows.make_report(
+        "benchmarks.hopper.text",
+        described,
+        measure,
+        options,
+        seconds=options.seconds + OVERHEAD_SECONDS,
+    )
     lengths = common["lengths"]
     columns = ("preset", "steps", "tokens/s", "training loss", *(f"{length:,}" for length in lengths))
     table = _rows.make_table("held-out loss by position", (*columns, "note"), ("preset", "note"))
