@@ -37,7 +37,7 @@ WRONG = both(3e-3, 2e-3, time=8192) + both(1e-3, 4e-3, time=16_384)
 
 
 def test_choices_name_the_shapes_at_which_the_slower_form_is_chosen():
-    found = choices.choices([*RIGHT, *WRONG])
+    found = choices.measured_choices([*RIGHT, *WRONG])
     assert [(choice.shape["time"], choice.form, choice.loss) for choice in found] == [
         (4096, "attention", 1.0),
         (65_536, "chunked", 1.0),
@@ -48,7 +48,7 @@ def test_choices_name_the_shapes_at_which_the_slower_form_is_chosen():
 
 def test_the_faster_form_is_chosen_wherever_both_were_measured_on_an_h200():
     rows = json.loads((_rows.RESULTS / "h200" / "kernels-brief.json").read_text())["rows"]
-    found = choices.choices(rows)
+    found = choices.measured_choices(rows)
     assert len(found) == 10
     assert [choice for choice in found if choice.loss > 1] == []
 
@@ -61,7 +61,7 @@ def test_choices_need_both_forms_with_the_chosen_chunk():
         row("chunked/xla", 1e-3, time=4096),
         {**row("chunked/mosaic_gpu", 1e-3, time=4096), "seconds": None, "kernel_seconds": None},
     ]
-    assert choices.choices([alone, *others]) == []
+    assert choices.measured_choices([alone, *others]) == []
 
 
 def test_constants_that_choose_right_are_left_as_they_are():
@@ -74,10 +74,10 @@ def test_constants_that_choose_right_are_left_as_they_are():
 def test_fitted_constants_lose_no_time_where_some_do_not():
     # The chunked form is faster from 8,192 on, where the rule still takes the other one.
     rows = RIGHT + both(3e-3, 2e-3, time=8192) + both(9e-3, 3e-3, time=16_384)
-    assert max(choice.loss for choice in choices.choices(rows)) == pytest.approx(1.5)
+    assert max(choice.loss for choice in choices.measured_choices(rows)) == pytest.approx(1.5)
     fitted = choices.fit(rows)
     assert fitted["feature_cost"] < cost.FEATURE_COST
-    assert all(choice.loss == 1 for choice in choices.choices(rows, **fitted))
+    assert all(choice.loss == 1 for choice in choices.measured_choices(rows, **fitted))
 
 
 def test_crossover_is_interpolated_in_logarithms():
