@@ -182,9 +182,8 @@ def read_text(folders: Sequence[pathlib.Path]) -> tuple[Int[np.ndarray, " t"], I
     if not len(train) or not len(heldout):
         names = ", ".join(map(str, folders))
         raise ValueError(
-            f"{names} has {len(train):,} bytes to train on and {len(heldout):,} held out; both need text, and one "
-            f"subfolder in {HELDOUT} is held out: name a folder with at least {HELDOUT} that have files ending in "
-            f"{', '.join(SUFFIXES)}"
+            f"{names} has {len(train):,} bytes to train on and {len(heldout):,} held out; name a folder with "
+            f"at least {HELDOUT} subfolders of text, of which one in {HELDOUT} is held out"
         )
     return train, heldout
 
