@@ -6,6 +6,7 @@ A kernel that crashes or hangs loses only its own row. A benchmark measures one 
 import argparse
 import contextlib
 import fcntl
+import functools
 import importlib.metadata
 import itertools
 import json
@@ -34,10 +35,12 @@ __all__ = [
     "in_processes",
     "in_this_process",
     "machine",
+    "make_report",
     "make_table",
     "print_result",
     "print_tables",
     "record",
+    "report_path",
     "require_device",
     "result_path",
     "resumed",
@@ -111,6 +114,44 @@ def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | Non
     if options.resume and options.out is None:
         parser.error("--resume needs --out, the file whose rows are kept")
     return options
+
+
+def make_report(
+    benchmark: str,
+    rows: Sequence[dict],
+    measure: Callable[[dict], dict],
+    options: argparse.Namespace,
+    *,
+    seconds: float,
+    most_seconds: float = float("inf"),
+    name: str | None = None,
+) -> dict:
+    """Measures rows on the GPU and returns the report, which is written to `report_path` after each row.
+
+    With --smoke, rows are measured in this process, on any device. Exits with one line if there is no GPU otherwise.
+
+    Args:
+        benchmark: module that measures a row with the flag `--row` and, for {"device": True}, describes the GPU.
+        rows: descriptions of all rows.
+        measure: measures a row in this process.
+        options: parsed by `read_options`.
+        seconds: time limit of a row, see `in_processes`.
+        most_seconds: without --minutes, no row begins after this time.
+        name: name of the results without --out, see `report_path`.
+    """
+    end = deadline(options, most_seconds)
+    measure_rows: Callable[[list[dict]], Iterable[dict]]
+    if options.smoke:
+        device = machine()
+        measure_rows = functools.partial(in_this_process, measure=measure)
+    else:
+        command = (sys.executable, "-m", benchmark)
+        device = require_device(benchmark, command, seconds=seconds)["machine"]
+        measure_rows = functools.partial(
+            in_processes, command=command, seconds=seconds, deadline=end, jobs=options.jobs
+        )
+    measured = resumed(rows, measure_rows, options, device)
+    return record({"machine": device}, measured, report_path(options, name, device["device"]))
 
 
 def resumed(
@@ -265,6 +306,13 @@ def result_path(name: str, device: str) -> pathlib.Path:
     """Returns the path of a benchmark's results on a device, `benchmarks/results/<name>-<device>.json`."""
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     return RESULTS / f"{name}-{slug}.json"
+
+
+def report_path(options: argparse.Namespace, name: str | None, device: str) -> pathlib.Path | None:
+    """Returns --out or, without it, `result_path` for a full run with a name of its results."""
+    if options.out is not None or options.smoke or name is None:
+        return options.out
+    return result_path(name, device)
 
 
 def print_tables(report: dict, tables: Iterable[rich.table.Table]) -> None:

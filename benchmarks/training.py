@@ -16,15 +16,13 @@ given. A plot is saved next to that file.
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import math
 import pathlib
 import re
 import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -50,7 +48,6 @@ SECONDS = 15.0
 LEAST_STEPS, MOST_STEPS = 3, 10
 # Kernels and copies of a step whose times are in its row.
 LONGEST = 40
-COMMAND = (sys.executable, "-m", "benchmarks.training")
 # A model small enough for any device.
 TINY: dict[str, Any] = {
     "vocab_size": 128,
@@ -75,25 +72,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         {"context": context, "preset": preset, "tokens": SMOKE_TOKENS if options.smoke else TOKENS}
         for context, preset in itertools.product(options.context or contexts, options.preset or PRESETS)
     ]
-    deadline = _rows.deadline(options, BRIEF_SECONDS if options.brief else float("inf"))
-    measure_rows: Callable[[list[dict]], Iterable[dict]]
     if options.smoke:
-        device = {"machine": _rows.machine()}
         described = [row | {"tiny": True} for row in described]
-        measure_rows = functools.partial(_rows.in_this_process, measure=measure)
-        path = options.out
-    else:
-        device = _rows.require_device("benchmarks.training", COMMAND, seconds=ROW_SECONDS)
-        limit = BRIEF_ROW_SECONDS if options.brief else ROW_SECONDS
-        measure_rows = functools.partial(
-            _rows.in_processes, command=COMMAND, seconds=limit, deadline=deadline, jobs=options.jobs
-        )
-        chosen = ["brief"] if options.brief else [*map(str, options.context or ()), *(options.preset or ())]
-        name = "-".join(["training", *(re.sub(r"[^a-z0-9_]+", "-", choice) for choice in chosen)])
-        path = options.out or _rows.result_path(name, device["machine"]["device"])
-    rows = _rows.resumed(described, measure_rows, options, device["machine"])
-    report = _rows.record({"machine": device["machine"]}, rows, path)
+    chosen = ["brief"] if options.brief else [*map(str, options.context or ()), *(options.preset or ())]
+    name = "-".join(["training", *(re.sub(r"[^a-z0-9_]+", "-", choice) for choice in chosen)])
+    report = _rows.make_report(
+        "benchmarks.training",
+        described,
+        measure,
+        options,
+        seconds=BRIEF_ROW_SECONDS if options.brief else ROW_SECONDS,
+        most_seconds=BRIEF_SECONDS if options.brief else float("inf"),
+        name=name,
+    )
     _print(report)
+    path = _rows.report_path(options, name, report["machine"]["device"])
     if path is not None and any("seconds" in row for row in report["rows"]):
         _plot(path.with_suffix(".png"), report)
 

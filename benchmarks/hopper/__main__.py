@@ -14,8 +14,9 @@ rows come, and is ended at its time limit:
     text      the 124M model trained on text at hand, evaluated beyond its context: benchmarks.hopper.text
 
 The same command again, on the same kind of GPU, resumes: it repeats no finished part and no finished row.
-DIR/parts.json says how each part ended. DIR/summary.md is written after each part, from the JSON files only; `--parts=`
-writes nothing else. Programs that were compiled are kept in --cache, outside DIR.
+DIR/parts.json says how each part ended. DIR/summary.md is written after each part, from the JSON files only, and names
+the parts that have not started. `--parts=` (empty) only rewrites the summary. Programs that were compiled are kept in
+--cache, outside DIR.
 """
 
 import argparse
@@ -36,11 +37,9 @@ from benchmarks.hopper import summary
 
 __all__ = ["PARTS", "Part", "main"]
 
-# Less time than this does not suffice to measure a row.
-LEAST_SECONDS = 45.0
 # From the time at which a program begins no more rows to the one at which it is ended.
 ROW_MARGIN = 40.0
-# The check is no module that Python runs by name.
+# `sympow` has no `__main__` module.
 _CHECK = "import sys; from sympow_jax import commands; sys.exit(commands.main(sys.argv[1:]))"
 
 
@@ -53,20 +52,22 @@ class Part(NamedTuple):
         jobs: largest number of rows at once. Counters and the text need the whole device, and a training step half of
             its memory.
         resumes: whether the program takes --resume, --minutes and --smoke.
+        least_seconds: the part does not start with less time. The default suffices for no more than one row.
     """
 
     arguments: tuple[str, ...]
     seconds: float
     jobs: int = 16
     resumes: bool = True
+    least_seconds: float = 45.0
 
 
 _TRAINING = [f"--context={context}" for context in (65_536, 16_384, 4096)]
 _TRAINING += [f"--preset={preset}" for preset in ("conformal", "softmax")]
 # All but the text take 26 minutes. A part that needs more continues in another call.
 PARTS = {
-    # It ends itself after 450 seconds, and writes its verdict only then.
-    "check": Part(("-c", _CHECK, "check", "--brief"), 480, resumes=False),
+    # It ends itself after 450 seconds, and writes its verdict only then: with less time all its work would be lost.
+    "check": Part(("-c", _CHECK, "check", "--brief"), 480, resumes=False, least_seconds=480),
     "kernels": Part(("-m", "benchmarks.kernels", "--part=brief"), 420),
     "hardware": Part(("-m", "benchmarks.hopper.hardware"), 90, jobs=4),
     "chunks": Part(("-m", "benchmarks.kernels", "--part=chunks"), 150),
@@ -90,18 +91,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * options.minutes
     for name in options.parts:
+        part = PARTS[name]
         if _ended(options.out).get(name, {}).get("finished"):
             print(f"== {name}: finished before", flush=True)
             continue
-        seconds = min(PARTS[name].seconds, end - time.monotonic())
-        if seconds < LEAST_SECONDS:
-            print(f"== {name}: no time left", flush=True)
+        left = end - time.monotonic()
+        if left < part.least_seconds:
+            print(
+                f"== {name}: not started, {left:.0f} s are left of {part.least_seconds:.0f} needed",
+                flush=True,
+            )
             continue
+        seconds = min(part.seconds, left)
         print(f"== {name}: at most {seconds:.0f} s", flush=True)
-        status, taken = _run(_command(name, seconds, options), seconds, options)
+        status, elapsed = _run(_command(name, seconds, options), seconds, options)
         ended = {
             "status": status,
-            "seconds": round(taken, 1),
+            "seconds": round(elapsed, 1),
             "finished": _is_finished(name, status, options.out),
         }
         _rows.write(options.out / "parts.json", _ended(options.out) | {name: ended})
@@ -156,7 +162,12 @@ def _command(name: str, seconds: float, options: argparse.Namespace) -> list[str
 
 
 def _run(command: Sequence[str], seconds: float, options: argparse.Namespace) -> tuple[int | None, float]:
-    """Runs a program, whose output is this one's; returns its exit status, None at the time limit, and the seconds."""
+    """Runs a program, which prints where this one does, until its end or time limit.
+
+    Returns:
+        Its exit status, or None if the time limit ended it.
+        The seconds that it ran.
+    """
     environment = os.environ | {
         "PYTHONUNBUFFERED": "1",
         "JAX_COMPILATION_CACHE_DIR": str(options.cache),
@@ -176,7 +187,7 @@ def _run(command: Sequence[str], seconds: float, options: argparse.Namespace) ->
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends a program: by an interrupt, at which it ends the processes of its rows, and if that fails by a kill."""
+    """Interrupts a program, which then ends the processes of its rows, and kills what still runs."""
     if process.poll() is None:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -187,9 +198,9 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _is_finished(name: str, status: int | None, folder: pathlib.Path) -> bool:
-    """Returns whether a part with this exit status need not run again: its report is there, and no row lacked time.
+    """Returns whether a part with this exit status has a report in which no row lacked time.
 
-    The check also exits with status 1 if a kernel is wrong, and is not repeated then.
+    The check also exits with status 1 if a kernel is wrong. That is a result, and it is not repeated.
     """
     report = _read(folder / f"{name}.json")
     ended = status == 0 if PARTS[name].resumes else status is not None

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from benchmarks import _shapes
 from sympow_jax.ops._recurrent import cost
 
-__all__ = ["Choice", "choices", "crossover", "fit", "seconds_of"]
+__all__ = ["Choice", "crossover", "fit", "measured_choices", "seconds_of"]
 
 FORMS = ("attention", "chunked")
-# What rows of both forms must agree in to be compared.
+# Rows of both forms are compared if they agree in these.
 SHAPE = ("mode", "power", "head_dim", "batch", "heads", "time")
 # Values of `cost.FEATURE_COST` that `fit` tries.
 FEATURE_COSTS = tuple(n / 4 for n in range(2, 41))
@@ -41,7 +41,7 @@ def seconds_of(row: Mapping[str, Any]) -> float | None:
     return row.get("kernel_seconds", row.get("seconds"))
 
 
-def choices(rows: Iterable[Mapping[str, Any]], **constants: float) -> list[Choice]:
+def measured_choices(rows: Iterable[Mapping[str, Any]], **constants: float) -> list[Choice]:
     """Returns the choice for every shape at which the kernels of both forms were measured, in the order of rows.
 
     Args:
@@ -54,13 +54,13 @@ def choices(rows: Iterable[Mapping[str, Any]], **constants: float) -> list[Choic
         seconds = seconds_of(row)
         if form in FORMS and implementation == "mosaic_gpu" and not row.get("chunk") and seconds:
             measured.setdefault(tuple(row[name] for name in SHAPE), {})[form] = seconds
-    found = []
+    compared = []
     for values, seconds_by_form in measured.items():
         if len(seconds_by_form) == len(FORMS):
             shape = dict(zip(SHAPE, values))
             form = cost.faster_kernel(_flops(shape), shape["time"], **constants)  # type: ignore[arg-type]
-            found.append(Choice(shape, form, seconds_by_form))
-    return found
+            compared.append(Choice(shape, form, seconds_by_form))
+    return compared
 
 
 def fit(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -68,11 +68,11 @@ def fit(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
     The loss is the sum of the logarithms of `Choice.loss`. Among equals, the constants closest to the present ones win.
     """
-    times = sorted({choice.shape["time"] for choice in choices(rows)})
+    times = sorted({choice.shape["time"] for choice in measured_choices(rows)})
     present = {"feature_cost": cost.FEATURE_COST, "least_chunked_time": cost.LEAST_CHUNKED_TIME}
 
     def rank(constants):
-        lost = sum(math.log(choice.loss) for choice in choices(rows, **constants))
+        lost = sum(math.log(choice.loss) for choice in measured_choices(rows, **constants))
         distance = sum(abs(math.log(constants[name] / value)) for name, value in present.items())
         return round(lost, 6), distance
 
@@ -88,8 +88,8 @@ def fit(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def crossover(seconds: Mapping[int, float], others: Mapping[int, float]) -> float | None:
     """Returns the time T from which on a contender is faster than another, both measured as seconds by T.
 
-    Between two lengths the ratio is interpolated in logarithms. Returns None if it is not faster at the longest common
-    length, and the shortest one if it is faster at all.
+    Between two lengths the ratio is interpolated in logarithms. Returns None if the contender is not faster at the
+    longest common length, and the shortest common length if it is faster at every one.
     """
     times = sorted(seconds.keys() & others.keys())
     ratios = [math.log(seconds[time] / others[time]) for time in times]

@@ -11,29 +11,29 @@ the times of kernels in any case.
 
 import argparse
 import csv
-import functools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 from benchmarks import _contenders, _rows, _shapes
 
 __all__ = ["main", "measure", "parse"]
 
 # Kernels and shapes whose times the model predicts, longest first.
-CALLS = (
+CALLS: tuple[dict, ...] = (
     {"contender": "chunked/mosaic_gpu", "power": 2, "head_dim": 64, "time": 65_536},
     {"contender": "attention/mosaic_gpu", "power": 2, "head_dim": 64, "time": 16_384},
     {"contender": "chunked/mosaic_gpu", "power": 2, "head_dim": 128, "time": 16_384},
     {"contender": "attention/mosaic_gpu", "power": 4, "head_dim": 64, "time": 16_384},
     {"contender": "chunked/mosaic_gpu", "power": 4, "head_dim": 32, "time": 8192},
 )
+SMOKE = ({"contender": "chunked/xla", "power": 2, "head_dim": 8, "time": 128},)
 KERNELS = "regex:power_"
-# More than one call of the op has.
+# Kernels that are profiled at most; one call of the op launches fewer.
 LAUNCHES = 12
 SECTIONS = (
     "SpeedOfLight",
@@ -49,9 +49,24 @@ METRICS = re.compile(
     r"time_duration|throughput|pipe_tensor|inst_executed|issue_active|issued|dram__bytes|lts__t_(bytes|sectors)"
     r"|xbar2l1tex|bank_conflicts|stalled|warps_active|registers_per_thread|shared_mem"
 )
+# Metrics of the table, with a factor.
+COLUMNS = (
+    ("gpu__time_duration.sum", 1e6),
+    ("sm__inst_executed_pipe_tensor_op_gmma.avg.pct_of_peak_sustained_active", 1),
+    ("sm__inst_issued.avg.pct_of_peak_sustained_active", 1),
+    ("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", 1),
+    ("lts__throughput.avg.pct_of_peak_sustained_elapsed", 1),
+)
 ROW_SECONDS = 240.0
 COMMAND = (sys.executable, "-m", "benchmarks.hopper.counters")
 _NO_TUNING = "--xla_gpu_autotune_level=0 --xla_gpu_enable_command_buffer="
+# Factors to SI base units.
+_SCALES = {"ns": 1e-9, "us": 1e-6, "usecond": 1e-6, "nsecond": 1e-9, "ms": 1e-3, "msecond": 1e-3}
+_SCALES |= {
+    f"{prefix}byte{ending}": scale
+    for prefix, scale in {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.items()
+    for ending in ("", "/s", "/second")
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,23 +82,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.row:
         _rows.print_result(measure, options.row)
         return
-    calls = [dict(call) for call in CALLS]
-    measure_rows: Callable[[list[dict]], Iterable[dict]]
-    if options.smoke:
-        device = {"machine": _rows.machine()}
-        calls = [{"contender": "chunked/xla", "power": 2, "head_dim": 8, "time": 128}]
-        measure_rows = functools.partial(_rows.in_this_process, measure=measure)
-    else:
-        device = _rows.require_device("benchmarks.hopper.counters", COMMAND, seconds=ROW_SECONDS)
-        measure_rows = functools.partial(
-            _rows.in_processes,
-            command=COMMAND,
-            seconds=ROW_SECONDS,
-            deadline=_rows.deadline(options),
-            jobs=options.jobs,
-        )
-    rows = _rows.resumed(calls, measure_rows, options, device["machine"])
-    report = _rows.record({"machine": device["machine"]}, rows, options.out)
+    report = _rows.make_report(
+        "benchmarks.hopper.counters",
+        SMOKE if options.smoke else CALLS,
+        measure,
+        options,
+        seconds=ROW_SECONDS,
+    )
     columns = ("contender", "p", "D", "T", "kernel", "us", "tensor %", "issue %", "DRAM %", "L2 %", "note")
     table = _rows.make_table("counters", columns, ("contender", "kernel", "note"))
     for row in report["rows"]:
@@ -92,16 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cells = [_cell(kernel, *column) for column in COLUMNS]
             table.add_row(*shape, kernel["kernel"], *cells, row.get("note", ""))
     _rows.print_tables(report, [table])
-
-
-# Metrics of the table, with a factor.
-COLUMNS = (
-    ("gpu__time_duration.sum", 1e6),
-    ("sm__inst_executed_pipe_tensor_op_gmma.avg.pct_of_peak_sustained_active", 1),
-    ("sm__inst_issued.avg.pct_of_peak_sustained_active", 1),
-    ("gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed", 1),
-    ("lts__throughput.avg.pct_of_peak_sustained_elapsed", 1),
-)
 
 
 def _cell(kernel: dict, metric: str, factor: float) -> str:
@@ -149,13 +144,15 @@ def measure(row: dict) -> dict:
 def parse(output: str) -> list[dict]:
     """Returns the name and the metrics of each kernel from the output of `ncu --csv --page=raw`, in SI base units.
 
-    The table follows messages of ncu and of the process. Its second line has units.
+    The table follows messages of ncu and of the process, and more may follow it. Its second line has units. A run that
+    profiled no kernel may still have printed the line of names.
     """
     lines = output.splitlines()
     begin = next((number for number, line in enumerate(lines) if line.startswith('"ID"')), None)
     if begin is None:
         return []
-    units, *kernels = csv.DictReader(lines[begin:])
+    table = list(csv.DictReader(lines[begin:]))
+    units, kernels = (table[0], table[1:]) if table else ({}, [])
     return [
         {"kernel": kernel["Kernel Name"]}
         | {
@@ -164,15 +161,9 @@ def parse(output: str) -> list[dict]:
             if name and METRICS.search(name) and (number := _number(text)) is not None
         }
         for kernel in kernels
+        # A message has no number in the first column, or no further columns.
+        if kernel["ID"].isdigit() and kernel["Kernel Name"]
     ]
-
-
-_SCALES = {"ns": 1e-9, "us": 1e-6, "usecond": 1e-6, "nsecond": 1e-9, "ms": 1e-3, "msecond": 1e-3}
-_SCALES |= {
-    f"{prefix}byte{ending}": scale
-    for prefix, scale in {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}.items()
-    for ending in ("", "/s", "/second")
-}
 
 
 def _number(text: str | None) -> float | None:

@@ -11,9 +11,8 @@ copies the same few megabytes into shared memory by TMA, again and again. Cycles
 import argparse
 import functools
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +39,6 @@ WARPGROUPS, STAGES = 2, 6
 TILE = 128
 ITERATIONS, PASSES = 2048, 64
 ROW_SECONDS = 120.0
-COMMAND = (sys.executable, "-m", "benchmarks.hopper.hardware")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -54,24 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     described: list[dict] = [{"rate": "wgmma", "columns": columns} for columns in COLUMNS]
     described += [{"rate": "cache", "megabytes": megabytes} for megabytes in MEGABYTES]
-    measure_rows: Callable[[list[dict]], Iterable[dict]]
     if options.smoke:
-        device = {"machine": _rows.machine()}
         described = [described[1], {"rate": "cache", "megabytes": 1 / 32}]
-        measure_rows = functools.partial(
-            _rows.in_this_process, measure=functools.partial(measure, smoke=True)
-        )
-    else:
-        device = _rows.require_device("benchmarks.hopper.hardware", COMMAND, seconds=ROW_SECONDS)
-        measure_rows = functools.partial(
-            _rows.in_processes,
-            command=COMMAND,
-            seconds=ROW_SECONDS,
-            deadline=_rows.deadline(options),
-            jobs=options.jobs,
-        )
-    rows = _rows.resumed(described, measure_rows, options, device["machine"])
-    report = _rows.record({"machine": device["machine"]}, rows, options.out)
+    report = _rows.make_report(
+        "benchmarks.hopper.hardware",
+        described,
+        functools.partial(measure, smoke=options.smoke),
+        options,
+        seconds=ROW_SECONDS,
+    )
     table = _rows.make_table(
         "rates", ("rate", "of", "measured", "assumed", "spread", "note"), ("rate", "note")
     )
@@ -82,52 +71,95 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _rows.print_tables(report, [table])
 
 
+class _Measurement(NamedTuple):
+    """One kernel, its arguments, and the rate that follows from its time.
+
+    Attributes:
+        kernel: kernel of `arrays` with the keyword `repeats`.
+        arrays: arguments of the kernel.
+        expected: result of one repeat, in float32, broadcast to that of the kernel.
+        repeats: repeats that are timed.
+        rate: maps the cycles of all repeats to the rate.
+        assumed: rate that the cost model assumes.
+        unit: unit of the rate.
+    """
+
+    kernel: Callable[..., jax.Array]
+    arrays: tuple[jax.Array, ...]
+    expected: jax.Array
+    repeats: int
+    rate: Callable[[float], float]
+    assumed: float
+    unit: str
+
+
 def measure(row: dict, *, smoke: bool = False) -> dict:
     """Measures a row or, for {"device": True}, describes the GPU. `smoke` interprets one block on any device."""
     if "device" in row:
         return {"machine": _rows.machine(gpu=True)}
     if not smoke:
         target.require_hopper()
-    interpret = plgpu.InterpretGPUParams() if smoke else None
-    blocks = 1 if smoke else h100.MULTIPROCESSORS
-    random = np.random.default_rng(0)
-    arrays: tuple[jax.Array, ...]
-    if row["rate"] == "wgmma":
-        columns, repeats = row["columns"], 1 if smoke else ITERATIONS
-        left = jnp.asarray(random.standard_normal((64, DEPTH)), jnp.bfloat16)
-        right = jnp.asarray(random.standard_normal((columns, DEPTH)), jnp.bfloat16)
-        arrays = left, right
-        expected = UNROLLED * left.astype(jnp.float32) @ right.astype(jnp.float32).T
-        call = functools.partial(wgmma, blocks=blocks, interpret=interpret)
-        # Both warpgroups share the tensor cores of their multiprocessor.
-        work, unit = WARPGROUPS * repeats * UNROLLED * INSTRUCTIONS, "cycles per m64nNk16"
-        assumed = columns / 2
-    else:
-        tiles, repeats = int(row["megabytes"] * 2**20) // (TILE * 128), 1 if smoke else PASSES
-        arrays = (jnp.asarray(random.standard_normal((tiles * TILE, 64)), jnp.bfloat16),)
-        expected = arrays[0][-64:].astype(jnp.float32)
-        call = functools.partial(cache, blocks=blocks, interpret=interpret)
-        work, unit = repeats * arrays[0].nbytes, "bytes per cycle of one multiprocessor"
-        assumed = h100.CACHE_BYTES
-    # One iteration is checked: a sum of many equal products would err by its own length.
-    found = jax.jit(functools.partial(call, repeats=1))(*arrays)
-    error = float(_contenders.rms_error(found, jnp.broadcast_to(expected, found.shape)))
+    measurement = (
+        _products(row["columns"], smoke) if row["rate"] == "wgmma" else _reads(row["megabytes"], smoke)
+    )
+    kernel = functools.partial(
+        measurement.kernel,
+        blocks=1 if smoke else h100.MULTIPROCESSORS,
+        interpret=plgpu.InterpretGPUParams() if smoke else None,
+    )
+    # One repeat is checked: a sum of many equal products would err by its own length.
+    result = jax.jit(functools.partial(kernel, repeats=1))(*measurement.arrays)
+    error = float(_contenders.rms_error(result, jnp.broadcast_to(measurement.expected, result.shape)))
     _contenders.require_close("the result", error, _contenders.VALUE_BOUND)
-    program = jax.jit(functools.partial(call, repeats=repeats)).lower(*arrays).compile()
+    repeated = jax.jit(functools.partial(kernel, repeats=measurement.repeats))
+    program = repeated.lower(*measurement.arrays).compile()
     with _rows.exclusive():
-        taken = [
-            sample.seconds for sample in _timing.samples(functools.partial(_timing.queued, program, [arrays]))
-        ]
-    cycles = statistics.median(taken) * h100.SUSTAINED_HERTZ
-    measured = cycles / work if row["rate"] == "wgmma" else work / cycles
+        samples = _timing.samples(functools.partial(_timing.queued, program, [measurement.arrays]))
+    seconds = [sample.seconds for sample in samples]
+    median = statistics.median(seconds)
     return {
-        "measured": measured,
-        "assumed": assumed,
-        "unit": unit,
-        "seconds": statistics.median(taken),
-        "spread": _timing.spread(taken),
+        "measured": measurement.rate(median * h100.SUSTAINED_HERTZ),
+        "assumed": measurement.assumed,
+        "unit": measurement.unit,
+        "seconds": median,
+        "spread": _timing.spread(seconds),
         "error": error,
     }
+
+
+def _products(columns: int, smoke: bool) -> _Measurement:
+    """Returns the measurement of cycles per product with N = `columns`."""
+    random = np.random.default_rng(0)
+    left = jnp.asarray(random.standard_normal((64, DEPTH)), jnp.bfloat16)
+    right = jnp.asarray(random.standard_normal((columns, DEPTH)), jnp.bfloat16)
+    repeats = 1 if smoke else ITERATIONS
+    # Both warpgroups share the tensor cores of their multiprocessor.
+    instructions = WARPGROUPS * repeats * UNROLLED * INSTRUCTIONS
+    return _Measurement(
+        kernel=wgmma,
+        arrays=(left, right),
+        expected=UNROLLED * left.astype(jnp.float32) @ right.astype(jnp.float32).T,
+        repeats=repeats,
+        rate=lambda cycles: cycles / instructions,
+        assumed=columns / 2,
+        unit="cycles per m64nNk16",
+    )
+
+
+def _reads(megabytes: float, smoke: bool) -> _Measurement:
+    """Returns the measurement of bytes per cycle from L2, of an array of this size."""
+    tiles = int(megabytes * 2**20) // (TILE * 128)
+    source = jnp.asarray(np.random.default_rng(0).standard_normal((tiles * TILE, 64)), jnp.bfloat16)
+    repeats = 1 if smoke else PASSES
+    return _Measurement(
+        kernel=cache,
+        arrays=(source,),
+        expected=source[-64:].astype(jnp.float32),
+        repeats=repeats,
+        rate=lambda cycles: repeats * source.nbytes / cycles,
+        assumed=h100.CACHE_BYTES,
+        unit="bytes per cycle of one multiprocessor",
+    )
 
 
 def wgmma(left, right, *, repeats: int, blocks: int, interpret: Any = None) -> jax.Array:

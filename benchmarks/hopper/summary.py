@@ -24,20 +24,24 @@ CONTENDERS = (
     "jax-linear-attention",
     "flash-linear-attention",
 )
-SHAPE = ("mode", "power", "head_dim", "time")
+# Rows of the table of kernels differ in these; batch 1 and the number of heads are the same in all.
+TABLE_SHAPE = ("mode", "power", "head_dim", "time")
+# The length whose best chunk is that of all longer rows.
+LONG_TIME = 65_536
 
 
 def markdown(reports: Mapping[str, Report]) -> str:
     """Returns the summary of reports by part; `parts` says how each part ended. A part may be empty."""
+    kernels, chunks = _rows_of(reports["kernels"]), _rows_of(reports["chunks"])
     sections = (
-        ("How the parts ended", _parts(reports["parts"])),
+        ("How the parts ended", _parts(reports)),
         ("Check", _check(reports["check"])),
-        ("Kernels, ms on the device", _kernels(_rows_of(reports["kernels"]))),
-        ("From which T on the chunked form is faster", _crossovers(_rows_of(reports["kernels"]))),
-        ("Where form=None takes the slower form", _choices(_rows_of(reports["kernels"]))),
-        ("Decode steps", _steps(_rows_of(reports["kernels"]))),
-        ("Values to set", _constants(reports)),
-        ("Chunks, ms of both passes", _chunks(_rows_of(reports["chunks"]))),
+        ("Kernels, ms on the device", _kernels(kernels)),
+        ("From which T on the chunked form is faster", _crossovers(kernels)),
+        ("Where form=None takes the slower form", _choices(kernels)),
+        ("Decode steps", _steps(kernels)),
+        ("Values to set", _constants(kernels, _rows_of(reports["hardware"]), chunks)),
+        ("Chunks, ms of both passes", _chunks(chunks)),
         ("Counters", _counters(_rows_of(reports["counters"]))),
         ("Training steps of the 124M model", _training(_rows_of(reports["training"]))),
         ("Trained on text: held-out loss by position", _text(_rows_of(reports["text"]))),
@@ -80,8 +84,12 @@ def _number(value: float | None, scale: float = 1.0) -> str:
     return "" if value is None else f"{scale * value:.4g}"
 
 
-def _parts(ended: Report) -> list[str]:
-    return _table(("part", "how it ended"), [(name, words(found)) for name, found in ended.items()])
+def _parts(reports: Mapping[str, Report]) -> list[str]:
+    ended = reports["parts"]
+    body = [
+        (name, words(ended[name]) if name in ended else "not started") for name in reports if name != "parts"
+    ]
+    return _table(("part", "how it ended"), body)
 
 
 def _check(report: Report) -> list[str]:
@@ -95,12 +103,12 @@ def _check(report: Report) -> list[str]:
 
 def _by_shape(rows: Iterable[dict]) -> dict[tuple, dict[str, float]]:
     """Returns the seconds by contender of every shape at batch 1."""
-    found: dict[tuple, dict[str, float]] = {}
+    by_shape: dict[tuple, dict[str, float]] = {}
     for row in rows:
         seconds = choices.seconds_of(row)
         if seconds is not None and row["mode"] != "step" and row["batch"] == 1:
-            found.setdefault(tuple(row[name] for name in SHAPE), {})[row["contender"]] = seconds
-    return dict(sorted(found.items()))
+            by_shape.setdefault(tuple(row[name] for name in TABLE_SHAPE), {})[row["contender"]] = seconds
+    return dict(sorted(by_shape.items()))
 
 
 def _kernels(rows: list[dict]) -> list[str]:
@@ -129,21 +137,23 @@ def _crossovers(rows: list[dict]) -> list[str]:
         chunked = by_name.get("chunked/mosaic_gpu", {})
         cells = []
         for other in ("softmax/cudnn", "attention/mosaic_gpu"):
-            found = choices.crossover(chunked, by_name.get(other, {}))
-            cells.append("never" if found is None else f"{found:,.0f}")
-            if not chunked.keys() & by_name.get(other, {}).keys():
-                cells[-1] = ""
+            others = by_name.get(other, {})
+            if chunked.keys() & others.keys():
+                crossover = choices.crossover(chunked, others)
+                cells.append("never" if crossover is None else f"{crossover:,.0f}")
+            else:
+                cells.append("")
         if any(cells):
             body.append((mode, str(power), str(head_dim), *cells))
     return _table(("pass", "p", "D", "than cuDNN", "than the attention form"), body)
 
 
 def _choices(rows: list[dict]) -> list[str]:
-    found = choices.choices(rows)
-    if not found:
+    compared = choices.measured_choices(rows)
+    if not compared:
         return []
-    slower = [choice for choice in found if choice.loss > 1]
-    lines = [f"At {len(slower)} of {len(found)} shapes at which both forms were measured."]
+    slower = [choice for choice in compared if choice.loss > 1]
+    lines = [f"At {len(slower)} of {len(compared)} shapes at which both forms were measured."]
     body = [
         (
             *(str(choice.shape[name]) for name in choices.SHAPE),
@@ -172,10 +182,10 @@ def _steps(rows: list[dict]) -> list[str]:
     return _table(("contender", "batch", "us per step", "rate", "of the copy bandwidth"), body)
 
 
-def _constants(reports: Mapping[str, Report]) -> list[str]:
+def _constants(kernels: list[dict], hardware: list[dict], chunks: list[dict]) -> list[str]:
     """Returns the constants that measurements replace, with the value now and the one to set."""
     body = []
-    rates = [row for row in _rows_of(reports["hardware"]) if "measured" in row]
+    rates = [row for row in hardware if "measured" in row]
     # The device's clock may differ from the model's. A ratio to the product of N = 64 does not depend on it.
     full = next((row["measured"] / 64 for row in rates if row.get("columns") == 64), None)
     for row in rates:
@@ -188,15 +198,14 @@ def _constants(reports: Mapping[str, Report]) -> list[str]:
                 f", {row['measured'] / (full * row['columns']):.4g} times the share at N = 64" if full else ""
             )
             body.append((name, _number(row["columns"] / 2), _number(row["measured"]) + ratio))
-    rows = _rows_of(reports["kernels"])
-    if choices.choices(rows):
-        fitted = choices.fit(rows)
+    if choices.measured_choices(kernels):
+        fitted = choices.fit(kernels)
         for name, present in (
             ("FEATURE_COST", cost.FEATURE_COST),
             ("LEAST_CHUNKED_TIME", cost.LEAST_CHUNKED_TIME),
         ):
             body.append((f"`cost.{name}`", _number(present), _number(fitted[name.lower()])))
-    for (head_dim, time), by_chunk in _chunk_seconds(_rows_of(reports["chunks"])).items():
+    for (head_dim, time), by_chunk in _chunk_seconds(chunks).items():
         if time == LONG_TIME:
             best = min(by_chunk, key=lambda chunk: by_chunk[chunk])
             present_chunk = tiles.longest_chunk(head_dim)
@@ -205,17 +214,13 @@ def _constants(reports: Mapping[str, Report]) -> list[str]:
     return _table(("constant", "now", "measured"), body)
 
 
-# The length whose best chunk is that of all longer rows.
-LONG_TIME = 65_536
-
-
 def _chunk_seconds(rows: list[dict]) -> dict[tuple[int, int], dict[int | None, float]]:
     """Returns the seconds by chunk, None for the chunk of the kernels' choice, by (D, T)."""
-    found: dict[tuple[int, int], dict[int | None, float]] = {}
+    by_shape: dict[tuple[int, int], dict[int | None, float]] = {}
     for row in rows:
         if (seconds := choices.seconds_of(row)) is not None:
-            found.setdefault((row["head_dim"], row["time"]), {})[row["chunk"]] = seconds
-    return dict(sorted(found.items()))
+            by_shape.setdefault((row["head_dim"], row["time"]), {})[row["chunk"]] = seconds
+    return dict(sorted(by_shape.items()))
 
 
 def _chunks(rows: list[dict]) -> list[str]:
@@ -266,16 +271,16 @@ def _text(rows: list[dict]) -> list[str]:
         return lines
     lengths = list(trained[0]["heldout"])
     # Presets differ in speed: after the same number of steps, the training losses compare.
-    steps = min(len(row["losses"]) for row in trained)
+    num_losses = min(len(row["losses"]) for row in trained)
     body = [
         (
             row["preset"],
             f"{row['steps']:,}",
             f"{row['tokens_per_second']:,.0f}",
-            f"{row['losses'][steps - 1]:.3f}",
+            f"{row['losses'][num_losses - 1]:.3f}",
             *(f"{row['heldout'][length]:.3f}" for length in lengths),
         )
         for row in trained
     ]
-    after = f"training loss after {max((steps - 1) * trained[0]['every'], 1):,} steps"
+    after = f"training loss after {max((num_losses - 1) * trained[0]['every'], 1):,} steps"
     return lines + _table(("preset", "steps", "tokens/s", after, *(f"to {int(n):,}" for n in lengths)), body)

@@ -1,31 +1,29 @@
-"""Trains the 124M model on bytes of text at hand for a fixed time, and evaluates it beyond its training context.
+"""Trains the 124M model on text at hand for a fixed time, and evaluates it beyond its training context.
 
     python -m benchmarks.hopper.text [--preset=NAME ...] [--seconds=N] [--text=FOLDER] [--out=FILE]
 
 The text is the source code of the installed Python packages, or of FOLDER: files ending in .py, .md, .txt or .rst, in
-the order of their paths, as one stream of bytes. A tenth of the folders is held out. Batches are random windows of the
-stream, in a plain loop without grain, so that no other package is needed. The learning rate is constant after a warmup.
-A row has the loss every few steps, so that presets can be compared after equal steps too, and the mean held-out loss by
-position.
+the order of their paths, as one stream of bytes. A tenth of the subfolders is held out. Batches are random windows of
+the stream, in a plain loop without grain, so that no other package is needed. The learning rate is constant after a
+warmup. A row has the loss every few steps, so that presets can be compared after equal steps too, and the mean held-out
+loss by position.
 """
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import pathlib
-import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jaxtyping import Int
 
+import benchmarks.training
 from benchmarks import _rows
-from benchmarks import training as of_steps
 from sympow_jax import config, models, training
 from sympow_jax.evaluation import buckets, streaming
 from sympow_jax.training import sharding
@@ -38,14 +36,13 @@ LENGTHS = tuple(2**n for n in range(8, 17))
 DOCUMENTS = 16
 SMOKE: dict[str, Any] = {"context": 64, "tokens": 256, "lengths": [64, 128], "documents": 2, "tiny": True}
 SUFFIXES = (".py", ".md", ".txt", ".rst")
-# Bytes read at most, and the folders held out: one in HELDOUT.
+# Bytes read at most, and the subfolders held out: one in HELDOUT.
 MOST_BYTES, HELDOUT = 400 * 2**20, 10
 WARMUP_STEPS = 50
 # Steps between two losses of a row.
 EVERY = 10
 # To compile and evaluate, in addition to the seconds of training.
 OVERHEAD_SECONDS = 180.0
-COMMAND = (sys.executable, "-m", "benchmarks.hopper.text")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -71,22 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     common = (SMOKE if options.smoke else sizes) | {"seconds": options.seconds}
     common["text"] = str(options.text) if options.text else None
     described = [{"preset": preset, **common} for preset in options.preset or PRESETS]
-    measure_rows: Callable[[list[dict]], Iterable[dict]]
-    if options.smoke:
-        device = {"machine": _rows.machine()}
-        measure_rows = functools.partial(_rows.in_this_process, measure=measure)
-    else:
-        limit = options.seconds + OVERHEAD_SECONDS
-        device = _rows.require_device("benchmarks.hopper.text", COMMAND, seconds=limit)
-        measure_rows = functools.partial(
-            _rows.in_processes,
-            command=COMMAND,
-            seconds=limit,
-            deadline=_rows.deadline(options),
-            jobs=options.jobs,
-        )
-    rows = _rows.resumed(described, measure_rows, options, device["machine"])
-    report = _rows.record({"machine": device["machine"]}, rows, options.out)
+    report = _rows.make_report(
+        "benchmarks.hopper.text",
+        described,
+        measure,
+        options,
+        seconds=options.seconds + OVERHEAD_SECONDS,
+    )
     lengths = common["lengths"]
     columns = ("preset", "steps", "tokens/s", "training loss", *(f"{length:,}" for length in lengths))
     table = _rows.make_table("held-out loss by position", (*columns, "note"), ("preset", "note"))
@@ -102,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(row: dict) -> dict:
     """Trains a preset for `seconds` and returns its losses or, for {"device": True}, describes the GPU.
 
-    The time starts after the first step, which compiles.
+    The time starts after the first step, which compiles. Raises ValueError if the text is too short.
     """
     if "device" in row:
         return {"machine": _rows.machine(gpu=True)}
@@ -111,31 +99,27 @@ def measure(row: dict) -> dict:
     longest = row["lengths"][-1]
     documents = _documents(heldout, longest, row["documents"])
     settings = _settings(row)
+    batches = _batches(train, row["context"], settings.data.batch_size)
     mesh = sharding.whole_mesh(jax.devices()[:1])
     program = training.Program(settings, mesh)
     state = program.init_state()
-    random = np.random.default_rng(0)
-    losses, begin, steps = [], time.perf_counter(), 0
-    for steps in itertools.count(1):
-        starts = random.integers(len(train) - row["context"], size=settings.data.batch_size)
-        tokens = np.stack([train[start : start + row["context"] + 1] for start in starts]).astype(np.int32)
-        batch = sharding.place_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
-        state, metrics = program.update(state, batch)
-        if steps == 1 or steps % EVERY == 0:
-            # Waits for the device, so that the host does not enqueue more steps than there is time for.
-            losses.append(float(metrics["loss"]))
-            if steps == 1:
-                begin = time.perf_counter()
-            elif time.perf_counter() - begin >= row["seconds"]:
-                break
-    taken = time.perf_counter() - begin
+    state, metrics = program.update(state, sharding.place_batch(next(batches), mesh))
+    losses, steps = [float(metrics["loss"])], 1
+    begin = time.perf_counter()
+    while (elapsed := time.perf_counter() - begin) < row["seconds"]:
+        # To the next multiple of EVERY.
+        for _ in range(EVERY - steps % EVERY):
+            state, metrics = program.update(state, sharding.place_batch(next(batches), mesh))
+            steps += 1
+        # Wait for the device, so that the host does not enqueue more steps than there is time for.
+        losses.append(float(metrics["loss"]))
     model = program.model(state)
     assert isinstance(model, models.DecoderLM)
     per_token = streaming.token_losses(model, documents)
     means = buckets.bucket_means(per_token, row["lengths"], first_position=2)
     return {
         "steps": steps,
-        "tokens_per_second": (steps - 1) * row["tokens"] / taken,
+        "tokens_per_second": (steps - 1) * row["tokens"] / elapsed,
         "every": EVERY,
         "losses": losses,
         "heldout": {str(bucket.context_length): bucket.loss for bucket in means},
@@ -145,9 +129,9 @@ def measure(row: dict) -> dict:
     }
 
 
-def _settings(row):
+def _settings(row: dict) -> config.Config:
     settings = config.load(f"gpt2_124m:{row['preset']}")
-    sizes = (of_steps.TINY if row.get("tiny") else {}) | {"vocab_size": 256}
+    sizes = (benchmarks.training.TINY if row.get("tiny") else {}) | {"vocab_size": 256}
     return dataclasses.replace(
         settings,
         model=dataclasses.replace(settings.model, **sizes),
@@ -168,39 +152,77 @@ def read_text(folders: Sequence[pathlib.Path]) -> tuple[Int[np.ndarray, " t"], I
     Files of one subfolder, two levels deep, follow each other and are on the same side, so that long contexts are of
     one project.
 
+    At most `MOST_BYTES` of all folders are read.
+
     Raises:
         ValueError: there is no text for one of the two.
     """
     parts: tuple[list[bytes], list[bytes]] = [], []
     groups: dict[tuple, int] = {}
     size = 0
-    for folder in folders:
-        for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file()):
-            above = path.relative_to(folder).parts[:-1]
-            # Packages inside the standard library's folder come again as packages, maybe on the other side.
-            if above and above[0] in ("site-packages", "dist-packages"):
-                continue
-            # Numbered as they come, so that every tenth is held out whatever their names.
-            group = groups.setdefault((folder, *above[:2]), len(groups) + 1)
-            content = path.read_bytes()
-            parts[group % HELDOUT == 0].append(content)
-            size += len(content)
-            if size > MOST_BYTES:
-                break
+    paths = [
+        (folder, path)
+        for folder in folders
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in SUFFIXES and path.is_file()
+    ]
+    for folder, path in paths:
+        above = path.relative_to(folder).parts[:-1]
+        # Packages inside the standard library's folder come again as packages, maybe on the other side.
+        if above and above[0] in ("site-packages", "dist-packages"):
+            continue
+        content = path.read_bytes()
+        if size + len(content) > MOST_BYTES:
+            break
+        # Numbered as they come, so that every tenth is held out whatever their names.
+        group = groups.setdefault((folder, *above[:2]), len(groups) + 1)
+        parts[group % HELDOUT == 0].append(content)
+        size += len(content)
     train, heldout = (np.frombuffer(b"\n".join(part), np.uint8) for part in parts)
     if not len(train) or not len(heldout):
         names = ", ".join(map(str, folders))
         raise ValueError(
-            f"{names} has {len(train):,} bytes to train on and {len(heldout):,} held out; both need text"
+            f"{names} has {len(train):,} bytes to train on and {len(heldout):,} held out; name a folder with "
+            f"at least {HELDOUT} subfolders of text, of which one in {HELDOUT} is held out"
         )
     return train, heldout
 
 
-def _documents(heldout, length, count):
-    """Returns up to `count` windows of `length` bytes, evenly spaced and without overlap."""
+def _batches(
+    text: Int[np.ndarray, " t"], context: int, batch_size: int
+) -> Iterator[dict[str, Int[np.ndarray, "b context"]]]:
+    """Returns an infinite iterator of batches of random windows of the text.
+
+    Raises:
+        ValueError: the text is shorter than a window.
+    """
+    if len(text) <= context:
+        raise ValueError(
+            f"the training text has {len(text):,} bytes; a window has {context + 1:,}: name a folder with more text"
+        )
+    random = np.random.default_rng(0)
+
+    def sample():
+        starts = random.integers(len(text) - context, size=batch_size)
+        tokens = np.stack([text[start : start + context + 1] for start in starts]).astype(np.int32)
+        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    return (sample() for _ in itertools.count())
+
+
+def _documents(
+    heldout: Int[np.ndarray, " h"], length: int, count: int
+) -> Int[np.ndarray, "documents length"]:
+    """Returns up to `count` windows of `length` bytes, evenly spaced and without overlap.
+
+    Raises:
+        ValueError: the text is shorter than a window.
+    """
     available = len(heldout) // length
     if not available:
-        raise ValueError(f"the held-out text has {len(heldout):,} bytes; evaluation needs {length:,}")
+        raise ValueError(
+            f"the held-out text has {len(heldout):,} bytes; evaluation needs {length:,}: name a folder with more text"
+        )
     count = min(count, available)
     starts = np.arange(count) * available // count * length
     return np.stack([heldout[start : start + length] for start in starts]).astype(np.int32)

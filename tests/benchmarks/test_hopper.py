@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -36,7 +37,7 @@ WRONG = both(3e-3, 2e-3, time=8192) + both(1e-3, 4e-3, time=16_384)
 
 
 def test_choices_name_the_shapes_at_which_the_slower_form_is_chosen():
-    found = choices.choices([*RIGHT, *WRONG])
+    found = choices.measured_choices([*RIGHT, *WRONG])
     assert [(choice.shape["time"], choice.form, choice.loss) for choice in found] == [
         (4096, "attention", 1.0),
         (65_536, "chunked", 1.0),
@@ -47,7 +48,7 @@ def test_choices_name_the_shapes_at_which_the_slower_form_is_chosen():
 
 def test_the_faster_form_is_chosen_wherever_both_were_measured_on_an_h200():
     rows = json.loads((_rows.RESULTS / "h200" / "kernels-brief.json").read_text())["rows"]
-    found = choices.choices(rows)
+    found = choices.measured_choices(rows)
     assert len(found) == 10
     assert [choice for choice in found if choice.loss > 1] == []
 
@@ -60,7 +61,7 @@ def test_choices_need_both_forms_with_the_chosen_chunk():
         row("chunked/xla", 1e-3, time=4096),
         {**row("chunked/mosaic_gpu", 1e-3, time=4096), "seconds": None, "kernel_seconds": None},
     ]
-    assert choices.choices([alone, *others]) == []
+    assert choices.measured_choices([alone, *others]) == []
 
 
 def test_constants_that_choose_right_are_left_as_they_are():
@@ -73,10 +74,10 @@ def test_constants_that_choose_right_are_left_as_they_are():
 def test_fitted_constants_lose_no_time_where_some_do_not():
     # The chunked form is faster from 8,192 on, where the rule still takes the other one.
     rows = RIGHT + both(3e-3, 2e-3, time=8192) + both(9e-3, 3e-3, time=16_384)
-    assert max(choice.loss for choice in choices.choices(rows)) == pytest.approx(1.5)
+    assert max(choice.loss for choice in choices.measured_choices(rows)) == pytest.approx(1.5)
     fitted = choices.fit(rows)
     assert fitted["feature_cost"] < cost.FEATURE_COST
-    assert all(choice.loss == 1 for choice in choices.choices(rows, **fitted))
+    assert all(choice.loss == 1 for choice in choices.measured_choices(rows, **fitted))
 
 
 def test_crossover_is_interpolated_in_logarithms():
@@ -109,6 +110,16 @@ def test_counters_are_read_in_base_units():
     assert counters.parse("==ERROR== crashed\n") == []
 
 
+@pytest.mark.parametrize("message", ["==WARNING== x", "==WARNING== a, b, c, d, e, f", "8,cut"])
+def test_messages_after_the_counters_are_no_kernels(message):
+    assert counters.parse(f"{NCU}{message}\n") == counters.parse(NCU)
+
+
+@pytest.mark.parametrize("lines", [3, 4])
+def test_a_table_of_counters_without_kernels_is_empty(lines):
+    assert counters.parse("".join(NCU.splitlines(keepends=True)[:lines])) == []
+
+
 def test_counters_need_ncu(monkeypatch):
     monkeypatch.setattr(counters, "COMMAND", ("true",))
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
@@ -117,10 +128,11 @@ def test_counters_need_ncu(monkeypatch):
         counters.measure(call)
 
 
-def test_replay_of_applications_follows_a_crash(monkeypatch, tmp_path):
+@pytest.mark.parametrize("failure", ["kill -11 $$", """echo '"ID","Process ID","Kernel Name"'"""])
+def test_replay_of_applications_follows_a_crash_or_an_empty_table(monkeypatch, tmp_path, failure):
     program = tmp_path / "ncu"
     program.write_text(
-        f"#!/bin/sh\ncase $* in *mode=application*) cat <<'END'\n{NCU}END\n;; *) kill -11 $$;; esac\n"
+        f"#!/bin/sh\ncase $* in *mode=application*) cat <<'END'\n{NCU}END\n;; *) {failure};; esac\n"
     )
     program.chmod(0o755)
     monkeypatch.setattr(counters, "COMMAND", ("true",))
@@ -199,8 +211,27 @@ def test_text_of_a_folder_is_trained_on_or_held_out(folder):
 
 def test_text_must_suffice_for_both_sides(tmp_path):
     (tmp_path / "alone.py").write_text("x = 1\n")
-    with pytest.raises(ValueError, match="both need text"):
+    with pytest.raises(
+        ValueError, match="6 bytes to train on and 0 held out; name a folder with at least 10 "
+    ):
         text.read_text([tmp_path])
+
+
+def test_all_folders_together_are_read_up_to_the_limit(folder, monkeypatch):
+    # A file has 252 or 253 bytes.
+    monkeypatch.setattr(text, "MOST_BYTES", 20 * 255)
+    parts = text.read_text([folder, folder])
+    assert sum(part.tobytes().count(b"# package") for part in parts) == 20
+
+
+def test_text_must_have_a_window_to_train_on_and_to_evaluate(folder):
+    train, heldout = text.read_text([folder])
+    row = text.SMOKE | {"preset": "conformal", "seconds": 0.1, "text": str(folder)}
+    message = f"training text has {len(train):,} bytes; a window has {len(train) + 1:,}"
+    with pytest.raises(ValueError, match=message):
+        text.measure(row | {"context": len(train), "tokens": len(train)})
+    with pytest.raises(ValueError, match=f"held-out text has {len(heldout):,} bytes; evaluation needs 4,096"):
+        text.measure(row | {"lengths": [4096]})
 
 
 def test_training_on_text_lowers_the_loss(folder, monkeypatch):
@@ -235,9 +266,8 @@ def test_smoke_runs_and_resumes(tmp_path, capfd):
 
 
 def test_parts_that_take_too_long_are_ended(tmp_path, monkeypatch, capfd):
-    sleeps = hopper.Part(("-c", "import time; time.sleep(60)"), 0.5, resumes=False)
+    sleeps = hopper.Part(("-c", "import time; time.sleep(60)"), 0.5, resumes=False, least_seconds=0)
     monkeypatch.setattr(hopper, "PARTS", hopper.PARTS | {"check": sleeps})
-    monkeypatch.setattr(hopper, "LEAST_SECONDS", 0)
     with pytest.raises(SystemExit):
         hopper.main(["--parts=check", f"--out={tmp_path}"])
     assert "check: ended at its time limit" in capfd.readouterr().out
@@ -246,7 +276,20 @@ def test_parts_that_take_too_long_are_ended(tmp_path, monkeypatch, capfd):
 
 def test_without_time_no_part_begins(tmp_path, capfd):
     hopper.main(["--minutes=0.1", f"--out={tmp_path}"])
-    assert capfd.readouterr().out.count("no time left") == len(hopper.PARTS)
+    assert capfd.readouterr().out.count("not started, ") == len(hopper.PARTS)
+    assert (tmp_path / "summary.md").read_text().count("| not started |") == len(hopper.PARTS)
+
+
+def test_the_check_does_not_start_without_time_to_finish(tmp_path, monkeypatch, capfd):
+    started = []
+    monkeypatch.setattr(hopper, "_run", lambda command, *_: started.append(command) or (0, 1.0))
+    hopper.main(["--parts=check,hardware", "--minutes=5", f"--out={tmp_path}"])
+    assert ["benchmarks.hopper.hardware" in command for command in started] == [True]
+    assert re.search(r"== check: not started, \d+ s are left of 480 needed", capfd.readouterr().out)
+    markdown = (tmp_path / "summary.md").read_text()
+    assert "| check | not started |" in markdown
+    hopper.main(["--parts=check", "--minutes=9", f"--out={tmp_path}"])
+    assert "check" in started[-1]
 
 
 def test_unknown_parts_are_named(tmp_path, capsys):
@@ -295,6 +338,7 @@ def test_summary_has_every_measurement():
     for line in (
         "# Measured on NVIDIA H100",
         "| kernels | not every row had time, 470 s |",
+        "| hardware | not started |",
         "1 of 2 cases are correct.",
         "* b: wrong",
         "| training | 2 | 64 | 65,536 | 5 | 40 | 34 | 6.80x |",

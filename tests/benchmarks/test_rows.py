@@ -1,6 +1,7 @@
 """Tests that rows of a benchmark are measured in processes that may crash, hang or take too long."""
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -111,6 +112,32 @@ def test_rows_are_written_as_they_come(tmp_path):
 def test_results_are_named_after_the_device():
     path = _rows.result_path("training-brief", "NVIDIA H100 80GB HBM3")
     assert path == _rows.RESULTS / "training-brief-nvidia-h100-80gb-hbm3.json"
+
+
+def test_a_smoke_run_writes_only_where_it_is_told(tmp_path):
+    path = functools.partial(_rows.report_path, name="training", device="H100")
+    given = tmp_path / "rows.json"
+    assert path(argparse.Namespace(out=given, smoke=True)) == given
+    assert path(argparse.Namespace(out=given, smoke=False)) == given
+    assert path(argparse.Namespace(out=None, smoke=True)) is None
+    assert path(argparse.Namespace(out=None, smoke=False)) == _rows.RESULTS / "training-h100.json"
+
+
+def test_rows_of_a_report_are_measured_in_processes_of_the_benchmark(tmp_path, monkeypatch):
+    limits = []
+
+    def in_processes(rows, command, **options):
+        limits.append((command[1:], options))
+        return [row | {"machine": {"device": "H100"}, "seconds": 1.0} for row in rows]
+
+    monkeypatch.setattr(_rows, "in_processes", in_processes)
+    monkeypatch.setattr(_rows.time, "monotonic", lambda: 100.0)
+    options = _rows.read_options(argparse.ArgumentParser(), [f"--out={tmp_path / 'rows.json'}", "--jobs=3"])
+    report = _rows.make_report("module", [{"number": 0}], dict, options, seconds=9.0, most_seconds=50.0)
+    command = ("-m", "module")
+    assert limits == [(command, {"seconds": 9.0}), (command, {"seconds": 9.0, "deadline": 150.0, "jobs": 3})]
+    assert report == {"machine": {"device": "H100"}, "rows": [{"number": 0, "seconds": 1.0}]}
+    assert json.loads(options.out.read_text()) == report
 
 
 def test_finished_rows_are_kept_and_the_others_measured(tmp_path):
