@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,23 +15,39 @@ from sympow_jax.data import documents, longcrawl64, masking, rows, shuffle, text
 __all__ = ["HeldoutData", "describe", "train_dataset"]
 
 _DOCUMENTS = {"text": text, "tokens": tokens, "longcrawl64": longcrawl64}
-_EXAMPLES = {  # tasks that each source of labeled examples supports
-    "tsv": ("classification", "regression"),
-    "images": ("classification",),
-    "listops": ("classification",),
+
+
+class _Labeled(NamedTuple):
+    """Properties of a source of labeled examples.
+
+    Attributes:
+        tasks: names of the tasks that it supports.
+        has_heldout: whether it has held-out examples without a setting that holds some out.
+    """
+
+    tasks: tuple[str, ...]
+    has_heldout: bool = False
+
+
+_EXAMPLES = {
+    "tsv": _Labeled(("classification", "regression")),
+    "images": _Labeled(("classification",)),
+    "listops": _Labeled(("classification",), has_heldout=True),
 }
+_DOCUMENT_TASKS = ("next_token", "match_attention", "masked_token")
 
 
 def _source(name: str) -> Any:
     if name in _DOCUMENTS:
         return _DOCUMENTS[name]
-    # Imported on demand, because others need libraries that would delay the start of a run, or may not be installed.
+    # Imported on demand, because a corpus needs pyarrow, fsspec and zstandard, and images need Pillow. They would delay
+    # the start of a run, or may not be installed.
     module = "corpus" if name in data_config.CORPUS_SOURCES else name
     return importlib.import_module(f"sympow_jax.data.{module}")
 
 
 def _require_fitting(config: config_lib.DataConfig, task: config_lib.TaskConfig) -> None:
-    fitting = _EXAMPLES.get(config.source, ("next_token", "match_attention", "masked_token"))
+    fitting = _EXAMPLES[config.source].tasks if config.source in _EXAMPLES else _DOCUMENT_TASKS
     if task.name not in fitting:
         raise ValueError(
             f"task.name is {task.name!r}, but data.source {config.source!r} is for {' and '.join(fitting)}; change "
@@ -72,8 +88,8 @@ def _rows(
 
 
 def _may_hold_out(config: config_lib.DataConfig) -> bool:
-    # The files of ListOps are those of training, validation and test.
-    return bool(config.heldout_paths) or config.heldout_fraction > 0 or config.source == "listops"
+    always = config.source in _EXAMPLES and _EXAMPLES[config.source].has_heldout
+    return always or bool(config.heldout_paths) or config.heldout_fraction > 0
 
 
 def train_dataset(
@@ -124,11 +140,11 @@ class HeldoutData:
         self.documents: documents.HeldoutDocuments | None = None
         self.rows: rows.Examples | None = None
         self._config, self._vocab_size = config, vocab_size
-        self._task = task = task or config_lib.TaskConfig()
-        _require_fitting(config, task)
+        self._task = task or config_lib.TaskConfig()
+        _require_fitting(config, self._task)
         if not _may_hold_out(config):
             return
-        opened = _open(config, task, vocab_size=vocab_size, heldout=True)
+        opened = _open(config, self._task, vocab_size=vocab_size, heldout=True)
         if not isinstance(opened, documents.Documents):
             self.rows = opened if len(opened) else None
             return
@@ -138,7 +154,7 @@ class HeldoutData:
             )
         if rows.has_targets(opened, config):
             try:
-                self.rows = _rows(opened, config, task, vocab_size=vocab_size)
+                self.rows = _rows(opened, config, self._task, vocab_size=vocab_size)
             except ValueError as error:
                 raise ValueError(f"held-out data: {error}") from error
 
@@ -182,8 +198,8 @@ class HeldoutData:
         order = shuffle.Shuffle(len(self.rows), block=self.rows.together, seed=config.seed)
         chosen = [order(draw) for draw in range(min(config.batch_size, len(self.rows)))]
         batch = [self._row(index) for index in chosen[own.start : own.stop]]
-        spare = [] if len(batch) == len(own) else [_uncounted(self._row(chosen[0]))]
-        return _stacked(batch + spare * (len(own) - len(batch)))
+        batch += [_uncounted(self._row(chosen[0]))] * (len(own) - len(batch))
+        return _stacked(batch)
 
     def _row(self, index: int) -> rows.Row:
         assert self.rows is not None

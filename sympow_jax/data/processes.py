@@ -3,7 +3,6 @@
 import atexit
 import concurrent.futures
 import contextlib
-import functools
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
@@ -27,9 +26,9 @@ def pool[Item, Result](
 ) -> Iterator[Callable[[Item], concurrent.futures.Future[Result]]]:
     """Yields a function that sends an item to a worker and returns the future of its result.
 
-    At the end, processes are killed in the middle of their work, but a thread finishes its item. Processes also end
-    with this process, however it ends. Signals that stop a run never reach them: this process needs data until it has
-    saved, and it alone reports the end.
+    At the end, processes are killed in the middle of their work, but a thread finishes its item. Worker processes end
+    when this process ends. They ignore the signals that stop a run, because this process needs data until it has saved
+    a checkpoint.
 
     Args:
         make: returns the function of an item. Every worker calls it once. Processes need `make`, items and results that
@@ -38,15 +37,19 @@ def pool[Item, Result](
         setting: setting that `workers` was given as, for errors.
 
     Raises:
-        ValueError: a worker was killed. Futures raise it, and the errors of `make` and of its function.
+        ValueError: without processes, `make` raised it. From a future, `make` or the function raised it, or a process
+            was killed or cannot be started.
+        RuntimeError: from a future, `make` or the function raised another exception in a process. The message is its
+            traceback. Without processes, the exception itself is raised.
     """
     # A forked process would share the locks of JAX's threads.
     context = multiprocessing.get_context("spawn")
     started: list[SpawnProcess] = []
-    idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    # The connection to each process that has no item, or the error of one that could not be started.
+    idle: queue.SimpleQueue[Connection | OSError] = queue.SimpleQueue()
     ended = threading.Event()
 
-    def start() -> None:
+    def connect() -> Connection:
         # Each thread starts one process, which inherits that the thread blocks signals. No signal can interrupt the
         # start either, because Python handles signals in the main thread.
         multiprocessing.resource_tracker.ensure_running()  # first, because it unblocks signals
@@ -58,10 +61,21 @@ def pool[Item, Result](
         started.append(process)
         if ended.is_set():
             process.kill()
-        idle.put(ours)
+        return ours
+
+    def start() -> None:
+        try:
+            idle.put(connect())
+        except OSError as error:  # a thread that fails to start breaks the pool and prints a traceback
+            idle.put(error)
 
     def ask(item: Item) -> Result:
         connection = idle.get()
+        if isinstance(connection, OSError):
+            idle.put(connection)
+            raise ValueError(
+                f"cannot start a worker process: {connection.strerror or connection}; set fewer {setting}"
+            )
         try:
             connection.send(item)
             result = connection.recv()
@@ -76,6 +90,13 @@ def pool[Item, Result](
             raise result
         return result
 
+    threads = (
+        concurrent.futures.ThreadPoolExecutor(workers, initializer=start)
+        if workers
+        else concurrent.futures.ThreadPoolExecutor(1)
+    )
+    function = ask if workers else make()
+
     def end() -> None:
         ended.set()
         threads.shutdown(wait=False, cancel_futures=True)
@@ -85,13 +106,8 @@ def pool[Item, Result](
         for process in started:
             process.join()
 
-    threads = (
-        concurrent.futures.ThreadPoolExecutor(workers, initializer=start)
-        if workers
-        else concurrent.futures.ThreadPoolExecutor(1)
-    )
-    function = ask if workers else make()
-    # A generator that uses a pool may never be closed, and multiprocessing waits for processes when Python exits.
+    # A generator that uses a pool may never be closed. When Python exits, multiprocessing sends each daemon process a
+    # SIGTERM, which these block, and waits for its end. Functions registered later run first, so that `end` kills them.
     atexit.register(end)
     try:
         yield lambda item: threads.submit(function, item)
@@ -103,13 +119,15 @@ def pool[Item, Result](
 def _work(connection: Connection, make: Callable[[], Callable[[Any], Any]]) -> None:
     """Answers the items of a connection, each with its result or an error."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    made = functools.cache(make)  # called within `try`, so that its errors are answers
+    function: Callable[[Any], Any] | None = None
     with contextlib.suppress(EOFError, OSError):  # the parent has ended
         while True:
             item = connection.recv()
             result: Any
             try:
-                result = made()(item)
+                if function is None:
+                    function = make()  # not before, because the answer to the first item reports its errors
+                result = function(item)
             except ValueError as error:
                 result = ValueError(str(error))
             except Exception:
@@ -118,6 +136,7 @@ def _work(connection: Connection, make: Callable[[], Callable[[Any], Any]]) -> N
 
 
 def _end_with_parent() -> None:
+    """Waits for the parent process to end, and then ends this one, even in the middle of an item."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -51,7 +51,7 @@ class Shuffle:
     """Map from the i-th draw to one of `count` rows, with every row once per epoch in a new order.
 
     Storage groups rows in blocks of `block`. The blocks are permuted, and so are the rows within each block. A
-    shorter last block stays last. A single block of all rows is a plain shuffle.
+    shorter last block stays last. With `block=count` it is a plain shuffle.
     """
 
     def __init__(self, count: int, *, block: int, seed: int):

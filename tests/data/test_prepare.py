@@ -218,6 +218,17 @@ def test_tokenizer_without_an_end_of_text(folder, capsys):
     assert np.fromfile("a.bin", "<u2").tolist() == [1, 2]
 
 
+def test_documents_without_tokens_are_skipped(folder, word_tokenizer, capsys):
+    builders.write_files(folder, {"a.txt": b"x", "b.txt": b" \n", "c.txt": b"x x"})
+    common = ["--format=bin", "--tokenizer=words.json", "--separator=7"]
+    prepare.main([*common, "--out=a.bin", "a.txt", "b.txt", "c.txt"])
+    assert np.fromfile("a.bin", "<u2").tolist() == [9, 7, 9, 9, 7]
+    assert json.loads(pathlib.Path("a.bin.json").read_text())["documents"] == 2
+    capsys.readouterr()
+    line = mistakes.line(prepare.main, [*common, "--out=b.bin", "b.txt"], capsys)
+    assert "there are no documents (1 files read); name files that hold text" in line
+
+
 def test_a_chunk_of_zeros_is_written(folder, word_tokenizer):
     builders.write_files(folder, {"unknown.txt": b"y " * 4095})
     prepare.main(
@@ -242,7 +253,7 @@ def lines(folder, monkeypatch):
     """Writes documents as JSON lines that are read in 12 pieces, and returns the bytes of the `.bin` they become."""
     pytest.importorskip("pyarrow")
     size = os.path.getsize(builders.write_jsonl(folder / "lines.jsonl", LINES))
-    monkeypatch.setattr(pieces, "_TEXT_BYTES", -(-size // PIECES))
+    monkeypatch.setattr(pieces, "PIECE_BYTES", -(-size // PIECES))
     return b"".join(f"{line}\0".encode() for line in LINES)
 
 
@@ -280,7 +291,7 @@ def test_all_formats_give_the_same_tokens(folder, lines):
 def test_text_files_of_several_pieces(folder, monkeypatch):
     reports = []
     for size, count in ((1, 3), (20, 2), (1 << 22, 1)):
-        monkeypatch.setattr(pieces, "_TEXT_BYTES", size)
+        monkeypatch.setattr(pieces, "PIECE_BYTES", size)
         prepare_lib.write_bin(f"{size}.bin", ["texts"], report=reports.append)
         assert stored(f"{size}.bin") == STORED
         assert reports[-1] == (count, count, 3, len(STORED))
@@ -390,7 +401,7 @@ from sympow_jax.data.prepare import pieces
 encode = pieces.PieceEncoder.encode
 pieces.PieceEncoder.encode = lambda self, piece: time.sleep(0.3) or encode(self, piece)
 if __name__ == "__main__":
-    pieces._TEXT_BYTES = int(sys.argv[1])
+    pieces.PIECE_BYTES = int(sys.argv[1])
     prepare.write_bin("a.bin", ["lines.jsonl"], prepare.Options(text_column="text", workers=2))
 """
 
@@ -400,7 +411,7 @@ def test_nothing_remains_of_a_killed_command(folder, lines):
     pathlib.Path("slow.py").write_text(SLOW)
     path = os.pathsep.join([str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     command = subprocess.Popen(
-        [sys.executable, "slow.py", str(pieces._TEXT_BYTES)], env={**os.environ, "PYTHONPATH": path}
+        [sys.executable, "slow.py", str(pieces.PIECE_BYTES)], env={**os.environ, "PYTHONPATH": path}
     )
     hidden = pathlib.Path(".a.bin.prepare")
     _wait(lambda: list(hidden.glob("piece-*")) or (hidden / "joined.json").exists())
@@ -503,7 +514,14 @@ def test_mistakes_with_columns(folder, lines, word_tokenizer, capsys):
     before = sorted(os.listdir("."))
     column = "--text_column=text"
     cases = [
-        ((column, "texts"), "texts is neither .parquet nor .jsonl, nor a compressed .jsonl"),
+        (
+            (column, "texts"),
+            "--text_column reads; name the files of a folder with a glob, such as texts/*.parquet",
+        ),
+        (
+            (column, "notes.txt"),
+            "nor a compressed .jsonl, which --text_column reads; leave it out, or prepare it without",
+        ),
         ((column, "gone.jsonl"), "gone.jsonl: there is no such file or folder"),
         (
             ("--text_column=body", "lines.jsonl"),

@@ -1,9 +1,11 @@
 """Tests of the pool of workers: ends in the middle of their work, signals, errors."""
 
+import errno
 import itertools
 import multiprocessing
 import os
 import signal
+from multiprocessing.context import SpawnProcess
 
 import numpy as np
 import pytest
@@ -48,6 +50,21 @@ def test_a_kill_in_the_middle_of_a_result_is_an_error():
         with pytest.raises(ValueError, match=r"^a worker process was killed, .* fewer data\.workers$"):
             futures[2].result()
     assert not multiprocessing.active_children()
+
+
+def test_a_process_that_cannot_be_started_is_one_line(monkeypatch, caplog):
+    def fail(process):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(SpawnProcess, "start", fail)
+    with processes.pool(Zeros, workers=2, setting="data.workers") as submit:
+        for future in [submit(1) for _ in range(4)]:
+            with pytest.raises(
+                ValueError,
+                match=r"^cannot start a worker process: Resource temporarily unavailable; set fewer data\.workers$",
+            ):
+                future.result()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("workers", [0, 1])

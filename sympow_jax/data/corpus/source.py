@@ -1,6 +1,7 @@
 """Opens a corpus as the training rows and the held-out documents of a run."""
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable
@@ -16,16 +17,17 @@ from sympow_jax.data.corpus import files, reading, stream, tokenizing
 
 __all__ = ["HELDOUT_TOKENS", "describe", "open_heldout", "open_rows"]
 
-# Text that is tokenized at a time. A run that is resumed reads it again.
+# Bytes of text in a group. A resumed run reads its group again.
 _GROUP_BYTES = 1 << 24
-# With less text in a row than this, a group has at least 64 rows, so that less than 1 % is dropped at its end.
+# A group has at least 64 rows of 4 bytes per token, so that less than 1 % of it is dropped at its end.
 _ROWS, _TOKEN_BYTES = 64, 4
-# Held-out documents are in memory; and no more than this is read to find them.
+# Held-out documents are kept in memory, until they have this number of tokens or this number of groups is read.
 HELDOUT_TOKENS = 1 << 24
 _HELDOUT_GROUPS = 64
-# Text of the first file whose tokens tell how many the corpus has, and whether they are still the same. Where a
-# piece of this size has no documents, as many pieces as this are read.
+# Bytes of text in a piece of the first file. The tokens of one piece give the estimate of the number of tokens, and
+# enter the digest. At most this number of pieces is read until one has documents.
 _SAMPLE_BYTES, _SAMPLE_PIECES = 1 << 20, 16
+# Last bytes of a file in the digest, and the number of files of which they are read.
 _DIGEST_BYTES, _DIGEST_FILES = 1 << 16, 16
 
 # Without a model, any id that fits an int32.
@@ -37,8 +39,10 @@ def _column(config: config_lib.DataConfig) -> str:
 
 
 def _find(config: config_lib.DataConfig, *, heldout: bool) -> list[files.CorpusFile]:
-    own = heldout and bool(config.heldout_paths)
-    setting, paths = ("data.heldout_paths", config.heldout_paths) if own else ("data.paths", config.paths)
+    uses_heldout_paths = heldout and bool(config.heldout_paths)
+    setting, paths = (
+        ("data.heldout_paths", config.heldout_paths) if uses_heldout_paths else ("data.paths", config.paths)
+    )
     return files.find(setting, paths, format=config.source)
 
 
@@ -49,6 +53,7 @@ def _groups(corpus: list[files.CorpusFile], config: config_lib.DataConfig) -> li
 def _recipe(
     config: config_lib.DataConfig, first: files.CorpusFile, *, vocab_size: int, heldout: bool
 ) -> tokenizing.Recipe:
+    """Returns the settings of tokenization, after checking that their ids are below `vocab_size`."""
     texts, separator = reading.holds_text(first, _column(config)), config.document_separator
     if texts:
         tokenizer = tokenizer_lib.load(config.tokenizer, setting="data.tokenizer")
@@ -65,8 +70,7 @@ def _recipe(
         )
     return tokenizing.Recipe(
         column=_column(config),
-        texts=texts,
-        tokenizer=tokenizer_lib.local_name(config.tokenizer) if texts else config.tokenizer,
+        tokenizer=tokenizer_lib.local_name(config.tokenizer) if texts else None,
         separator=separator,
         vocab_size=vocab_size,
         shortest=config.shortest_document,
@@ -101,38 +105,43 @@ def open_rows(
 
 
 def open_heldout(config: config_lib.DataConfig, *, vocab_size: int) -> documents.Spans:
-    """Returns the first held-out documents in the order of files, up to 2^24 tokens.
+    """Returns the first held-out documents in the order of files, until they have 2^24 tokens.
 
-    At most a GiB of text is read to find them.
+    The first 64 groups of text are read at most to find them. That is a GiB of text, or more if `data.context_length`
+    is above 65,536. Ids of documents are not compared with `vocab_size` here, but when a document is used.
 
     Raises:
-        ValueError: as `open_rows`, or what is read is corrupt or has ids outside the vocabulary.
+        ValueError: as `open_rows`, or what is read is corrupt.
     """
     corpus = _find(config, heldout=True)
-    _recipe(config, corpus[0], vocab_size=vocab_size, heldout=True)
-    return _read_heldout(config, tuple(corpus))
+    recipe = _recipe(config, corpus[0], vocab_size=vocab_size, heldout=True)
+    return _read_heldout(
+        dataclasses.replace(recipe, vocab_size=_ANY_VOCABULARY),
+        tuple(_groups(corpus, config)[:_HELDOUT_GROUPS]),
+        workers=config.tokenizer_workers,
+    )
 
 
+# The last documents are cached, because `describe` and the evaluations of a run open the same ones. To `describe` no
+# vocabulary is known, so that the documents must not depend on it.
 @functools.lru_cache(maxsize=1)
-def _read_heldout(config: config_lib.DataConfig, corpus: tuple[files.CorpusFile, ...]) -> documents.Spans:
-    recipe = _recipe(config, corpus[0], vocab_size=_ANY_VOCABULARY, heldout=True)
-    groups = _groups(list(corpus), config)[:_HELDOUT_GROUPS]
-    found, count = [], 0
+def _read_heldout(
+    recipe: tokenizing.Recipe, groups: tuple[stream.Group, ...], *, workers: int
+) -> documents.Spans:
+    groups_tokens, count = [], 0
     # Closed here, so that the workers have ended when an error leaves this function too.
-    with contextlib.closing(
-        tokenizing.tokens_in_order(recipe, groups, workers=config.tokenizer_workers)
-    ) as tokens_in_order:
+    with contextlib.closing(tokenizing.tokens_in_order(recipe, groups, workers=workers)) as tokens_in_order:
         for group, tokens in zip(groups, tokens_in_order):
-            found.append((group[0].file.url, tokens))
+            groups_tokens.append((group[0].file.url, tokens))
             count += len(tokens.tokens)
             if count >= HELDOUT_TOKENS:
                 break
-    ends = [np.cumsum(tokens.lengths) for _, tokens in found]
-    lengths = np.concatenate([tokens.lengths for _, tokens in found])
+    ends = [np.cumsum(tokens.lengths) for _, tokens in groups_tokens]
+    lengths = np.concatenate([tokens.lengths for _, tokens in groups_tokens])
     spans = documents.Spans(
-        [tokens.tokens for _, tokens in found],
-        [url for url, _ in found],
-        array=np.repeat(np.arange(len(found)), [len(tokens.lengths) for _, tokens in found]),
+        [tokens.tokens for _, tokens in groups_tokens],
+        [url for url, _ in groups_tokens],
+        array=np.repeat(np.arange(len(groups_tokens)), [len(tokens.lengths) for _, tokens in groups_tokens]),
         starts=np.concatenate(ends) - lengths,
         lengths=lengths,
     )
@@ -140,10 +149,11 @@ def _read_heldout(config: config_lib.DataConfig, corpus: tuple[files.CorpusFile,
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """Returns counts of files and bytes, an estimate of the tokens, and a SHA-256; only a sample is read.
+    """Returns counts of files and bytes, an estimate of the tokens, and a SHA-256.
 
-    The digest is of the names and sizes of all files, the ends of the first 16, and the tokens of about a MiB of text,
-    so that another tokenizer has another digest.
+    The training text is sampled; held-out documents are read as in `open_heldout`. The digest is of the names and
+    sizes of all files, the ends of the first 16, and the tokens of about a MiB of text, so that another tokenizer has
+    another digest.
     """
     corpus = _find(config, heldout=False)
     heldout = (
@@ -152,15 +162,15 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
         else None
     )
     recipe = _recipe(config, corpus[0], vocab_size=_ANY_VOCABULARY, heldout=False)
-    tokens, share = _sample(recipe, corpus[0])
+    tokens, fraction = _sample(recipe, corpus[0])
     size = sum(file.size for file in corpus)
-    estimate = int(len(tokens) / share * size / corpus[0].size)
+    estimate = int(len(tokens) / fraction * size / corpus[0].size)
     # Half a row of each part of the data, or all of it if it has less.
     dropped = min(1.0, len(_groups(corpus, config)) * config.context_length / 2 / max(1, estimate))
     note = (
         f"estimated; about {dropped:.1%} are dropped at the ends of parts of the data"
         if len(tokens)
-        else f"their number is unknown, because the first {share:.1%} of {corpus[0].url} have no document of "
+        else f"their number is unknown, because the first {fraction:.1%} of {corpus[0].url} have no document of "
         f"data.shortest_document, {config.shortest_document}"
     )
     matches = corpus + (_find(config, heldout=True) if config.heldout_paths else [])
@@ -187,14 +197,15 @@ def _sample(
     """Returns the tokens of the first piece of a file that has any, and the fraction of the file up to its end."""
     tokenize, pieces = tokenizing.PieceTokenizer(recipe), files.pieces([file], _SAMPLE_BYTES)
     # The first piece is empty if the first row group of a parquet file is longer, or without a long document.
-    for piece in pieces[:_SAMPLE_PIECES]:
+    sample = pieces[:_SAMPLE_PIECES]
+    for number, piece in enumerate(sample, 1):
         tokens = tokenize([piece]).tokens
         if len(tokens):
-            break
-    return tokens, (piece.index + 1) / piece.count
+            return tokens, number / len(pieces)
+    return np.empty(0, np.int32), len(sample) / len(pieces)
 
 
 def _end(file: files.CorpusFile) -> bytes:
-    with files.CorpusStream(file.url) as stream:
-        stream.seek(max(0, file.size - _DIGEST_BYTES))
-        return stream.read(_DIGEST_BYTES)
+    with files.CorpusStream(file.url) as opened:
+        opened.seek(max(0, file.size - _DIGEST_BYTES))
+        return opened.read(_DIGEST_BYTES)

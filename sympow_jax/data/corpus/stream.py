@@ -51,7 +51,7 @@ class CorpusRows:
     after the last of them are dropped.
 
     Args:
-        recipe: the way from documents to tokens.
+        recipe: settings of tokenization.
         groups: all groups of pieces.
         pack: makes rows of documents.
         length: number of tokens in a row.
@@ -92,8 +92,9 @@ class CorpusRows:
         order = (self._group(number) for number in itertools.count(start))
         return tokenizing.tokens_in_order(self._recipe, order, workers=self._workers)
 
-    def rows(self, number: int, tokens: tokenizing.DocumentTokens) -> RowMakers:
+    def rows_of_group(self, number: int, tokens: tokenizing.DocumentTokens) -> RowMakers:
         """Returns functions that make the whole rows of group `number`, in their order."""
+        # A row needs one more token, the last target.
         if len(tokens.tokens) <= self.length:
             return []
         packed = self._pack(tokens.spans(self._group(number)[0].file.url))
@@ -101,8 +102,9 @@ class CorpusRows:
         keys = ((self._seed, number << _ROW_BITS | row, rows.TRAINING) for row in range(packed.whole))
         return [functools.partial(packed.row, int(index), key) for index, key in zip(order, keys)]
 
-    def __len__(self) -> int:
-        """Returns the number of groups of an epoch."""
+    @property
+    def groups_per_epoch(self) -> int:
+        """Number of groups, each of which is read once per epoch."""
         return len(self._groups)
 
     def _group(self, number: int) -> Group:
@@ -117,21 +119,16 @@ class CorpusRows:
 
 
 class BatchIterator:
-    """Iterator of the rows `share` of every batch.
+    """Iterator of the rows `shard` of every batch.
 
     Batches are independent of the number of workers. Every process tokenizes all documents, because only then does it
     know which rows are its own.
-
-    Attributes:
-        read_tokens: number of tokens of the groups that were begun.
-        dropped_tokens: number of these that are in no row.
     """
 
-    def __init__(self, corpus: CorpusRows, batch_size: int, share: range):
-        self._corpus, self._batch_size, self._share = corpus, batch_size, share
-        self.read_tokens = self.dropped_tokens = 0
+    def __init__(self, corpus: CorpusRows, batch_size: int, shard: range):
+        self._corpus, self._batch_size, self._shard = corpus, batch_size, shard
         self._group = self._row = 0
-        self._rows: RowMakers | None = None
+        self._makers: RowMakers = []  # of the group at the position; none if it is still to be read
         self._tokens = corpus.tokens(0)
 
     def __iter__(self) -> "BatchIterator":
@@ -140,21 +137,32 @@ class BatchIterator:
     def __next__(self) -> dict[str, np.ndarray]:
         """Returns the next batch: each array of `rows.Rows` or `masking.MaskedRows` with a first axis of rows.
 
+        An error leaves the position at this batch.
+
         Raises:
-            ValueError: data cannot be read, or no group has a whole row, or the position is none of the data.
+            ValueError: data cannot be read, or no group has a whole row, or the saved position is not in the data.
         """
-        chosen: list[rows.Row] = []
-        number = 0  # of the next row of the batch
-        while number < self._batch_size:
-            available = self._available()
-            taken = min(len(available) - self._row, self._batch_size - number)
-            own = range(max(number, self._share.start), min(number + taken, self._share.stop))
-            chosen += [available[self._row + index - number]() for index in own]
-            number += taken
-            self._row += taken
-            if self._row == len(available):
-                self._group, self._row, self._rows = self._group + 1, 0, None
-        return {name: np.stack([row[name] for row in chosen]) for name in chosen[0]}
+        position = self.get_state()
+        try:
+            return self._next_batch()
+        except BaseException:
+            self.set_state(position)  # an error ends the generator of tokens, which would end this iterator
+            raise
+
+    def _next_batch(self) -> dict[str, np.ndarray]:
+        batch: list[rows.Row] = []
+        start = 0  # row of the batch that is next
+        while start < self._batch_size:
+            makers = self._read_makers()
+            stop = min(start + len(makers) - self._row, self._batch_size)
+            # The other rows up to `stop` are those of other processes.
+            for index in range(max(start, self._shard.start), min(stop, self._shard.stop)):
+                batch.append(makers[self._row + index - start]())
+            self._row += stop - start
+            start = stop
+            if self._row == len(makers):
+                self._group, self._row, self._makers = self._group + 1, 0, []
+        return {name: np.stack([row[name] for row in batch]) for name in batch[0]}
 
     def get_state(self) -> dict[str, int]:
         """Returns the position of the next batch as one integer."""
@@ -164,33 +172,30 @@ class BatchIterator:
         """Sets the position; the group at it is read again."""
         self.close()
         self._group, self._row = state["next_row"] >> _ROW_BITS, state["next_row"] & ((1 << _ROW_BITS) - 1)
-        self._rows, self._tokens = None, self._corpus.tokens(self._group)
+        self._makers, self._tokens = [], self._corpus.tokens(self._group)
 
     def close(self) -> None:
         """Ends the workers."""
         self._tokens.close()
 
-    def _available(self) -> RowMakers:
-        """Returns the rows of the group at the position, or of the first group after it that has one."""
+    def _read_makers(self) -> RowMakers:
+        """Returns the row makers of the group at the position, after moving it past groups without a whole row."""
         empty = 0
-        while self._rows is None:
-            tokens = next(self._tokens)
-            found = self._corpus.rows(self._group, tokens)
-            self.read_tokens += len(tokens.tokens)
-            self.dropped_tokens += len(tokens.tokens) - len(found) * self._corpus.length
-            if self._row < max(1, len(found)):
-                self._rows = found or None
-            else:
+        while not self._makers:
+            makers = self._corpus.rows_of_group(self._group, next(self._tokens))
+            if self._row >= max(1, len(makers)):
                 raise ValueError(
-                    f"the run was saved at row {self._row} of a part of the data that now has {len(found)} rows; "
+                    f"the run was saved at row {self._row} of a part of the data that now has {len(makers)} rows; "
                     f"restore the data and the tokenizer that the run began with"
                 )
-            empty += not found
-            self._group += not found
+            self._makers = makers
+            if not makers:
+                self._group += 1
+                empty += 1
             # Two epochs, because the first group of one may be the last of the next.
-            if empty == 2 * len(self._corpus):
+            if empty == 2 * self._corpus.groups_per_epoch:
                 raise ValueError(
                     f"no part of the data has the {self._corpus.length + 1} tokens of a whole row; name more data in "
                     f"data.paths, or set a shorter data.context_length or data.shortest_document"
                 )
-        return self._rows
+        return self._makers

@@ -33,12 +33,11 @@ class DocumentTokens(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The way from documents to tokens, in a form that can be sent to another process.
+    """Picklable settings of tokenization.
 
     Attributes:
         column: column of text or of token ids.
-        texts: whether the column holds text.
-        tokenizer: name of the tokenizer of text.
+        tokenizer: name of the tokenizer of text; None if the column holds token ids.
         separator: id after every document; None for none.
         vocab_size: number of ids of the model.
         shortest: number of tokens, with the separator, of the shortest document that is not left out.
@@ -47,8 +46,7 @@ class Recipe:
     """
 
     column: str
-    texts: bool
-    tokenizer: str
+    tokenizer: str | None
     separator: int | None
     vocab_size: int
     shortest: int
@@ -57,13 +55,19 @@ class Recipe:
 
 
 class PieceTokenizer:
-    """Reads and tokenizes pieces."""
+    """Reads and tokenizes pieces.
+
+    Unlike `prepare.pieces.PieceEncoder`, it holds out documents by hash and accepts documents that contain the
+    separator, because it returns their lengths: only a file of tokens needs the separator to find their ends.
+    """
 
     def __init__(self, recipe: Recipe):
         self._recipe = recipe
-        self._reader = reading.Reader(recipe.column, texts=recipe.texts)
+        self._reader = reading.Reader(recipe.column, texts=recipe.tokenizer is not None)
         self._tokenizer = (
-            tokenizer_lib.load(recipe.tokenizer, setting="data.tokenizer") if recipe.texts else None
+            None
+            if recipe.tokenizer is None
+            else tokenizer_lib.load(recipe.tokenizer, setting="data.tokenizer")
         )
         self._dtype = np.uint16 if recipe.vocab_size <= 1 << 16 else np.int32
 
@@ -107,7 +111,7 @@ def tokens_in_order(
     """Yields the tokens of each group of pieces, in order, and reads a few groups ahead.
 
     Args:
-        recipe: the way from documents to tokens.
+        recipe: settings of tokenization.
         groups: groups of pieces.
         workers: number of processes; 0 for a thread of this process.
 
@@ -119,6 +123,7 @@ def tokens_in_order(
         ahead: collections.deque[concurrent.futures.Future[DocumentTokens]] = collections.deque()
         for group in groups:
             ahead.append(submit(group))
+            # While the caller uses the tokens of one group, each worker has a group, and one more is waiting.
             if len(ahead) == workers + 2:
                 yield ahead.popleft().result()
         while ahead:

@@ -107,7 +107,7 @@ def _prepared(
         "bytes": sum(size for _, size in sources.files),
         "files_sha256": listed.hexdigest()[:16],
         "pieces": len(sources.pieces),
-        "piece_bytes": sources.piece_bytes,
+        "piece_bytes": pieces.PIECE_BYTES,
     }
     folder = folder_lib.Folder(folder_lib.folder_of(path), tokens.DTYPES[encoding.token_dtype].itemsize)
     with folder.opened(manifest):

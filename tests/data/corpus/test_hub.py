@@ -82,7 +82,7 @@ def _config(**changes) -> config_lib.DataConfig:
 
 
 def _batches(config: config_lib.DataConfig):
-    return data.batches(data.train_dataset(config, vocab_size=50_304), config.batch_size)
+    return data.train_dataset(config, vocab_size=50_304).batches(config.batch_size)
 
 
 def _inputs(batches, count: int) -> list[np.ndarray]:

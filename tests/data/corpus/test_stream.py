@@ -66,7 +66,7 @@ def read_epoch(config, **arguments):
     dataset = data.train_dataset(config, vocab_size=50_000, **arguments)
     batches = dataset.batches(1)
     found = []
-    while batches.get_state()["next_row"] >> 32 < len(dataset):
+    while batches.get_state()["next_row"] >> 32 < dataset.groups_per_epoch:
         found.append({name: array[0] for name, array in next(batches).items()})
     batches.close()
     return found[:-1] if batches.get_state()["next_row"] % (1 << 32) else found, batches
@@ -129,19 +129,19 @@ def test_every_token_is_in_one_row_of_an_epoch_except_for_the_dropped(config):
         for id in one
     ]
     assert set(ids) < set(everything)
-    assert batches.read_tokens == len(everything) + 300
-    assert batches.dropped_tokens == batches.read_tokens - len(tokens)
-    assert 0 < batches.dropped_tokens < 9 * (batches.get_state()["next_row"] >> 32)
+    dropped = len(everything) + 300 - len(tokens)
+    assert 0 < dropped < 9 * (batches.get_state()["next_row"] >> 32)
 
 
 def test_epochs_have_other_orders(config):
     dataset = data.train_dataset(config, vocab_size=50_000)
-    epochs = [[dataset._group(epoch * len(dataset) + i) for i in range(len(dataset))] for epoch in range(3)]
-    assert len(dataset) > 5
+    count = dataset.groups_per_epoch
+    epochs = [[dataset._group(epoch * count + i) for i in range(count)] for epoch in range(3)]
+    assert count > 5
     assert len({tuple(sorted(epoch, key=str)) for epoch in epochs}) == 1
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     other = data.train_dataset(dataclasses.replace(config, seed=1), vocab_size=50_000)
-    assert [other._group(i) for i in range(len(dataset))] not in epochs
+    assert [other._group(i) for i in range(count)] not in epochs
 
 
 def test_compressed_files_are_read_in_order(tmp_path, small_groups):
@@ -149,8 +149,8 @@ def test_compressed_files_are_read_in_order(tmp_path, small_groups):
         builders.write_jsonl(tmp_path / f"{name}.jsonl.gz", numbered(200))
     config = builders.data_config(source="jsonl", paths=(str(tmp_path),))
     dataset = data.train_dataset(config, vocab_size=50_000)
-    assert len(dataset) > 6
-    order = [dataset._group(i)[0] for i in range(len(dataset))]
+    assert dataset.groups_per_epoch > 6
+    order = [dataset._group(i)[0] for i in range(dataset.groups_per_epoch)]
     for file in {piece.file for piece in order}:
         places = [i for i, piece in enumerate(order) if piece.file == file]
         assert places == list(range(places[0], places[0] + len(places)))
@@ -196,7 +196,7 @@ def test_small_files_share_a_group(tmp_path):
         source="jsonl", paths=(str(tmp_path),), heldout_fraction=0.0, context_length=512, tokenizer_workers=0
     )
     dataset = data.train_dataset(config, vocab_size=50_000)
-    assert len(dataset) == 1
+    assert dataset.groups_per_epoch == 1
     assert next(open_batches(config, 2))["inputs"].shape == (2, 512)
     files = corpus.find("data.paths", config.paths, format="jsonl")
     groups = stream.grouped(files, 5000)
@@ -243,7 +243,7 @@ def test_held_out_documents(config, tmp_path):
     dataset = data.train_dataset(config, vocab_size=50_000)
     tokens = dataset.tokens(0)
     trained = set()
-    for _ in range(len(dataset)):
+    for _ in range(dataset.groups_per_epoch):
         group = next(tokens)
         trained |= set(group.tokens[np.cumsum(group.lengths) - group.lengths].tolist())
     tokens.close()
@@ -268,13 +268,23 @@ def test_held_out_documents_are_bounded(config, monkeypatch):
     source._read_heldout.cache_clear()
 
 
+def test_held_out_documents_are_read_once(config):
+    config = dataclasses.replace(config, heldout_fraction=0.2)
+    source._read_heldout.cache_clear()
+    described = data.describe(config)
+    for vocab_size in (50_000, 60_000):
+        lengths = data.HeldoutData(config, vocab_size=vocab_size).documents.lengths
+        assert (len(lengths), sum(lengths)) == (described["heldout_documents"], described["heldout_tokens"])
+    assert source._read_heldout.cache_info().misses == 1
+
+
 def test_documents_that_are_too_short_are_left_out(config, tmp_path):
     config = dataclasses.replace(config, shortest_document=30, heldout_fraction=0.3)
     heldout = data.HeldoutData(config, vocab_size=50_000).documents
     assert min(map(len, heldout)) >= 30
     dataset = data.train_dataset(config, vocab_size=50_000)
     tokens = dataset.tokens(0)
-    lengths = np.concatenate([next(tokens).lengths for _ in range(len(dataset))])
+    lengths = np.concatenate([next(tokens).lengths for _ in range(dataset.groups_per_epoch)])
     tokens.close()
     assert len(lengths)
     assert lengths.min() >= 30
@@ -384,6 +394,11 @@ def test_bad_documents_met_in_training(tmp_path, workers):
         ValueError, match=r"a\.jsonl \(line at byte 29\) holds id 500, but model\.vocab_size is 256"
     ):
         next(batches)
+    # The next call reads the same batch again. Data that end silently would be taken for the end of a run.
+    assert batches.get_state() == {"next_row": 0}
+    with pytest.raises(ValueError, match="holds id 500"):
+        next(batches)
+    batches.close()
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -392,6 +407,35 @@ def test_bad_documents_met_in_training(tmp_path, workers):
     config = dataclasses.replace(config, source="parquet", tokenizer=words)
     with pytest.raises(ValueError, match=r"a\.parquet \(row 1\) is not UTF-8 at byte 0; leave it out"):
         next(open_batches(config))
+
+
+def test_an_error_within_a_batch_leaves_the_position_at_its_start(config, monkeypatch):
+    dataset = data.train_dataset(config, vocab_size=50_000)
+    batches = dataset.batches(600)
+    expected = next(batches)
+    rows_one_by_one = dataset.batches(1)
+    next(rows_one_by_one)
+    position = rows_one_by_one.get_state()
+    rows_one_by_one.close()
+    batches.set_state(position)
+    assert position["next_row"] % (1 << 32)  # so that the batch from here has rows of this group first
+    next_group, failures = dataset._group((position["next_row"] >> 32) + 1), []
+    read_documents = tokenizing.PieceTokenizer._documents
+
+    def fail_once(tokenizer, piece):
+        if piece in next_group and not failures:
+            failures.append(piece)
+            raise ValueError("the network fails")
+        return read_documents(tokenizer, piece)
+
+    monkeypatch.setattr(tokenizing.PieceTokenizer, "_documents", fail_once)
+    with pytest.raises(ValueError, match="the network fails"):
+        next(batches)
+    assert batches.get_state() == position
+    batch = next(batches)
+    for name, array in batch.items():
+        np.testing.assert_array_equal(array[:-1], expected[name][1:])
+    batches.close()
 
 
 def test_memory_that_runs_out(config, monkeypatch):
