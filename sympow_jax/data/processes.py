@@ -18,6 +18,8 @@ from typing import Any
 
 __all__ = ["pool"]
 
+# Processes per core. More than one, because those that read over a network wait.
+_PER_CORE = 16
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -38,12 +40,19 @@ def pool[Item, Result](
         setting: setting that `workers` was given as, for errors.
 
     Raises:
-        ValueError: a worker was killed. Futures raise it, and the errors of `make` and of its function.
+        ValueError: there are more than 16 workers for each core; or a worker was killed. Futures raise the latter, and
+            the errors of `make` and of its function.
     """
+    cores = os.cpu_count() or 1
+    if workers > _PER_CORE * cores:
+        raise ValueError(
+            f"{setting} is {workers}, but this machine has {cores} cores; set at most {_PER_CORE * cores}"
+        )
     # A forked process would share the locks of JAX's threads.
     context = multiprocessing.get_context("spawn")
     started: list[SpawnProcess] = []
-    idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+    # An error stands for a process that could not be started.
+    idle: queue.SimpleQueue[Connection | OSError] = queue.SimpleQueue()
     ended = threading.Event()
 
     def start() -> None:
@@ -51,9 +60,13 @@ def pool[Item, Result](
         # start either, because Python handles signals in the main thread.
         multiprocessing.resource_tracker.ensure_running()  # first, because it unblocks signals
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_work, args=(theirs, make), daemon=True)
-        process.start()
+        try:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, make), daemon=True)
+            process.start()
+        except OSError as error:
+            idle.put(error)
+            return
         theirs.close()  # so that the end of the process ends the connection
         started.append(process)
         if ended.is_set():
@@ -63,6 +76,11 @@ def pool[Item, Result](
     def ask(item: Item) -> Result:
         connection = idle.get()
         try:
+            if isinstance(connection, OSError):
+                raise ValueError(
+                    f"cannot start a worker process: {connection.strerror or connection}; set fewer {setting}, or "
+                    f"raise this limit of the machine"
+                )
             connection.send(item)
             result = connection.recv()
         except (EOFError, OSError):

@@ -39,6 +39,28 @@ def test_processes_end_in_the_middle_of_results_and_get_no_signal_before():
     assert not multiprocessing.active_children()
 
 
+def test_more_workers_than_a_machine_can_have():
+    with (
+        pytest.raises(ValueError, match=r"^data\.workers is 1000000, but .*; set at most \d+$"),
+        processes.pool(Zeros, workers=1_000_000, setting="data.workers"),
+    ):
+        pass
+
+
+def test_a_process_that_cannot_be_started(monkeypatch):
+    def fail(*_):
+        raise OSError(24, "Too many open files")
+
+    with processes.pool(Zeros, workers=2, setting="data.workers") as submit:
+        monkeypatch.setattr(multiprocessing.get_context("spawn"), "Pipe", fail)
+        futures = [submit(1) for _ in range(4)]
+        for future in futures:
+            with pytest.raises(
+                ValueError, match=r"process: Too many open files; set fewer data\.workers, or"
+            ):
+                future.result()
+
+
 def test_a_kill_in_the_middle_of_a_result_is_an_error():
     with processes.pool(Zeros, workers=1, setting="data.workers") as submit:
         futures = [submit(1 << 26) for _ in range(3)]
