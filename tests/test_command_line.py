@@ -11,6 +11,7 @@ import pytest
 from sympow_jax import config
 from sympow_jax.commands import command_line
 from sympow_jax.config import fields
+from sympow_jax.training import cli
 
 QUICKSTART = "--config=configs/quickstart.py"
 
@@ -233,3 +234,13 @@ def test_help_with_a_config_has_its_values(capsys, monkeypatch):
 def test_an_empty_path_is_not_the_current_folder(arguments):
     with pytest.raises(ValueError, match="--workdir is empty; it must name a file or a folder"):
         command_line.parse_training([QUICKSTART, *arguments])
+
+
+def test_errors_have_a_bounded_length(capsys):
+    with pytest.raises(SystemExit) as stopped, cli.user_errors():
+        raise ValueError(f"data.paths is {'x' * 100_000}; correct the path")
+    assert stopped.value.code == 1
+    line = capsys.readouterr().err
+    assert len(line) < 1600
+    assert line.startswith("error: data.paths is xxx")
+    assert line.endswith("; correct the path\n")

@@ -76,27 +76,32 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--separator is {options.separator}; it must be an id from 0 to {(1 << 32) - 1}")
 
 
+# Notices of Kubernetes, clouds and SLURM before they take the machine.
+_NOTICES = (signal.SIGTERM, signal.SIGUSR1)
+
+
 class _Terminated(KeyboardInterrupt):
-    """Arrival of SIGTERM, which no code takes for an error."""
+    """Arrival of a notice, whose number is the argument; no code takes it for an error."""
 
 
 def _terminate(number: int, frame: types.FrameType | None) -> None:
-    del number, frame
-    raise _Terminated
+    del frame
+    raise _Terminated(number)
 
 
 @contextlib.contextmanager
 def _stops() -> Iterator[None]:
-    """Turns Ctrl-C and SIGTERM into a line that says how to continue."""
-    before = signal.signal(signal.SIGTERM, _terminate)
+    """Turns Ctrl-C, SIGTERM and SIGUSR1 into a line that says how to continue."""
+    before = {number: signal.signal(number, _terminate) for number in _NOTICES}
     try:
         yield
     except KeyboardInterrupt as error:
         print("interrupted; the same command continues", file=sys.stderr, flush=True)
-        number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
+        number = error.args[0] if isinstance(error, _Terminated) else signal.SIGINT
         raise SystemExit(128 + number) from None
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Rate:

@@ -20,6 +20,8 @@ __all__ = [
 
 # JAX draws keys from 32 bits of a seed, so larger seeds would repeat smaller ones.
 _SEEDS = 2**32
+# Largest float of the type that settings have in a run.
+_LARGEST = float(np.finfo(np.float32).max)
 # Characters of a text that is compared with names, which takes a time in proportion to its length.
 _NAME = 100
 
@@ -63,9 +65,11 @@ def require_seed(**values: int) -> None:
 
 
 def require_representable(name: str, value: object) -> None:
-    """Raises ValueError for a value that is an infinite or NaN float, or an int of more than 64 bits."""
-    if isinstance(value, float) and not np.isfinite(value):
-        raise ValueError(f"{name} is {value}; it must be a finite number")
+    """Raises ValueError for a float that is infinite or NaN in float32, or an int of more than 64 bits."""
+    if isinstance(value, float) and not abs(value) <= _LARGEST:
+        raise ValueError(
+            f"{name} is {value}; it must be a finite number, of at most {_LARGEST:.1e} in float32"
+        )
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         # Python refuses to print the longest of them.
         raise ValueError(f"{name} is an integer of {value.bit_length()} bits; it must fit in 64")

@@ -17,6 +17,8 @@ from typing import Any
 
 __all__ = ["pool"]
 
+# Processes per core. More than one, because those that read over a network wait.
+_PER_CORE = 16
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -37,11 +39,16 @@ def pool[Item, Result](
         setting: setting that `workers` was given as, for errors.
 
     Raises:
-        ValueError: without processes, `make` raised it. From a future, `make` or the function raised it, or a process
-            was killed or cannot be started.
+        ValueError: there are more than 16 workers per core. Without processes, `make` raised it. From a future, `make`
+            or the function raised it, or a process was killed or cannot be started.
         RuntimeError: from a future, `make` or the function raised another exception in a process. The message is its
             traceback. Without processes, the exception itself is raised.
     """
+    cores = os.cpu_count() or 1
+    if workers > _PER_CORE * cores:
+        raise ValueError(
+            f"{setting} is {workers}, but this machine has {cores} cores; set at most {_PER_CORE * cores}"
+        )
     # A forked process would share the locks of JAX's threads.
     context = multiprocessing.get_context("spawn")
     started: list[SpawnProcess] = []
@@ -74,7 +81,8 @@ def pool[Item, Result](
         if isinstance(connection, OSError):
             idle.put(connection)
             raise ValueError(
-                f"cannot start a worker process: {connection.strerror or connection}; set fewer {setting}"
+                f"cannot start a worker process: {connection.strerror or connection}; set fewer {setting}, or raise "
+                f"this limit of the machine"
             )
         try:
             connection.send(item)

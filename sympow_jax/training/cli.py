@@ -10,6 +10,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+from sympow_jax import spelling
+
 __all__ = ["SAVING", "StopSignals", "user_errors"]
 
 # Ctrl-C, and the notices of Kubernetes, clouds and SLURM before they take the machine.
@@ -17,6 +19,8 @@ _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Line on stderr after the first signal.
 SAVING = "saving after this step; once more ends at once"
 _STDERR = 2
+# Characters of an error. Values in it may come from a file of any content.
+_LONGEST = 1500
 # Seconds. `uv run` and `timeout` forward a signal that the process, being in their group, has already received.
 _ONE_PRESS = 1.0
 
@@ -32,7 +36,8 @@ def user_errors() -> Iterator[None]:
     """Turns a user error or Ctrl-C into one line on stderr and a non-zero exit code.
 
     User errors are `ValueError`, `OSError`, and `NotImplementedError`, which means that a named implementation does not
-    support the request. `python -X dev` prints the traceback, for development.
+    support the request. `MemoryError` is one too, because large files cause it. `python -X dev` prints the traceback,
+    for development.
     """
     if not sys.flags.dev_mode:
         # Orbax logs, with tracebacks, errors that it also raises. Hide them, but let handlers receive them.
@@ -45,7 +50,16 @@ def user_errors() -> Iterator[None]:
     except (ValueError, OSError, NotImplementedError) as error:
         if sys.flags.dev_mode:
             raise
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"error: {spelling.cut(str(error), _LONGEST)}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+    except MemoryError:
+        if sys.flags.dev_mode:
+            raise
+        print(
+            "error: memory is short; use a machine that has more, or smaller data",
+            file=sys.stderr,
+            flush=True,
+        )
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)

@@ -437,7 +437,7 @@ def _wait(condition) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signals_end_a_command_with_one_line(folder, lines, monkeypatch, capsys, number):
     encode = pieces.PieceEncoder.encode
     encoded = []
@@ -475,6 +475,17 @@ def test_a_full_disk(folder, lines, monkeypatch, capsys):
     assert "No space left on device; correct this and repeat the command, which continues" in line
     prepare.main(command)
     assert stored("a.bin") == lines
+
+
+def test_memory_that_runs_out_before_any_piece(folder, lines, monkeypatch, capsys):
+    from sympow_jax.data import corpus
+
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(corpus, "holds_text", fail)
+    command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
+    assert "memory is short; use a machine" in mistakes.line(prepare.main, command, capsys)
 
 
 def test_short_documents_are_left_out(folder, lines, capsys):

@@ -41,6 +41,14 @@ def test_processes_end_in_the_middle_of_results_and_get_no_signal_before():
     assert not multiprocessing.active_children()
 
 
+def test_more_workers_than_a_machine_can_have():
+    with (
+        pytest.raises(ValueError, match=r"^data\.workers is 1000000, but .*; set at most \d+$"),
+        processes.pool(Zeros, workers=1_000_000, setting="data.workers"),
+    ):
+        pass
+
+
 def test_a_kill_in_the_middle_of_a_result_is_an_error():
     with processes.pool(Zeros, workers=1, setting="data.workers") as submit:
         futures = [submit(1 << 26) for _ in range(3)]
@@ -61,7 +69,7 @@ def test_a_process_that_cannot_be_started_is_one_line(monkeypatch, caplog):
         for future in [submit(1) for _ in range(4)]:
             with pytest.raises(
                 ValueError,
-                match=r"^cannot start a worker process: Resource temporarily unavailable; set fewer data\.workers$",
+                match=r"^cannot start a worker process: Resource temporarily unavailable; set fewer data\.workers, or .*$",
             ):
                 future.result()
     assert not caplog.records

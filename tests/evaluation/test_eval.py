@@ -137,6 +137,11 @@ def test_a_mistake_creates_no_folder(trained, capsys, name):
         (["--workdir={runs}/a", "--tasks=copie"], "there is no task 'copie'; did you mean copy?"),
         (["--workdir={runs}/a", "--tasks=copy,copy"], "task 'copy' is given more than once"),
         (["--workdir={runs}/a", "--tasks=copy", "--trials=0"], "number of trials is 0"),
+        (
+            ["--workdir={runs}/a", "--tasks=copy", "--trials=1000000000"],
+            "tokens; they must be at most 268,435,456",
+        ),
+        (["--workdir={runs}/a", "--tasks=copy", "--context_lengths=1000000000000"], "lower one of the two"),
         (["--workdir={runs}/a", "--tasks=copy", "--tokenizer=x.json"], "--tokenizer is for tasks with text"),
         (
             ["--workdir={runs}/a", "--tasks=recall"],

@@ -10,13 +10,18 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jaxtyping import Int32, Int64
 
+from sympow_jax import spelling
 from sympow_jax.data.corpus import blocks, files
 
 __all__ = ["ParquetReader", "holds_text"]
 
 # Rows that are decoded at a time. A whole row group of long documents might not fit in memory.
 _BATCH_ROWS = 128
+# Bound on the memory that a piece can take, as that of JSON lines: a dictionary repeats a long text at no cost.
+_LARGEST_PIECE = 1 << 30
 _OPEN_FILES = 16
+# Characters of the type of a column that an error shows. A struct names all its fields.
+_TYPE = 160
 # A row group of up to this number of pieces is not divided.
 _LARGEST_GROUP = 2
 
@@ -38,9 +43,8 @@ class _GroupReader:
         self._batches = opened.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[column])
         self._rest: pa.Array = pa.nulls(0)
 
-    def read(self, start: int, stop: int) -> list[pa.Array]:
-        """Returns rows start .. stop - 1 of the group; rows up to `start` are skipped."""
-        parts = []
+    def read(self, start: int, stop: int) -> Iterator[pa.Array]:
+        """Yields parts of rows start .. stop - 1 of the group; rows up to `start` are skipped."""
         while self.row < stop:
             if not len(self._rest):
                 batch = next(self._batches, None)
@@ -52,8 +56,7 @@ class _GroupReader:
             self._rest = self._rest[len(part) :]
             self.row += len(part)
             if not skips:
-                parts.append(part)
-        return parts
+                yield part
 
 
 class ParquetReader:
@@ -87,7 +90,7 @@ class ParquetReader:
         stop = _boundary(starts, piece.index + 1, piece.count)
         positions: list[int] = []
         documents: list[blocks.Document] = []
-        row = first
+        row, size = first, 0
         groups = np.searchsorted(starts, first, side="right") - 1, np.searchsorted(starts, stop)
         for group in range(*groups):
             begin, end = max(first, starts[group]), min(stop, starts[group + 1])
@@ -98,16 +101,24 @@ class ParquetReader:
                     if value is not None and len(value):
                         positions.append(row + i)
                         documents.append(value)
+                        size += memoryview(value).nbytes
                 row += len(part)
+                if size > _LARGEST_PIECE:
+                    raise ValueError(
+                        f"{url} decodes to more than {_LARGEST_PIECE} bytes from row {first} to {row}, far more than "
+                        f"text does; check the file, or write it in smaller row groups"
+                    )
         return blocks.Block(url, "row", np.array(positions, np.int64), documents)
 
-    def _parts(self, opened: pq.ParquetFile, url: str, group: int, start: int, stop: int) -> list[pa.Array]:
+    def _parts(
+        self, opened: pq.ParquetFile, url: str, group: int, start: int, stop: int
+    ) -> Iterator[pa.Array]:
         reader = self._last[2] if self._last is not None and self._last[:2] == (url, group) else None
         with _arrow_errors(f"row group {group} of {url}"):
             if reader is None or reader.row > start:
                 reader = _GroupReader(opened, group, self._column)
                 self._last = url, group, reader
-            return reader.read(start, stop)
+            yield from reader.read(start, stop)
 
 
 def holds_text(file: files.CorpusFile, column: str) -> bool:
@@ -132,8 +143,10 @@ _LIST_CHECKS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size
 def _holds_text(opened: pq.ParquetFile, url: str, column: str) -> bool:
     schema = opened.schema_arrow
     if column not in schema.names:
-        listed = ", ".join(map(repr, schema.names))
-        raise ValueError(f"{url} has no column {column!r}: there are {listed}; name one of them")
+        columns = spelling.listed(map(repr, schema.names)) or "none"
+        raise ValueError(f"{url} has no column {column!r}: there are {columns}; name one of them")
+    if schema.names.count(column) > 1:
+        raise ValueError(f"{url} has {schema.names.count(column)} columns {column!r}; rename all but one")
     kind = schema.field(column).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
@@ -142,7 +155,8 @@ def _holds_text(opened: pq.ParquetFile, url: str, column: str) -> bool:
     if any(check(kind) for check in _LIST_CHECKS) and pa.types.is_integer(kind.value_type):
         return False
     raise ValueError(
-        f"column {column!r} of {url} is of type {kind}; it must hold text, or lists of token ids"
+        f"column {column!r} of {url} is of type {spelling.cut(str(kind), _TYPE)}; it must hold text, or lists of "
+        f"token ids"
     )
 
 

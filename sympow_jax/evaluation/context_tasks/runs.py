@@ -22,6 +22,8 @@ __all__ = ["context_task_results", "evaluate_context_tasks"]
 _TRIALS = 64
 # Length of the text that contexts are excerpts of, divided by the longest context.
 _TEXT_CONTEXTS = 4
+# Tokens of all contexts of a task and length, which are in memory: a GiB.
+_LARGEST = 1 << 28
 
 
 def context_task_results(
@@ -49,7 +51,8 @@ def context_task_results(
 
     Raises:
         ValueError: there is no such task, a length is too short for a task or exceeds the model's learned positions,
-            the tokenizer is not known or cannot encode a task, or `trials` is below 1.
+            the tokenizer is not known or cannot encode a task, `trials` is below 1, or the contexts of a task and
+            length have more than 2^28 tokens.
 
     Examples:
         >>> import numpy as np
@@ -65,12 +68,13 @@ def context_task_results(
         [('recall', 256, 8), ('recall', 512, 8), ('needle', 256, 8), ('needle', 512, 8)]
     """
     _check(tasks, trials)
+    _check_sizes(tasks, lengths, trials)
     task_results = []
     for task in tasks:
         for length in lengths:
             exams = [
                 prompts.make_exam(task, material, length, seed=seed, index=index)
-                for index in range(-(-trials // prompts.TASKS[task].questions))
+                for index in range(_contexts(task, trials))
             ]
             scores = answers.answer_scores(model, [exam.case for exam in exams])
             task_results.append(results.summarize(task, length, exams, scores))
@@ -92,6 +96,22 @@ def _check(tasks: Sequence[str], trials: int) -> None:
             )
         if task in tasks[:index]:
             raise ValueError(f"task {task!r} is given more than once")
+
+
+def _contexts(task: str, trials: int) -> int:
+    """Returns the number of contexts that have the least number of questions."""
+    return -(-trials // prompts.TASKS[task].questions)
+
+
+def _check_sizes(tasks: Sequence[str], lengths: Sequence[int], trials: int) -> None:
+    longest = max(lengths, default=0)
+    for task in tasks:
+        count = _contexts(task, trials) * longest
+        if count > _LARGEST:
+            raise ValueError(
+                f"{trials} trials of the task {task!r} at context length {longest} are {count:,} tokens; they must be "
+                f"at most {_LARGEST:,}: lower one of the two"
+            )
 
 
 def evaluate_context_tasks(
@@ -147,6 +167,7 @@ def evaluate_context_tasks(
     elif tokenizer is not None:
         raise ValueError(f"--tokenizer is for tasks with text; {', '.join(tasks)} has none: leave it out")
     chosen = runs.lengths_of(first, heldout) if lengths is None else lengths
+    _check_sizes(tasks, chosen, trials)
     text = _read(documents, _TEXT_CONTEXTS * max(chosen, default=0))
     material = prompts.Material(text, codec, documents.lead)
     lengths = _drop_short(tasks, chosen, material) if lengths is None else chosen

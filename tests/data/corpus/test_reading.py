@@ -4,6 +4,7 @@ import gzip
 import json
 import pathlib
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -244,6 +245,24 @@ def test_columns_that_are_missing_or_differ(tmp_path):
         read(file, is_text=False)
 
 
+def test_errors_show_a_bounded_part_of_what_is_in_a_file(tmp_path):
+    names = [f"column_{number}" for number in range(2000)]
+    pq.write_table(pa.table({"text": [dict.fromkeys(names, 1)]}), tmp_path / "struct.parquet")
+    pq.write_table(pa.table({name: [1] for name in names}), tmp_path / "wide.parquet")
+    (tmp_path / "wide.jsonl").write_text(json.dumps({"k" * 100_000: 1}))
+    for name in ("struct.parquet", "wide.parquet", "wide.jsonl"):
+        with pytest.raises(ValueError, match=r"struct<column_0|no column 'text': there|no field") as raised:
+            corpus.holds_text(find(tmp_path / name), "text")
+        assert len(str(raised.value)) < 600 + len(str(tmp_path))
+
+
+def test_two_columns_of_one_name(tmp_path):
+    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet has 2 columns 'text'; rename all but one"):
+        corpus.holds_text(find(tmp_path / "a.parquet"), "text")
+
+
 def test_a_corrupt_row_group_is_named(tmp_path):
     rng = np.random.default_rng(0)
     documents = [rng.bytes(2000).hex() for _ in range(40)]
@@ -318,6 +337,28 @@ def test_a_file_that_decompresses_to_too_much(tmp_path, monkeypatch):
     file = write(tmp_path / "a.jsonl.gz", ["b" * 3_000_000])
     with pytest.raises(ValueError, match=r"decompresses to more than 1048576 bytes after byte 0"):
         read(file, 1 << 20)
+
+
+@pytest.mark.parametrize("documents", [["b" * 10_000] * 500, [[7] * 2500] * 500])
+def test_a_parquet_file_that_decodes_to_too_much(tmp_path, monkeypatch, documents):
+    from sympow_jax.data.corpus import parquet
+
+    monkeypatch.setattr(parquet, "_LARGEST_PIECE", 1 << 20)
+    pq.write_table(pa.table({"text": documents}), tmp_path / "a.parquet")
+    # Ended after the batch of rows that exceeds it.
+    with pytest.raises(ValueError, match=r"decodes to more than 1048576 bytes from row 0 to 128, far more"):
+        read(find(tmp_path / "a.parquet"), 1 << 20, is_text=isinstance(documents[0], str))
+
+
+def test_blank_lines_take_no_memory(tmp_path):
+    blank = 1 << 23
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n" * blank + b'{"text": "a"}\n  \n{"text": "b"}'))
+    tracemalloc.start()
+    (block,) = read(find(tmp_path / "a.jsonl.gz"), 1 << 30)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert block.positions.tolist() == [blank, blank + 17]
+    assert peak < 4 * blank
 
 
 def test_a_file_without_documents(tmp_path):
