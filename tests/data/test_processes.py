@@ -69,7 +69,7 @@ def test_a_process_that_cannot_be_started_is_one_line(monkeypatch, caplog):
         for future in [submit(1) for _ in range(4)]:
             with pytest.raises(
                 ValueError,
-                match=r"^cannot start a worker process: Resource temporarily unavailable; set fewer data\.workers, or .*$",
+                match=r"^cannot start a worker process: Resource temporarily unavailable; set fewer data\.workers, or",
             ):
                 future.result()
     assert not caplog.records
