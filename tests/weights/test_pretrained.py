@@ -222,7 +222,7 @@ def test_slices_are_read_straight_to_a_mesh(tmp_path):
             "layer_types has chunked_attention, not",
         ),
         ("starcoder2", {"use_bias": None}, "use_bias is None, not true or false"),
-        ("llama", {"rms_norm_eps": 1e300}, "model.norm_epsilon is 1e+300; it must be at most 1.0"),
+        ("llama", {"rms_norm_eps": 1e30}, "model.norm_epsilon is 1e+30; it must be at most 1.0"),
         ("llama", {"rms_norm_eps": float("nan")}, "model.norm_epsilon is nan; it must be a finite number"),
         ("llama", {"eos_token_id": -1}, "eos_token_id is -1; it must be an id from 0 to "),
         ("llama", {"eos_token_id": ["x"]}, "eos_token_id is 'x'; it must be an id from 0 to "),
