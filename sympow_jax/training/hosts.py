@@ -16,6 +16,7 @@ import re
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -45,6 +46,8 @@ __all__ = [
 TIMEOUT = 60
 # Seconds without a heartbeat after which a process counts as dead, and the others end.
 _HEARTBEAT = 60
+# Seconds that processes with the same error have to end before the first one does.
+_SECONDS_TO_END = 3.0
 # Last of the dynamic ports of RFC 6335. The ids of a job and its step select one of the last `_PORTS` ports.
 _LAST_PORT, _PORTS = 65_535, 4096
 # Variable from which JAX's cluster detection takes the port of the coordinator.
@@ -381,6 +384,9 @@ def _check_devices() -> None:
     numbers = collections.Counter(device.process_index for device in jax.devices())
     order = sorted(numbers, key=lambda index: (numbers[index], index))
     if numbers[least := order[0]] != numbers[most := order[-1]]:
+        if is_first():
+            # JAX aborts processes whose first process has ended: let the others end with this error before.
+            time.sleep(_SECONDS_TO_END)
         raise ValueError(
             f"the processes must have the same number of devices; process {least} has {numbers[least]} and process "
             f"{most} has {numbers[most]}"
