@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import math
 from collections.abc import Callable
 
@@ -188,16 +189,21 @@ def _cudnn(row):
 
 def _tokamax(row):
     del row
-    try:
-        import tokamax
-    except ImportError as error:
-        raise NotImplementedError(f"tokamax is not installed ({error})") from error
+    tokamax = _imported("tokamax", "tokamax")
 
     def call(query, key, value, log_decay):
         del log_decay
         return tokamax.dot_product_attention(query, key, value, is_causal=True, implementation="mosaic")
 
     return _Contender(call, _softmax)
+
+
+def _imported(module, package):
+    """Returns a module of another package; raises NotImplementedError if the package is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise NotImplementedError(f"{package} is not installed ({error})") from error
 
 
 def _softmax(query, key, value, log_decay):
@@ -207,10 +213,7 @@ def _softmax(query, key, value, log_decay):
 
 def _jax_linear_attention(row):
     del row
-    try:
-        from jla import ops as peer
-    except ImportError as error:
-        raise NotImplementedError(f"jax-linear-attention is not installed ({error})") from error
+    peer = _imported("jla.ops", "jax-linear-attention")
 
     def call(query, key, value, log_decay):
         out, _ = peer.linear_attention("simple_gla", query, key, value, g=log_decay, impl="mosaic_gpu")

@@ -76,10 +76,6 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--separator is {options.separator}; it must be an id from 0 to {(1 << 32) - 1}")
 
 
-# Notices of Kubernetes, clouds and SLURM before they take the machine.
-_NOTICES = (signal.SIGTERM, signal.SIGUSR1)
-
-
 class _Terminated(KeyboardInterrupt):
     """Arrival of a notice, whose number is the argument; no code takes it for an error."""
 
@@ -92,7 +88,7 @@ def _terminate(number: int, frame: types.FrameType | None) -> None:
 @contextlib.contextmanager
 def _stops() -> Iterator[None]:
     """Turns Ctrl-C, SIGTERM and SIGUSR1 into a line that says how to continue."""
-    before = {number: signal.signal(number, _terminate) for number in _NOTICES}
+    before = {number: signal.signal(number, _terminate) for number in cli.NOTICES}
     try:
         yield
     except KeyboardInterrupt as error:

@@ -19,6 +19,7 @@ __all__ = ["pool"]
 
 # Processes per core. More than one, because those that read over a network wait.
 _PER_CORE = 16
+# Ctrl-C and the notices that `training` and `prepare` handle.
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from sympow_jax import spelling
 
-__all__ = ["SAVING", "StopSignals", "user_errors"]
+__all__ = ["NOTICES", "SAVING", "StopSignals", "user_errors"]
 
-# Ctrl-C, and the notices of Kubernetes, clouds and SLURM before they take the machine.
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# Notices of Kubernetes, clouds and SLURM before they take the machine.
+NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 # Line on stderr after the first signal.
 SAVING = "saving after this step; once more ends at once"
 _STDERR = 2
@@ -79,7 +79,7 @@ class StopSignals:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopSignals":
-        for number in _STOPS:
+        for number in (signal.SIGINT, *NOTICES):
             self._previous[number] = signal.signal(number, self._note)
         return self
 
