@@ -35,14 +35,16 @@ import sympow_jax
 print(sympow_jax.__file__)
 """
 
-SECONDS = """
+# What the imports take, as a multiple of what that of JAX takes: seconds would depend on what else the machine does.
+RATIO = """
 import time
+times = [time.process_time()]
 import jax
-# What it takes where nothing else is done.
-start = time.process_time()
+times.append(time.process_time())
 import sympow_jax
 from sympow_jax import {names}
-print(time.process_time() - start)
+times.append(time.process_time())
+print((times[2] - times[1]) / (times[1] - times[0]))
 """
 
 
@@ -126,11 +128,11 @@ def test_ops_layers_and_models_need_no_training(python, tmp_path):
     assert pathlib.Path(place).is_relative_to(python.parents[1])
 
 
-@pytest.mark.parametrize(("names", "most"), [("ops", 0.5), ("config, layers, models, ops", 1.5)])
+@pytest.mark.parametrize(("names", "most"), [("ops", 0.25), ("config, layers, models, ops", 1.0)])
 def test_imports_take_little_more_than_that_of_jax(python, tmp_path, names, most):
-    code = SECONDS.format(names=names)
-    seconds = [float(call(python, "-c", code, cwd=tmp_path).stdout) for _ in range(3)]
-    assert statistics.median(seconds) < most, seconds
+    code = RATIO.format(names=names)
+    ratios = [float(call(python, "-c", code, cwd=tmp_path).stdout) for _ in range(3)]
+    assert statistics.median(ratios) < most, ratios
 
 
 def test_the_command_explains_itself_without_the_extra(python, tmp_path):
