@@ -20,8 +20,9 @@ __all__ = [
 
 # JAX draws keys from 32 bits of a seed, so larger seeds would repeat smaller ones.
 _SEEDS = 2**32
-# Largest float of the type that settings have in a run.
+# Largest and smallest positive normal float of the type that settings have in a run.
 _LARGEST = float(np.finfo(np.float32).max)
+_SMALLEST = float(np.finfo(np.float32).smallest_normal)
 # Characters of a text that is compared with names, which takes a time in proportion to its length.
 _NAME = 100
 
@@ -44,10 +45,12 @@ def require_at_least(least: float, **values: float) -> None:
 
 
 def require_positive(**values: float) -> None:
-    """Raises ValueError for the first of the named values that is not above 0."""
+    """Raises ValueError for the first of the named values that is not above 0, or below all normal float32 numbers."""
     for name, value in values.items():
         if value <= 0:
             raise ValueError(f"{name} is {value}; it must be positive")
+        if value < _SMALLEST:
+            raise ValueError(f"{name} is {value}; it must be at least {_SMALLEST:.1e}, the smallest normal float32")
 
 
 def require_fraction(**values: float) -> None:
