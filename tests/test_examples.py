@@ -95,7 +95,7 @@ def test_meshes_of_one_device(name):
     run_on_devices(name, 1)
 
 
-@pytest.mark.parametrize("preset", ["conformal", "softmax"])
+@pytest.mark.parametrize("preset", ["conformal", pytest.param("softmax", marks=pytest.mark.slow)])
 def test_a_server_of_concurrent_requests(preset):
     """Five requests share two slots; each text is that of its prompt alone."""
     serve = runpy.run_path(str(EXAMPLES / "serve.py"))

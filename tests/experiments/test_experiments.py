@@ -90,6 +90,7 @@ def test_parameters_of_gate_and_learned_rotary_are_the_papers():
     assert more == pytest.approx({"sympow": 0, "gated": 0.09, "conformal": 0.18}, abs=0.005)
 
 
+@pytest.mark.slow
 def test_rotation_rates(experiment):
     rows, content = experiment("rotation_rates", "--variants=gated,conformal,conformal 0.1")
     assert [(row["variant"], row["seed"]) for row in rows] == [
@@ -111,6 +112,7 @@ def test_rotation_rates(experiment):
         assert error == pytest.approx(abs(by_seed[0] - by_seed[1]) / 2, abs=2e-6)
 
 
+@pytest.mark.slow
 def test_lrpe(experiment):
     rows, content = experiment("lrpe", "--variants=base,rope")
     assert [(row["variant"], row["seed"]) for row in rows] == [

@@ -152,6 +152,7 @@ def test_a_stopped_training_is_resumed(tmp_path, monkeypatch, capsys):
     assert trained(tmp_path, rate=0.5)["curve"] != whole["curve"]  # other settings begin again
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     flags = ["--scale=tiny", "--variants=figure4,figure6", "--context=6", "--steps=60", f"--out={tmp_path}"]
     assert nt_tasks.main(["--base=2", "--delay=1", *flags]) == 0

@@ -181,6 +181,7 @@ def test_divergence_is_an_error(tmp_path):
         trained(tmp_path, setting=dataclasses.replace(TINY, rate=np.inf))
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys):
     flags = ["--scale=tiny", "--variants=p=2,softmax", f"--out={tmp_path}"]
     assert recall.main(flags) == 0

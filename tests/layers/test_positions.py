@@ -53,16 +53,13 @@ VARIANTS = {
 # A default run has one of each kind.
 OFTEN = {
     "orthogonal",
-    "unitary",
     "permuteformer",
     "of powers",
     "of softmax",
     "expressive",
     "stochastic",
     "learned, of Llama",
-    "rates of pairs",
     "constant gates",
-    "constant channel gates",
     "learned channel gates",
 }
 EACH = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]

@@ -70,6 +70,7 @@ def test_there_are_twenty_factorizations():
     assert len({tuple(x.items()) for x in FACTORIZATIONS}) == 20
 
 
+@pytest.mark.slow
 def test_scanned_layers_of_conformal_over_devices(compilation_cache):
     arrangement = {"fsdp": 2, "context": 2, "tensor": 2, "remat": "full", "layers": 2, "scan_layers": True}
     check("conformal", [arrangement], compilation_cache)
@@ -86,6 +87,7 @@ def test_matching_of_attention_over_devices(compilation_cache):
     check("softmax", [arrangement | pattern], compilation_cache)
 
 
+@pytest.mark.slow
 def test_softmax_over_devices(compilation_cache):
     check("softmax_alibi", [{"data": 2, "context": 2, "tensor": 2}], compilation_cache)
 

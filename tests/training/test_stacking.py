@@ -88,7 +88,7 @@ HYBRID = {"layers": 4, "attention_pattern": ("sympow_gated", "softmax")}
 
 @pytest.mark.parametrize(
     ("remat", "model"),
-    [("none", {}), ("attention", {}), ("none", HYBRID)],
+    [("none", {}), pytest.param("attention", {}, marks=pytest.mark.slow), ("none", HYBRID)],
     ids=["none", "attention", "hybrid"],
 )
 def test_an_update_is_that_of_layers_one_after_another(settings, remat, model):
@@ -168,7 +168,11 @@ def test_abstract_states_are_those_of_the_states(settings, name):
     jax.tree.map(np.testing.assert_array_equal, back, state)
 
 
-@pytest.mark.parametrize("changes", [{}, HYBRID], ids=["equal layers", "hybrid"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param({}, marks=pytest.mark.slow), HYBRID],
+    ids=["equal layers", "hybrid"],
+)
 def test_a_run_resumes_to_the_bit_and_in_the_other_form(tmp_path, settings, changes):
     deep = _deep(settings, scan_layers=True, **changes)
     assert train.train(deep, tmp_path / "whole") == 0
