@@ -234,6 +234,7 @@ def test_text_must_have_a_window_to_train_on_and_to_evaluate(folder):
         text.measure(row | {"lengths": [4096]})
 
 
+@pytest.mark.slow
 def test_training_on_text_lowers_the_loss(folder, monkeypatch):
     monkeypatch.setattr(text, "WARMUP_STEPS", 2)
     found = text.measure(text.SMOKE | {"preset": "conformal", "seconds": 0.1, "text": str(folder)})

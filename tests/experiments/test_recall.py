@@ -126,6 +126,7 @@ def trained(
     return recall.train(setting, task, shape, seeds, tmp_path / f"{name}.npz", steps=steps, series=64)
 
 
+@pytest.mark.slow
 def test_softmax_learns_both_tasks(tmp_path):
     setting = dataclasses.replace(TINY, batch=32, distances=(2, 4, 6))
     for task in recall.TASKS:
@@ -133,6 +134,7 @@ def test_softmax_learns_both_tasks(tmp_path):
         assert found.min() > 0.9
 
 
+@pytest.mark.slow
 def test_a_run_does_not_depend_on_the_others(tmp_path):
     found = {seeds: trained(tmp_path, str(seeds), seeds=seeds) for seeds in ((0, 3), (3,))}
     np.testing.assert_allclose(found[0, 3][1:], found[3,], atol=1 / 64)

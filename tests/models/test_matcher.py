@@ -101,7 +101,7 @@ def test_only_the_new_attention_has_gradients(matcher):
         assert models.AttentionMatcher.is_trained(matcher.config, name) == new
 
 
-@pytest.mark.parametrize("scan_layers", [False, True])
+@pytest.mark.parametrize("scan_layers", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_updates_lower_the_error_and_keep_all_else(scan_layers):
     run = settings(training=config.TrainingConfig(scan_layers=scan_layers))
     program = training.Program(run, sharding.whole_mesh())

@@ -22,7 +22,27 @@ def seconds(f, arguments):
     return min(once() for _ in range(10))
 
 
-@pytest.mark.parametrize("name", meshes.OPS)
+# Those that share most of their code with another of them.
+RARE = {
+    "reference",
+    "recurrent-reference",
+    "plain-attention",
+    "plain-chunked",
+    "step",
+    "channel-gated-step",
+    "linear-step",
+    "bidirectional",
+    "softmax-window",
+    "expressive-reference",
+    "lrpe-complex",
+    "lrpe-permutation",
+    "positions",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in meshes.OPS]
+)
 def test_a_second_call_compiles_nothing(name):
     f, arguments, _, _ = meshes.OPS[name]()
     jax.block_until_ready(f(**arguments))

@@ -107,8 +107,13 @@ def outputs_and_gradients(name):
     return jax.jit(jax.grad(loss, has_aux=True))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["one document", "documents"])
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        *((name, True) for name in EVERY),
+        *(pytest.param(name, False, marks=() if name in POWER else pytest.mark.slow) for name in EVERY),
+    ],
+)
 def test_nonfinite_tokens_reach_only_tokens_that_attend_to_them(name, packed):
     def outputs(arrays):
         if packed:

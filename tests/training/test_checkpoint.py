@@ -223,7 +223,12 @@ def _assert_not_restored(folder: pathlib.Path, settings: config.Config, capfd, m
 @pytest.mark.parametrize("target", ["itself", "nowhere"])
 @pytest.mark.parametrize(
     "pattern",
-    ["params/ocdbt.process_0/d/*", "opt_state/manifest.ocdbt", "params/_METADATA", "_CHECKPOINT_METADATA"],
+    [
+        "params/ocdbt.process_0/d/*",
+        pytest.param("opt_state/manifest.ocdbt", marks=pytest.mark.slow),
+        pytest.param("params/_METADATA", marks=pytest.mark.slow),
+        "_CHECKPOINT_METADATA",
+    ],
 )
 def test_a_file_that_cannot_be_read_is_not_damage(tmp_path, settings, capfd, pattern, target):
     # A link to itself cannot be opened even by root.
@@ -236,7 +241,9 @@ def test_a_file_that_cannot_be_read_is_not_damage(tmp_path, settings, capfd, pat
     _assert_same(_restore(tmp_path, settings)[0], copies[2])
 
 
-@pytest.mark.parametrize("call", ["load_checkpointables", "checkpointables_metadata"])
+@pytest.mark.parametrize(
+    "call", ["load_checkpointables", pytest.param("checkpointables_metadata", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     ("error", "match"),
     [

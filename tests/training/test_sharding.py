@@ -81,6 +81,7 @@ def test_scanned_layers_of_a_hybrid_over_devices(compilation_cache):
     check("conformal", [arrangement | {"attention_pattern": ["conformal", "softmax"]}], compilation_cache)
 
 
+@pytest.mark.slow
 def test_matching_of_attention_over_devices(compilation_cache):
     arrangement = {"fsdp": 2, "context": 2, "tensor": 2, "layers": 2, "scan_layers": True}
     pattern = {"attention_pattern": ["sympow_gated", "shared"], "task": "match_attention"}
