@@ -4,6 +4,7 @@ import gc
 import os
 import pathlib
 import shutil
+import signal
 import tempfile
 
 import jax
@@ -67,3 +68,11 @@ def _room_for_programs():
         return
     if mappings > _MAPPINGS:
         jax.clear_caches()
+
+
+@pytest.fixture
+def interruptible():
+    """Enables SIGINT as in a shell's foreground; in its background it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

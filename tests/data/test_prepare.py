@@ -437,6 +437,7 @@ def _wait(condition) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signals_end_a_command_with_one_line(folder, lines, monkeypatch, capsys, number):
     encode = pieces.PieceEncoder.encode

@@ -129,8 +129,8 @@ def test_a_mistake_is_one_line_and_exit_code_1(runs, capsys, arguments, message)
     assert message.format(runs=runs) in error
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_control_c(runs, capsys, monkeypatch):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     add = generation.Transcript.add
 
     def add_and_interrupt(transcript, tokens):
@@ -138,11 +138,8 @@ def test_control_c(runs, capsys, monkeypatch):
         return add(transcript, tokens)
 
     monkeypatch.setattr(generation.Transcript, "add", add_and_interrupt)
-    try:
-        with pytest.raises(SystemExit) as stopped:
-            generate.main([f"--workdir={runs}/a", "--prompt=the quick", "--max_tokens=40"])
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with pytest.raises(SystemExit) as stopped:
+        generate.main([f"--workdir={runs}/a", "--prompt=the quick", "--max_tokens=40"])
     assert stopped.value.code == 130
     printed, error = capsys.readouterr()
     assert printed.startswith("the quick")

@@ -318,14 +318,6 @@ def test_a_loss_that_is_not_finite(tmp_path, settings, prompts):
         assert all(np.isfinite(leaf).all() for leaf in _leaves(training.restore_model(tmp_path)[1]))
 
 
-@pytest.fixture
-def interruptible():
-    """Enables SIGINT as in a shell's foreground; in its background it is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, monkeypatch, capsys, number):
