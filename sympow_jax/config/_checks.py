@@ -50,7 +50,9 @@ def require_positive(**values: float) -> None:
         if value <= 0:
             raise ValueError(f"{name} is {value}; it must be positive")
         if value < _SMALLEST:
-            raise ValueError(f"{name} is {value}; it must be at least {_SMALLEST:.1e}, the smallest normal float32")
+            raise ValueError(
+                f"{name} is {value}; it must be at least {_SMALLEST:.1e}, the smallest normal float32"
+            )
 
 
 def require_fraction(**values: float) -> None:

@@ -18,18 +18,24 @@ import optax
 from sympow_jax import config, models, spelling
 from sympow_jax.training import stacking
 
-__all__ = ["Traits", "learning_rate", "make_optimizer", "make_traits", "schedule_free_average"]
+__all__ = [
+    "ParameterOptions",
+    "learning_rate",
+    "make_optimizer",
+    "parameter_options",
+    "schedule_free_average",
+]
 
 # Root mean square of muon's updates, with which they need the learning rate and the weight decay of AdamW: "Muon is
 # Scalable for LLM Training" (Liu et al. 2025, section 2.2).
 _MUON_RMS = 0.2
 
 
-class Traits(NamedTuple):
-    """How an optimizer treats each parameter, as trees of the parameters.
+class ParameterOptions(NamedTuple):
+    """Options of an optimizer for each parameter, as trees like the parameters.
 
     Attributes:
-        learning_rate: factors of the learning rate; arrays of one per layer where parameters are stacked.
+        learning_rate: factors of the learning rate; arrays with one per layer where parameters are stacked.
         weight_decay: factors of the weight decay, in the same form. They are 0 except for matrices.
         orthogonalized: whether muon orthogonalizes the parameter.
     """
@@ -42,25 +48,26 @@ class Traits(NamedTuple):
 def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedule:
     """Returns a schedule from `count`, the number of previous updates, to the learning rate.
 
-    For update u = count + 1 and w warm-up steps, the rate is `learning_rate * u / w` up to u = w. Then it depends on
-    the schedule. `constant` stays. `cosine` is a half cosine and `linear` a straight line; both reach
-    `final_fraction * learning_rate` at update `steps`. `wsd` stays, and is a straight line to the same rate over the
-    last `decay_fraction * steps` updates. `inverse_sqrt` is `learning_rate * sqrt(w / u)`, with w at least 1.
+    For update u = count + 1 and w warm-up steps, the rate is `learning_rate * u / w` up to u = w, and depends on the
+    schedule afterwards. `constant` stays at `learning_rate`. `cosine` is half a cosine and `linear` a straight line;
+    both reach `final_fraction * learning_rate` at update `steps`. `wsd` is constant, then a straight line to the same
+    rate over the last `decay_fraction * steps` updates, rounded. `inverse_sqrt` is `learning_rate * sqrt(w / u)`, with
+    w at least 1. A run that ends within its warm-up does not reach `learning_rate`.
     """
     peak, warmup = settings.learning_rate, settings.warmup_steps
     assert peak is not None  # after initialization, it is a number
     length = max(steps - warmup, 1)
-    straight = functools.partial(optax.polynomial_schedule, peak, settings.final_fraction * peak, power=1)
+    linear = functools.partial(optax.polynomial_schedule, peak, settings.final_fraction * peak, power=1)
     if settings.schedule == "constant":
         decay = optax.constant_schedule(peak)
     elif settings.schedule == "cosine":
         decay = optax.cosine_decay_schedule(peak, length, alpha=settings.final_fraction)
     elif settings.schedule == "linear":
-        decay = straight(transition_steps=length)
+        decay = linear(transition_steps=length)
     elif settings.schedule == "wsd":
-        falling = round(settings.decay_fraction * steps)
-        schedules = [optax.constant_schedule(peak), straight(transition_steps=falling)]
-        decay = optax.join_schedules(schedules, [length - falling])
+        decay_steps = round(settings.decay_fraction * steps)
+        schedules = [optax.constant_schedule(peak), linear(transition_steps=decay_steps)]
+        decay = optax.join_schedules(schedules, [length - decay_steps])
     else:
         decay = functools.partial(_inverse_sqrt, peak, warmup)
     if not warmup:
@@ -69,14 +76,15 @@ def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedul
     return lambda count: schedule(count + 1)
 
 
-def make_traits(settings: config.OptimizerConfig, params: optax.Params) -> Traits:
-    """Returns how the optimizer treats each of these parameters, which are by layer.
+def parameter_options(settings: config.OptimizerConfig, params: optax.Params) -> ParameterOptions:
+    """Returns the options of each parameter; layers must not be stacked.
 
     A factor is the product of the factors of all patterns that the parameter's name matches.
 
     Raises:
-        ValueError: a pattern of `learning_rate_factors` matches no parameter, one of `weight_decay_factors` matches no
-            matrix, or, for `muon`, no pattern of `orthogonalized` matches a matrix.
+        ValueError: a pattern of `learning_rate_factors` matches no parameter, or one of `weight_decay_factors` no
+            matrix; or, for `muon`, a pattern of `orthogonalized` matches no matrix, unless it is one of the defaults
+            and another one matches.
     """
     names = jax.tree_util.tree_map_with_path(lambda path, _: models.parameter_name(path), params)
     matrices = jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
@@ -93,12 +101,15 @@ def make_traits(settings: config.OptimizerConfig, params: optax.Params) -> Trait
         return leaf.ndim == 2 and any(fnmatch.fnmatchcase(name, x) for x in settings.orthogonalized)
 
     orthogonalized = jax.tree.map(is_orthogonalized, names, params)
-    if settings.name == "muon" and not any(jax.tree.leaves(orthogonalized)):
-        raise ValueError(
-            f"optimizer.orthogonalized is {settings.orthogonalized} and matches no matrix; the matrices are "
-            f"{', '.join(models.names_of_any_layer(matrix_names))}"
-        )
-    return Traits(
+    if settings.name == "muon":
+        own = [x for x in settings.orthogonalized if x not in config.OptimizerConfig().orthogonalized]
+        _require_matches("orthogonalized", own, models.names_of_any_layer(matrix_names), "matrix")
+        if not any(jax.tree.leaves(orthogonalized)):
+            raise ValueError(
+                f"optimizer.orthogonalized is {settings.orthogonalized} and matches no matrix; the matrices are "
+                f"{', '.join(models.names_of_any_layer(matrix_names))}"
+            )
+    return ParameterOptions(
         learning_rate=jax.tree.map(lambda name: _product(rate_factors, name), names),
         weight_decay=jax.tree.map(
             lambda name, is_matrix: _product(decay_factors, name) if is_matrix else 0, names, matrices
@@ -114,38 +125,38 @@ def _product(pairs: Sequence[tuple[str, float]], name: str) -> float:
 def _require_matches(setting: str, patterns: Sequence[str], names: Sequence[str], kind: str) -> None:
     for pattern in patterns:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            near = spelling.remedy(
+            remedy = spelling.remedy(
                 pattern, names, otherwise=f"the names are {', '.join(models.names_of_any_layer(names))}"
             )
             raise ValueError(
-                f"optimizer.{setting} has the pattern {pattern!r}, which matches no {kind}; {near}"
+                f"optimizer.{setting} has the pattern {pattern!r}, which matches no {kind}; {remedy}"
             )
 
 
 def make_optimizer(
-    settings: config.OptimizerConfig, steps: int, traits: Traits, trained: Any
+    settings: config.OptimizerConfig, steps: int, options: ParameterOptions, is_trained: Any
 ) -> optax.GradientTransformation:
-    """Returns the optimizer, after clipping by global norm.
+    """Returns the optimizer with clipping, weight decay, learning rates by parameter, and frozen parameters.
 
-    Updates, with their weight decay, are multiplied by the factors of the learning rate, which have no state.
-    Parameters that are not trained stay as they are and have no state.
+    Gradients are clipped by the global norm of those of trained parameters. Each update, including its weight decay, is
+    multiplied by its factor of the learning rate. Frozen parameters have no state.
 
     Args:
         settings: settings of the optimizer.
         steps: number of updates, at which the schedules end.
-        traits: how it treats each parameter, with factors and parameters in the same form.
-        trained: tree of whether each parameter is trained.
+        options: options of each parameter, stacked where the parameters are.
+        is_trained: tree of whether each parameter is trained; all others are frozen.
     """
     rate = learning_rate(settings, steps)
-    factors = optax.stateless(lambda changes, _: jax.tree.map(_scaled, traits.learning_rate, changes))
+    factors = optax.stateless(lambda changes, _: jax.tree.map(_scaled, options.learning_rate, changes))
     if settings.name == "prodigy":
-        update = _prodigy(settings, rate, traits)
+        update = _prodigy(settings, rate, options)
     else:
-        parts = [_direction(settings, traits), optax.scale_by_learning_rate(rate)]
+        stages = [_direction(settings, options)]
         # AdamW always has the weight-decay stage, so that its state has one structure with and without decay.
         if settings.weight_decay or settings.name == "adamw":
-            parts.insert(1, _weight_decay(settings, traits))
-        update = optax.chain(*parts)
+            stages.append(_weight_decay(settings, options))
+        update = optax.chain(*stages, optax.scale_by_learning_rate(rate))
     if settings.name == "schedule_free":
         # Factors scale the steps of z, of which x is the mean.
         update = optax.contrib.schedule_free(
@@ -157,9 +168,10 @@ def make_optimizer(
         update = optax.chain(optax.clip_by_global_norm(settings.clip_norm), update)
     if settings.learning_rate_factors and settings.name != "schedule_free":
         update = optax.chain(update, factors)
-    if all(jax.tree.leaves(trained)):
+    if all(jax.tree.leaves(is_trained)):
         return update
-    labels = jax.tree.map(lambda trains: "trained" if trains else "kept", trained)
+    # These names are in checkpoints.
+    labels = jax.tree.map(lambda trained: "trained" if trained else "kept", is_trained)
     return optax.partition({"trained": update, "kept": optax.set_to_zero()}, labels)
 
 
@@ -179,8 +191,8 @@ def schedule_free_average(opt_state: optax.OptState, params: optax.Params) -> op
     return jax.tree.map(average, state.z, params, is_leaf=lambda z: isinstance(z, optax.MaskedNode))
 
 
-def _direction(settings: config.OptimizerConfig, traits: Traits) -> optax.GradientTransformation:
-    """Returns the optimizer without weight decay and learning rate; it gives updates that are subtracted."""
+def _direction(settings: config.OptimizerConfig, options: ParameterOptions) -> optax.GradientTransformation:
+    """Returns the transformation of gradients into the direction that, times the learning rate, is subtracted."""
     if settings.name == "sgd":
         return optax.trace(settings.b1)
     if settings.name == "lion":
@@ -192,7 +204,7 @@ def _direction(settings: config.OptimizerConfig, traits: Traits) -> optax.Gradie
     adam = optax.scale_by_adam(settings.b1, settings.b2, settings.epsilon)
     if settings.name != "muon":
         return adam
-    labels = jax.tree.map(lambda matrix: "muon" if matrix else "adam", traits.orthogonalized)
+    labels = jax.tree.map(lambda matrix: "muon" if matrix else "adam", options.orthogonalized)
     return optax.partition({"muon": _muon(settings), "adam": adam}, labels)
 
 
@@ -212,7 +224,7 @@ def _muon(settings: config.OptimizerConfig) -> optax.GradientTransformation:
     """Returns Muon (Jordan et al. 2024), whose updates have the root mean square of AdamW's for any shape."""
 
     def axes(matrices: optax.Params) -> Any:
-        # Axes in front of these, such as that of stacked layers, are a batch of matrices.
+        # Leading axes, such as that of stacked layers, are a batch of matrices.
         return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), matrices)
 
     def scale(matrices: optax.Params, _: Any) -> optax.Params:
@@ -225,15 +237,15 @@ def _muon(settings: config.OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _prodigy(
-    settings: config.OptimizerConfig, rate: optax.Schedule, traits: Traits
+    settings: config.OptimizerConfig, rate: optax.Schedule, options: ParameterOptions
 ) -> optax.GradientTransformation:
     """Returns "Prodigy" (Mishchenko and Defazio 2023), with weight decay of matrices only."""
     b1, b2, start = settings.b1, settings.b2, settings.initial_distance
     prodigy = optax.contrib.prodigy(rate, (b1, b2), eps=settings.epsilon, estim_lr0=start)
-    decay = _weight_decay(settings, traits)
+    decay = _weight_decay(settings, options)
 
     def init(params: optax.Params) -> optax.OptState:
-        # Copies, because the parameters are donated, and the state has the first ones.
+        # Copies: the state keeps the initial parameters, and the step donates `params`.
         return prodigy.init(jax.tree.map(jnp.copy, params))
 
     def update(grads: optax.Updates, state: Any, params: Any) -> tuple[optax.Updates, Any]:
@@ -242,6 +254,7 @@ def _prodigy(
             return changes, new
         correction = (1 - b2**new.count) ** 0.5 / (1 - b1**new.count)
         step = state.estim_lr * rate(state.count) * correction
+        # Applied to zeros, the weight-decay stage gives the decay alone.
         zeros = jax.tree.map(jnp.zeros_like, params)
         decays, _ = decay.update(zeros, decay.init(params), params)
         return jax.tree.map(lambda change, decay: change - step * decay, changes, decays), new
@@ -249,11 +262,13 @@ def _prodigy(
     return optax.GradientTransformation(init, update)
 
 
-def _weight_decay(settings: config.OptimizerConfig, traits: Traits) -> optax.GradientTransformation:
+def _weight_decay(
+    settings: config.OptimizerConfig, options: ParameterOptions
+) -> optax.GradientTransformation:
     """Returns decoupled weight decay, before the learning rate; its state has no arrays."""
 
     def add(changes: optax.Updates, params: optax.Params) -> optax.Updates:
-        return jax.tree.map(add_one, traits.weight_decay, changes, params)
+        return jax.tree.map(add_one, options.weight_decay, changes, params)
 
     def add_one(factor: Any, change: Any, param: Any) -> Any:
         if not settings.weight_decay or isinstance(change, optax.MaskedNode):
@@ -261,7 +276,7 @@ def _weight_decay(settings: config.OptimizerConfig, traits: Traits) -> optax.Gra
         return change + _scaled(factor, settings.weight_decay * param)
 
     return optax.masked(
-        optax.stateless(add), jax.tree.map(lambda factor: bool(np.any(factor)), traits.weight_decay)
+        optax.stateless(add), jax.tree.map(lambda factor: bool(np.any(factor)), options.weight_decay)
     )
 
 

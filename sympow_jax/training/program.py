@@ -82,13 +82,13 @@ class Program:
         self.params: Params = jax.tree_util.tree_map_with_path(shard, params)
         self.statistics: Params = jax.tree.map(self._placed, statistics)
         self.kernels = tuple(block.attention.kernel for block in model.blocks)
-        traits = optimizer.make_traits(config.optimizer, self.params)
+        options = optimizer.parameter_options(config.optimizer, self.params)
         trained = jax.tree_util.tree_map_with_path(self._trains, self.params)
         if self.scans:
-            rates, decays = self._stack((traits.learning_rate, traits.weight_decay), join=np.array)
-            matrices, trained = self._stack((traits.orthogonalized, trained), join=lambda leaves: leaves[0])
-            traits = optimizer.Traits(rates, decays, matrices)
-        self.optimizer = optimizer.make_optimizer(config.optimizer, config.training.steps, traits, trained)
+            rates, decays = self._stack((options.learning_rate, options.weight_decay), join=np.array)
+            matrices, trained = self._stack((options.orthogonalized, trained), join=lambda leaves: leaves[0])
+            options = optimizer.ParameterOptions(rates, decays, matrices)
+        self.optimizer = optimizer.make_optimizer(config.optimizer, config.training.steps, options, trained)
 
     def _trains(self, path: tuple[Any, ...], _: Any) -> bool:
         if self.config.task.name != "match_attention":

@@ -54,7 +54,7 @@ def import_run(path: str | os.PathLike[str], settings: config.Config, folder: st
         raise ValueError(f"{folder} holds a run; import into another workdir")
     model = files.load(path, settings)
     params, statistics = (nnx.to_pure_dict(tree) for tree in nnx.split(model, nnx.Param, nnx.BatchStat)[1:])
-    optimizer.make_traits(settings.optimizer, params)  # raises its errors before there is a workdir
+    optimizer.parameter_options(settings.optimizer, params)  # raises its errors before there is a workdir
     workdir.open_workdir(folder, settings)
     state = training.TrainState(step=jnp.int32(0), params=params, opt_state=(), statistics=statistics)
     with checkpoint.Checkpoints(folder, settings) as checkpoints:

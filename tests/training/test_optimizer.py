@@ -23,7 +23,7 @@ def _rates(steps: int, **changes) -> list[float]:
 
 def _make(settings: config.OptimizerConfig, params):
     trained = jax.tree.map(lambda _: True, params)
-    return optimizer.make_optimizer(settings, 10, optimizer.make_traits(settings, params), trained)
+    return optimizer.make_optimizer(settings, 10, optimizer.parameter_options(settings, params), trained)
 
 
 def _one_update(grad: float, **changes) -> dict[str, np.ndarray]:
@@ -147,7 +147,7 @@ def test_a_pattern_that_matches_nothing_is_one_line_with_the_nearest_name():
     }.items():
         settings = config.OptimizerConfig(learning_rate_factors=(f"{pattern}=0.1",))
         with pytest.raises(ValueError) as raised:  # noqa: PT011
-            optimizer.make_traits(settings, params)
+            optimizer.parameter_options(settings, params)
         assert str(raised.value) == (
             f"optimizer.learning_rate_factors has the pattern '{pattern}', which matches no parameter; {remedy}"
         )
@@ -230,12 +230,12 @@ def test_stacked_layers_have_the_updates_and_the_state_of_single_ones(name, peri
     )
     params = _deep_params(4)
     grads = _deep_grads(params)
-    traits, trained = optimizer.make_traits(settings, params), jax.tree.map(lambda _: True, params)
-    expected = _run(optimizer.make_optimizer(settings, 10, traits, trained), params, grads)
+    options, trained = optimizer.parameter_options(settings, params), jax.tree.map(lambda _: True, params)
+    expected = _run(optimizer.make_optimizer(settings, 10, options, trained), params, grads)
 
-    factors = stacking.stack((traits.learning_rate, traits.weight_decay), period, np.array)
-    matrices, trained = stacking.stack((traits.orthogonalized, trained), period, lambda leaves: leaves[0])
-    tx = optimizer.make_optimizer(settings, 10, optimizer.Traits(*factors, matrices), trained)
+    factors = stacking.stack((options.learning_rate, options.weight_decay), period, np.array)
+    matrices, trained = stacking.stack((options.orthogonalized, trained), period, lambda leaves: leaves[0])
+    tx = optimizer.make_optimizer(settings, 10, optimizer.ParameterOptions(*factors, matrices), trained)
     found = _run(tx, stacking.stack(params, period), [stacking.stack(grad, period) for grad in grads])
     assert jax.tree.structure(stacking.unstack(found)) == jax.tree.structure(expected)
     jax.tree.map(
@@ -356,6 +356,21 @@ def test_muons_updates_have_the_size_of_adams():
     assert math.sqrt(np.mean(change**2)) == pytest.approx(0.2, rel=0.3)
 
 
+@pytest.mark.parametrize("pattern", ["blocks.*.mpl.up.kernel", "embedding.*"])
+def test_a_pattern_of_muons_matrices_that_matches_none_is_one_line(pattern):
+    """The defaults may match none, since models differ, but what a user writes must match."""
+    params = _deep_params(2)
+    defaults = config.OptimizerConfig().orthogonalized
+    optimizer.parameter_options(config.OptimizerConfig(name="muon"), params)
+    for patterns in ((pattern,), (*defaults, pattern)):
+        settings = config.OptimizerConfig(name="muon", orthogonalized=patterns)
+        with pytest.raises(
+            ValueError, match=r"orthogonalized has the pattern .* matches no matrix"
+        ) as raised:
+            optimizer.parameter_options(settings, params)
+        assert "\n" not in str(raised.value)
+
+
 def test_weight_decay_factors_multiply_and_vectors_never_decay():
     params = _deep_params(2)
     settings = config.OptimizerConfig(
@@ -383,7 +398,7 @@ def test_weight_decay_factors_multiply_and_vectors_never_decay():
     for pattern in ("norm*", "final_norm.scale"):
         wrong = dataclasses.replace(settings, weight_decay_factors=(f"{pattern}=0",))
         with pytest.raises(ValueError, match=r"weight_decay_factors has the pattern .* matches no matrix"):
-            optimizer.make_traits(wrong, params)
+            optimizer.parameter_options(wrong, params)
 
 
 def test_schedule_free_is_its_formula():
@@ -429,7 +444,7 @@ def test_parameters_that_are_not_trained_stay(name):
     trained = jax.tree_util.tree_map_with_path(
         lambda path, _: models.parameter_name(path).startswith("blocks.0."), params
     )
-    tx = optimizer.make_optimizer(settings, 10, optimizer.make_traits(settings, params), trained)
+    tx = optimizer.make_optimizer(settings, 10, optimizer.parameter_options(settings, params), trained)
     found, state = _run(tx, params, _deep_grads(params))
     evaluated = optimizer.schedule_free_average(state, found) if name == "schedule_free" else found
     for tree in (found, evaluated):
