@@ -9,6 +9,7 @@ whole work, until the output is there; a second worker is started within.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -25,6 +26,7 @@ import zstandard
 
 from benchmarks import _rows
 from sympow_jax import config, data
+from sympow_jax.data import corpus as corpus_lib
 from sympow_jax.data import prepare
 
 FORMATS = ("parquet", "jsonl", "jsonl.zst")
@@ -39,8 +41,8 @@ PREPARATIONS = [(kind, workers) for kind in ("bin", "longcrawl64") for workers i
 CONTEXTS = (1024, 8192, 65536)
 _VOCAB_SIZE = 16_384
 _TRAINING_DOCUMENTS = 400
-# Parts of the data, of about 16 MiB of text, that are timed after the first.
-_PARTS = 4
+# Groups of about 16 MiB of text that are timed after the first, which includes the start of the workers.
+_GROUPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +124,9 @@ def write_corpus(folder: pathlib.Path, documents: list[str]) -> None:
     bpe.save(str(folder / "bpe.json"))
 
 
-def _opened(folder: pathlib.Path, tokenizer: str, kind: str, *, workers: int = 0, context_length: int = 1024):
+def _open_rows(
+    folder: pathlib.Path, tokenizer: str, kind: str, *, workers: int = 0, context_length: int = 1024
+) -> corpus_lib.CorpusRows:
     settings = config.DataConfig(
         source=kind.split(".")[0],
         paths=(str(folder / f"corpus.{kind}"),),
@@ -132,19 +136,20 @@ def _opened(folder: pathlib.Path, tokenizer: str, kind: str, *, workers: int = 0
         context_length=context_length,
         batch_tokens=context_length,
     )
-    return data.train_dataset(settings, vocab_size=_VOCAB_SIZE)
+    corpus = data.train_dataset(settings, vocab_size=_VOCAB_SIZE)
+    assert isinstance(corpus, corpus_lib.CorpusRows)
+    return corpus
 
 
 def speed(folder: pathlib.Path, size: int, tokenizer: str, kind: str, workers: int) -> Speed:
     """Returns the speed of a case; `size` is the number of bytes of the corpus."""
-    corpus = _opened(folder, tokenizer, kind, workers=workers)
-    parts = corpus.tokens(0)
-    next(parts)
-    began = time.perf_counter()
-    count = sum(len(part.tokens) for part in itertools.islice(parts, _PARTS))
-    seconds = time.perf_counter() - began
-    parts.close()
-    bytes_per_token = size * _PARTS / len(corpus) / count
+    corpus = _open_rows(folder, tokenizer, kind, workers=workers)
+    with contextlib.closing(corpus.tokens(0)) as groups:
+        next(groups)
+        began = time.perf_counter()
+        count = sum(len(group.tokens) for group in itertools.islice(groups, _GROUPS))
+        seconds = time.perf_counter() - began
+    bytes_per_token = size * _GROUPS / corpus.groups_per_epoch / count
     return Speed(tokenizer, kind, workers, count / seconds, bytes_per_token)
 
 
@@ -160,12 +165,13 @@ def preparation(folder: pathlib.Path, kind: str, workers: int) -> Preparation:
 
 def waste(folder: pathlib.Path, context_length: int) -> Waste:
     """Returns the tokens that an epoch of a context length drops."""
-    corpus = _opened(folder, "bpe", "parquet", context_length=context_length)
-    tokens = kept = 0
-    for number, part in enumerate(itertools.islice(corpus.tokens(0), len(corpus))):
-        tokens += len(part.tokens)
-        kept += len(corpus.rows(number, part)) * context_length
-    return Waste(context_length, tokens, tokens - kept, (tokens - kept) / tokens)
+    corpus = _open_rows(folder, "bpe", "parquet", context_length=context_length)
+    tokens = packed = 0
+    with contextlib.closing(corpus.tokens(0)) as groups:
+        for number, group in enumerate(itertools.islice(groups, corpus.groups_per_epoch)):
+            tokens += len(group.tokens)
+            packed += len(corpus.rows_of_group(number, group)) * context_length
+    return Waste(context_length, tokens, tokens - packed, (tokens - packed) / tokens)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
