@@ -96,14 +96,16 @@ class Waste:
 def texts(megabytes: float) -> list[str]:
     """Returns the documents, in an order that mixes packages, up to a size."""
     roots = {pathlib.Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")}
-    paths = sorted({path for root in roots for path in root.rglob("*.py")}, key=lambda path: path.name)
-    found, size = [], 0.0
-    for path in paths:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if text and size < megabytes * 1e6:
-            found.append(text)
+    paths = {path for root in roots for path in root.rglob("*.py")}
+    documents, size = [], 0
+    # Hundreds of files have the same name; their whole paths make the order the same in every run.
+    for path in sorted(paths, key=lambda path: (path.name, str(path))):
+        if size >= megabytes * 1e6:
+            break
+        if text := path.read_text(encoding="utf-8", errors="replace"):
+            documents.append(text)
             size += len(text.encode())
-    return found
+    return documents
 
 
 def write_corpus(folder: pathlib.Path, documents: list[str]) -> None:
@@ -182,6 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the JSON file to write")
     parser.add_argument("--megabytes", type=float, default=64, help="size of the corpus, 64")
     options = parser.parse_args(arguments)
+    if not options.megabytes > 0:
+        parser.error(f"--megabytes is {options.megabytes:g}; it must be above 0")
     with tempfile.TemporaryDirectory() as place:
         folder = pathlib.Path(place)
         documents = texts(options.megabytes)
