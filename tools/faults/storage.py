@@ -15,7 +15,17 @@ from sympow_jax.data import prepare
 from tests.data import builders
 from tests.training import launching
 from tools import small_disk
-from tools.faults.stage import PATIENCE, NotSurvived, Reason, Stage, check_error, check_same, steps, tried
+from tools.faults.stage import (
+    PATIENCE,
+    NotSurvived,
+    Reason,
+    Stage,
+    check_error,
+    check_same,
+    check_success,
+    steps,
+    tried,
+)
 
 _FULL = ("could not be saved", "cannot write", "No space left", "File too large")
 
@@ -34,17 +44,30 @@ Damage = Callable[[Stage, pathlib.Path], None]
 
 
 def _damaged_checkpoints(damage: Damage, stage: Stage, numbers: range) -> Iterator[Reason]:
-    """Damages a file of the newest checkpoint, each in turn: it resumes from the one before."""
-    options = {"training__steps": 20, "training__checkpoint_every": 5}
+    """Damages one file of the newest checkpoint; the run must end like an undisturbed one.
+
+    It resumes from the checkpoint before, and the damaged one is quarantined. If nothing is quarantined, the damage was
+    in what is not part of the state. It then resumes from the newest.
+    """
+    before = stage.undisturbed(training__steps=20, training__checkpoint_every=5)
+    # More steps, so that damage to the state of the optimizer changes the parameters.
+    options = {"training__steps": 25, "training__checkpoint_every": 5}
     expected = stage.undisturbed(**options)
-    files = sorted(path for path in (expected / "checkpoints" / "20").rglob("*") if path.is_file())
+    files = sorted(path for path in (before / "checkpoints" / "20").rglob("*") if path.is_file())
 
     def attempt(number: int) -> None:
+        file = files[number % len(files)].relative_to(before)
         run = stage.new("damaged")
-        shutil.copytree(expected, run, dirs_exist_ok=True)
-        damage(stage, run / files[number % len(files)].relative_to(expected))
-        stage.finish(run, **options)
-        check_same(run, expected)
+        shutil.copytree(before, run, dirs_exist_ok=True)
+        damage(stage, run / file)
+        started = stage.start(run, **options)
+        started[0].wait(PATIENCE)
+        noticed = (run / "damaged_checkpoints" / "20").is_dir()
+        check_success(started, resumes_at=15 if noticed else 20)
+        try:
+            check_same(run, expected)
+        except NotSurvived as error:
+            raise NotSurvived(f"{file}, {'noticed' if noticed else 'not noticed'}: {error}") from None
 
     return (tried(attempt, number) for number in numbers)
 
