@@ -112,13 +112,18 @@ def settings(options: _shared.Options, variant: str, *, rate: float, seed: int) 
 
 def _loss(folder: pathlib.Path) -> float:
     (row,) = _shared.evaluation(folder)
-    return row["loss"]
+    return _shared.from_json(row["loss"])
+
+
+def _rank(loss: float) -> float:
+    """Returns the loss, or infinity if it is not finite: Python's `min` and `sorted` cannot order NaN."""
+    return loss if math.isfinite(loss) else math.inf
 
 
 def _best(folders: Mapping[tuple[str, float, int], pathlib.Path], variant: str) -> float:
-    """Returns the rate of the lowest held-out loss."""
+    """Returns the rate of the lowest held-out loss, or the lowest rate if all losses are infinite."""
     losses = {rate: _loss(folder) for (name, rate, _), folder in folders.items() if name == variant}
-    return min(losses, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf)
+    return min(losses, key=lambda rate: (_rank(losses[rate]), rate))
 
 
 def _report(options: _shared.Options, folders: Mapping[tuple[str, float, int], pathlib.Path]) -> pathlib.Path:
@@ -171,7 +176,7 @@ def _at_best_rates(rows: Sequence[_shared.Row]) -> dict[str, tuple[float, list[f
                 if {x["seed"] for x in own if x["learning_rate"] == row["learning_rate"]} == seeds
             }
             if len(seeds) > 1
-            else {min(own, key=lambda row: row["loss"])["learning_rate"]}
+            else {min(own, key=lambda row: (_rank(row["loss"]), row["learning_rate"]))["learning_rate"]}
         )
         found[name] = rate, [row["loss"] for row in own if row["learning_rate"] == rate]
     return found
@@ -179,9 +184,9 @@ def _at_best_rates(rows: Sequence[_shared.Row]) -> dict[str, tuple[float, list[f
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
-    rows = content["rows"]
+    rows = [{**row, "loss": _shared.from_json(row["loss"])} for row in content["rows"]]
     found = _at_best_rates(rows)
-    order = sorted(found, key=lambda name: _shared.mean(found[name][1]).value)
+    order = sorted(found, key=lambda name: _rank(_shared.mean(found[name][1]).value))
     first = min(row["seed"] for row in rows)
     tried = {
         name: sorted(
