@@ -104,7 +104,7 @@ def _damaged_data(damage: Damage, stage: Stage, numbers: range) -> Iterator[Reas
 
     def attempt(number: int) -> None:
         path, half, expected, options = cases[number % len(cases)]
-        run, good = stage.new("data"), path.read_bytes()
+        run, good = stage.new("damaged"), path.read_bytes()
         shutil.copytree(half, run, dirs_exist_ok=True)
         try:
             damage(stage, path)
@@ -113,7 +113,7 @@ def _damaged_data(damage: Damage, stage: Stage, numbers: range) -> Iterator[Reas
         finally:
             path.write_bytes(good)
         if code != 0:
-            check_error(one, "data", path.name, path.parent.name)
+            check_error(one, str(options["data__paths"]), "the data is no longer what the run")
             stage.finish(run, training__steps=20, resumes_at=steps(run)[-1], **options)
         try:
             check_same(run, expected)
