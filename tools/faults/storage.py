@@ -141,11 +141,14 @@ def shards(stage: Stage, numbers: range) -> Iterator[Reason]:
         run, away = stage.new("vanished"), stage.new("away")
         started = stage.start(run, **options)
         launching.wait_until(lambda: bool(steps(run)), started)
-        for chunk in array.glob("[0-9]*"):
-            chunk.rename(away / chunk.name)
-        started[0].wait(PATIENCE)
-        for chunk in away.iterdir():
-            chunk.rename(array / chunk.name)
+        try:
+            for chunk in array.glob("[0-9]*"):
+                chunk.rename(away / chunk.name)
+            started[0].wait(PATIENCE)
+        finally:
+            # The next try reads the same array.
+            for chunk in away.iterdir():
+                chunk.rename(array / chunk.name)
         check_error(started[0], "cannot be read")
         stage.finish(run, **options)
         check_same(run, expected)
@@ -157,9 +160,9 @@ _SAVING = {"training__steps": 60, "training__checkpoint_every": 10}
 
 
 def full_disk(stage: Stage, numbers: range) -> Iterator[Reason]:
-    """Fills the disk during a save up to a random byte, then frees space again.
+    """Leaves less than half a checkpoint of free space after the first save, and frees it after the run has ended.
 
-    Uses a separate disk if the system permits one, else a limit on the size of files.
+    Where mounting is not permitted, limits the size of files instead.
     """
     expected = stage.undisturbed(**_SAVING)
     newest = expected / "checkpoints" / str(_SAVING["training__steps"])
