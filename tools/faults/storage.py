@@ -76,7 +76,7 @@ truncated_checkpoints = functools.partial(_damaged_checkpoints, _truncate)
 flipped_checkpoints = functools.partial(_damaged_checkpoints, _flip)
 
 
-def _prepared(stage: Stage) -> list[tuple[pathlib.Path, dict[str, Any]]]:
+def _prepare_corpus(stage: Stage) -> list[tuple[pathlib.Path, dict[str, Any]]]:
     """Prepares the corpus in both formats; returns the files' folders with the settings that read them."""
     sources = [str(stage.corpus)]
     flat, rows = stage.new("bin") / "train.bin", stage.new("zarr") / "train.zarr"
@@ -95,7 +95,7 @@ def _damaged_data(damage: Damage, stage: Stage, numbers: range) -> Iterator[Reas
     The run is not affected, or ends with one line and resumes once the file is good again.
     """
     cases = []
-    for folder, options in _prepared(stage):
+    for folder, options in _prepare_corpus(stage):
         options |= {"training__checkpoint_every": 5}
         half = stage.undisturbed(training__steps=10, **options)
         expected = stage.undisturbed(training__steps=20, **options)
@@ -175,7 +175,7 @@ def full_disk(stage: Stage, numbers: range) -> Iterator[Reason]:
         run = stage.new("full")
         stage.finish(run, **(_SAVING | {"training__steps": 20}))
         limit = functools.partial(_limit_files, stage.random.randrange(1 << 12, 1 << 16))
-        (limited,) = stage.start(run, prepare=limit, **_SAVING)
+        (limited,) = stage.start(run, before_start=limit, **_SAVING)
         check_error(limited, *_FULL)
         stage.finish(run, resumes_at=steps(run)[-1], **_SAVING)
         check_same(run, expected)
@@ -213,16 +213,17 @@ def _disturbed_disk(
     """Disturbs the disk of a run, which ends with one line, repairs it, starts the run again and compares its end."""
     with small_disk.mounted(stage.new("disk"), mebibytes=4) as disk:
         run = disk.seen / "run"
-        started = stage.start(disk.path / "run", prepare=disk.enter, **_SAVING)
+        started = stage.start(disk.path / "run", before_start=disk.enter, **_SAVING)
         launching.wait_until(lambda: bool(steps(run)), started)
         disturb(disk)
         started[0].wait(PATIENCE)
         repair(disk)
         check_error(started[0], *words)
-        stage.finish(disk.path / "run", prepare=disk.enter, resumes_at=steps(run)[-1], **_SAVING)
+        stage.finish(disk.path / "run", before_start=disk.enter, resumes_at=steps(run)[-1], **_SAVING)
         check_same(run, expected)
 
 
 def _limit_files(size: int) -> None:
+    # Ignored, so that a write fails with EFBIG instead of ending the process.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
