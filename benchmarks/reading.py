@@ -1,11 +1,11 @@
-"""Measures reading and tokenizing a corpus, as training and as `sympow prepare` do, and the tokens that packing drops.
+"""Measures the speed of reading and tokenizing a corpus, and the tokens that packing drops.
 
     uv run --extra corpora --extra tokenizers python -m benchmarks.reading --out=benchmarks/results/reading.json
 
 The corpus is the Python source of the standard library and of the installed packages, one document per file. The
-tokenizer `bpe` is a byte-level BPE that is trained on a part of it. Tokens per second are those that one process
-consumes while `data.tokenizer_workers` processes tokenize, without their start. Those of `sympow prepare` are of the
-whole work, until the output is there; a second worker is started within.
+tokenizer `bpe` is a byte-level BPE that is trained on a part of it. Training speed is the tokens per second that one
+process consumes while `data.tokenizer_workers` processes tokenize. It excludes the start of the workers. `sympow
+prepare` is timed from start to finished output, including the start of its processes; `workers=1` is a thread.
 """
 
 import argparse
@@ -71,7 +71,7 @@ class Preparation:
     Attributes:
         format: `--format`.
         workers: `--workers`.
-        tokens: number of tokens that were made.
+        tokens: number of tokens in the output.
         seconds: wall time.
         tokens_per_second_per_worker: tokens per second of wall time, divided by the number of workers.
     """
@@ -90,7 +90,6 @@ class Waste:
     context_length: int
     tokens: int
     dropped: int
-    fraction: float
 
 
 def texts(megabytes: float) -> list[str]:
@@ -143,7 +142,7 @@ def _open_rows(
     return corpus
 
 
-def speed(folder: pathlib.Path, size: int, tokenizer: str, kind: str, workers: int) -> Speed:
+def measure_speed(folder: pathlib.Path, size: int, tokenizer: str, kind: str, workers: int) -> Speed:
     """Returns the speed of a case; `size` is the number of bytes of the corpus."""
     corpus = _open_rows(folder, tokenizer, kind, workers=workers)
     with contextlib.closing(corpus.tokens(0)) as groups:
@@ -155,7 +154,7 @@ def speed(folder: pathlib.Path, size: int, tokenizer: str, kind: str, workers: i
     return Speed(tokenizer, kind, workers, count / seconds, bytes_per_token)
 
 
-def preparation(folder: pathlib.Path, kind: str, workers: int) -> Preparation:
+def measure_preparation(folder: pathlib.Path, kind: str, workers: int) -> Preparation:
     """Returns the speed of `sympow prepare` for a format."""
     write = prepare.write_bin if kind == "bin" else prepare.write_longcrawl64
     options = prepare.Options(tokenizer=str(folder / "bpe.json"), text_column="text", workers=workers)
@@ -165,7 +164,7 @@ def preparation(folder: pathlib.Path, kind: str, workers: int) -> Preparation:
     return Preparation(kind, workers, summary["tokens"], seconds, summary["tokens"] / seconds / workers)
 
 
-def waste(folder: pathlib.Path, context_length: int) -> Waste:
+def measure_waste(folder: pathlib.Path, context_length: int) -> Waste:
     """Returns the tokens that an epoch of a context length drops."""
     corpus = _open_rows(folder, "bpe", "parquet", context_length=context_length)
     tokens = packed = 0
@@ -173,7 +172,7 @@ def waste(folder: pathlib.Path, context_length: int) -> Waste:
         for number, group in enumerate(itertools.islice(groups, corpus.groups_per_epoch)):
             tokens += len(group.tokens)
             packed += len(corpus.rows_of_group(number, group)) * context_length
-    return Waste(context_length, tokens, tokens - packed, (tokens - packed) / tokens)
+    return Waste(context_length, tokens, tokens - packed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -186,32 +185,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not options.megabytes > 0:
         parser.error(f"--megabytes is {options.megabytes:g}; it must be above 0")
-    with tempfile.TemporaryDirectory() as place:
-        folder = pathlib.Path(place)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary)
         documents = texts(options.megabytes)
         size = sum(len(text.encode()) for text in documents)
         write_corpus(folder, documents)
         speeds = []
         for case in CASES:
-            speeds.append(speed(folder, size, *case))
-            row = speeds[-1]
+            speed = measure_speed(folder, size, *case)
+            speeds.append(speed)
             print(
-                f"{row.tokenizer:>5} {row.format:>10} {row.workers} workers: {row.tokens_per_second / 1e6:.2f} M "
-                f"tokens/s, {row.bytes_per_token:.2f} bytes per token",
+                f"{speed.tokenizer:>5} {speed.format:>10} {speed.workers} workers: "
+                f"{speed.tokens_per_second / 1e6:.2f} M tokens/s, {speed.bytes_per_token:.2f} bytes per token",
                 flush=True,
             )
         preparations = []
         for kind, workers in PREPARATIONS:
-            preparations.append(preparation(folder, kind, workers))
-            made = preparations[-1]
+            preparation = measure_preparation(folder, kind, workers)
+            preparations.append(preparation)
             print(
-                f"prepare {made.format:>11} {made.workers} workers: {made.tokens:,} tokens in {made.seconds:.1f} s, "
-                f"{made.tokens_per_second_per_worker / 1e6:.2f} M tokens/s per worker",
+                f"prepare {kind:>11} {workers} workers: {preparation.tokens:,} tokens in {preparation.seconds:.1f} s, "
+                f"{preparation.tokens_per_second_per_worker / 1e6:.2f} M tokens/s per worker",
                 flush=True,
             )
-        wastes = [waste(folder, length) for length in CONTEXTS]
-        for lost in wastes:
-            print(f"context {lost.context_length:>6}: {lost.fraction:.3%} of {lost.tokens:,} tokens dropped")
+        wastes = [measure_waste(folder, length) for length in CONTEXTS]
+        for waste in wastes:
+            fraction = waste.dropped / waste.tokens
+            print(f"context {waste.context_length:>6}: {fraction:.3%} of {waste.tokens:,} tokens dropped")
     report = {
         "machine": _rows.machine(),
         "documents": len(documents),
