@@ -1,14 +1,15 @@
-"""Measures reading and tokenizing a corpus, as training and as `sympow prepare` do, and the tokens that packing drops.
+"""Measures the speed of reading and tokenizing a corpus, and the tokens that packing drops.
 
     uv run --extra corpora --extra tokenizers python -m benchmarks.reading --out=benchmarks/results/reading.json
 
 The corpus is the Python source of the standard library and of the installed packages, one document per file. The
-tokenizer `bpe` is a byte-level BPE that is trained on a part of it. Tokens per second are those that one process
-consumes while `data.tokenizer_workers` processes tokenize, without their start. Those of `sympow prepare` are of the
-whole work, until the output is there; a second worker is started within.
+tokenizer `bpe` is a byte-level BPE that is trained on a part of it. Training speed is the tokens per second that one
+process consumes while `data.tokenizer_workers` processes tokenize. It excludes the start of the workers. `sympow
+prepare` is timed from start to finished output, including the start of its processes; `workers=1` is a thread.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -25,6 +26,7 @@ import zstandard
 
 from benchmarks import _rows
 from sympow_jax import config, data
+from sympow_jax.data import corpus as corpus_lib
 from sympow_jax.data import prepare
 
 FORMATS = ("parquet", "jsonl", "jsonl.zst")
@@ -39,8 +41,8 @@ PREPARATIONS = [(kind, workers) for kind in ("bin", "longcrawl64") for workers i
 CONTEXTS = (1024, 8192, 65536)
 _VOCAB_SIZE = 16_384
 _TRAINING_DOCUMENTS = 400
-# Parts of the data, of about 16 MiB of text, that are timed after the first.
-_PARTS = 4
+# Groups of about 16 MiB of text that are timed after the first, which includes the start of the workers.
+_GROUPS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Preparation:
     Attributes:
         format: `--format`.
         workers: `--workers`.
-        tokens: number of tokens that were made.
+        tokens: number of tokens in the output.
         seconds: wall time.
         tokens_per_second_per_worker: tokens per second of wall time, divided by the number of workers.
     """
@@ -88,20 +90,21 @@ class Waste:
     context_length: int
     tokens: int
     dropped: int
-    fraction: float
 
 
 def texts(megabytes: float) -> list[str]:
     """Returns the documents, in an order that mixes packages, up to a size."""
     roots = {pathlib.Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")}
-    paths = sorted({path for root in roots for path in root.rglob("*.py")}, key=lambda path: path.name)
-    found, size = [], 0.0
-    for path in paths:
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if text and size < megabytes * 1e6:
-            found.append(text)
+    paths = {path for root in roots for path in root.rglob("*.py")}
+    documents, size = [], 0
+    # Hundreds of files have the same name; their whole paths make the order the same in every run.
+    for path in sorted(paths, key=lambda path: (path.name, str(path))):
+        if size >= megabytes * 1e6:
+            break
+        if text := path.read_text(encoding="utf-8", errors="replace"):
+            documents.append(text)
             size += len(text.encode())
-    return found
+    return documents
 
 
 def write_corpus(folder: pathlib.Path, documents: list[str]) -> None:
@@ -122,7 +125,9 @@ def write_corpus(folder: pathlib.Path, documents: list[str]) -> None:
     bpe.save(str(folder / "bpe.json"))
 
 
-def _opened(folder: pathlib.Path, tokenizer: str, kind: str, *, workers: int = 0, context_length: int = 1024):
+def _open_rows(
+    folder: pathlib.Path, tokenizer: str, kind: str, *, workers: int = 0, context_length: int = 1024
+) -> corpus_lib.CorpusRows:
     settings = config.DataConfig(
         source=kind.split(".")[0],
         paths=(str(folder / f"corpus.{kind}"),),
@@ -132,23 +137,24 @@ def _opened(folder: pathlib.Path, tokenizer: str, kind: str, *, workers: int = 0
         context_length=context_length,
         batch_tokens=context_length,
     )
-    return data.train_dataset(settings, vocab_size=_VOCAB_SIZE)
+    corpus = data.train_dataset(settings, vocab_size=_VOCAB_SIZE)
+    assert isinstance(corpus, corpus_lib.CorpusRows)
+    return corpus
 
 
-def speed(folder: pathlib.Path, size: int, tokenizer: str, kind: str, workers: int) -> Speed:
+def measure_speed(folder: pathlib.Path, size: int, tokenizer: str, kind: str, workers: int) -> Speed:
     """Returns the speed of a case; `size` is the number of bytes of the corpus."""
-    corpus = _opened(folder, tokenizer, kind, workers=workers)
-    parts = corpus.tokens(0)
-    next(parts)
-    began = time.perf_counter()
-    count = sum(len(part.tokens) for part in itertools.islice(parts, _PARTS))
-    seconds = time.perf_counter() - began
-    parts.close()
-    bytes_per_token = size * _PARTS / len(corpus) / count
+    corpus = _open_rows(folder, tokenizer, kind, workers=workers)
+    with contextlib.closing(corpus.tokens(0)) as groups:
+        next(groups)
+        began = time.perf_counter()
+        count = sum(len(group.tokens) for group in itertools.islice(groups, _GROUPS))
+        seconds = time.perf_counter() - began
+    bytes_per_token = size * _GROUPS / corpus.groups_per_epoch / count
     return Speed(tokenizer, kind, workers, count / seconds, bytes_per_token)
 
 
-def preparation(folder: pathlib.Path, kind: str, workers: int) -> Preparation:
+def measure_preparation(folder: pathlib.Path, kind: str, workers: int) -> Preparation:
     """Returns the speed of `sympow prepare` for a format."""
     write = prepare.write_bin if kind == "bin" else prepare.write_longcrawl64
     options = prepare.Options(tokenizer=str(folder / "bpe.json"), text_column="text", workers=workers)
@@ -158,14 +164,15 @@ def preparation(folder: pathlib.Path, kind: str, workers: int) -> Preparation:
     return Preparation(kind, workers, summary["tokens"], seconds, summary["tokens"] / seconds / workers)
 
 
-def waste(folder: pathlib.Path, context_length: int) -> Waste:
+def measure_waste(folder: pathlib.Path, context_length: int) -> Waste:
     """Returns the tokens that an epoch of a context length drops."""
-    corpus = _opened(folder, "bpe", "parquet", context_length=context_length)
-    tokens = kept = 0
-    for number, part in enumerate(itertools.islice(corpus.tokens(0), len(corpus))):
-        tokens += len(part.tokens)
-        kept += len(corpus.rows(number, part)) * context_length
-    return Waste(context_length, tokens, tokens - kept, (tokens - kept) / tokens)
+    corpus = _open_rows(folder, "bpe", "parquet", context_length=context_length)
+    tokens = packed = 0
+    with contextlib.closing(corpus.tokens(0)) as groups:
+        for number, group in enumerate(itertools.islice(groups, corpus.groups_per_epoch)):
+            tokens += len(group.tokens)
+            packed += len(corpus.rows_of_group(number, group)) * context_length
+    return Waste(context_length, tokens, tokens - packed)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -176,32 +183,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the JSON file to write")
     parser.add_argument("--megabytes", type=float, default=64, help="size of the corpus, 64")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as place:
-        folder = pathlib.Path(place)
+    if not options.megabytes > 0:
+        parser.error(f"--megabytes is {options.megabytes:g}; it must be above 0")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary)
         documents = texts(options.megabytes)
         size = sum(len(text.encode()) for text in documents)
         write_corpus(folder, documents)
         speeds = []
         for case in CASES:
-            speeds.append(speed(folder, size, *case))
-            row = speeds[-1]
+            speed = measure_speed(folder, size, *case)
+            speeds.append(speed)
             print(
-                f"{row.tokenizer:>5} {row.format:>10} {row.workers} workers: {row.tokens_per_second / 1e6:.2f} M "
-                f"tokens/s, {row.bytes_per_token:.2f} bytes per token",
+                f"{speed.tokenizer:>5} {speed.format:>10} {speed.workers} workers: "
+                f"{speed.tokens_per_second / 1e6:.2f} M tokens/s, {speed.bytes_per_token:.2f} bytes per token",
                 flush=True,
             )
         preparations = []
         for kind, workers in PREPARATIONS:
-            preparations.append(preparation(folder, kind, workers))
-            made = preparations[-1]
+            preparation = measure_preparation(folder, kind, workers)
+            preparations.append(preparation)
             print(
-                f"prepare {made.format:>11} {made.workers} workers: {made.tokens:,} tokens in {made.seconds:.1f} s, "
-                f"{made.tokens_per_second_per_worker / 1e6:.2f} M tokens/s per worker",
+                f"prepare {kind:>11} {workers} workers: {preparation.tokens:,} tokens in {preparation.seconds:.1f} s, "
+                f"{preparation.tokens_per_second_per_worker / 1e6:.2f} M tokens/s per worker",
                 flush=True,
             )
-        wastes = [waste(folder, length) for length in CONTEXTS]
-        for lost in wastes:
-            print(f"context {lost.context_length:>6}: {lost.fraction:.3%} of {lost.tokens:,} tokens dropped")
+        wastes = [measure_waste(folder, length) for length in CONTEXTS]
+        for waste in wastes:
+            fraction = waste.dropped / waste.tokens
+            print(f"context {waste.context_length:>6}: {fraction:.3%} of {waste.tokens:,} tokens dropped")
     report = {
         "machine": _rows.machine(),
         "documents": len(documents),

@@ -14,7 +14,6 @@ import os
 import pathlib
 import platform
 import shlex
-import statistics
 import time
 import types
 import zipfile
@@ -54,6 +53,7 @@ __all__ = [
     "draw_values",
     "evaluation",
     "final_loss",
+    "from_json",
     "heldout_curve",
     "loss_table",
     "mean",
@@ -389,6 +389,11 @@ def _read_json(path: pathlib.Path) -> Any:
     return json.loads(path.read_text())
 
 
+def from_json(number: float | None) -> float:
+    """Returns a number of a JSON file, which has null in place of NaN and infinities; returns NaN for null."""
+    return math.nan if number is None else number
+
+
 def evaluation(folder: pathlib.Path) -> list[dict[str, Any]]:
     """Reads an evaluated run's held-out loss by position (rows of `sympow_jax.evaluation.Row`)."""
     return _read_json(folder / "context_loss.json")["rows"]
@@ -400,7 +405,8 @@ def _metrics(folder: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _losses(folder: pathlib.Path) -> Float[np.ndarray, " steps"]:
-    return np.array([values["loss"] for values in _metrics(folder)])
+    # Updates that were skipped because of their loss have none.
+    return np.array([values.get("loss", math.nan) for values in _metrics(folder)])
 
 
 def curve(folder: pathlib.Path) -> list[tuple[int, float]]:
@@ -546,17 +552,15 @@ class Mean(NamedTuple):
 
 def mean(values: Sequence[float]) -> Mean:
     """Returns the mean of a value over runs, with its standard error."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return Mean(statistics.fmean(values), error)
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return Mean(float(np.mean(values)), error)
 
 
 def means(rows: Iterable[Row], by: Sequence[str], value: str) -> dict[tuple[Any, ...], Mean]:
     """Returns the mean of column `value` over each group of rows with equal columns `by`."""
     groups: dict[tuple[Any, ...], list[float]] = {}
     for row in rows:
-        # JSON has null for NaN.
-        number = math.nan if row[value] is None else row[value]
-        groups.setdefault(tuple(row[name] for name in by), []).append(number)
+        groups.setdefault(tuple(row[name] for name in by), []).append(from_json(row[value]))
     return {key: mean(values) for key, values in groups.items()}
 
 

@@ -1,8 +1,10 @@
 """Held-out loss of each optimizer at its own best learning rate.
 
-The toy scale is a small quickstart: one layer, a context of 256, four rows per update. Each optimizer is trained with
-the first seed at rates three times apart, and further ones as long as the best is the first or the last. The other
-seeds are trained at the best rate. All but `schedule_free`, which has no schedule, have a cosine.
+The toy scale is a small quickstart: one layer, a context of 256, four rows per update. With the first seed, each
+optimizer is trained at three rates a factor of 3 apart, and at up to two more while the best is at either end. The
+other seeds are trained at the best rate. Every optimizer has a warmup and a cosine schedule, except `schedule_free`,
+whose rate stays constant after the warmup. Gradients are clipped to norm 1; weight decay is 0.1, except for `adam`,
+which has none.
 """
 
 import dataclasses
@@ -37,9 +39,12 @@ _RATES = {
     "sgd": 0.3,
 }
 _FACTOR = 3.0
-_MOST_RATES = 5
+_MAX_RATES = 5
 _TOY_TOKENS = 1024
 _WEIGHT_DECAY = 0.1
+
+# Folders of runs, by optimizer, learning rate and seed.
+Folders = dict[tuple[str, float, int], pathlib.Path]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -48,12 +53,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run(options: _shared.Options) -> None:
-    folders: dict[tuple[str, float, int], pathlib.Path] = {}
+    folders: Folders = {}
     first, *others = options.plan.seeds
     for variant in options.variants:
         rates = [_RATES[variant] * _FACTOR**exponent for exponent in (-1, 0, 1)]
         _train(options, folders, variant, rates, first)
-        while (best := _best(folders, variant)) in (min(rates), max(rates)) and len(rates) < _MOST_RATES:
+        while (best := _best(folders, variant)) in (min(rates), max(rates)) and len(rates) < _MAX_RATES:
             rates.append(best / _FACTOR if best == min(rates) else best * _FACTOR)
             _train(options, folders, variant, rates[-1:], first)
         for seed in others:
@@ -65,7 +70,7 @@ def _run(options: _shared.Options) -> None:
 
 def _train(
     options: _shared.Options,
-    folders: dict[tuple[str, float, int], pathlib.Path],
+    folders: Folders,
     variant: str,
     rates: Sequence[float],
     seed: int,
@@ -112,16 +117,21 @@ def settings(options: _shared.Options, variant: str, *, rate: float, seed: int) 
 
 def _loss(folder: pathlib.Path) -> float:
     (row,) = _shared.evaluation(folder)
-    return row["loss"]
+    return _shared.from_json(row["loss"])
 
 
-def _best(folders: Mapping[tuple[str, float, int], pathlib.Path], variant: str) -> float:
-    """Returns the rate of the lowest held-out loss."""
+def _rank(loss: float) -> float:
+    """Returns the loss, or infinity if it is not finite: Python's `min` and `sorted` cannot order NaN."""
+    return loss if math.isfinite(loss) else math.inf
+
+
+def _best(folders: Folders, variant: str) -> float:
+    """Returns the rate of the lowest held-out loss, or the lowest rate if all losses are infinite."""
     losses = {rate: _loss(folder) for (name, rate, _), folder in folders.items() if name == variant}
-    return min(losses, key=lambda rate: losses[rate] if math.isfinite(losses[rate]) else math.inf)
+    return min(losses, key=lambda rate: (_rank(losses[rate]), rate))
 
 
-def _report(options: _shared.Options, folders: Mapping[tuple[str, float, int], pathlib.Path]) -> pathlib.Path:
+def _report(options: _shared.Options, folders: Folders) -> pathlib.Path:
     """Writes rows, CSV, JSON and the plot; returns the plot's path."""
     rows = [
         {
@@ -147,14 +157,13 @@ def _report(options: _shared.Options, folders: Mapping[tuple[str, float, int], p
 
 
 def state_bytes(options: _shared.Options, variant: str) -> float:
-    """Returns the bytes of optimizer state per parameter, without allocating anything."""
-    wanted = settings(options, variant, rate=_RATES[variant], seed=0)
-    program = training.Program(wanted, sharding.whole_mesh())
-    state, params = (
-        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-        for tree in (program.abstract.opt_state, program.params)
+    """Returns the bytes of optimizer state per parameter; no state is allocated."""
+    program = training.Program(
+        settings(options, variant, rate=_RATES[variant], seed=0), sharding.whole_mesh()
     )
-    return state / params * jax.numpy.float32(0).itemsize
+    state_leaves = jax.tree.leaves(program.abstract.opt_state)
+    num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in state_leaves)
+    return num_bytes / sum(leaf.size for leaf in jax.tree.leaves(program.params))
 
 
 def _at_best_rates(rows: Sequence[_shared.Row]) -> dict[str, tuple[float, list[float]]]:
@@ -171,7 +180,7 @@ def _at_best_rates(rows: Sequence[_shared.Row]) -> dict[str, tuple[float, list[f
                 if {x["seed"] for x in own if x["learning_rate"] == row["learning_rate"]} == seeds
             }
             if len(seeds) > 1
-            else {min(own, key=lambda row: row["loss"])["learning_rate"]}
+            else {min(own, key=lambda row: (_rank(row["loss"]), row["learning_rate"]))["learning_rate"]}
         )
         found[name] = rate, [row["loss"] for row in own if row["learning_rate"] == rate]
     return found
@@ -179,9 +188,9 @@ def _at_best_rates(rows: Sequence[_shared.Row]) -> dict[str, tuple[float, list[f
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
-    rows = content["rows"]
+    rows = [{**row, "loss": _shared.from_json(row["loss"])} for row in content["rows"]]
     found = _at_best_rates(rows)
-    order = sorted(found, key=lambda name: _shared.mean(found[name][1]).value)
+    order = sorted(found, key=lambda name: _rank(_shared.mean(found[name][1]).value))
     first = min(row["seed"] for row in rows)
     tried = {
         name: sorted(

@@ -1,5 +1,6 @@
-"""Tests of the learning rates that the experiment of optimizers tries."""
+"""Tests of the learning rates that the experiment of optimizers tries, and of rates at which training diverges."""
 
+import json
 import math
 import pathlib
 
@@ -7,6 +8,19 @@ import pytest
 
 from experiments import _shared, optimizers
 from sympow_jax import config
+
+OPTIONS = _shared.Options(
+    scale="tiny",
+    plan=optimizers.PLANS["tiny"],
+    variants=("prodigy",),
+    power=2,
+    results=pathlib.Path("results"),
+    runs=pathlib.Path("runs"),
+    data=(),
+    heldout=(),
+    more={},
+    command="",
+)
 
 
 @pytest.mark.parametrize(
@@ -35,20 +49,51 @@ def test_rates_go_on_until_the_best_is_inside(monkeypatch, best, tried):
     monkeypatch.setattr(_shared, "train_all", train)
     monkeypatch.setattr(optimizers, "_report", lambda *_: None)
     monkeypatch.setattr(_shared, "print_tables", lambda *_: None)
-    options = _shared.Options(
-        scale="tiny",
-        plan=optimizers.PLANS["tiny"],
-        variants=("prodigy",),
-        power=2,
-        results=pathlib.Path("results"),
-        runs=pathlib.Path("runs"),
-        data=(),
-        heldout=(),
-        more={},
-        command="",
-    )
-    optimizers._run(options)
+    optimizers._run(OPTIONS)
     first = [rate for rate, seed in trained if seed == 0]
     assert first == pytest.approx([3.0**exponent for exponent in tried])
     expected = first[-1] if best == math.inf else min(first, key=lambda rate: abs(math.log(rate / best)))
     assert [rate for rate, seed in trained if seed == 1] == [expected]
+
+
+def write_losses(
+    folder: pathlib.Path, heldout: float | None, training: list[dict[str, float]]
+) -> pathlib.Path:
+    """Writes the files of a run that the experiment reads; returns the folder."""
+    folder.mkdir()
+    (folder / "context_loss.json").write_text(json.dumps({"rows": [{"loss": heldout}]}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(values) + "\n" for values in training))
+    return folder
+
+
+def test_a_rate_that_diverges_is_not_the_best(tmp_path, monkeypatch):
+    # The evaluation writes null for NaN, and an update that is skipped has no training loss.
+    diverged = write_losses(tmp_path / "diverged", None, [{"step": 1}])
+    good = write_losses(tmp_path / "good", 2.5, [{"step": 1, "loss": 3.0}])
+    folders = {("sgd", 1.0, 0): diverged, ("sgd", 0.3, 0): good, ("lion", 1.0, 0): diverged}
+    assert optimizers._best(folders, "sgd") == 0.3
+    written = {}
+
+    def write(_, rows, folders, **more) -> pathlib.Path:
+        written.update(json.loads(json.dumps(_shared._without_nan({"rows": rows, **more}))))
+        return tmp_path / "optimizers.png"
+
+    monkeypatch.setattr(_shared, "write", write)
+    monkeypatch.setattr(optimizers, "state_bytes", lambda *_: 4.0)
+    optimizers._report(OPTIONS, folders)
+    assert (tmp_path / "optimizers.png").exists()
+    assert [row["training_loss"] for row in written["rows"]] == [None, 3.0, None]
+    best, tried = optimizers.tables(written)
+    assert best.rows == [("sgd", "2.500", "0.3", "4.0"), ("lion", "nan", "1", "4.0")]
+    assert tried.rows == [("sgd", "0.3: 2.500, 1: nan"), ("lion", "1: nan")]
+
+
+def test_lower_rates_are_tried_if_all_diverge(tmp_path):
+    diverged = write_losses(tmp_path / "diverged", None, [{"step": 1}])
+    folders = {("sgd", rate, 0): diverged for rate in (0.3, 0.1, 0.9)}
+    assert optimizers._best(folders, "sgd") == 0.1
+
+
+def test_the_mean_over_a_run_that_diverged_is_nan():
+    assert str(_shared.mean([math.nan, 2.0])) == "nan"
+    assert str(_shared.mean([1.0, 2.0])) == "1.500 ± 0.500"

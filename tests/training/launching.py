@@ -75,13 +75,13 @@ def start(
     flags: bool = True,
     cache: pathlib.Path | None = None,
     more: Sequence[Sequence[str]] | None = None,
-    prepare: Callable[[], None] | Sequence[Callable[[], None] | None] | None = None,
+    before_start: Callable[[], None] | Sequence[Callable[[], None] | None] | None = None,
 ) -> list[Started]:
     """Starts the processes of one run, each with the given number of devices; their output goes to `folder`.
 
     Compiled programs are kept in the folder `cache`, if any. `flags` tell several processes of each other. `more` has
-    arguments for each process. `prepare` is called in each before it begins; it may also be a list with one function
-    per process.
+    arguments for each process. `before_start` is called in each process before it begins; it may also be a list with
+    one function per process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     begun = len(list(folder.glob("*.out")))
@@ -94,7 +94,7 @@ def start(
         mine = [*arguments, *(more[index] if more else ())]
         if processes > 1 and flags:
             mine += [*launch, f"--process_id={index}"]
-        before = prepare[index] if isinstance(prepare, Sequence) else prepare
+        before = before_start[index] if isinstance(before_start, Sequence) else before_start
         process = _SERVER.Process(target=_run, args=(mine, out, err, devices, cache, before), daemon=True)
         process.start()
         started.append(Started(process, out, err))
@@ -130,7 +130,7 @@ def _run(
     err: pathlib.Path,
     devices: int,
     cache: pathlib.Path | None,
-    prepare: Callable[[], None] | None,
+    before_start: Callable[[], None] | None,
 ) -> None:
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
@@ -140,6 +140,6 @@ def _run(
     if cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    if prepare is not None:
-        prepare()
+    if before_start is not None:
+        before_start()
     sys.exit(launch.main(arguments))

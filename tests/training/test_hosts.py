@@ -110,7 +110,7 @@ def _assert_same_run(folder: pathlib.Path, alone: pathlib.Path) -> None:
 def test_two_processes_equal_one(start, alone, arguments, tmp_path):
     rows = tmp_path / "rows"
     rows.mkdir()
-    started = start(EVALUATION, processes=2, prepare=functools.partial(_record_rows, rows))
+    started = start(EVALUATION, processes=2, before_start=functools.partial(_record_rows, rows))
     assert [one.wait() for one in started] == [0, 0]
     _assert_same_run(tmp_path / "run", alone)
     heldout, expected = (_losses(folder, "heldout_loss") for folder in (tmp_path / "run", alone))
@@ -194,7 +194,7 @@ def _fail_in_process_1() -> None:
 
 
 def test_a_mistake_in_one_process_ends_both(start, tmp_path):
-    started = start(processes=2, prepare=_fail_in_process_1)
+    started = start(processes=2, before_start=_fail_in_process_1)
     codes = [one.wait() for one in started]
     assert codes[1] == 1
     assert codes[0] != 0
@@ -211,7 +211,7 @@ def _small_files() -> None:
 def test_a_save_that_fails_in_one_process_ends_both(start, tmp_path):
     # Two processes each write their half of parameters that are too large for one; one of them cannot.
     wide = ("--config.model.width=128", "--config.training.steps=1000000")
-    started = start(*wide, processes=2, cache=None, prepare=[_small_files, None])
+    started = start(*wide, processes=2, cache=None, before_start=[_small_files, None])
     assert started[0].wait() == 1
     (line,) = started[0].errors()
     assert line.startswith(f"error: a checkpoint could not be saved in {tmp_path / 'run' / 'checkpoints'}: ")
@@ -267,7 +267,9 @@ def _note_joining(path: pathlib.Path) -> None:
 def test_a_coordinator_that_does_not_answer(start, tmp_path):
     port = launching.free_port()
     count = f"--coordinator_address=localhost:{port}", "--process_count=2", "--coordinator_timeout=2"
-    (late,) = start(*count, "--process_id=1", prepare=functools.partial(_note_joining, tmp_path / "joining"))
+    (late,) = start(
+        *count, "--process_id=1", before_start=functools.partial(_note_joining, tmp_path / "joining")
+    )
     assert late.wait() == 1
     # The timeout, a second for the question whether anything listens, and what a busy machine needs to end a process.
     assert time.monotonic() - float((tmp_path / "joining").read_text()) < 10
@@ -388,7 +390,9 @@ def _have_devices(number: int) -> None:
 
 def test_numbers_of_devices_that_differ(start):
     # The second process has a third of all devices.
-    started = start(processes=3, prepare=[functools.partial(_have_devices, number) for number in (1, 2, 3)])
+    started = start(
+        processes=3, before_start=[functools.partial(_have_devices, number) for number in (1, 2, 3)]
+    )
     assert [one.wait() for one in started] == [1, 1, 1]
     expected = (
         "error: the processes must have the same number of devices; process 0 has 1 and process 2 has 3"
@@ -409,8 +413,8 @@ def _start_by_slurm(index: int) -> None:
 
 
 def test_processes_of_a_slurm_step_meet(start, tmp_path):
-    prepare = [functools.partial(_start_by_slurm, index) for index in range(2)]
-    started = start("--config.training.steps=2", processes=2, flags=False, prepare=prepare)
+    before_start = [functools.partial(_start_by_slurm, index) for index in range(2)]
+    started = start("--config.training.steps=2", processes=2, flags=False, before_start=before_start)
     assert [one.wait() for one in started] == [0, 0], started[0].errors()
     assert "devices: 2 x cpu of 2 processes: data 2" in started[0].said()
     assert started[1].said() == []
@@ -423,7 +427,7 @@ def _start_by_mpi(index: int) -> None:
 
 @pytest.mark.slow
 def test_a_cluster_that_jax_does_not_detect_is_one_line(start):
-    (one,) = start(prepare=functools.partial(_start_by_mpi, 0))
+    (one,) = start(before_start=functools.partial(_start_by_mpi, 0))
     assert one.wait() == 1
     (line,) = one.errors()
     assert line == (
@@ -464,7 +468,7 @@ def _use_devices() -> None:
 def test_a_config_that_uses_devices(start):
     port = launching.free_port()
     flags = f"--coordinator_address=localhost:{port}", "--process_count=1", "--process_id=0"
-    (one,) = start(*flags, prepare=_use_devices)
+    (one,) = start(*flags, before_start=_use_devices)
     assert one.wait() == 1
     (line,) = one.errors()
     assert line.startswith(

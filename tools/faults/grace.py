@@ -1,8 +1,9 @@
 """Time from SIGTERM to the end of a run with a large state: `python -m tools.faults.grace [--layers=14]`.
 
 A notice before a machine is taken away is SIGTERM on Kubernetes and Google Cloud, and SIGTERM or SIGUSR1 on SLURM. A
-run then finishes its step, saves it and ends. This measures how long that takes, at each moment of a run. With 14
-layers of width 1,024, parameters and Adam's two means are 2.1 GB.
+run then finishes its step, saves it and ends. Before its first step there is nothing to save, and it ends at once. This
+measures how long that takes, at each moment of a run. With 14 layers of width 1,024, parameters and Adam's two means
+are 2.1 GB.
 """
 
 import argparse
@@ -12,38 +13,69 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from tests.training import launching
-from tools.faults.stage import PATIENCE, Stage, has_reported, steps
+from tools.faults.stage import PATIENCE, Stage, losses, steps
 
-Moment = Callable[[pathlib.Path, launching.Started], bool]
-
-
-def _is_restoring(run: pathlib.Path, one: launching.Started) -> bool:
-    # The lock is taken before the state is initialized or restored, and the plan is printed after it.
-    return f"process {one.process.pid} " in (run / "lock").read_text() if (run / "lock").exists() else False
+# Seconds from the beginning of a moment to the signal.
+_DELAY = 0.2
 
 
-def _says(words: str) -> Moment:
-    return lambda run, one: any(line.startswith(words) for line in one.said())
+class Moment(NamedTuple):
+    """Moment of a run.
+
+    Attributes:
+        is_now: returns whether a process is in it, from the workdir, the process, and the number of losses that were
+            in the workdir before it started.
+        checkpoint_every: number of steps between the checkpoints.
+    """
+
+    is_now: Callable[[pathlib.Path, launching.Started, int], bool]
+    checkpoint_every: int = 1000
 
 
+def _num_losses(run: pathlib.Path) -> int:
+    return len(losses(run)) if (run / "metrics.jsonl").exists() else 0
+
+
+def _has_plan(one: launching.Started) -> bool:
+    # The plan is printed after the state is initialized or restored, and before the update is compiled.
+    return any(line.startswith("training: step") for line in one.said())
+
+
+def _is_restoring(run: pathlib.Path, one: launching.Started, before: int) -> bool:
+    # The lock is taken before the state is initialized or restored.
+    lock = run / "lock"
+    locked = lock.exists() and f"process {one.process.pid} " in lock.read_text()
+    return locked and not _has_plan(one)
+
+
+# They share a workdir, in this order: the last needs a checkpoint.
 MOMENTS: Mapping[str, Moment] = {
-    "compiling": _says("training: step"),
-    "an update": lambda run, one: has_reported(run),
-    "a save": lambda run, one: any(run.glob("checkpoints/*tmp*")),
-    "restoring": _is_restoring,
+    "compiling": Moment(lambda run, one, before: _has_plan(one) and _num_losses(run) == before),
+    "an update": Moment(lambda run, one, before: _num_losses(run) > before),
+    "a save": Moment(lambda run, one, before: any(run.glob("checkpoints/*tmp*")), checkpoint_every=4),
+    "restoring": Moment(_is_restoring),
 }
 
 
-def measure(stage: Stage, run: pathlib.Path, moment: Moment, **options) -> tuple[float, int, int | None]:
-    """Starts a run, sends SIGTERM at a moment; returns the seconds to its end, the exit code and its newest step."""
-    started = stage.start(run, **options)
-    launching.wait_until(lambda: moment(run, started[0]), started, timeout=PATIENCE)
-    time.sleep(0.2)
+def measure(stage: Stage, run: pathlib.Path, name: str, **options) -> tuple[float, int, int | None]:
+    """Starts a run, sends SIGTERM at a moment; returns the seconds to its end, the exit code and its newest step.
+
+    Exits with one line if the moment is over before the signal.
+    """
+    moment, before = MOMENTS[name], _num_losses(run)
+    (one,) = stage.start(run, training__checkpoint_every=moment.checkpoint_every, **options)
+    launching.wait_until(lambda: moment.is_now(run, one, before), [one], timeout=PATIENCE)
+    time.sleep(_DELAY)
+    if not moment.is_now(run, one, before):
+        one.process.kill()
+        one.process.join()
+        sys.exit(f"{name} takes less than {_DELAY} s; measure a larger model with --layers or --width")
     began = time.monotonic()
-    started[0].send(signal.SIGTERM)
-    code = started[0].wait(PATIENCE)
+    one.send(signal.SIGTERM)
+    code = one.wait(PATIENCE)
     return time.monotonic() - began, code, max(steps(run), default=None)
 
 
@@ -57,22 +89,21 @@ def main(arguments: Sequence[str]) -> int:
         "| SIGTERM during | seconds to the end | exit code | newest step saved |\n|---|---|---|---|",
         flush=True,
     )
-    with tempfile.TemporaryDirectory(prefix="grace-") as place:
-        folder = pathlib.Path(place)
+    with tempfile.TemporaryDirectory(prefix="grace-") as temporary:
+        folder = pathlib.Path(temporary)
         (folder / "cache").mkdir()
         stage = Stage(folder, folder / "cache", "0")
         run = stage.new("run")
-        for name, moment in MOMENTS.items():
+        for name in MOMENTS:
             seconds, code, newest = measure(
                 stage,
                 run,
-                moment,
+                name,
                 model__layers=options.layers,
                 model__width=options.width,
                 model__heads=8,
                 training__scan_layers=True,
                 training__steps=1000,
-                training__checkpoint_every=4 if name == "a save" else 1000,
             )
             print(f"| {name} | {seconds:.1f} | {code} | {newest} |", flush=True)
         last = run / "checkpoints" / str(steps(run)[-1])

@@ -60,7 +60,7 @@ class Stage:
         """Returns a workdir that no run has used."""
         return pathlib.Path(tempfile.mkdtemp(prefix=f"{name}-", dir=self.folder))
 
-    def start(self, run: pathlib.Path, *, processes=1, devices=1, prepare=None, **changes):
+    def start(self, run: pathlib.Path, *, processes=1, devices=1, before_start=None, **changes):
         """Starts the run in a workdir; `changes` are settings, with `__` for a dot."""
         changed = {name.replace("__", "."): value for name, value in changes.items()}
         arguments = [f"--config.{name}={value}" for name, value in (SETTINGS | changed).items()]
@@ -70,7 +70,7 @@ class Stage:
             processes=processes,
             devices=devices,
             cache=self._cache,
-            prepare=prepare,
+            before_start=before_start,
         )
 
     def finish(self, run: pathlib.Path, *, resumes_at: int | None = None, **options) -> None:

@@ -15,7 +15,17 @@ from sympow_jax.data import prepare
 from tests.data import builders
 from tests.training import launching
 from tools import small_disk
-from tools.faults.stage import PATIENCE, NotSurvived, Reason, Stage, check_error, check_same, steps, tried
+from tools.faults.stage import (
+    PATIENCE,
+    NotSurvived,
+    Reason,
+    Stage,
+    check_error,
+    check_same,
+    check_success,
+    steps,
+    tried,
+)
 
 _FULL = ("could not be saved", "cannot write", "No space left", "File too large")
 
@@ -34,17 +44,30 @@ Damage = Callable[[Stage, pathlib.Path], None]
 
 
 def _damaged_checkpoints(damage: Damage, stage: Stage, numbers: range) -> Iterator[Reason]:
-    """Damages a file of the newest checkpoint, each in turn: it resumes from the one before."""
-    options = {"training__steps": 20, "training__checkpoint_every": 5}
+    """Damages one file of the newest checkpoint; the run must end like an undisturbed one.
+
+    It resumes from the checkpoint before, and the damaged one is quarantined. If nothing is quarantined, the damage was
+    in what is not part of the state. It then resumes from the newest.
+    """
+    before = stage.undisturbed(training__steps=20, training__checkpoint_every=5)
+    # More steps, so that damage to the state of the optimizer changes the parameters.
+    options = {"training__steps": 25, "training__checkpoint_every": 5}
     expected = stage.undisturbed(**options)
-    files = sorted(path for path in (expected / "checkpoints" / "20").rglob("*") if path.is_file())
+    files = sorted(path for path in (before / "checkpoints" / "20").rglob("*") if path.is_file())
 
     def attempt(number: int) -> None:
+        file = files[number % len(files)].relative_to(before)
         run = stage.new("damaged")
-        shutil.copytree(expected, run, dirs_exist_ok=True)
-        damage(stage, run / files[number % len(files)].relative_to(expected))
-        stage.finish(run, **options)
-        check_same(run, expected)
+        shutil.copytree(before, run, dirs_exist_ok=True)
+        damage(stage, run / file)
+        started = stage.start(run, **options)
+        started[0].wait(PATIENCE)
+        noticed = (run / "damaged_checkpoints" / "20").is_dir()
+        check_success(started, resumes_at=15 if noticed else 20)
+        try:
+            check_same(run, expected)
+        except NotSurvived as error:
+            raise NotSurvived(f"{file}, {'noticed' if noticed else 'not noticed'}: {error}") from None
 
     return (tried(attempt, number) for number in numbers)
 
@@ -53,7 +76,7 @@ truncated_checkpoints = functools.partial(_damaged_checkpoints, _truncate)
 flipped_checkpoints = functools.partial(_damaged_checkpoints, _flip)
 
 
-def _prepared(stage: Stage) -> list[tuple[pathlib.Path, dict[str, Any]]]:
+def _prepare_corpus(stage: Stage) -> list[tuple[pathlib.Path, dict[str, Any]]]:
     """Prepares the corpus in both formats; returns the files' folders with the settings that read them."""
     sources = [str(stage.corpus)]
     flat, rows = stage.new("bin") / "train.bin", stage.new("zarr") / "train.zarr"
@@ -72,7 +95,7 @@ def _damaged_data(damage: Damage, stage: Stage, numbers: range) -> Iterator[Reas
     The run is not affected, or ends with one line and resumes once the file is good again.
     """
     cases = []
-    for folder, options in _prepared(stage):
+    for folder, options in _prepare_corpus(stage):
         options |= {"training__checkpoint_every": 5}
         half = stage.undisturbed(training__steps=10, **options)
         expected = stage.undisturbed(training__steps=20, **options)
@@ -81,7 +104,7 @@ def _damaged_data(damage: Damage, stage: Stage, numbers: range) -> Iterator[Reas
 
     def attempt(number: int) -> None:
         path, half, expected, options = cases[number % len(cases)]
-        run, good = stage.new("data"), path.read_bytes()
+        run, good = stage.new("damaged"), path.read_bytes()
         shutil.copytree(half, run, dirs_exist_ok=True)
         try:
             damage(stage, path)
@@ -90,7 +113,7 @@ def _damaged_data(damage: Damage, stage: Stage, numbers: range) -> Iterator[Reas
         finally:
             path.write_bytes(good)
         if code != 0:
-            check_error(one, "data", path.name, path.parent.name)
+            check_error(one, str(options["data__paths"]), "the data is no longer what the run")
             stage.finish(run, training__steps=20, resumes_at=steps(run)[-1], **options)
         try:
             check_same(run, expected)
@@ -118,11 +141,14 @@ def shards(stage: Stage, numbers: range) -> Iterator[Reason]:
         run, away = stage.new("vanished"), stage.new("away")
         started = stage.start(run, **options)
         launching.wait_until(lambda: bool(steps(run)), started)
-        for chunk in array.glob("[0-9]*"):
-            chunk.rename(away / chunk.name)
-        started[0].wait(PATIENCE)
-        for chunk in away.iterdir():
-            chunk.rename(array / chunk.name)
+        try:
+            for chunk in array.glob("[0-9]*"):
+                chunk.rename(away / chunk.name)
+            started[0].wait(PATIENCE)
+        finally:
+            # The next try reads the same array.
+            for chunk in away.iterdir():
+                chunk.rename(array / chunk.name)
         check_error(started[0], "cannot be read")
         stage.finish(run, **options)
         check_same(run, expected)
@@ -134,9 +160,9 @@ _SAVING = {"training__steps": 60, "training__checkpoint_every": 10}
 
 
 def full_disk(stage: Stage, numbers: range) -> Iterator[Reason]:
-    """Fills the disk during a save up to a random byte, then frees space again.
+    """Leaves less than half a checkpoint of free space after the first save, and frees it after the run has ended.
 
-    Uses a separate disk if the system permits one, else a limit on the size of files.
+    Where mounting is not permitted, limits the size of files instead.
     """
     expected = stage.undisturbed(**_SAVING)
     newest = expected / "checkpoints" / str(_SAVING["training__steps"])
@@ -149,7 +175,7 @@ def full_disk(stage: Stage, numbers: range) -> Iterator[Reason]:
         run = stage.new("full")
         stage.finish(run, **(_SAVING | {"training__steps": 20}))
         limit = functools.partial(_limit_files, stage.random.randrange(1 << 12, 1 << 16))
-        (limited,) = stage.start(run, prepare=limit, **_SAVING)
+        (limited,) = stage.start(run, before_start=limit, **_SAVING)
         check_error(limited, *_FULL)
         stage.finish(run, resumes_at=steps(run)[-1], **_SAVING)
         check_same(run, expected)
@@ -187,16 +213,17 @@ def _disturbed_disk(
     """Disturbs the disk of a run, which ends with one line, repairs it, starts the run again and compares its end."""
     with small_disk.mounted(stage.new("disk"), mebibytes=4) as disk:
         run = disk.seen / "run"
-        started = stage.start(disk.path / "run", prepare=disk.enter, **_SAVING)
+        started = stage.start(disk.path / "run", before_start=disk.enter, **_SAVING)
         launching.wait_until(lambda: bool(steps(run)), started)
         disturb(disk)
         started[0].wait(PATIENCE)
         repair(disk)
         check_error(started[0], *words)
-        stage.finish(disk.path / "run", prepare=disk.enter, resumes_at=steps(run)[-1], **_SAVING)
+        stage.finish(disk.path / "run", before_start=disk.enter, resumes_at=steps(run)[-1], **_SAVING)
         check_same(run, expected)
 
 
 def _limit_files(size: int) -> None:
+    # Ignored, so that a write fails with EFBIG instead of ending the process.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

@@ -221,7 +221,10 @@ def test_a_run_continues_after_the_hub_has_failed(hub, tmp_path):
 
     def run(name: str) -> launching.Started:
         (started,) = launching.start(
-            [*arguments, f"--workdir={tmp_path / name}"], tmp_path, prepare=use, cache=tmp_path / "programs"
+            [*arguments, f"--workdir={tmp_path / name}"],
+            tmp_path,
+            before_start=use,
+            cache=tmp_path / "programs",
         )
         return started
 
