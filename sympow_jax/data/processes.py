@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
+import pickle
 import queue
 import signal
 import threading
@@ -29,35 +30,37 @@ def pool[Item, Result](
 ) -> Iterator[Callable[[Item], concurrent.futures.Future[Result]]]:
     """Yields a function that sends an item to a worker and returns the future of its result.
 
-    At the end, processes are killed in the middle of their work, but a thread finishes its item. Worker processes end
-    when this process ends. They ignore the signals that stop a run, because this process needs data until it has saved
-    a checkpoint.
+    At the end, processes are killed in the middle of their work, but a thread finishes its item. If the pool is never
+    closed, Python finishes the queued items before it exits. Worker processes end when this process ends. They ignore
+    the signals that stop a run, because this process needs data until it has saved a checkpoint.
 
     Args:
-        make: returns the function of an item. Every worker calls it once. Processes need `make`, items and results that
-            can be pickled.
+        make: returns the function of an item. Every worker calls it before its first item, and before the next one if
+            it raised. Processes need `make`, items and results that can be pickled.
         workers: number of processes; 0 for a thread of this process.
         setting: setting that `workers` was given as, for errors.
 
     Raises:
         ValueError: there are more than 16 workers per core. Without processes, `make` raised it. From a future, `make`
-            or the function raised it, or a process was killed or cannot be started.
-        RuntimeError: from a future, `make` or the function raised another exception in a process. The message is its
-            traceback. Without processes, the exception itself is raised.
+            or the function raised it, or a process ended or cannot be started.
+        RuntimeError: from a future, `make` or the function raised another exception in a process, or the item or its
+            result cannot be unpickled or pickled there. The message is the traceback. Without processes, the exception
+            itself is raised.
     """
     cores = os.cpu_count() or 1
     if workers > _PER_CORE * cores:
         raise ValueError(
-            f"{setting} is {workers}, but this machine has {cores} cores; set at most {_PER_CORE * cores}"
+            f"{setting} is {workers}, but this machine has {cores} cores; set at most {_PER_CORE * cores}, "
+            f"{_PER_CORE} per core"
         )
     # A forked process would share the locks of JAX's threads.
     context = multiprocessing.get_context("spawn")
     started: list[SpawnProcess] = []
-    # The connection to each process that has no item, or the error of one that could not be started.
-    idle: queue.SimpleQueue[Connection | OSError] = queue.SimpleQueue()
+    # Each process that has no item, with its connection, or the error of one that could not be started.
+    idle: queue.SimpleQueue[tuple[Connection, SpawnProcess] | Exception] = queue.SimpleQueue()
     ended = threading.Event()
 
-    def connect() -> Connection:
+    def connect() -> tuple[Connection, SpawnProcess]:
         # Each thread starts one process, which inherits that the thread blocks signals. No signal can interrupt the
         # start either, because Python handles signals in the main thread.
         multiprocessing.resource_tracker.ensure_running()  # first, because it unblocks signals
@@ -69,32 +72,39 @@ def pool[Item, Result](
         started.append(process)
         if ended.is_set():
             process.kill()
-        return ours
+        return ours, process
 
     def start() -> None:
         try:
             idle.put(connect())
-        except OSError as error:  # a thread that fails to start breaks the pool and prints a traceback
+        except Exception as error:  # a thread that fails to start breaks the pool and prints a traceback
             idle.put(error)
 
     def ask(item: Item) -> Result:
-        connection = idle.get()
-        if isinstance(connection, OSError):
-            idle.put(connection)
+        request = pickle.dumps(item)
+        worker = idle.get()
+        if isinstance(worker, OSError):
+            idle.put(worker)
             raise ValueError(
-                f"cannot start a worker process: {connection.strerror or connection}; set fewer {setting}, or raise "
-                f"this limit of the machine"
+                f"cannot start a worker process: {worker.strerror or worker}; set fewer {setting}, or raise this limit "
+                f"of the machine"
             )
+        if isinstance(worker, Exception):
+            idle.put(worker)
+            raise worker
+        connection, process = worker
         try:
-            connection.send(item)
-            result = connection.recv()
+            connection.send_bytes(request)
+            reply = connection.recv_bytes()
         except (EOFError, OSError):
+            process.join()
             raise ValueError(
-                f"a worker process was killed, perhaps because memory was short; repeat the command, which continues, "
-                f"if need be with fewer {setting}"
+                f"a worker process ended with exit code {process.exitcode} (-9 is a kill, often for lack of memory); "
+                f"repeat the command, which continues, with fewer {setting} if memory is short"
             ) from None
         finally:
-            idle.put(connection)
+            idle.put(worker)
+        result = pickle.loads(reply)
         if isinstance(result, Exception):
             raise result
         return result
@@ -115,8 +125,9 @@ def pool[Item, Result](
         for process in started:
             process.join()
 
-    # A generator that uses a pool may never be closed. When Python exits, multiprocessing sends each daemon process a
-    # SIGTERM, which these block, and waits for its end. Functions registered later run first, so that `end` kills them.
+    # A generator that uses a pool may never be closed. When Python exits, it first waits for the threads, which finish
+    # all items. Then multiprocessing sends each daemon process a SIGTERM, which these block, and waits for its end.
+    # Functions registered later run first, so that `end` kills the processes, which are idle, before that.
     atexit.register(end)
     try:
         yield lambda item: threads.submit(function, item)
@@ -131,17 +142,18 @@ def _work(connection: Connection, make: Callable[[], Callable[[Any], Any]]) -> N
     function: Callable[[Any], Any] | None = None
     with contextlib.suppress(EOFError, OSError):  # the parent has ended
         while True:
-            item = connection.recv()
-            result: Any
+            request = connection.recv_bytes()
+            # Pickled within the try, so that a failure of that is a reply too.
             try:
+                item = pickle.loads(request)
                 if function is None:
                     function = make()  # not before, because the answer to the first item reports its errors
-                result = function(item)
+                reply = pickle.dumps(function(item))
             except ValueError as error:
-                result = ValueError(str(error))
+                reply = pickle.dumps(ValueError(str(error)))
             except Exception:
-                result = RuntimeError(traceback.format_exc())
-            connection.send(result)
+                reply = pickle.dumps(RuntimeError(traceback.format_exc()))
+            connection.send_bytes(reply)
 
 
 def _end_with_parent() -> None:

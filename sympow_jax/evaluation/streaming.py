@@ -4,14 +4,15 @@ import functools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from sympow_jax import models
 
-__all__ = ["token_losses"]
+__all__ = ["losses_and_hits", "token_losses"]
 
 # Limits of one call of the model: number of tokens, and bytes of logits that exist at the same time.
 _CALL_TOKENS = 16_384
@@ -37,7 +38,7 @@ def token_losses(
     Args:
         model: the decoder.
         tokens: documents of equal length.
-        on_call: function of the number of tokens that each call of the model processed.
+        on_call: called after each call of the model with its number of tokens, padding included.
     """
     count, predictions = tokens.shape[0], tokens.shape[1] - 1
     segments = -(-predictions // _CALL_TOKENS)
@@ -73,14 +74,25 @@ def _call_losses(
         hidden = model.hidden(inputs)
     else:
         hidden, state = model.hidden(inputs, state=state, return_state=True)
+    return losses_and_hits(model, hidden, targets)[0], state
 
-    def loss_of_token(pair):
+
+def losses_and_hits(
+    model: models.DecoderLM, hidden: Float[Array, "B T M"], targets: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """Returns the loss in nats of each target, and whether it has the highest logit.
+
+    At most 64 MiB of logits exist at the same time, or those of one target.
+    """
+
+    def score_token(pair):
         hidden_M, target = pair
         logits = model.unembed(hidden_M[None, None])[0, 0]
-        return optax.losses.softmax_cross_entropy_with_integer_labels(logits, target)
+        loss = optax.losses.softmax_cross_entropy_with_integer_labels(logits, target)
+        return loss, jnp.argmax(logits) == target
 
-    hidden_and_targets = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1))
     vocabulary = jax.eval_shape(model.unembed, hidden).shape[-1]
-    tokens_at_once = max(1, _LOGIT_BYTES // (4 * vocabulary))
-    losses = jax.lax.map(loss_of_token, hidden_and_targets, batch_size=min(tokens_at_once, inputs.size))
-    return losses.reshape(targets.shape), state
+    tokens_at_once = min(max(1, _LOGIT_BYTES // (4 * vocabulary)), targets.size)
+    pairs = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1))
+    losses, hits = jax.lax.map(score_token, pairs, batch_size=tokens_at_once)
+    return losses.reshape(targets.shape), hits.reshape(targets.shape)

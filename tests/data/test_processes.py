@@ -1,9 +1,11 @@
 """Tests of the pool of workers: ends in the middle of their work, signals, errors."""
 
 import errno
+import functools
 import itertools
 import multiprocessing
 import os
+import pickle
 import signal
 from multiprocessing.context import SpawnProcess
 
@@ -20,6 +22,31 @@ class Zeros:
         if count < 0:
             raise ValueError(f"{count} is negative")
         return np.zeros(count, np.uint8)
+
+
+class Call:
+    """Worker that calls an item."""
+
+    def __call__(self, function):
+        return function()
+
+
+class Unpicklable:
+    """Object that cannot be pickled."""
+
+    def __reduce__(self):
+        raise TypeError("this cannot be pickled")
+
+
+class Unreadable:
+    """Object whose pickle cannot be read."""
+
+    def __reduce__(self):
+        return unpickle, ()
+
+
+def unpickle():
+    raise TypeError("this cannot be read")
 
 
 class Broken:
@@ -43,7 +70,7 @@ def test_processes_end_in_the_middle_of_results_and_get_no_signal_before():
 
 def test_more_workers_than_a_machine_can_have():
     with (
-        pytest.raises(ValueError, match=r"^data\.workers is 1000000, but .*; set at most \d+$"),
+        pytest.raises(ValueError, match=r"^data\.workers is 1000000, but .*; set at most \d+, 16 per core$"),
         processes.pool(Zeros, workers=1_000_000, setting="data.workers"),
     ):
         pass
@@ -55,9 +82,38 @@ def test_a_kill_in_the_middle_of_a_result_is_an_error():
         futures[0].result()
         (worker,) = multiprocessing.active_children()
         os.kill(worker.pid, signal.SIGKILL)
-        with pytest.raises(ValueError, match=r"^a worker process was killed, .* fewer data\.workers$"):
+        with pytest.raises(
+            ValueError,
+            match=r"^a worker process ended with exit code -9 \(.*\); repeat .* with fewer data\.workers if memory",
+        ):
             futures[2].result()
     assert not multiprocessing.active_children()
+
+
+def test_an_end_without_a_kill_gives_its_exit_code():
+    with (
+        pytest.raises(ValueError, match=r"^a worker process ended with exit code 3 \("),
+        processes.pool(Call, workers=1, setting="data.workers") as submit,
+    ):
+        submit(functools.partial(os._exit, 3)).result()
+
+
+def test_what_cannot_be_pickled_is_an_error_and_the_worker_continues():
+    with processes.pool(Call, workers=1, setting="data.workers") as submit:
+        for item, message in [(Unpicklable, "this cannot be pickled"), (Unreadable(), "this cannot be read")]:
+            with pytest.raises(RuntimeError, match=rf"(?s)^Traceback .*TypeError: .*{message}"):
+                submit(item).result()
+        with pytest.raises(TypeError, match="this cannot be pickled"):
+            submit(Unpicklable()).result()
+        assert submit(int).result() == 0
+
+
+def test_a_worker_that_cannot_be_pickled_is_an_error(caplog):
+    with processes.pool(lambda: int, workers=1, setting="data.workers") as submit:
+        for future in [submit(1) for _ in range(2)]:
+            with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
+                future.result()
+    assert not caplog.records
 
 
 def test_a_process_that_cannot_be_started_is_one_line(monkeypatch, caplog):

@@ -18,8 +18,8 @@ __all__ = ["JsonlReader", "holds_text"]
 
 _READ_BYTES = 1 << 14
 # Bounds on the memory that a file which is not what it claims to be can take.
-_LONGEST_LINE = 1 << 28
-_LARGEST_PIECE = 1 << 30
+_MAX_LINE_BYTES = 1 << 28
+_MAX_PIECE_BYTES = 1 << 30
 
 _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".gz": lambda: zlib.decompressobj(wbits=31),
@@ -69,11 +69,11 @@ def _is_ragged(value: list[Any]) -> bool:
 
 
 class JsonlReader:
-    """Reads pieces of files of JSON lines. The field `column` of each line holds text, or a list of token ids.
+    """Reader of pieces of files of JSON lines, from one field that holds text or a list of token ids.
 
     A piece of a plain file has the lines that start in its range of bytes. A piece of a compressed file has those that
-    start in what its range of compressed bytes decompresses to. Unless the pieces of a compressed file are read in
-    order, it is decompressed from its start for each of them.
+    start in what its range of compressed bytes decompresses to. A compressed file is decompressed once if its pieces
+    are read in order; otherwise, it is decompressed from its start for each piece.
     """
 
     def __init__(self, column: str, *, texts: bool):
@@ -137,9 +137,9 @@ def _split(text: bytes, start: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _check_line(url: str, start: int, length: int) -> None:
-    if length > _LONGEST_LINE:
+    if length > _MAX_LINE_BYTES:
         raise ValueError(
-            f"{_name(url, start)} has more than {_LONGEST_LINE} bytes; the file must have one JSON object per line"
+            f"{_name(url, start)} has more than {_MAX_LINE_BYTES} bytes; the file must have one JSON object per line"
         )
 
 
@@ -198,9 +198,9 @@ class _Decompressed:
         self._forget(start - 1)
         while len(self._ends) <= index:
             self._read()
-            if self._stop - start > _LARGEST_PIECE:
+            if self._stop - start > _MAX_PIECE_BYTES:
                 raise ValueError(
-                    f"{self._file.url} decompresses to more than {_LARGEST_PIECE} bytes after byte {start}, far more "
+                    f"{self._file.url} decompresses to more than {_MAX_PIECE_BYTES} bytes after byte {start}, far more "
                     f"than text does; check the file, or decompress it"
                 )
         first, stop = self._line_start(start), self._line_start(self._ends[index])

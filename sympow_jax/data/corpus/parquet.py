@@ -18,12 +18,12 @@ __all__ = ["ParquetReader", "holds_text"]
 # Rows that are decoded at a time. A whole row group of long documents might not fit in memory.
 _BATCH_ROWS = 128
 # Bound on the memory that a piece can take, as that of JSON lines: a dictionary repeats a long text at no cost.
-_LARGEST_PIECE = 1 << 30
+_MAX_PIECE_BYTES = 1 << 30
 _OPEN_FILES = 16
 # Characters of the type of a column that an error shows. A struct names all its fields.
-_TYPE = 160
-# A row group of up to this number of pieces is not divided.
-_LARGEST_GROUP = 2
+_MAX_TYPE_CHARACTERS = 160
+# A row group of up to this number of pieces is not split.
+_MAX_PIECES_PER_GROUP = 2
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ class _GroupReader:
         self._rest: pa.Array = pa.nulls(0)
 
     def read(self, start: int, stop: int) -> Iterator[pa.Array]:
-        """Yields parts of rows start .. stop - 1 of the group; rows up to `start` are skipped."""
+        """Yields parts of rows start .. stop - 1 of the group; rows before `start` are skipped."""
         while self.row < stop:
             if not len(self._rest):
                 batch = next(self._batches, None)
@@ -60,10 +60,10 @@ class _GroupReader:
 
 
 class ParquetReader:
-    """Reads pieces of parquet files. The column `column` holds text or lists of token ids.
+    """Reader of pieces of parquet files, from one column of text or of lists of token ids.
 
-    Pieces begin at row groups, except that a row group larger than two pieces is divided. Unless its pieces are read in
-    order, it is decoded from its start for each of them.
+    A piece starts at a row group, except that row groups larger than two pieces are split. A split group is decoded
+    once if its pieces are read in order; otherwise, it is decoded from its start for each piece.
     """
 
     def __init__(self, column: str, *, texts: bool):
@@ -95,17 +95,16 @@ class ParquetReader:
         for group in range(*groups):
             begin, end = max(first, starts[group]), min(stop, starts[group + 1])
             for part in self._parts(opened, url, group, begin - starts[group], end - starts[group]):
-                names = [f"{url} (row {row + i})" for i in range(len(part))]
-                values = _texts(part) if self._texts else _ids(part, names)
+                values = _texts(part) if self._texts else _ids(part, url, row)
                 for i, value in enumerate(values):
                     if value is not None and len(value):
                         positions.append(row + i)
                         documents.append(value)
                         size += memoryview(value).nbytes
                 row += len(part)
-                if size > _LARGEST_PIECE:
+                if size > _MAX_PIECE_BYTES:
                     raise ValueError(
-                        f"{url} decodes to more than {_LARGEST_PIECE} bytes from row {first} to {row}, far more than "
+                        f"{url} decodes to more than {_MAX_PIECE_BYTES} bytes from row {first} to {row}, far more than "
                         f"text does; check the file, or write it in smaller row groups"
                     )
         return blocks.Block(url, "row", np.array(positions, np.int64), documents)
@@ -136,6 +135,7 @@ _TEXT_CHECKS = (
     pa.types.is_string_view,
     pa.types.is_binary,
     pa.types.is_large_binary,
+    pa.types.is_binary_view,
 )
 _LIST_CHECKS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
 
@@ -154,9 +154,9 @@ def _holds_text(opened: pq.ParquetFile, url: str, column: str) -> bool:
         return True
     if any(check(kind) for check in _LIST_CHECKS) and pa.types.is_integer(kind.value_type):
         return False
+    shown = spelling.cut(str(kind), _MAX_TYPE_CHARACTERS)
     raise ValueError(
-        f"column {column!r} of {url} is of type {spelling.cut(str(kind), _TYPE)}; it must hold text, or lists of "
-        f"token ids"
+        f"column {column!r} of {url} is of type {shown}; it must hold text, or lists of token ids"
     )
 
 
@@ -171,11 +171,11 @@ def _boundary(starts: Int64[np.ndarray, " groups+1"], index: int, count: int) ->
     """Returns the first row of piece `index` of `count`; `starts` are the first rows of row groups."""
     rows = int(starts[-1])
     row = index * rows // count
-    if index in (0, count):
+    if index in (0, count) or not rows:
         return row
     group = int(np.searchsorted(starts, row, side="right")) - 1
     begin, end = int(starts[group]), int(starts[group + 1])
-    return begin if (end - begin) * count <= _LARGEST_GROUP * rows else row
+    return begin if (end - begin) * count <= _MAX_PIECES_PER_GROUP * rows else row
 
 
 def _texts(part: pa.Array) -> list[bytes | None]:
@@ -185,8 +185,13 @@ def _texts(part: pa.Array) -> list[bytes | None]:
     return part.cast(pa.large_binary()).to_pylist()
 
 
-def _ids(part: pa.Array, names: list[str]) -> list[Int32[np.ndarray, " tokens"]]:
+def _ids(part: pa.Array, url: str, row: int) -> list[Int32[np.ndarray, " tokens"]]:
+    """Returns the token ids of consecutive rows, of which the first is row `row` of the file."""
     lengths = pc.fill_null(pc.list_value_length(part), 0).to_numpy(zero_copy_only=False)
     flat = pc.list_flatten(part)
+    if flat.null_count:
+        # Before to_numpy, which would turn the ids of all rows into floats.
+        wrong = pc.list_parent_indices(part).filter(flat.is_null())[0].as_py()
+        raise ValueError(f"{url} (row {row + wrong}) has a null among its token ids; correct the document")
     values = np.split(flat.to_numpy(zero_copy_only=False), np.cumsum(lengths)[:-1])
-    return [blocks.as_ids(value, name) for value, name in zip(values, names, strict=True)]
+    return [blocks.as_ids(value, f"{url} (row {row + i})") for i, value in enumerate(values)]

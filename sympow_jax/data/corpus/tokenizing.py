@@ -116,7 +116,7 @@ def tokens_in_order(
         workers: number of processes; 0 for a thread of this process.
 
     Raises:
-        ValueError: as `PieceTokenizer`, or a worker was killed.
+        ValueError: as `PieceTokenizer`, or a worker process ended.
     """
     make = functools.partial(PieceTokenizer, recipe)
     with processes.pool(make, workers=workers, setting="data.tokenizer_workers") as submit:

@@ -187,7 +187,7 @@ def write_bin(
 
     Raises:
         ValueError: `out` exists, there is no separator, a document contains the separator or cannot be read or encoded,
-            there is nothing to write, a worker was killed, or the folder holds pieces of other sources or options.
+            there is nothing to write, a worker process ended, or the folder holds pieces of other sources or options.
     """
     path = _new(out)
     sidecar = tokens.sidecar(path)

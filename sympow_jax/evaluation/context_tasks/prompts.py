@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Int32
 
 from sympow_jax.evaluation.context_tasks import answers
 
@@ -126,9 +126,16 @@ def make_exam(task: str, material: Material, length: int, *, seed: int, index: i
     """
     rng = np.random.default_rng([seed, index, length, *task.encode()])
     try:
-        return TASKS[task].make(material, length, rng)
+        exam = TASKS[task].make(material, length, rng)
     except TooShortError as error:
         raise TooShortError(f"context length {length} is too short for the task {task!r}: {error}") from None
+    # All exams of a length are in memory, where lists of integers take ten times as much as arrays.
+    questions = [answers.Question(_as_array(x.prompt), _as_array(x.answer)) for x in exam.case.questions]
+    return exam._replace(case=answers.Case(_as_array(exam.case.context), questions))
+
+
+def _as_array(tokens: answers.Tokens) -> Int32[np.ndarray, " tokens"]:
+    return np.asarray(tokens, np.int32)
 
 
 def _recall(material: Material, length: int, rng: np.random.Generator) -> Exam:

@@ -22,8 +22,8 @@ __all__ = ["context_task_results", "evaluate_context_tasks"]
 _TRIALS = 64
 # Length of the text that contexts are excerpts of, divided by the longest context.
 _TEXT_CONTEXTS = 4
-# Tokens of all contexts of a task and length, which are in memory: a GiB.
-_LARGEST = 1 << 28
+# Tokens of all exams of a task and length. The exams take 4 bytes per token, a GiB, and so do the rows made from them.
+_MAX_TOKENS = 1 << 28
 
 
 def context_task_results(
@@ -38,14 +38,15 @@ def context_task_results(
 ) -> list[results.TaskResult]:
     """Returns the result of each task at each context length.
 
-    The contexts and questions depend on the arguments other than the model only. Memory is that of `answer_scores`.
+    Contexts and questions do not depend on the model. Memory is that of `answer_scores`, and 8 bytes on the host per
+    token of the contexts of a task and length.
 
     Args:
         model: the decoder.
         material: text and tokenizer.
         tasks: names of the tasks.
         lengths: tokens of a context with its longest question and answer.
-        trials: least number of questions of each task at each length; it is rounded up to whole contexts.
+        trials: minimum number of questions of each task at each length; it is rounded up to whole contexts.
         seed: seed of contexts and questions.
         on_result: function that is called after each result.
 
@@ -74,7 +75,7 @@ def context_task_results(
         for length in lengths:
             exams = [
                 prompts.make_exam(task, material, length, seed=seed, index=index)
-                for index in range(_contexts(task, trials))
+                for index in range(_num_contexts(task, trials))
             ]
             scores = answers.answer_scores(model, [exam.case for exam in exams])
             task_results.append(results.summarize(task, length, exams, scores))
@@ -98,19 +99,19 @@ def _check(tasks: Sequence[str], trials: int) -> None:
             raise ValueError(f"task {task!r} is given more than once")
 
 
-def _contexts(task: str, trials: int) -> int:
-    """Returns the number of contexts that have the least number of questions."""
+def _num_contexts(task: str, trials: int) -> int:
+    """Returns the number of contexts that have at least `trials` questions together."""
     return -(-trials // prompts.TASKS[task].questions)
 
 
 def _check_sizes(tasks: Sequence[str], lengths: Sequence[int], trials: int) -> None:
     longest = max(lengths, default=0)
     for task in tasks:
-        count = _contexts(task, trials) * longest
-        if count > _LARGEST:
+        count = _num_contexts(task, trials) * longest
+        if count > _MAX_TOKENS:
             raise ValueError(
                 f"{trials} trials of the task {task!r} at context length {longest} are {count:,} tokens; they must be "
-                f"at most {_LARGEST:,}: lower one of the two"
+                f"at most {_MAX_TOKENS:,}: lower one of the two"
             )
 
 
@@ -134,7 +135,7 @@ def evaluate_context_tasks(
         tasks: names of the tasks.
         lengths: context lengths; None means those of the first run that are long enough for every task.
         out: folder to write to.
-        trials: least number of questions of each task at each length; None means 64.
+        trials: minimum number of questions of each task at each length; None means 64.
         tokenizer: name of the tokenizer, as for `data.codec_of_run`.
         console: console to print to.
 
@@ -142,7 +143,7 @@ def evaluate_context_tasks(
         The rows of the CSV.
 
     Raises:
-        ValueError: a workdir holds no run of the next token or no checkpoint, the runs' data or vocabularies differ,
+        ValueError: a workdir does not hold a next-token run or a checkpoint, the runs' data or vocabularies differ,
             nothing is held out, `out` cannot be written, or as `context_task_results`.
     """
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
@@ -166,11 +167,11 @@ def evaluate_context_tasks(
         codec = data.codec_of_run(first, tokenizer)
     elif tokenizer is not None:
         raise ValueError(f"--tokenizer is for tasks with text; {', '.join(tasks)} has none: leave it out")
-    chosen = runs.lengths_of(first, heldout) if lengths is None else lengths
-    _check_sizes(tasks, chosen, trials)
-    text = _read(documents, _TEXT_CONTEXTS * max(chosen, default=0))
+    candidate_lengths = runs.lengths_of(first, heldout) if lengths is None else lengths
+    _check_sizes(tasks, candidate_lengths, trials)
+    text = _heldout_tokens(documents, _TEXT_CONTEXTS * max(candidate_lengths, default=0))
     material = prompts.Material(text, codec, documents.lead)
-    lengths = _drop_short(tasks, chosen, material) if lengths is None else chosen
+    lengths = _drop_short(tasks, candidate_lengths, material) if lengths is None else lengths
     _check_lengths(tasks, lengths, material)
     for path, config in zip(paths, configs):
         runs.require_places(config, lengths, f"the model of {path}")
@@ -215,7 +216,7 @@ def evaluate_context_tasks(
     return rows
 
 
-def _read(documents: data.HeldoutDocuments, count: int) -> Int[np.ndarray, " tokens"]:
+def _heldout_tokens(documents: data.HeldoutDocuments, count: int) -> Int[np.ndarray, " tokens"]:
     """Returns at least `count` tokens of held-out documents in their order, or all, without leads."""
     lead = 0 if documents.lead is None else 1
     parts = []

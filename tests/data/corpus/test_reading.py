@@ -83,7 +83,8 @@ def test_row_groups_of_any_size(tmp_path, group):
 @pytest.mark.parametrize(
     "kind",
     [
-        *[pa.string(), pa.large_string(), pa.string_view(), pa.binary()],
+        *[pa.string(), pa.large_string(), pa.string_view()],
+        *[pa.binary(), pa.large_binary(), pa.binary_view()],
         pa.dictionary(pa.int32(), pa.string()),
     ],
 )
@@ -104,6 +105,13 @@ def test_token_ids(tmp_path, name):
     documents = documents_of(read(file, 100, is_text=False))
     assert [document.tolist() for document in documents] == [one for one in ids if one]
     assert {document.dtype for document in documents} == {np.dtype(np.int32)}
+
+
+def test_a_parquet_file_without_rows_has_no_documents(tmp_path):
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    blocks = read(find(tmp_path / "a.parquet"), 100)
+    assert len(blocks) > 1
+    assert not documents_of(blocks)
 
 
 def test_frames_of_compressed_files_are_read_as_one(tmp_path):
@@ -225,7 +233,10 @@ def test_bad_lines(tmp_path, line):
         ),
         (pa.array([[1.5]]), r"of type list<.*double>"),
         (pa.array([[-1]]), r"a\.parquet \(row 0\) has token id -1"),
-        (pa.array([[None]], pa.list_(pa.int32())), r"a\.parquet \(row 0\) .*not all integers"),
+        (
+            pa.array([[1], None, [2, 3], [4, None]], pa.list_(pa.int32())),
+            r"a\.parquet \(row 3\) has a null among its token ids; correct the document",
+        ),
     ],
 )
 def test_columns_of_wrong_types(tmp_path, column, message):
@@ -323,7 +334,7 @@ def test_a_plain_file_that_shrinks(tmp_path):
 def test_a_line_without_end(tmp_path, monkeypatch):
     from sympow_jax.data.corpus import jsonl
 
-    monkeypatch.setattr(jsonl, "_LONGEST_LINE", 50_000)
+    monkeypatch.setattr(jsonl, "_MAX_LINE_BYTES", 50_000)
     for name in ("a.jsonl", "a.jsonl.gz"):
         file = write(tmp_path / name, ["a", "b" * 200_000])
         with pytest.raises(ValueError, match=r"\(line at byte \d+\) has more than 50000 bytes"):
@@ -333,7 +344,7 @@ def test_a_line_without_end(tmp_path, monkeypatch):
 def test_a_file_that_decompresses_to_too_much(tmp_path, monkeypatch):
     from sympow_jax.data.corpus import jsonl
 
-    monkeypatch.setattr(jsonl, "_LARGEST_PIECE", 1 << 20)
+    monkeypatch.setattr(jsonl, "_MAX_PIECE_BYTES", 1 << 20)
     file = write(tmp_path / "a.jsonl.gz", ["b" * 3_000_000])
     with pytest.raises(ValueError, match=r"decompresses to more than 1048576 bytes after byte 0"):
         read(file, 1 << 20)
@@ -343,7 +354,7 @@ def test_a_file_that_decompresses_to_too_much(tmp_path, monkeypatch):
 def test_a_parquet_file_that_decodes_to_too_much(tmp_path, monkeypatch, documents):
     from sympow_jax.data.corpus import parquet
 
-    monkeypatch.setattr(parquet, "_LARGEST_PIECE", 1 << 20)
+    monkeypatch.setattr(parquet, "_MAX_PIECE_BYTES", 1 << 20)
     pq.write_table(pa.table({"text": documents}), tmp_path / "a.parquet")
     # Ended after the batch of rows that exceeds it.
     with pytest.raises(ValueError, match=r"decodes to more than 1048576 bytes from row 0 to 128, far more"):

@@ -96,14 +96,35 @@ def test_a_context_is_processed_once_where_that_needs_fewer_tokens():
     assert done == [256]
 
 
-def test_a_context_that_is_processed_once_is_not_copied():
+def test_a_context_that_is_processed_once_is_not_copied_for_each_question():
     class Context(list):
-        def __iter__(self):
-            raise AssertionError("a context is copied")
+        reads = 0
 
-    case = answers.Case(Context([1] * 200), [answers.Question([2], [3])] * 4)
+        def __iter__(self):
+            self.reads += 1
+            return super().__iter__()
+
+    context = Context([1] * 200)
+    case = answers.Case(context, [answers.Question([2], [3])] * 4)
     ((first, *_),) = evaluation.answer_scores(decoder("softmax"), [case])
     assert len(first.losses) == 1
+    assert context.reads == 1  # to check its ids
+
+
+@pytest.mark.parametrize(("share", "calls"), [(True, 4), (False, 7)])
+def test_segments_reuse_the_memory_of_the_state(monkeypatch, share, calls):
+    monkeypatch.setattr(answers, "_CALL_TOKENS", 32)
+    score_and_advance, states = answers._score_and_advance, []
+
+    def recorded(graph, variables, state, *arguments):
+        states.append(state)
+        return score_and_advance(graph, variables, state, *arguments)
+
+    monkeypatch.setattr(answers, "_score_and_advance", recorded)
+    case = answers.Case([1] * 100, [answers.Question([2], [3] * 100)])
+    evaluation.answer_scores(decoder("conformal"), [case], share=share)
+    assert len(states) == calls
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(states))
 
 
 @pytest.mark.parametrize("share", [None, True, False])
@@ -135,6 +156,12 @@ def test_states_of_a_call_are_bounded(monkeypatch):
     [
         (answers.Case([], [answers.Question([1], [2])]), "a context is empty"),
         (answers.Case([1], [answers.Question([1], [])]), "an answer is empty"),
+        (
+            answers.Case([1, 99], [answers.Question([1], [2])]),
+            "token id 99 is outside the model's vocabulary of 13; use the model's tokenizer",
+        ),
+        (answers.Case([1], [answers.Question([-1], [2])]), "token id -1 is outside"),
+        (answers.Case([1], [answers.Question([1], [2, 13])]), "token id 13 is outside"),
         (
             answers.Case([1] * 6, [answers.Question([1], [2, 3])]),
             "has 8 tokens .* learned positions end at 7",

@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import jax
 import numpy as np
 import pytest
 
@@ -33,7 +34,7 @@ def make(task, length=300, material=MATERIAL, index=0):
 
 
 def text(tokens):
-    return BYTES.decode(tokens).decode()
+    return BYTES.decode(np.asarray(tokens).tolist()).decode()
 
 
 @pytest.mark.parametrize("task", prompts.TASKS)
@@ -50,8 +51,15 @@ def test_an_exam_has_the_length_and_the_number_of_questions(task, length):
 
 @pytest.mark.parametrize("task", prompts.TASKS)
 def test_an_exam_depends_on_its_arguments_only(task):
-    assert make(task) == make(task)
-    assert make(task).case.context != make(task, index=1).case.context
+    jax.tree.map(np.testing.assert_array_equal, make(task), make(task))
+    assert make(task).case.context.tolist() != make(task, index=1).case.context.tolist()
+
+
+@pytest.mark.parametrize("task", prompts.TASKS)
+def test_tokens_take_four_bytes(task):
+    case = make(task).case
+    arrays = [case.context, *(tokens for question in case.questions for tokens in question)]
+    assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
 
 
 @pytest.mark.parametrize("task", prompts.TASKS)
@@ -114,7 +122,7 @@ def test_a_copy_repeats_random_tokens_of_the_text():
     case, log_candidates, depths = make("copy", material=prompts.Material(TEXT))
     assert not depths
     (question,) = case.questions
-    assert [*question.prompt, *question.answer] == case.context
+    assert [*question.prompt, *question.answer] == case.context.tolist()
     alphabet = set(TEXT.tolist())
     assert set(case.context) <= alphabet
     assert log_candidates == pytest.approx(149 * np.log(len(alphabet)))
