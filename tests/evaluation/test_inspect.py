@@ -239,7 +239,7 @@ def test_every_preset_can_be_drawn(preset, changes, tmp_path):
     drawn = draw(attention_maps.attention_maps(model, tokens, range(2)), tokens, tmp_path)
     attention = model.config.attention
     assert ("half_life" in drawn) == (attention.decay != "none")
-    assert ("rotation" in drawn) == ("learned" in attention.position)
+    assert ("rotation" in drawn) == attention.position.startswith("learned_rope")
     assert "attention" in drawn
 
 
