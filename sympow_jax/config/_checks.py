@@ -20,9 +20,9 @@ __all__ = [
 
 # JAX draws keys from 32 bits of a seed, so larger seeds would repeat smaller ones.
 _SEEDS = 2**32
-# Largest and smallest positive normal float of the type that settings have in a run.
+# Largest float of the type that settings have in a run, and a positive one that is not rounded to 0 there.
 _LARGEST = float(np.finfo(np.float32).max)
-_SMALLEST = float(np.finfo(np.float32).smallest_normal)
+_SMALLEST = 1e-30
 # Characters of a text that is compared with names, which takes a time in proportion to its length.
 _NAME = 100
 
@@ -45,13 +45,13 @@ def require_at_least(least: float, **values: float) -> None:
 
 
 def require_positive(**values: float) -> None:
-    """Raises ValueError for the first of the named values that is not above 0, or below all normal float32 numbers."""
+    """Raises ValueError for the first of the named values that is not above 0, or so small that float32 may be 0."""
     for name, value in values.items():
         if value <= 0:
             raise ValueError(f"{name} is {value}; it must be positive")
         if value < _SMALLEST:
             raise ValueError(
-                f"{name} is {value}; it must be at least {_SMALLEST:.1e}, the smallest normal float32"
+                f"{name} is {value}; it must be at least {_SMALLEST}, or float32 may round it to 0"
             )
 
 

@@ -165,10 +165,6 @@ class ModelConfig:
                 raise ValueError(f"model.{name} is {width}; it must be at most {_MAX_WIDTH}")
         if self.norm_epsilon > _MAX_EPSILON:
             raise ValueError(f"model.norm_epsilon is {self.norm_epsilon}; it must be at most {_MAX_EPSILON}")
-        if self.norm_epsilon < 1e-30:
-            raise ValueError(
-                f"model.norm_epsilon is {self.norm_epsilon}; it must be at least 1e-30, or float32 may round it to 0"
-            )
         if self.patch_size is not None:
             checks.require_at_least(1, **{"model.patch_size": self.patch_size})
         sizes = checks.head_sizes(
