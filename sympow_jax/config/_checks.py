@@ -45,7 +45,7 @@ def require_at_least(least: float, **values: float) -> None:
 
 
 def require_positive(**values: float) -> None:
-    """Raises ValueError for the first of the named values that is not above 0, or so small that float32 may be 0."""
+    """Raises ValueError for the first of the named values that is not above 0, or that float32 may round to 0."""
     for name, value in values.items():
         if value <= 0:
             raise ValueError(f"{name} is {value}; it must be positive")
