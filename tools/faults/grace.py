@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from tests.training import launching
-from tools.faults.stage import PATIENCE, Stage, losses, steps
+from tools.faults.stage import PATIENCE, Stage, has_plan, losses, steps
 
 # Seconds from the beginning of a moment to the signal.
 _DELAY = 0.2
@@ -35,26 +35,17 @@ class Moment(NamedTuple):
     checkpoint_every: int = 1000
 
 
-def _num_losses(run: pathlib.Path) -> int:
-    return len(losses(run)) if (run / "metrics.jsonl").exists() else 0
-
-
-def _has_plan(one: launching.Started) -> bool:
-    # The plan is printed after the state is initialized or restored, and before the update is compiled.
-    return any(line.startswith("training: step") for line in one.said())
-
-
 def _is_restoring(run: pathlib.Path, one: launching.Started, before: int) -> bool:
     # The lock is taken before the state is initialized or restored.
     lock = run / "lock"
     locked = lock.exists() and f"process {one.process.pid} " in lock.read_text()
-    return locked and not _has_plan(one)
+    return locked and not has_plan(one)
 
 
 # They share a workdir, in this order: the last needs a checkpoint.
 MOMENTS: Mapping[str, Moment] = {
-    "compiling": Moment(lambda run, one, before: _has_plan(one) and _num_losses(run) == before),
-    "an update": Moment(lambda run, one, before: _num_losses(run) > before),
+    "compiling": Moment(lambda run, one, before: has_plan(one) and len(losses(run)) == before),
+    "an update": Moment(lambda run, one, before: len(losses(run)) > before),
     "a save": Moment(lambda run, one, before: any(run.glob("checkpoints/*tmp*")), checkpoint_every=4),
     "restoring": Moment(_is_restoring),
 }
@@ -65,7 +56,7 @@ def measure(stage: Stage, run: pathlib.Path, name: str, **options) -> tuple[floa
 
     Exits with one line if the moment is over before the signal.
     """
-    moment, before = MOMENTS[name], _num_losses(run)
+    moment, before = MOMENTS[name], len(losses(run))
     (one,) = stage.start(run, training__checkpoint_every=moment.checkpoint_every, **options)
     launching.wait_until(lambda: moment.is_now(run, one, before), [one], timeout=PATIENCE)
     time.sleep(_DELAY)

@@ -19,7 +19,7 @@ from tools.faults.stage import (
     check_error,
     check_same,
     check_success,
-    has_reported,
+    has_plan,
     losses,
     steps,
     tried,
@@ -27,7 +27,8 @@ from tools.faults.stage import (
 
 # Of one run. Afterwards it is resumed to its end, and compared.
 _KILLS = 8
-# Largest step of the clock, in seconds. The stepped clock is not that of waits until a time, which may last as long.
+# Largest step of the clock, in seconds. A wait until a time of day may last as much longer, because the system ends it
+# by its own clock.
 _STEP = 60.0
 
 
@@ -72,17 +73,13 @@ def kills_anywhere(stage: Stage, numbers: range) -> Iterator[Reason]:
         if stage.random.random() < 0.3:
             time.sleep(stage.random.uniform(0.2, 4))
             return
-        before = len(losses(run)) if has_reported(run) else 0
+        before = len(losses(run))
         # The metrics after the restored step are deleted, and those of new steps follow.
-        launching.wait_until(lambda: _has_restarted(started[0]), started)
-        launching.wait_until(lambda: has_reported(run) and len(losses(run)) != before, started)
+        launching.wait_until(lambda: has_plan(started[0]), started)
+        launching.wait_until(lambda: len(losses(run)) not in (0, before), started)
         time.sleep(stage.random.uniform(0, 1.5))
 
     return _kills(stage, len(numbers), "killed", moment)
-
-
-def _has_restarted(one: launching.Started) -> bool:
-    return any(line.startswith("training: step") for line in one.said())
 
 
 def kills_in_saves(stage: Stage, numbers: range) -> Iterator[Reason]:
@@ -111,7 +108,7 @@ def terminations(stage: Stage, numbers: range) -> Iterator[Reason]:
     def attempt() -> None:
         run = stage.new("terminated")
         (one,) = started = stage.start(run, **options)
-        launching.wait_until(lambda: has_reported(run), started)
+        launching.wait_until(lambda: bool(losses(run)), started)
         time.sleep(stage.random.uniform(0, 0.5))
         one.send(signal.SIGTERM)
         code, saved = one.wait(PATIENCE), steps(run)
@@ -162,7 +159,7 @@ def two_runs(stage: Stage, numbers: range) -> Iterator[Reason]:
         run = stage.new("twice")
         first = stage.start(run, **options)
         if number % 2:
-            launching.wait_until(lambda: has_reported(run), first)
+            launching.wait_until(lambda: bool(losses(run)), first)
             time.sleep(stage.random.uniform(0, 0.5))
         second = stage.start(run, **options)
         if (

@@ -88,7 +88,8 @@ class Stage:
 
 def losses(run: pathlib.Path) -> list[tuple[int, float]]:
     """Returns the steps that a run has reported, with their losses; a line that is being written is left out."""
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    path = run / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     whole = (json.loads(line) for line in lines if line.endswith("\n"))
     return [(line["step"], line["loss"]) for line in whole]
 
@@ -98,9 +99,9 @@ def steps(run: pathlib.Path) -> list[int]:
     return sorted(int(path.name) for path in run.glob("checkpoints/*") if path.name.isdigit())
 
 
-def has_reported(run: pathlib.Path) -> bool:
-    """Returns whether a run has reported a step."""
-    return (run / "metrics.jsonl").exists() and bool(losses(run))
+def has_plan(one: launching.Started) -> bool:
+    """Returns whether a process has printed its plan, which it does after the state is initialized or restored."""
+    return any(line.startswith("training: step") for line in one.said())
 
 
 def check_success(started: list[launching.Started], *, resumes_at: int | None = None) -> None:
@@ -114,13 +115,17 @@ def check_success(started: list[launching.Started], *, resumes_at: int | None = 
         raise NotSurvived(f"it resumed from step {began} instead of {resumes_at}")
 
 
-def check_same(run: pathlib.Path, expected: pathlib.Path) -> None:
-    """Raises NotSurvived unless losses and parameters are bitwise identical to those of the other run."""
+def check_same(run: pathlib.Path, expected: pathlib.Path, *, after: str = "") -> None:
+    """Raises NotSurvived unless losses and parameters are bitwise identical to those of the other run.
+
+    The message begins with `after`, which says what was done to the run.
+    """
+    begin = f"{after}: " if after else ""
     if losses(run) != losses(expected):
-        raise NotSurvived("the losses are not those of the undisturbed run")
+        raise NotSurvived(f"{begin}the losses are not those of the undisturbed run")
     (_, model, step), (_, other, at) = map(training.restore_model, (run, expected))
     if step != at or not all(map(np.array_equal, jax.tree.leaves(model), jax.tree.leaves(other))):
-        raise NotSurvived("the parameters are not those of the undisturbed run")
+        raise NotSurvived(f"{begin}the parameters are not those of the undisturbed run")
 
 
 def check_error(one: launching.Started, *words: str) -> None:

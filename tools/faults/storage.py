@@ -17,7 +17,6 @@ from tests.training import launching
 from tools import small_disk
 from tools.faults.stage import (
     PATIENCE,
-    NotSurvived,
     Reason,
     Stage,
     check_error,
@@ -64,10 +63,7 @@ def _damaged_checkpoints(damage: Damage, stage: Stage, numbers: range) -> Iterat
         started[0].wait(PATIENCE)
         noticed = (run / "damaged_checkpoints" / "20").is_dir()
         check_success(started, resumes_at=15 if noticed else 20)
-        try:
-            check_same(run, expected)
-        except NotSurvived as error:
-            raise NotSurvived(f"{file}, {'noticed' if noticed else 'not noticed'}: {error}") from None
+        check_same(run, expected, after=f"{file}, {'noticed' if noticed else 'not noticed'}")
 
     return (tried(attempt, number) for number in numbers)
 
@@ -115,10 +111,7 @@ def _damaged_data(damage: Damage, stage: Stage, numbers: range) -> Iterator[Reas
         if code != 0:
             check_error(one, str(options["data__paths"]), "the data is no longer what the run")
             stage.finish(run, training__steps=20, resumes_at=steps(run)[-1], **options)
-        try:
-            check_same(run, expected)
-        except NotSurvived as error:
-            raise NotSurvived(f"{path.name}, not noticed: {error}") from None
+        check_same(run, expected, after=f"{path.name}, not noticed")
 
     return (tried(attempt, number) for number in numbers)
 
