@@ -102,12 +102,14 @@ def parameter_options(settings: config.OptimizerConfig, params: optax.Params) ->
 
     orthogonalized = jax.tree.map(is_orthogonalized, names, params)
     if settings.name == "muon":
-        own = [x for x in settings.orthogonalized if x not in config.OptimizerConfig().orthogonalized]
-        _require_matches("orthogonalized", own, models.names_of_any_layer(matrix_names), "matrix")
+        matrix_names = models.names_of_any_layer(matrix_names)
+        defaults = config.OptimizerConfig().orthogonalized
+        own = [pattern for pattern in settings.orthogonalized if pattern not in defaults]
+        _require_matches("orthogonalized", own, matrix_names, "matrix")
         if not any(jax.tree.leaves(orthogonalized)):
             raise ValueError(
                 f"optimizer.orthogonalized is {settings.orthogonalized} and matches no matrix; the matrices are "
-                f"{', '.join(models.names_of_any_layer(matrix_names))}"
+                f"{', '.join(matrix_names)}"
             )
     return ParameterOptions(
         learning_rate=jax.tree.map(lambda name: _product(rate_factors, name), names),

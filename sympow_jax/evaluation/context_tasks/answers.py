@@ -338,8 +338,7 @@ def _score(
 ) -> tuple[Float[Array, "B A"], Bool[Array, "B A"]]:
     model = nnx.merge(graph, variables)
     hidden = model.hidden(tokens, segment_ids=segment_ids, state=state)
-    hidden = jnp.take_along_axis(hidden, positions[..., None], axis=1)
-    return streaming.losses_and_hits(model, hidden, targets)
+    return _losses_and_hits_at(model, hidden, positions, targets)
 
 
 @functools.partial(jax.jit, static_argnames="graph", donate_argnames="state")
@@ -354,5 +353,15 @@ def _score_and_advance(
 ) -> tuple[tuple[Float[Array, "B A"], Bool[Array, "B A"]], PyTree]:
     model = nnx.merge(graph, variables)
     hidden, state = model.hidden(tokens, segment_ids=segment_ids, state=state, return_state=True)
-    hidden = jnp.take_along_axis(hidden, positions[..., None], axis=1)
-    return streaming.losses_and_hits(model, hidden, targets), state
+    return _losses_and_hits_at(model, hidden, positions, targets), state
+
+
+def _losses_and_hits_at(
+    model: models.DecoderLM,
+    hidden: Float[Array, "B T M"],
+    positions: Int[Array, "B A"],
+    targets: Int[Array, "B A"],
+) -> tuple[Float[Array, "B A"], Bool[Array, "B A"]]:
+    return streaming.losses_and_hits(
+        model, jnp.take_along_axis(hidden, positions[..., None], axis=1), targets
+    )
