@@ -4,8 +4,9 @@ Functions take one head (callers `vmap`). Chunk c holds positions [cC, cC + C). 
 of the block [cC - W, cC + C). They read the state after the positions before that block. Afterwards the state is
 updated with the first C positions of the block.
 
-Sequences have time first, blocks have time last. The loop transposes each block, which is then in the cache. To
-transpose a whole sequence would take more time per token the longer it is, because its rows are far apart in memory.
+Sequences have time first. The loops read stacks of their chunks, which have time last and are made outside the loops:
+XLA would merge a transposition inside into everything that reads the block, which prevents vectorization on CPUs. And
+to transpose a sequence as a whole would take more time per token the longer it is, because its rows are far apart.
 """
 
 import functools
@@ -67,10 +68,10 @@ def _forward(plan, query, key, value, log_decay, enters_state, state):
         sums += block.to_query * layout.split_heads(from_state, query.shape[1])
         state = _updated_state(plan, state, block)
         if plan.division is means.Division.NONE:
-            return state, (_time_first(sums),)
+            return state, (sums,)
         denominator = sums[:, -1:]
         out = means.mean(sums[:, :-1], denominator, 1, plan.division)
-        return state, (_time_first(out.astype(value.dtype)), _time_first(denominator))
+        return state, (out.astype(value.dtype), denominator)
 
     final, results = jax.lax.scan(step, state, blocks.indices)
     return tuple(map(_joined, results)), final
@@ -101,6 +102,8 @@ def _chunked_bwd(plan, residuals, cotangents):
         exact_denominator = denominator if out.dtype == denominator.dtype else None
 
     blocks = _Blocks(plan, query, key, value, log_decay, enters_state, state[0].dtype)
+    dsums = blocks.stack(dsums)
+    exact_denominator = None if exact_denominator is None else blocks.stack(exact_denominator)
     dquery_from_state, reads = _read_states(plan, blocks, dsums, state)
     # The derivative in the log of the final state.
     dlog_final = sum(jnp.vdot(d, s, precision=plan.precision) for d, s in zip(dfinal, final))
@@ -121,8 +124,8 @@ chunked.defvjp(_chunked_fwd, _chunked_bwd)
 
 
 def _read_states(
-    plan: plans.Plan, blocks: "_Blocks", dsums: Float[Array, "X G E+1"], state: features.Groups
-) -> tuple[Float[Array, "n C G D"], Float[Array, "n G C"]]:
+    plan: plans.Plan, blocks: "_Blocks", dsums: Float[Array, "n G E+1 C"], state: features.Groups
+) -> tuple[Float[Array, "n G D C"], Float[Array, "n G C"]]:
     """Recomputes the states; returns dq through them, and d/d(log of the state) as each query reads it."""
 
     def step(state, index):
@@ -137,7 +140,7 @@ def _read_states(
         )
         dquery = layout.split_heads(dquery, len(block.query))
         read = (block.query * dquery).sum(1) / plan.power
-        return _updated_state(plan, state, block), (_time_first(dquery), read)
+        return _updated_state(plan, state, block), (dquery, read)
 
     _, (dquery, reads) = jax.lax.scan(step, state, blocks.indices)
     return dquery, reads
@@ -146,8 +149,8 @@ def _read_states(
 def _write_states(
     plan: plans.Plan,
     blocks: "_Blocks",
-    dsums: Float[Array, "X G E+1"],
-    denominator: Float[Array, "X G 1"] | None,
+    dsums: Float[Array, "n G E+1 C"],
+    denominator: Float[Array, "n G 1 C"] | None,
     reads: Float[Array, "n G C"],
     dfinal: features.Groups,
     dlog_final: Float[Array, ""],
@@ -209,7 +212,7 @@ def _write_states(
             [g[..., :exact_window] for g in gradients],
             dlog_state - dlog_by_state.sum() + read.sum(),
         )
-        return carry, (_time_first(dquery), [_time_first(g[..., exact_window:]) for g in gradients])
+        return carry, (dquery, [g[..., exact_window:] for g in gradients])
 
     dtype = dfinal[0].dtype
     width, value_width = blocks.key.shape[1], blocks.value.shape[1]
@@ -241,15 +244,15 @@ class _Blocks:
         count = len(query) // chunk
         self.plan, self.dtype = plan, dtype
         self.indices = jnp.arange(count)
-        self.query = query
-        front = (exact_window, 0)
-        self.key, self.value = (jnp.pad(x, (front, (0, 0))) for x in (key, value))
-        self.enters_state = jnp.pad(enters_state, front)
+        self.query = self.stack(query)
+        to_whole_chunks = ((exact_window, -exact_window % chunk), (0, 0))
+        self.key, self.value = (self.stack(jnp.pad(x, to_whole_chunks)) for x in (key, value))
+        self.enters_state = jnp.pad(enters_state, (exact_window, 0))
         self.feature_weights = features.weights(key.shape[1], plan.power, dtype)
         self.has_decay = log_decay is not None
         if self.has_decay:
             positions = self.indices[:, None] * chunk + jnp.arange(chunk + exact_window)
-            block_log_decay = jnp.pad(log_decay, front)[positions]
+            block_log_decay = jnp.pad(log_decay, (exact_window, 0))[positions]
             folded = jnp.where(self.enters_state[positions[:, :chunk]], block_log_decay[:, :chunk], 0)
             self.coarse, self.fine = decays.split(block_log_decay)
             self.to_query = decays.exp((self.coarse + self.fine)[:, exact_window:])
@@ -283,26 +286,30 @@ class _Blocks:
             carry=carry,
         )
 
-    def cut_queries(self, x, index):
+    def cut_queries(self, stack, index):
         """Returns the chunk's queries, or what belongs to them."""
-        return self._cut(x, index, self.plan.chunk)
+        return self._cut(stack, index, self.plan.chunk)
 
     def enters_state_at(self, index):
         """Returns which of the first C positions of the block update the state."""
         return jax.lax.dynamic_slice_in_dim(self.enters_state, index * self.plan.chunk, self.plan.chunk)
 
-    def _cut(self, x, index, length):
-        part = jax.lax.dynamic_slice_in_dim(x, index * self.plan.chunk, length)
+    def stack(self, sequence: Float[Array, "X ..."]) -> Float[Array, "n ... C"]:
+        """Returns the chunks of a sequence; `_joined` is the inverse."""
+        chunks = sequence.reshape(len(sequence) // self.plan.chunk, self.plan.chunk, *sequence.shape[1:])
+        return jnp.moveaxis(chunks, 1, -1)
+
+    def _cut(self, stack, index, length):
+        """Returns `length` positions from the beginning of a chunk, with time last."""
+        part = jax.lax.dynamic_slice_in_dim(stack, index, -(-length // self.plan.chunk))
+        part = jax.lax.collapse(jnp.moveaxis(part, 0, -2), -2)[..., :length]
         # Without the barrier XLA repeats the slice in every fusion that reads it, which prevents vectorization on CPUs.
-        return jax.lax.optimization_barrier(jnp.moveaxis(part, 0, -1).astype(self.dtype))
+        return jax.lax.optimization_barrier(part.astype(self.dtype))
 
 
-def _time_first(x):
-    return jnp.moveaxis(x, -1, 0)
-
-
-def _joined(chunks):
-    """Concatenates chunks [n, C, ...] along time, their second axis."""
+def _joined(stack: Float[Array, "n ... C"]) -> Float[Array, "X ..."]:
+    """Returns the sequence of a stack of chunks."""
+    chunks = jnp.moveaxis(stack, -1, 1)
     # A size of -1 fails for empty arrays.
     return chunks.reshape(chunks.shape[0] * chunks.shape[1], *chunks.shape[2:])
 
