@@ -1,8 +1,8 @@
 """Held-out loss of each optimizer at its own best learning rate.
 
-The toy scale is a small quickstart: one layer, a context of 256, four rows per update. With the first seed, each
-optimizer is trained at three rates a factor of 3 apart, and at up to two more while the best is at either end. The
-other seeds are trained at the best rate. Every optimizer has a warmup and a cosine schedule, except `schedule_free`,
+The toy scale is `configs/quickstart.py` with another optimizer. With the first seed, each optimizer is trained at three
+rates a factor of 3 apart, and at up to two more while the best is at either end. The other seeds are trained at the
+best rate. Every optimizer has a warmup and a cosine schedule, except `schedule_free`,
 whose rate stays constant after the warmup. Gradients are clipped to norm 1; weight decay is 0.1, except for `adam`,
 which has none.
 """
@@ -22,7 +22,7 @@ from sympow_jax.config import optimizer as optimizer_lib
 from sympow_jax.training import sharding
 
 PLANS = {
-    "toy": _shared.Plan(seeds=(0, 1, 2), steps=100, contexts=(256,), lengths=(256,), documents=64),
+    "toy": _shared.Plan(seeds=(0, 1, 2), steps=450, contexts=(256,), lengths=(256,), documents=64),
     "paper": _shared.Plan(seeds=(0,), steps=10_000, contexts=(4096,), lengths=(4096,), documents=64),
     "tiny": _shared.Plan(seeds=(0, 1), steps=2, contexts=(16,), lengths=(16,), documents=2),
 }
@@ -31,16 +31,15 @@ VARIANTS = optimizer_lib.OPTIMIZERS
 _RATES = {
     "adam": 6e-3,
     "adamw": 6e-3,
-    "adafactor": 3e-2,
+    "adafactor": 9e-2,
     "lion": 1e-3,
-    "muon": 6e-3,
+    "muon": 1.8e-2,
     "prodigy": 1.0,
     "schedule_free": 6e-3,
     "sgd": 0.3,
 }
 _FACTOR = 3.0
 _MAX_RATES = 5
-_TOY_TOKENS = 1024
 _WEIGHT_DECAY = 0.1
 
 # Folders of runs, by optimizer, learning rate and seed.
@@ -97,11 +96,8 @@ def settings(options: _shared.Options, variant: str, *, rate: float, seed: int) 
         paper="gpt2_124m:conformal",
     )
     if options.scale == "toy":
-        base = dataclasses.replace(
-            base,
-            model=dataclasses.replace(base.model, layers=1),
-            data=dataclasses.replace(base.data, batch_tokens=_TOY_TOKENS),
-        )
+        tokens = config.load("quickstart").data.batch_tokens
+        base = dataclasses.replace(base, data=dataclasses.replace(base.data, batch_tokens=tokens))
     optimizer = config.OptimizerConfig(
         name=variant,
         learning_rate=rate,
