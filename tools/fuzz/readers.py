@@ -50,6 +50,7 @@ _DESCRIPTION = {"source": "text", "paths": ["x"], "digest": "0", "bytes": 1}
 # Documents of a corpus.
 _TEXT = ["the quick fox", None, "", "é" * 30]
 _LINES = b"".join(json.dumps({"text": text, "ids": [1]}).encode() + b"\n" for text in _TEXT)
+_BLOSC = {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0}
 # Lengths of axes.
 _SIZES = (1, 2, 3, 4, 8, 17, 64)
 
@@ -232,12 +233,14 @@ def _read_records(folder: pathlib.Path) -> None:
     workdir.record_data(folder, _DESCRIPTION)
 
 
-def _good_zarr() -> inputs.Files:
+def _good_zarr(**changes: Any) -> inputs.Files:
+    """Returns the files of an array with these changes of its metadata."""
+
     def write(folder: pathlib.Path) -> None:
         import tensorstore
 
         values = np.arange(8 * 64, dtype=np.uint16).reshape(8, 64)
-        metadata = longcrawl64.metadata(8, 64, values.dtype) | {"chunks": [4, 64]}
+        metadata = longcrawl64.metadata(8, 64, values.dtype) | {"chunks": [4, 64]} | changes
         spec = {**longcrawl64.spec(str(folder)), "metadata": metadata}
         tensorstore.open(spec, create=True).result().write(values).result()
 
@@ -403,6 +406,12 @@ READERS: Mapping[str, Reader] = {
         _good_zarr,
         _read_zarr,
         cases=[[Part(".zarray", ("chunks", 0), text)] for text in (str(2**34), str(10**18), inputs.DEEP[-1])],
+    ),
+    "Zarr array with Blosc, as in LongCrawl64": _files(
+        functools.partial(_good_zarr, compressor=_BLOSC),
+        _read_zarr,
+        # Bytes after decompression, of a block and of the chunk.
+        cases=[[Splice("0.0", at, 4, b"\xff\xff\xff\x7f")] for at in (4, 8, 12)],
     ),
     "token file and its sidecar": _files(_good_tokens, _read_tokens),
     "parquet and JSON lines": _files(
