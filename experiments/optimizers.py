@@ -27,8 +27,8 @@ PLANS = {
     "tiny": _shared.Plan(seeds=(0, 1), steps=2, contexts=(16,), lengths=(16,), documents=2),
 }
 VARIANTS = optimizer_lib.OPTIMIZERS
-# The middle one of the first three rates.
-_RATES = {
+# Of the first three rates.
+_MIDDLE_RATES = {
     "adam": 6e-3,
     "adamw": 6e-3,
     "adafactor": 9e-2,
@@ -55,7 +55,7 @@ def _run(options: _shared.Options) -> None:
     folders: Folders = {}
     first, *others = options.plan.seeds
     for variant in options.variants:
-        rates = [_RATES[variant] * _FACTOR**exponent for exponent in (-1, 0, 1)]
+        rates = [_MIDDLE_RATES[variant] * _FACTOR**exponent for exponent in (-1, 0, 1)]
         _train(options, folders, variant, rates, first)
         while (best := _best(folders, variant)) in (min(rates), max(rates)) and len(rates) < _MAX_RATES:
             rates.append(best / _FACTOR if best == min(rates) else best * _FACTOR)
@@ -155,7 +155,7 @@ def _report(options: _shared.Options, folders: Folders) -> pathlib.Path:
 def state_bytes(options: _shared.Options, variant: str) -> float:
     """Returns the bytes of optimizer state per parameter; no state is allocated."""
     program = training.Program(
-        settings(options, variant, rate=_RATES[variant], seed=0), sharding.whole_mesh()
+        settings(options, variant, rate=_MIDDLE_RATES[variant], seed=0), sharding.whole_mesh()
     )
     state_leaves = jax.tree.leaves(program.abstract.opt_state)
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in state_leaves)
@@ -167,17 +167,11 @@ def _at_best_rates(rows: Sequence[_shared.Row]) -> dict[str, tuple[float, list[f
     found = {}
     for name in dict.fromkeys(row["variant"] for row in rows):
         own = [row for row in rows if row["variant"] == name]
-        seeds = {row["seed"] for row in own}
-        # The rate that every seed was trained at.
-        (rate,) = (
-            {
-                row["learning_rate"]
-                for row in own
-                if {x["seed"] for x in own if x["learning_rate"] == row["learning_rate"]} == seeds
-            }
-            if len(seeds) > 1
-            else {min(own, key=lambda row: (_rank(row["loss"]), row["learning_rate"]))["learning_rate"]}
-        )
+        # The other seeds were trained at the best rate of the first one.
+        rate = min(
+            (row for row in own if row["seed"] == own[0]["seed"]),
+            key=lambda row: (_rank(row["loss"]), row["learning_rate"]),
+        )["learning_rate"]
         found[name] = rate, [row["loss"] for row in own if row["learning_rate"] == rate]
     return found
 
@@ -187,7 +181,7 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     rows = [{**row, "loss": _shared.from_json(row["loss"])} for row in content["rows"]]
     found = _at_best_rates(rows)
     order = sorted(found, key=lambda name: _rank(_shared.mean(found[name][1]).value))
-    first = min(row["seed"] for row in rows)
+    first = rows[0]["seed"]
     tried = {
         name: sorted(
             (row["learning_rate"], row["loss"])

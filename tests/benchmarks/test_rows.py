@@ -46,6 +46,7 @@ def test_a_row_that_fails_is_lost_alone():
     assert measured_row == {"number": last, "seconds": 1.0, "machine": {"jax": str(last)}}
 
 
+@pytest.mark.slow
 def test_a_row_that_hangs_is_ended():
     # The other row must import JAX in this time, on a busy machine too.
     hung, row = measured("time.sleep(600)", seconds=12.0, jobs=2)

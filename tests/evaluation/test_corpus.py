@@ -72,11 +72,8 @@ def test_context_tasks_have_the_tokens_of_the_run(corpus_run, tmp_path, tasks):
     recall = evaluation.context_task_results(model, material, ["recall"], [256, 512], trials=8)
     assert [float(record["loss"]) for record in records[:2]] == [result.loss for result in recall]
     assert [int(record["answer_tokens"]) for record in records[:2]] == [x.answer_tokens for x in recall]
-    # The alphabet of copies is that of the held-out text, in tokens.
-    alphabets = [
-        np.exp(float(record["chance_loss"]) * int(record["answer_tokens"]) / (size // 2 - 1) / 8)
-        for record, size in zip(records[-2:], (256, 512))
-    ]
+    # The chance loss of a copy is the logarithm of its alphabet's size. The alphabet is that of the held-out text.
+    alphabets = [np.exp(float(record["chance_loss"])) for record in records[-2:]]
     assert alphabets == pytest.approx([round(alphabets[0])] * 2)
     assert 20 < alphabets[0] <= 320
 
@@ -92,18 +89,18 @@ def test_lm_eval_runs_local_tasks_on_the_run(corpus_run, tmp_path, monkeypatch, 
     ]
     (tmp_path / "documents.jsonl").write_text("".join(json.dumps(x) + "\n" for x in documents))
     (tmp_path / "local_choice.yaml").write_text(
-        f"""\
+        """\
 task: local_choice
 dataset_path: json
 dataset_kwargs:
   data_files:
-    test: {tmp_path}/documents.jsonl
+    test: FOLDER/documents.jsonl
 test_split: test
 output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
 doc_to_target: answer
-"""
+""".replace("FOLDER", str(tmp_path))
     )
     arguments = [f"--workdir={corpus_run}", "--tasks=local_choice", f"--include_path={tmp_path}"]
     assert program.main([*arguments, f"--out={tmp_path}/results.json"]) == 0
@@ -120,4 +117,3 @@ doc_to_target: answer
         )
     choice = int(np.argmax([score for score, _ in scores]))
     assert result["acc,none"] == pytest.approx(np.mean([choice == x["answer"] for x in documents]))
-    assert result["acc,none"] in (pytest.approx(1 / 3), pytest.approx(2 / 3))

@@ -104,6 +104,7 @@ def trained(tmp_path, seeds=(0,), name="run", **changes):
     return nt_tasks.train(setting, seeds, tmp_path / f"{name}.npz", points=2, series=25)
 
 
+@pytest.mark.slow
 def test_an_epoch_is_one_update_of_sgd_with_momentum(tmp_path):
     """Equals two updates by hand, the second at a quarter of the rate."""
     result = trained(tmp_path, epochs=2, drop_after=1)

@@ -6,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import json
 import jax
@@ -51,6 +53,7 @@ for rows, times in ((4, 32), (3, 31)):
 """
 
 
+@pytest.mark.slow
 def test_a_mesh_that_does_not_divide_every_size():
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],

@@ -178,6 +178,7 @@ def test_rows_and_files_of_states(model, tmp_path):
         generation.restore_state(tmp_path / "state", other)
 
 
+@pytest.mark.slow
 def test_windows_and_recurrent_states_need_no_length(tmp_path):
     model = small.model("conformal", layers=2, attention_pattern=("conformal", "sliding_window"))
     prompts, following = small.tokens(2, 60), small.tokens(2, 40, seed=2)

@@ -171,6 +171,7 @@ def test_a_retrofit_in_two_stages(tmp_path, capsys):
     )
 
 
+@pytest.mark.slow
 def test_runs_of_a_retrofit_need_their_initial_run_only_to_begin(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shape = dataclasses.replace(settings().model, attention_pattern=(), vocab_size=256, layers=1)

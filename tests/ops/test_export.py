@@ -18,13 +18,14 @@ OPS = {
 
 @pytest.mark.parametrize("name", OPS)
 def test_values_and_gradients_can_be_exported(name):
-    def values_and_gradients(query, key, value):
-        return jax.value_and_grad(lambda *arrays: OPS[name](*arrays).sum(), argnums=(0, 1, 2))(
-            query, key, value
-        )
+    def values_and_gradients(query, key, value, log_decay, segment_ids):
+        def loss(query, key, value, log_decay):
+            given = {"log_decay": log_decay} if name != "linear" else {}
+            return OPS[name](query, key, value, segment_ids=segment_ids, **given).sum()
 
-    shape = jax.ShapeDtypeStruct((1, 40, 2, 4), jnp.float32)
-    platforms = "cpu", "cuda", "tpu"
-    exported = jax.export.export(jax.jit(values_and_gradients), platforms=platforms)(shape, shape, shape)
-    assert exported.platforms == platforms
-    assert [leaf.shape for leaf in exported.out_avals] == [(), *(3 * [shape.shape])]
+        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(query, key, value, log_decay)
+
+    array, decay = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 40, 2, 4), (1, 40, 2)))
+    ids = jax.ShapeDtypeStruct((1, 40), jnp.int32)
+    export = jax.export.export(jax.jit(values_and_gradients), platforms=("cpu", "cuda", "tpu"))
+    assert len(export(array, array, array, decay, ids).out_avals) == 5

@@ -9,7 +9,7 @@ import pytest
 from tests.ops import meshes
 
 # Ops that together cover most loops and custom gradients, in one process.
-FAST = ("chunked", "step-that-folds", "softmax", "expressive", "kv_cache-step", "lrpe", "learned-positions")
+FAST = ("chunked", "step-that-folds", "softmax", "kv_cache-step", "lrpe")
 
 
 def check(which, names):

@@ -52,8 +52,9 @@ def test_the_average_is_its_formula(settings):
     assert program.evaluation_params(state) is state.average
 
 
-@pytest.mark.parametrize("options", AVERAGES.values(), ids=AVERAGES)
-def test_a_run_evaluates_and_resumes_with_its_averages(tmp_path, settings, options):
+@pytest.mark.parametrize("name", ["ema", pytest.param("schedule_free", marks=pytest.mark.slow)])
+def test_a_run_evaluates_and_resumes_with_its_averages(tmp_path, settings, name):
+    options = AVERAGES[name]
     whole = _with(settings, **options)
     assert train.train(whole, tmp_path / "whole") == 0
     assert train.train(_with(settings, 4, **options), tmp_path / "halves") == 0

@@ -101,6 +101,7 @@ def test_every_optimizer_over_devices(compilation_cache):
     assert all(error <= GRADIENT_BOUND for error in worst.values()), worst
 
 
+@pytest.mark.slow
 def test_the_body_of_qwen3_over_devices(compilation_cache):
     """RMSNorm, SwiGLU, norms of queries and keys, and an untied head."""
     arrangement = {

@@ -171,6 +171,7 @@ def test_a_run_starts_from_the_encoder_of_another(texts, tmp_path):
     assert int(state.step) == 0
 
 
+@pytest.mark.slow
 def test_a_dual_encoder_starts_from_an_encoder_and_is_resumed(texts, tmp_path):
     first, runs = tmp_path / "first", (tmp_path / "whole", tmp_path / "halves")
     assert train.train(texts("masked_token", norm="batch"), first) == 0

@@ -161,7 +161,8 @@ def _good_tensors() -> inputs.Files:
 
 
 def _read_tensors(folder: pathlib.Path) -> None:
-    length, header, content = ((folder / name).read_bytes() for name in ("length", "header.json", "tensors"))
+    files = inputs.read_tree(folder)
+    length, header, content = (files.get(name, b"") for name in ("length", "header.json", "tensors"))
     length = length or struct.pack("<Q", len(header))
     (folder / "model.safetensors").write_bytes(length + header + content)
     weights.load(folder / "model.safetensors", _settings())
@@ -226,7 +227,7 @@ def _good_run() -> inputs.Files:
 
 
 def _read_records(folder: pathlib.Path) -> None:
-    line = (folder / "line.json").read_bytes()
+    line = inputs.read_tree(folder).get("line.json", b"")
     (folder / "metrics.jsonl").write_bytes(line + b"\n" + line + b"\n")
     (folder / "checkpoints" / "1").mkdir(parents=True)
     writers.JsonLines(folder / "metrics.jsonl", start=2).close(failed=False)
@@ -410,7 +411,7 @@ READERS: Mapping[str, Reader] = {
     "Zarr array with Blosc, as in LongCrawl64": _files(
         functools.partial(_good_zarr, compressor=_BLOSC),
         _read_zarr,
-        # Bytes after decompression, of a block and of the chunk.
+        # Fields of the header: bytes after decompression, of a block and of the chunk.
         cases=[[Splice("0.0", at, 4, b"\xff\xff\xff\x7f")] for at in (4, 8, 12)],
     ),
     "token file and its sidecar": _files(_good_tokens, _read_tokens),

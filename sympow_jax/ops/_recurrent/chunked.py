@@ -1,8 +1,8 @@
 """The chunked form: exact attention near each query, features for all older tokens, memory linear in time.
 
-Functions take one head (callers `vmap`). Chunk c holds positions [cC, cC + C). Its queries attend exactly to the keys
-of the block [cC - W, cC + C). They read the state after the positions before that block. Afterwards the state is
-updated with the first C positions of the block.
+Functions take one head (callers `vmap`). C is `plan.chunk` and W is `plan.exact_window`. Chunk c holds positions
+[cC, cC + C). Its queries attend exactly to the keys of the block [cC - W, cC + C). They read the state after the
+positions before that block. Afterwards the state is updated with the first C positions of the block.
 
 Sequences have time first. The loops read stacks of their chunks, which have time last and are made outside the loops:
 XLA would merge a transposition inside into everything that reads the block, which prevents vectorization on CPUs. And
@@ -35,10 +35,10 @@ def chunked(
     log_decay: Float[Array, " X"] | None,
     enters_state: Bool[Array, " X"],
     state: features.Groups,
-) -> tuple[Float[Array, "X G E"], features.Groups]:
+) -> tuple[Float[Array, "X G L"], features.Groups]:
     """Returns the weighted means for the G query heads of one key head, and the state after its last update.
 
-    With `Division.NONE` the result is sums [X, G, E + 1] in place of the mean, to which other sums may be added.
+    L is E. With `Division.NONE` it is E + 1, for sums in place of the means, to which other sums may be added.
 
     X is a multiple of the chunk. `log_decay` comes from `decay.bounded`; None means no decay and no document boundary.
     Positions where `enters_state` is False never enter the state. `state` has the layout of `features`; the last column
@@ -57,7 +57,8 @@ def _forward(plan, query, key, value, log_decay, enters_state, state):
 
     def step(state, index):
         block = blocks[index]
-        weights, _ = _exact_weights(plan, block)
+        # The exact part, then what the queries read from the state.
+        weights, _ = _weights_and_scores(plan, block)
         sums = jnp.einsum("ek,gqk->geq", block.value, weights, precision=plan.precision)
         from_state = features.query(
             features.weighted(state, blocks.feature_weights),
@@ -93,22 +94,22 @@ def _chunked_bwd(plan, residuals, cotangents):
     query, key, value, log_decay, enters_state, state, divided, final = residuals
     value = key[:, :0] if value is None else value
     dsums, dfinal = cotangents
-    exact_denominator = None
+    denominator_to_correct = None
     if divided is not None:
         out, denominator = divided
         dsums = means.mean_vjp(out, denominator, dsums.astype(denominator.dtype), 2, plan.division)
         dsums = jnp.concatenate(dsums, 2)
-        # Outputs of 16 bits are not corrected, to match the GPU kernels.
-        exact_denominator = denominator if out.dtype == denominator.dtype else None
+        # Only outputs of the type of the sums are corrected, as in the GPU kernels.
+        denominator_to_correct = denominator if out.dtype == denominator.dtype else None
 
     blocks = _Blocks(plan, query, key, value, log_decay, enters_state, state[0].dtype)
     dsums = blocks.stack(dsums)
-    exact_denominator = None if exact_denominator is None else blocks.stack(exact_denominator)
-    dquery_from_state, reads = _read_states(plan, blocks, dsums, state)
+    denominator_to_correct = None if denominator_to_correct is None else blocks.stack(denominator_to_correct)
+    dquery_from_state, reads = _query_gradients_from_state(plan, blocks, dsums, state)
     # The derivative in the log of the final state.
     dlog_final = sum(jnp.vdot(d, s, precision=plan.precision) for d, s in zip(dfinal, final))
-    dquery_in_window, (dkey, dvalue, ddecay), dstate = _write_states(
-        plan, blocks, dsums, exact_denominator, reads, dfinal, dlog_final
+    dquery_in_window, (dkey, dvalue, ddecay), dstate = _other_gradients(
+        plan, blocks, dsums, denominator_to_correct, reads, dfinal, dlog_final
     )
     return (
         _joined(dquery_from_state + dquery_in_window).astype(query.dtype),
@@ -123,7 +124,7 @@ def _chunked_bwd(plan, residuals, cotangents):
 chunked.defvjp(_chunked_fwd, _chunked_bwd)
 
 
-def _read_states(
+def _query_gradients_from_state(
     plan: plans.Plan, blocks: "_Blocks", dsums: Float[Array, "n G E+1 C"], state: features.Groups
 ) -> tuple[Float[Array, "n G D C"], Float[Array, "n G C"]]:
     """Recomputes the states; returns dq through them, and d/d(log of the state) as each query reads it."""
@@ -146,7 +147,7 @@ def _read_states(
     return dquery, reads
 
 
-def _write_states(
+def _other_gradients(
     plan: plans.Plan,
     blocks: "_Blocks",
     dsums: Float[Array, "n G E+1 C"],
@@ -166,12 +167,14 @@ def _write_states(
 
         dlog[t] = sum_{i >= t} dlog_query[i] - sum_{j >= t} dlog_key[j]
 
-    over the queries i and keys j of the block. If token t enters the state in this step, <dS, S> is added.
+    over the queries i and keys j of the block, where dlog_query has reads of the state and dlog_key has not. If token t
+    enters the state in this step, <dS, S> - sum_{j >= t} k_j . dk_j / p is added, over the keys that enter it, with
+    their gradients through the state.
     """
     chunk, exact_window, power, precision = plan.chunk, plan.exact_window, plan.power, plan.precision
 
     def step(carry, inputs):
-        dstate, of_later_chunk, dlog_state = carry
+        dstate, later_gradients, dlog_state = carry
         index, read = inputs
         block = blocks[index]
 
@@ -197,7 +200,7 @@ def _write_states(
         )
 
         # Queries of the next chunk attend to the last W keys of this block too.
-        gradients = [g.at[..., chunk:].add(later) for g, later in zip(gradients, of_later_chunk)]
+        gradients = [g.at[..., chunk:].add(later) for g, later in zip(gradients, later_gradients)]
 
         # The state before the chunk: as it is carried to the next one, and as the queries read it.
         cotangent = features.fold(
@@ -217,9 +220,9 @@ def _write_states(
     dtype = dfinal[0].dtype
     width, value_width = blocks.key.shape[1], blocks.value.shape[1]
     shapes = (width, exact_window), (value_width, exact_window), (exact_window,)
-    nothing = [jnp.zeros_like(dsums, dtype, shape=shape) for shape in shapes]
+    zeros = [jnp.zeros_like(dsums, dtype, shape=shape) for shape in shapes]
     (dstate, _, _), (dquery, gradients) = jax.lax.scan(
-        step, (dfinal, nothing, dlog_final.astype(dtype)), (blocks.indices, reads), reverse=True
+        step, (dfinal, zeros, dlog_final.astype(dtype)), (blocks.indices, reads), reverse=True
     )
     return dquery, gradients, dstate
 
@@ -314,7 +317,7 @@ def _joined(stack: Float[Array, "n ... C"]) -> Float[Array, "X ..."]:
     return chunks.reshape(chunks.shape[0] * chunks.shape[1], *chunks.shape[2:])
 
 
-def _exact_weights(plan, block):
+def _weights_and_scores(plan, block):
     scores = jnp.einsum("gdq,dk->gqk", block.query, block.key, precision=plan.precision)
     return block.in_window * jax.lax.integer_pow(scores, plan.power), scores
 
@@ -328,12 +331,13 @@ def _exact_vjp(
 ):
     """Returns the gradients of the block's exact part, and sums of d/d(log weight) by query and by key.
 
-    Scaling all weights of a query does not change a mean. The gradients of their logarithms, of those through the state
-    (`read`) too, therefore sum to zero. Their sum in floating point is the rounding error of the gradient of the
-    denominator, and is subtracted. This matters where one weight outweighs all others: the gradient of its key is then
-    the difference of nearly equal numbers. None as denominator subtracts nothing.
+    Scaling all weights of a query does not change its mean, so the gradients of their logarithms, including those
+    through the state (`read`), sum to zero. What they sum to in floating point comes from rounding in the gradient of
+    the denominator, a term of every weight's gradient. This sum over the denominator is subtracted from the gradients
+    of the weights here. It matters where one weight outweighs all others: the gradient of its key is then the
+    difference of nearly equal numbers. None as denominator subtracts nothing.
     """
-    weights, scores = _exact_weights(plan, block)
+    weights, scores = _weights_and_scores(plan, block)
     dweights = jnp.einsum("geq,ek->gqk", dsums, block.value, precision=plan.precision)
     if denominator is not None:
         error = (dweights * weights).sum(-1) + read

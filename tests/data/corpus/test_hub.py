@@ -205,6 +205,7 @@ def test_a_hub_that_fails_while_rows_are_read(hub, status, suffix):
     np.testing.assert_array_equal(found + _inputs(batches, 20), expected)
 
 
+@pytest.mark.slow
 def test_a_run_continues_after_the_hub_has_failed(hub, tmp_path):
     _write_dataset(hub.folder, "org/many", 24, texts=4)
     arguments = [

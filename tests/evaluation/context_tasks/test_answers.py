@@ -69,7 +69,7 @@ def reference(model, cases):
 @pytest.mark.parametrize(
     ("preset", "call_tokens", "share"),
     [
-        ("conformal", 32, None),
+        pytest.param("conformal", 32, None, marks=pytest.mark.slow),
         pytest.param("softmax", 32, True, marks=pytest.mark.slow),
         ("conformal", 16_384, True),
         ("softmax", 16_384, False),
