@@ -19,14 +19,16 @@ from tools.faults.stage import (
     check_error,
     check_same,
     check_success,
-    has_plan,
     losses,
+    resumed_at,
     steps,
     tried,
 )
 
 # Of one run. Afterwards it is resumed to its end, and compared.
 _KILLS = 8
+# Seconds for the moment of a SIGKILL to come.
+_PROGRESS = 120
 # Largest step of the clock, in seconds. A wait until a time of day may last as much longer, because the system ends it
 # by its own clock.
 _STEP = 60.0
@@ -41,25 +43,39 @@ def _kills(
     while tries:
         run = stage.new(name)
         reasons: list[Reason] = []
-        while tries and len(reasons) < _KILLS:
-            started = stage.start(run, **options)
-            with contextlib.suppress(TimeoutError):  # it may end before its moment comes
+        ended = False
+        while not ended and len(reasons) < min(tries, _KILLS):
+            # Before the start, because a checkpoint that it takes for damaged is moved away.
+            newest = max(steps(run), default=0)
+            (one,) = started = stage.start(run, **options)
+            wrong = []
+            try:
                 moment(run, started)
+            except TimeoutError:  # it was killed, unless it had ended before its moment
+                if one.wait() == -signal.SIGKILL:
+                    wrong.append(f"no progress within {_PROGRESS} s")
             before = steps(run)
-            started[0].process.kill()
-            code = started[0].wait()
-            if code == 0:
-                break
-            tries -= 1
-            stage.half_written += any(run.glob("checkpoints/*tmp*"))
-            kept = steps(run)
-            lost = [step for step in before if step not in kept]
+            one.process.kill()
+            code, kept, began = one.wait(), steps(run), resumed_at(one)
+            ended = code == 0
+            if began not in (None, newest):
+                wrong.append(f"it resumed from step {began} instead of {newest}")
             # The newest checkpoints are kept; one older checkpoint may be deleted, as it would be without a kill.
-            wrong = code != -signal.SIGKILL or (before and kept[-1] < before[-1]) or len(lost) > 1
-            reasons.append(f"{code}, {started[0].errors()}, had {before}, kept {kept}" if wrong else None)
+            if max(kept, default=0) < max([newest, *before]) or len(set(before) - set(kept)) > 1:
+                wrong.append(f"it had {before}, and before its start {newest}, kept {kept}")
+            if code not in (0, -signal.SIGKILL) or one.errors():
+                wrong.append(f"it ended with {code} and said {one.errors()[-3:]}")
+            if ended and not reasons:
+                wrong.append("it ended before it was killed")
+            # A leftover of an earlier SIGKILL is removed before the plan is printed.
+            stage.half_written += not ended and began is not None and any(run.glob("checkpoints/*tmp*"))
+            # An end by itself is no try, unless something is wrong.
+            if wrong or not ended:
+                reasons.append("; ".join(wrong) or None)
+        tries -= len(reasons)
 
         def go_on(run=run) -> None:
-            stage.finish(run, resumes_at=(steps(run) or [0])[-1], **options)
+            stage.finish(run, resumes_at=max(steps(run), default=0), **options)
             check_same(run, expected)
 
         end = tried(go_on)
@@ -73,10 +89,13 @@ def kills_anywhere(stage: Stage, numbers: range) -> Iterator[Reason]:
         if stage.random.random() < 0.3:
             time.sleep(stage.random.uniform(0.2, 4))
             return
-        before = len(losses(run))
-        # The metrics after the restored step are deleted, and those of new steps follow.
-        launching.wait_until(lambda: has_plan(started[0]), started)
-        launching.wait_until(lambda: len(losses(run)) not in (0, before), started)
+
+        def has_stepped() -> bool:
+            # Before this line, which follows the plan, the metrics after the restored step are deleted.
+            ready = any(line.startswith("memory of a device: ") for line in started[0].said())
+            return ready and max(losses(run), default=(0,))[0] > (resumed_at(started[0]) or 0)
+
+        launching.wait_until(has_stepped, started, timeout=_PROGRESS)
         time.sleep(stage.random.uniform(0, 1.5))
 
     return _kills(stage, len(numbers), "killed", moment)
@@ -86,6 +105,8 @@ def kills_in_saves(stage: Stage, numbers: range) -> Iterator[Reason]:
     """Sends SIGKILL while a checkpoint is being written."""
 
     def moment(run: pathlib.Path, started: list) -> None:
+        # A leftover may have the name of a save since this start, but is removed before the plan is printed.
+        launching.wait_until(lambda: resumed_at(started[0]) is not None, started, timeout=_PROGRESS)
         # Wait for a random one of the saves since this start, then a random time from its beginning.
         saves = stage.random.randint(1, 8)
         seen: set[str] = set()
@@ -94,7 +115,7 @@ def kills_in_saves(stage: Stage, numbers: range) -> Iterator[Reason]:
             seen.update(path.name for path in run.glob("checkpoints/*tmp*"))
             return len(seen) >= saves
 
-        launching.wait_until(saving, started)
+        launching.wait_until(saving, started, timeout=_PROGRESS)
         time.sleep(stage.random.uniform(0, 0.1))
 
     return _kills(stage, len(numbers), "killed-saving", moment)
