@@ -133,9 +133,10 @@ def terminations(stage: Stage, numbers: range) -> Iterator[Reason]:
         time.sleep(stage.random.uniform(0, 0.5))
         one.send(signal.SIGTERM)
         code, saved = one.wait(PATIENCE), steps(run)
-        if code != 128 + signal.SIGTERM or saved[-1] != losses(run)[-1][0] or one.errors() != [cli.SAVING]:
-            raise NotSurvived(f"it ended with {code}, {one.errors()}, checkpoints {saved}")
-        stage.finish(run, **options)
+        last = losses(run)[-1][0]
+        if code != 128 + signal.SIGTERM or last not in saved or one.errors() != [cli.SAVING]:
+            raise NotSurvived(f"it ended after step {last} with {code}, {one.errors()}, checkpoints {saved}")
+        stage.finish(run, resumes_at=last, **options)
         check_same(run, expected)
 
     return (tried(attempt) for _ in numbers)
@@ -161,10 +162,13 @@ def _one_of(processes: int, stage: Stage, numbers: range) -> Iterator[Reason]:
         started = stage.start(run, **options)
         launching.wait_until(lambda: bool(steps(run)), started, timeout=PATIENCE)
         time.sleep(stage.random.uniform(0, 1))
-        started[number % processes].process.kill()
+        killed = number % processes
+        started[killed].process.kill()
         codes = [one.wait(PATIENCE) for one in started]
-        if 0 in codes:
-            raise NotSurvived(f"they ended with {codes}")
+        if codes.pop(killed) != -signal.SIGKILL or min(codes) <= 0:
+            raise NotSurvived(
+                f"process {killed} was to be killed; they ended with {[one.process.exitcode for one in started]}"
+            )
         stage.finish(run, resumes_at=steps(run)[-1], **options)
         check_same(run, expected)
 
