@@ -29,9 +29,9 @@ from tools.faults.stage import (
 _KILLS = 8
 # Seconds for the moment of a SIGKILL to come.
 _PROGRESS = 120
-# Largest step of the clock, in seconds. A wait until a time of day may last as much longer, because the system ends it
-# by its own clock.
-_STEP = 60.0
+# Largest offset of the clock from the true time, in seconds. A wait until a time of day may last as much longer,
+# because the system ends it by its own clock.
+_OFFSET = 60.0
 
 
 def _kills(
@@ -198,10 +198,10 @@ def two_runs(stage: Stage, numbers: range) -> Iterator[Reason]:
     return (tried(attempt, number) for number in numbers)
 
 
-def clock_steps(stage: Stage, numbers: range) -> Iterator[Reason]:
-    """Steps the system clock forward and back during a run, by up to a minute, until it ends.
+def wrong_clock(stage: Stage, numbers: range) -> Iterator[Reason]:
+    """Steps the system clock forward and back during a run, to at most a minute from the true time, until it ends.
 
-    The times of its files are changed in the same way.
+    The time of each of its files is set to its own offset from the true time, within the same limit.
     """
     options = {"training__steps": 100, "training__checkpoint_every": 5}
     expected = stage.undisturbed(**options)
@@ -212,9 +212,9 @@ def clock_steps(stage: Stage, numbers: range) -> Iterator[Reason]:
             (one,) = stage.start(run, **options)
             end = time.monotonic() + PATIENCE
             while one.process.exitcode is None and time.monotonic() < end:
-                stepped.step(stage.random.uniform(-_STEP, _STEP))
+                stepped.step(stage.random.uniform(-_OFFSET, _OFFSET))
                 for path in run.rglob("*"):
-                    then = time.time() + stage.random.uniform(-_STEP, _STEP)
+                    then = time.time() + stage.random.uniform(-_OFFSET, _OFFSET)
                     with contextlib.suppress(FileNotFoundError):  # a checkpoint that is being written
                         os.utime(path, (then, then))
                 time.sleep(stage.random.uniform(0, 0.5))
