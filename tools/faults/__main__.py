@@ -54,7 +54,7 @@ FAULTS: Mapping[str, Fault] = {
     "one of two processes killed": Fault(signals.one_of_two, 20, 1),
     "one of four processes killed": Fault(signals.one_of_four, 20, 0),
     "second run in the same workdir": Fault(signals.two_runs, 10, 1),
-    "clock stepped by up to a minute": Fault(signals.clock_steps, 10, 0, clock.permitted),
+    "clock stepped, up to a minute from the true time": Fault(signals.wrong_clock, 10, 0, clock.permitted),
     "disk full at a random byte": Fault(storage.full_disk, 20, 1),
     "file system becomes read-only": Fault(storage.read_only, 10, 0, small_disk.permitted),
     "file system vanishes": Fault(storage.vanishing, 10, 0, small_disk.permitted),

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from tests.training import launching
-from tools.faults.stage import PATIENCE, Stage, has_plan, losses, steps
+from tools.faults.stage import PATIENCE, Stage, losses, resumed_at, steps
 
 # Seconds from the beginning of a moment to the signal.
 _DELAY = 0.2
@@ -39,12 +39,12 @@ def _is_restoring(run: pathlib.Path, one: launching.Started, before: int) -> boo
     # The lock is taken before the state is initialized or restored.
     lock = run / "lock"
     locked = lock.exists() and f"process {one.process.pid} " in lock.read_text()
-    return locked and not has_plan(one)
+    return locked and resumed_at(one) is None
 
 
 # They share a workdir, in this order: the last needs a checkpoint.
 MOMENTS: Mapping[str, Moment] = {
-    "compiling": Moment(lambda run, one, before: has_plan(one) and len(losses(run)) == before),
+    "compiling": Moment(lambda run, one, before: resumed_at(one) is not None and len(losses(run)) == before),
     "an update": Moment(lambda run, one, before: len(losses(run)) > before),
     "a save": Moment(lambda run, one, before: any(run.glob("checkpoints/*tmp*")), checkpoint_every=4),
     "restoring": Moment(_is_restoring),

@@ -19,17 +19,19 @@ from tools.faults.stage import (
     check_error,
     check_same,
     check_success,
-    has_plan,
     losses,
+    resumed_at,
     steps,
     tried,
 )
 
 # Of one run. Afterwards it is resumed to its end, and compared.
 _KILLS = 8
-# Largest step of the clock, in seconds. A wait until a time of day may last as much longer, because the system ends it
-# by its own clock.
-_STEP = 60.0
+# Seconds for the moment of a SIGKILL to come.
+_PROGRESS = 120
+# Largest offset of the clock from the true time, in seconds. A wait until a time of day may last as much longer,
+# because the system ends it by its own clock.
+_OFFSET = 60.0
 
 
 def _kills(
@@ -41,25 +43,39 @@ def _kills(
     while tries:
         run = stage.new(name)
         reasons: list[Reason] = []
-        while tries and len(reasons) < _KILLS:
-            started = stage.start(run, **options)
-            with contextlib.suppress(TimeoutError):  # it may end before its moment comes
+        ended = False
+        while not ended and len(reasons) < min(tries, _KILLS):
+            # Before the start, because a checkpoint that it takes for damaged is moved away.
+            newest = max(steps(run), default=0)
+            (one,) = started = stage.start(run, **options)
+            wrong = []
+            try:
                 moment(run, started)
+            except TimeoutError:  # it was killed, unless it had ended before its moment
+                if one.wait() == -signal.SIGKILL:
+                    wrong.append(f"no progress within {_PROGRESS} s")
             before = steps(run)
-            started[0].process.kill()
-            code = started[0].wait()
-            if code == 0:
-                break
-            tries -= 1
-            stage.half_written += any(run.glob("checkpoints/*tmp*"))
-            kept = steps(run)
-            lost = [step for step in before if step not in kept]
+            one.process.kill()
+            code, kept, began = one.wait(), steps(run), resumed_at(one)
+            ended = code == 0
+            if began not in (None, newest):
+                wrong.append(f"it resumed from step {began} instead of {newest}")
             # The newest checkpoints are kept; one older checkpoint may be deleted, as it would be without a kill.
-            wrong = code != -signal.SIGKILL or (before and kept[-1] < before[-1]) or len(lost) > 1
-            reasons.append(f"{code}, {started[0].errors()}, had {before}, kept {kept}" if wrong else None)
+            if max(kept, default=0) < max([newest, *before]) or len(set(before) - set(kept)) > 1:
+                wrong.append(f"it had {before}, and before its start {newest}, kept {kept}")
+            if code not in (0, -signal.SIGKILL) or one.errors():
+                wrong.append(f"it ended with {code} and said {one.errors()[-3:]}")
+            if ended and not reasons:
+                wrong.append("it ended before it was killed")
+            # A leftover of an earlier SIGKILL is removed before the plan is printed.
+            stage.half_written += not ended and began is not None and any(run.glob("checkpoints/*tmp*"))
+            # An end by itself is no try, unless something is wrong.
+            if wrong or not ended:
+                reasons.append("; ".join(wrong) or None)
+        tries -= len(reasons)
 
         def go_on(run=run) -> None:
-            stage.finish(run, resumes_at=(steps(run) or [0])[-1], **options)
+            stage.finish(run, resumes_at=max(steps(run), default=0), **options)
             check_same(run, expected)
 
         end = tried(go_on)
@@ -73,10 +89,13 @@ def kills_anywhere(stage: Stage, numbers: range) -> Iterator[Reason]:
         if stage.random.random() < 0.3:
             time.sleep(stage.random.uniform(0.2, 4))
             return
-        before = len(losses(run))
-        # The metrics after the restored step are deleted, and those of new steps follow.
-        launching.wait_until(lambda: has_plan(started[0]), started)
-        launching.wait_until(lambda: len(losses(run)) not in (0, before), started)
+
+        def has_stepped() -> bool:
+            # Before this line, which follows the plan, the metrics after the restored step are deleted.
+            ready = any(line.startswith("memory of a device: ") for line in started[0].said())
+            return ready and max(losses(run), default=(0,))[0] > (resumed_at(started[0]) or 0)
+
+        launching.wait_until(has_stepped, started, timeout=_PROGRESS)
         time.sleep(stage.random.uniform(0, 1.5))
 
     return _kills(stage, len(numbers), "killed", moment)
@@ -86,6 +105,8 @@ def kills_in_saves(stage: Stage, numbers: range) -> Iterator[Reason]:
     """Sends SIGKILL while a checkpoint is being written."""
 
     def moment(run: pathlib.Path, started: list) -> None:
+        # A leftover may have the name of a save since this start, but is removed before the plan is printed.
+        launching.wait_until(lambda: resumed_at(started[0]) is not None, started, timeout=_PROGRESS)
         # Wait for a random one of the saves since this start, then a random time from its beginning.
         saves = stage.random.randint(1, 8)
         seen: set[str] = set()
@@ -94,7 +115,7 @@ def kills_in_saves(stage: Stage, numbers: range) -> Iterator[Reason]:
             seen.update(path.name for path in run.glob("checkpoints/*tmp*"))
             return len(seen) >= saves
 
-        launching.wait_until(saving, started)
+        launching.wait_until(saving, started, timeout=_PROGRESS)
         time.sleep(stage.random.uniform(0, 0.1))
 
     return _kills(stage, len(numbers), "killed-saving", moment)
@@ -112,9 +133,10 @@ def terminations(stage: Stage, numbers: range) -> Iterator[Reason]:
         time.sleep(stage.random.uniform(0, 0.5))
         one.send(signal.SIGTERM)
         code, saved = one.wait(PATIENCE), steps(run)
-        if code != 128 + signal.SIGTERM or saved[-1] != losses(run)[-1][0] or one.errors() != [cli.SAVING]:
-            raise NotSurvived(f"it ended with {code}, {one.errors()}, checkpoints {saved}")
-        stage.finish(run, **options)
+        last = losses(run)[-1][0]
+        if code != 128 + signal.SIGTERM or last not in saved or one.errors() != [cli.SAVING]:
+            raise NotSurvived(f"it ended after step {last} with {code}, {one.errors()}, checkpoints {saved}")
+        stage.finish(run, resumes_at=last, **options)
         check_same(run, expected)
 
     return (tried(attempt) for _ in numbers)
@@ -140,10 +162,13 @@ def _one_of(processes: int, stage: Stage, numbers: range) -> Iterator[Reason]:
         started = stage.start(run, **options)
         launching.wait_until(lambda: bool(steps(run)), started, timeout=PATIENCE)
         time.sleep(stage.random.uniform(0, 1))
-        started[number % processes].process.kill()
+        killed = number % processes
+        started[killed].process.kill()
         codes = [one.wait(PATIENCE) for one in started]
-        if 0 in codes:
-            raise NotSurvived(f"they ended with {codes}")
+        if codes.pop(killed) != -signal.SIGKILL or min(codes) <= 0:
+            raise NotSurvived(
+                f"process {killed} was to be killed; they ended with {[one.process.exitcode for one in started]}"
+            )
         stage.finish(run, resumes_at=steps(run)[-1], **options)
         check_same(run, expected)
 
@@ -173,10 +198,10 @@ def two_runs(stage: Stage, numbers: range) -> Iterator[Reason]:
     return (tried(attempt, number) for number in numbers)
 
 
-def clock_steps(stage: Stage, numbers: range) -> Iterator[Reason]:
-    """Steps the system clock forward and back during a run, by up to a minute, until it ends.
+def wrong_clock(stage: Stage, numbers: range) -> Iterator[Reason]:
+    """Steps the system clock forward and back during a run, to at most a minute from the true time, until it ends.
 
-    The times of its files are changed in the same way.
+    The time of each of its files is set to its own offset from the true time, within the same limit.
     """
     options = {"training__steps": 100, "training__checkpoint_every": 5}
     expected = stage.undisturbed(**options)
@@ -187,9 +212,9 @@ def clock_steps(stage: Stage, numbers: range) -> Iterator[Reason]:
             (one,) = stage.start(run, **options)
             end = time.monotonic() + PATIENCE
             while one.process.exitcode is None and time.monotonic() < end:
-                stepped.step(stage.random.uniform(-_STEP, _STEP))
+                stepped.step(stage.random.uniform(-_OFFSET, _OFFSET))
                 for path in run.rglob("*"):
-                    then = time.time() + stage.random.uniform(-_STEP, _STEP)
+                    then = time.time() + stage.random.uniform(-_OFFSET, _OFFSET)
                     with contextlib.suppress(FileNotFoundError):  # a checkpoint that is being written
                         os.utime(path, (then, then))
                 time.sleep(stage.random.uniform(0, 0.5))

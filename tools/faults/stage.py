@@ -3,6 +3,7 @@
 import json
 import pathlib
 import random
+import re
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -74,15 +75,23 @@ class Stage:
         )
 
     def finish(self, run: pathlib.Path, *, resumes_at: int | None = None, **options) -> None:
-        """Starts the run and waits until it ends successfully; raises NotSurvived if it resumed at another step."""
-        check_success(self.start(run, **options), resumes_at=resumes_at)
+        """Starts the run and waits until it ends; raises NotSurvived unless it succeeds without a line on stderr.
+
+        It also raises NotSurvived if the run resumed at another step than `resumes_at`.
+        """
+        started = self.start(run, **options)
+        check_success(started, resumes_at=resumes_at)
+        if lines := [line for one in started for line in one.errors()]:
+            raise NotSurvived(f"it succeeded, but said {lines[-3:]}")
 
     def undisturbed(self, **options) -> pathlib.Path:
         """Returns the workdir of an undisturbed run with these settings."""
         key = tuple(sorted(options.items()))
         if key not in self._undisturbed:
-            self._undisturbed[key] = self.new("undisturbed")
-            self.finish(self._undisturbed[key], **options)
+            run = self.new("undisturbed")
+            self.finish(run, **options)
+            # Only now, because after a failure the next try must not be compared with an incomplete run.
+            self._undisturbed[key] = run
         return self._undisturbed[key]
 
 
@@ -99,18 +108,23 @@ def steps(run: pathlib.Path) -> list[int]:
     return sorted(int(path.name) for path in run.glob("checkpoints/*") if path.name.isdigit())
 
 
-def has_plan(one: launching.Started) -> bool:
-    """Returns whether a process has printed its plan, which it does after the state is initialized or restored."""
-    return any(line.startswith("training: step") for line in one.said())
+def resumed_at(one: launching.Started) -> int | None:
+    """Returns the step at which a process says that it resumes, or begins at 0.
+
+    None if it has not printed its plan yet, which it does after the state is initialized or restored.
+    """
+    plans = (re.match(r"(?:training|trained): step (\d+) of ", line) for line in one.said())
+    return next((int(plan[1]) for plan in plans if plan), None)
 
 
 def check_success(started: list[launching.Started], *, resumes_at: int | None = None) -> None:
     """Waits; raises NotSurvived unless all processes end successfully, and began at this step, if it is given."""
     codes = [one.wait(PATIENCE) for one in started]
     if any(codes):
-        raise NotSurvived(f"going on ended with {codes}: {[one.errors()[-3:] for one in started]}")
-    said = (line for line in started[0].said() if line.startswith(("training: step", "trained: step")))
-    began = int(next(said).split()[2])
+        raise NotSurvived(f"the run ended with exit codes {codes}: {[one.errors()[-3:] for one in started]}")
+    began = resumed_at(started[0])
+    if began is None:
+        raise NotSurvived("it printed no plan")
     if resumes_at is not None and began != resumes_at:
         raise NotSurvived(f"it resumed from step {began} instead of {resumes_at}")
 
@@ -124,8 +138,15 @@ def check_same(run: pathlib.Path, expected: pathlib.Path, *, after: str = "") ->
     if losses(run) != losses(expected):
         raise NotSurvived(f"{begin}the losses are not those of the undisturbed run")
     (_, model, step), (_, other, at) = map(training.restore_model, (run, expected))
-    if step != at or not all(map(np.array_equal, jax.tree.leaves(model), jax.tree.leaves(other))):
+    if step != at or _bits(model) != _bits(other):
         raise NotSurvived(f"{begin}the parameters are not those of the undisturbed run")
+
+
+def _bits(model: Any) -> tuple[jax.tree_util.PyTreeDef, list[tuple[Any, ...]]]:
+    """Returns the structure of a tree, and the dtype, shape and bytes of each array, in which NaN and -0.0 count."""
+    leaves, structure = jax.tree.flatten(model)
+    arrays = map(np.asarray, leaves)
+    return structure, [(array.dtype, array.shape, array.tobytes()) for array in arrays]
 
 
 def check_error(one: launching.Started, *words: str) -> None:
