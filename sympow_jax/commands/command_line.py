@@ -205,18 +205,18 @@ def parse_training(
     else:
         parser.add_settings(hidden=True)
     known = parser.parse_args(arguments)
-    _check_utf8(known.workdir)
+    check_utf8("--workdir", known.workdir, "checkpoints")
     return read_settings(known, config.load(known.config)), known.workdir, _read_launch(known)
 
 
-def _check_utf8(workdir: pathlib.Path) -> None:
-    """Raises ValueError for a folder that checkpoints cannot be written to, which is noticed at the first one."""
-    path = os.path.abspath(workdir)
+def check_utf8(option: str, folder: pathlib.Path, contents: str) -> None:
+    """Raises ValueError for a folder whose contents TensorStore could not write, which it notices only then."""
+    path = os.path.abspath(folder)
     try:
         path.encode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"--workdir is {path!r}, which is not UTF-8; checkpoints need a path that is"
+            f"{option} is {path!r}, which is not UTF-8; {contents} need a path that is"
         ) from None
 
 

@@ -19,6 +19,9 @@ from sympow_jax.training import checkpoint, cli, machine, workdir
 
 __all__ = ["generate", "main"]
 
+_PROMPTS_BYTES = 1 << 28
+_MAX_SAMPLES = 4096
+
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     parser = command_line.Parser(
@@ -105,7 +108,13 @@ def _read_prompts(flags: argparse.Namespace) -> list[tuple[str, bytes]]:
         # The bytes exactly as the shell passed them, whether they are UTF-8 or not.
         return [("--prompt", os.fsencode(flags.prompt))]
     try:
-        text = pathlib.Path(flags.prompts).read_bytes().decode()
+        with pathlib.Path(flags.prompts).open("rb") as stream:
+            content = stream.read(_PROMPTS_BYTES + 1)
+        if len(content) > _PROMPTS_BYTES:
+            raise ValueError(
+                f"--prompts={flags.prompts} has more than {_PROMPTS_BYTES:,} bytes; use shorter files"
+            )
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts={flags.prompts} is not UTF-8 (byte {error.start + 1})") from error
     lines = text.removesuffix("\n").split("\n")
@@ -183,6 +192,8 @@ def generate(flags: argparse.Namespace) -> int:
       ValueError: Flags, prompts and run do not fit each other.
     """
     # Checks that need no model come first, so that their errors do not wait for the model to load.
+    if not 1 <= flags.samples <= _MAX_SAMPLES:
+        raise ValueError(f"--samples is {flags.samples}; it must be from 1 to {_MAX_SAMPLES:,}")
     folder = pathlib.Path(flags.workdir)
     settings = workdir.read_config(folder)
     _require_decoder(settings, folder)

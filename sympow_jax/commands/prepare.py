@@ -72,6 +72,8 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value < lowest:
             raise ValueError(f"--{name} is {value}; it must be at least {lowest}")
+    if options.format == "longcrawl64":
+        command_line.check_utf8("--out", options.out, "Zarr arrays")
     if options.separator is not None and not 0 <= options.separator < 1 << 32:
         raise ValueError(f"--separator is {options.separator}; it must be an id from 0 to {(1 << 32) - 1}")
 
@@ -163,10 +165,10 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
                 about = prepare.write_longcrawl64(
                     flags.out, flags.files, options, row_tokens=flags.row_tokens, report=report
                 )
-    print(", ".join(f"{name} {value}" for name, value in about.items()))
-    source = "tokens" if flags.format == "bin" else "longcrawl64"
-    print(
-        f"read it with data.source={source} data.paths={flags.out} data.token_dtype={about['token_dtype']} "
-        f"data.document_separator={about['separator']} and model.vocab_size at least {about['vocab_size']}"
-    )
+        print(", ".join(f"{name} {value}" for name, value in about.items()))
+        source = "tokens" if flags.format == "bin" else "longcrawl64"
+        print(
+            f"read it with data.source={source} data.paths={flags.out} data.token_dtype={about['token_dtype']} "
+            f"data.document_separator={about['separator']} and model.vocab_size at least {about['vocab_size']}"
+        )
     return 0

@@ -27,6 +27,8 @@ _READERS: Mapping[str, tuple[str, ...]] = {
 }
 
 # Values of settings that are none.
+# Of `b1` of `schedule_free`, so that its average is finite in float32.
+_LOWEST_INTERPOLATION = 1e-3
 _DEFAULTS = {"learning_rate": 6e-4, "b1": 0.9, "b2": 0.999, "epsilon": 1e-8}
 # Those of optimizers whose authors recommend others.
 _OWN_DEFAULTS: Mapping[str, Mapping[str, float]] = {
@@ -228,8 +230,11 @@ class OptimizerConfig:
                 f"optimizer.ema_decay is {self.ema_decay} but optimizer.name 'schedule_free' has an average of its "
                 f"own; leave it out"
             )
-        if not self.b1:
-            raise ValueError("optimizer.b1 is 0.0 and optimizer.name 'schedule_free'; it must be above 0")
+        if self.b1 < _LOWEST_INTERPOLATION:
+            raise ValueError(
+                f"optimizer.b1 is {self.b1} and optimizer.name 'schedule_free', whose average is computed by dividing "
+                f"by it; it must be at least {_LOWEST_INTERPOLATION}"
+            )
 
     def factors_by_pattern(self, name: str) -> tuple[tuple[str, float], ...]:
         """Returns `learning_rate_factors` or `weight_decay_factors`, by name, as pairs of a pattern and a factor."""

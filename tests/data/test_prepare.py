@@ -372,6 +372,27 @@ def test_another_command_for_the_same_output(folder, lines, capsys):
     assert "but no manifest.json; remove the folder or choose another --out" in line
 
 
+def test_a_file_that_has_changed_is_another_file(folder, lines, capsys):
+    with pytest.raises(Stopped):
+        prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(2))
+    os.utime("lines.jsonl", ns=(1, 1))
+    command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
+    assert "files_sha256 was" in mistakes.line(prepare.main, command, capsys)
+
+
+def test_a_process_that_was_killed_while_it_wrote_the_manifest(folder, lines):
+    draft = folder / ".a.bin.prepare" / ".manifest.json-abc"
+    draft.mkdir(parents=True)
+    prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS)
+    assert not draft.exists()
+    assert (folder / "a.bin").stat().st_size
+
+
+def test_a_zarr_array_needs_a_path_in_utf8(folder, lines, capsys):
+    command = ["--format=longcrawl64", "--row_tokens=64", "--out=caf\udce9.zarr", "--text_column=text"]
+    assert "Zarr arrays need a path that is" in mistakes.line(prepare.main, [*command, "lines.jsonl"], capsys)
+
+
 def test_workers_give_the_same_bytes_also_after_a_kill(folder, lines):
     options = prepare_lib.Options(text_column="text", workers=2)
     killed = []

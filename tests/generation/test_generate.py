@@ -113,6 +113,8 @@ def test_samples_have_headings(runs, capsys):
         (["--workdir={runs}/a", "--prompt=a", "--min_p=2"], "min_p is 2"),
         (["--workdir={runs}/a", "--prompt=a", "--repetition_penalty=0"], "repetition_penalty is 0"),
         (["--workdir={runs}/a", "--prompt=a", "--samples=0"], "samples is 0"),
+        (["--workdir={runs}/a", "--prompt=a", "--samples=1000000"], "it must be from 1 to 4,096"),
+        (["--workdir={runs}/a", "--prompts=/dev/zero"], "has more than 268,435,456 bytes; use shorter files"),
         (["--workdir={runs}/a", "--prompt=a", "--state_dtype=float16"], "choose from 'float32', 'bfloat16'"),
         (["--workdir={runs}/a", "--prompt=a", "--sharding.tensor=3"], "tensor is 3 and does not divide"),
         (["--workdir={runs}/a", "--prompt=a", "--sharding.data=0"], "sharding.data is 0"),

@@ -462,7 +462,7 @@ def test_parameters_that_are_not_trained_stay(name):
         ({"name": "muon", "parameter_scale": False}, "use adafactor, or leave it at true"),
         ({"name": "schedule_free", "schedule": "cosine"}, "use 'constant'"),
         ({"name": "schedule_free", "ema_decay": 0.9}, "has an average of its own"),
-        ({"name": "schedule_free", "b1": 0.0}, "must be above 0"),
+        ({"name": "schedule_free", "b1": 1e-30}, "must be at least 0.001"),
         ({"ema_decay": 1.0}, "must lie in"),
         ({"clip_norm": 0.0}, "clip_norm is 0.0; it must be positive"),
         ({"clip_norm": 1e-300}, "clip_norm is 1e-300; it must be at least 1e-30"),

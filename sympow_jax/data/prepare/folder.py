@@ -172,7 +172,9 @@ class Folder:
         """Writes the manifest, or raises ValueError if the folder has another."""
         path = self.path / _MANIFEST
         if not path.exists():
-            if names := sorted(set(os.listdir(self.path)) - {_LOCK}):
+            # A process that was killed may have left a draft of the manifest.
+            others = (name for name in os.listdir(self.path) if not name.startswith(f".{_MANIFEST}-"))
+            if names := sorted(set(others) - {_LOCK}):
                 raise ValueError(
                     f"{self.path} holds {names[0]}, but no {_MANIFEST}; remove the folder or choose another --out"
                 )

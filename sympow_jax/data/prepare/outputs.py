@@ -98,7 +98,9 @@ def _prepared(
         "token_dtype": encoding.token_dtype,
     }
     sources = pieces.find(paths, options.text_column)
-    listed = hashlib.sha256(os.fsencode("".join(f"{name}\0{size}\0" for name, size in sources.files)))
+    listed = hashlib.sha256(
+        os.fsencode("".join(f"{name}\0{size}\0{_modified(name)}\0" for name, size in sources.files))
+    )
     manifest = summary | {
         "tokenizer_fingerprint": tokenizer.fingerprint,
         "text_column": options.text_column,
@@ -140,6 +142,11 @@ class _PieceWriter:
         index, piece = task
         folder_lib.write_piece(self._folder, index, self._encoder.encode(piece))
         return index
+
+
+def _modified(name: str) -> int:
+    """Returns when a local file was last changed; 0 for URLs, of which not all say so."""
+    return 0 if "://" in name else os.stat(name).st_mtime_ns
 
 
 def _tokenize(

@@ -145,7 +145,9 @@ def _recall(material: Material, length: int, rng: np.random.Generator) -> Exam:
     al. 2023), in text and with all questions at the end.
     """
     end = material.encode("\n")
-    keys = _distinct_words(rng, string.ascii_lowercase, 4)
+    # Four letters, or as many as have four words for each token.
+    letters = max(4, math.ceil(math.log(4 * length, len(string.ascii_lowercase))))
+    keys = _distinct_words(rng, string.ascii_lowercase, letters)
     pairs: list[answers.Question] = []
     context, question_size = material.start, 0
     while True:

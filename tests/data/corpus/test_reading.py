@@ -47,6 +47,17 @@ def documents_of(blocks):
     return [document for block in blocks for document in block.documents]
 
 
+def test_links_are_the_files_behind_them(tmp_path):
+    (tmp_path / "links").mkdir()
+    for number in range(2):
+        write(tmp_path / f"{number}.jsonl", texts())
+        (tmp_path / "links" / f"link-{number}.jsonl").symlink_to(tmp_path / f"{number}.jsonl")
+    for path in ("links", "links/*.jsonl"):
+        found = corpus.find("data.paths", [str(tmp_path / path)], format="jsonl")
+        assert [file.key for file in found] == ["link-0.jsonl", "link-1.jsonl"]
+        assert {file.size for file in found} == {(tmp_path / "0.jsonl").stat().st_size}
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("text_bytes", [100, 2000, 1 << 20])
 def test_every_document_is_in_one_piece(tmp_path, name, text_bytes):

@@ -143,3 +143,11 @@ def test_a_length_that_is_too_short_says_how_long_it_must_be(task):
 def test_texts_need_a_tokenizer():
     with pytest.raises(ValueError, match="needs the tokenizer of the data; give it as --tokenizer=FILE"):
         make("needle", material=prompts.Material(TEXT))
+
+
+def test_a_long_recall_does_not_run_out_of_keys(monkeypatch):
+    """With two letters, of which keys are made, four would be 16 keys."""
+    monkeypatch.setattr(prompts.string, "ascii_lowercase", "ab")
+    case = prompts.make_exam("recall", MATERIAL, 2000, seed=0, index=0).case
+    keys = [line.split("=")[0] for line in text(case.context).splitlines()]
+    assert len(set(keys)) == len(keys) > 100
