@@ -3,9 +3,13 @@
 `train.py`, `eval.py` and `generate.py` of the repository run the same programs.
 """
 
+import contextlib
 import importlib
+import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 from sympow_jax import extras, spelling
 
@@ -60,7 +64,33 @@ def run(name: str, arguments: Sequence[str], *, program: str) -> int:
     """
     with extras.required("train", program, exits=True):
         # Imported only now, because most subcommands import jax, which takes seconds.
-        return importlib.import_module(COMMANDS[name][0]).main(arguments, program)
+        with _ended_by_interrupts():
+            module = importlib.import_module(COMMANDS[name][0])
+        return module.main(arguments, program)
+
+
+@contextlib.contextmanager
+def _ended_by_interrupts() -> Iterator[None]:
+    """Lets Ctrl-C end the process at once, with a line; nothing has been written yet.
+
+    Within an import, an exception would be printed with its traceback, or be swallowed.
+    """
+    # Another handler is the caller's, where the signal is ignored it stays so, and only the main thread may set one.
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end(number: int, frame: object) -> None:
+    del frame
+    os.write(2, b"interrupted\n")
+    os._exit(128 + number)
 
 
 def _help() -> str:

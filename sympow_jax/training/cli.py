@@ -1,10 +1,12 @@
 """Common code of the command-line programs: one-line errors, and an orderly stop on Ctrl-C."""
 
+import _thread
 import contextlib
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 import types
 from collections.abc import Iterator
@@ -23,11 +25,19 @@ _STDERR = 2
 _LONGEST = 1500
 # Seconds. `uv run` and `timeout` forward a signal that the process, being in their group, has already received.
 _ONE_PRESS = 1.0
+# Seconds that a callback of the garbage collector takes at most.
+_CALLBACK_SECONDS = 0.05
 
 
 def _hook(unraisable: Any) -> None:
-    """Prints an error that cannot be raised, except those of writes that end after Orbax has given up a save."""
-    if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+    """Prints an error that cannot be raised, except those of writes that end after Orbax has given up a save.
+
+    A Ctrl-C that arrives in a callback of the garbage collector, of which JAX has one, cannot be raised there. It
+    arrives again once the callback has returned.
+    """
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        threading.Timer(_CALLBACK_SECONDS, _thread.interrupt_main).start()
+    elif not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
         sys.__unraisablehook__(unraisable)
 
 
