@@ -53,6 +53,7 @@ def check(case, rows, heads):
             assert specs[".position.whole"] == [axis for axis in (rows, heads) if axis]
 
 
+@pytest.mark.slow
 def test_a_kv_cache_and_a_recurrent_state():
     check(("conformal", 2, 4, {D: 4, T: 2}), D, T)
 

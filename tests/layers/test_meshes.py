@@ -19,9 +19,7 @@ VALUE_BOUND, GRADIENT_BOUND = 1e-5, 2e-5
 OFTEN = [
     "power/decoder/explicit/jit",
     "power/stream/shard_map/jit",
-    "power/layer/explicit/eager",
     "table/decoder/time/jit",
-    "linear/encoder/explicit/jit",
 ]
 CAUSAL_ONLY = ("power", "power by pairs", "channels", "alibi")
 RARE = [

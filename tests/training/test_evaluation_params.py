@@ -90,6 +90,7 @@ def test_a_run_evaluates_and_resumes_with_its_averages(tmp_path, settings, name)
     assert train.train(whole, tmp_path / "imported") == 0
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_from_an_average(tmp_path, settings):
     first = _with(settings, 4, name="adam", ema_decay=0.9)
     assert train.train(first, tmp_path / "first") == 0
