@@ -55,12 +55,16 @@ def samples(sampler: Callable[[int], Sample]) -> list[Sample]:
 
 
 def medians(calls: Mapping[str, Callable], rounds: int) -> dict[str, float]:
-    """Returns the median seconds of each argumentless call; compiles first, then takes turns and blocks on each."""
+    """Returns the median seconds of each argumentless call; compiles first, then takes turns and blocks on each.
+
+    Each is called once untimed in its turn: after a call that has freed gigabytes, the next one waits for its memory.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         jax.block_until_ready(call())
     for _ in range(rounds):
         for name, call in calls.items():
+            jax.block_until_ready(call())
             begin = time.perf_counter()
             jax.block_until_ready(call())
             seconds[name].append(time.perf_counter() - begin)
