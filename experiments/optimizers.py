@@ -122,8 +122,12 @@ def _rank(loss: float) -> float:
 
 
 def _best(folders: Folders, variant: str) -> float:
-    """Returns the rate of the lowest held-out loss, or the lowest rate if all losses are infinite."""
-    losses = {rate: _loss(folder) for (name, rate, _), folder in folders.items() if name == variant}
+    """Returns the best rate of an optimizer by held-out loss."""
+    return _lowest({rate: _loss(folder) for (name, rate, _), folder in folders.items() if name == variant})
+
+
+def _lowest(losses: Mapping[float, float]) -> float:
+    """Returns the rate of the lowest loss, or the lowest rate if all losses are infinite."""
     return min(losses, key=lambda rate: (_rank(losses[rate]), rate))
 
 
@@ -168,10 +172,7 @@ def _at_best_rates(rows: Sequence[_shared.Row]) -> dict[str, tuple[float, list[f
     for name in dict.fromkeys(row["variant"] for row in rows):
         own = [row for row in rows if row["variant"] == name]
         # The other seeds were trained at the best rate of the first one.
-        rate = min(
-            (row for row in own if row["seed"] == own[0]["seed"]),
-            key=lambda row: (_rank(row["loss"]), row["learning_rate"]),
-        )["learning_rate"]
+        rate = _lowest({row["learning_rate"]: row["loss"] for row in own if row["seed"] == own[0]["seed"]})
         found[name] = rate, [row["loss"] for row in own if row["learning_rate"] == rate]
     return found
 

@@ -165,7 +165,7 @@ def _matching(path: str, format: str) -> Iterator[CorpusFile]:
     else:
         found, base = {root: info}, posixpath.dirname(root)
     for name, entry in found.items():
-        # Listings of local folders have the type of a link instead of that of the file behind it.
+        # Listings of local folders have the type of a link instead of that of its target.
         if (system.info(name) if entry.get("islink") else entry)["type"] == "file":
             url = name if _is_local(system) else system.unstrip_protocol(name)
             yield CorpusFile(url, posixpath.relpath(name, base or "."), int(entry["size"]), format)

@@ -145,7 +145,7 @@ def _recall(material: Material, length: int, rng: np.random.Generator) -> Exam:
     al. 2023), in text and with all questions at the end.
     """
     end = material.encode("\n")
-    # Four letters, or as many as have four words for each token.
+    # At least four letters, and enough for four words per token.
     letters = max(4, math.ceil(math.log(4 * length, len(string.ascii_lowercase))))
     keys = _distinct_words(rng, string.ascii_lowercase, letters)
     pairs: list[answers.Question] = []

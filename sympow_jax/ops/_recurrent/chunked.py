@@ -305,7 +305,7 @@ class _Blocks:
     def _cut(self, stack, index, length):
         """Returns `length` positions from the beginning of a chunk, with time last."""
         part = jax.lax.dynamic_slice_in_dim(stack, index, -(-length // self.plan.chunk))
-        part = jax.lax.collapse(jnp.moveaxis(part, 0, -2), -2)[..., :length]
+        part = layout.join_chunks(part)[..., :length]
         # Without the barrier XLA repeats the slice in every fusion that reads it, which prevents vectorization on CPUs.
         return jax.lax.optimization_barrier(part.astype(self.dtype))
 

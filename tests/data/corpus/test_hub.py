@@ -67,7 +67,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def _write_dataset(folder: pathlib.Path, repo: str, files: int, *, texts: int = 60) -> None:
-    """Writes a dataset in the layout of FineWeb-Edu, with so many texts in each of the files."""
+    """Writes a dataset in the layout of FineWeb-Edu, with `texts` documents per file."""
     sample = folder / repo / "sample" / "10BT"
     sample.mkdir(parents=True)
     (folder / repo / "README.md").write_text("Words.")
