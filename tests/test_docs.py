@@ -152,6 +152,10 @@ def write_run(folder: pathlib.Path, *, pattern: tuple[str, ...] = (), task: str 
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(settings)))
 
 
+# Packages that a program imports before it parses, and that the README's test command does not install.
+PACKAGES = {"tools.fuzz": ("hypothesis",), "benchmarks.reading": ("pyarrow",)}
+
+
 def check_command_line(line: str, monkeypatch) -> None:
     # Placeholders that a reader must replace.
     line = line.replace("METHOD", "type2").replace("--config=... ", "--config=configs/quickstart.py ")
@@ -166,6 +170,8 @@ def check_command_line(line: str, monkeypatch) -> None:
     if program == "-m":
         program, *arguments = arguments
         assert importlib.util.find_spec(program), line
+        for package in PACKAGES.get(program, ()):
+            pytest.importorskip(package)
         run = runpy.run_module
     elif program in ("pytest", "zensical"):
         if program == "pytest":
