@@ -153,7 +153,7 @@ def write_run(folder: pathlib.Path, *, pattern: tuple[str, ...] = (), task: str 
 
 
 # Packages that a program imports before it parses, and that the README's test command does not install.
-PACKAGES = {"tools.fuzz": ("hypothesis",), "benchmarks.reading": ("pyarrow",)}
+NEEDED = {"tools.fuzz": ("hypothesis",), "benchmarks.reading": ("pyarrow",)}
 
 
 def check_command_line(line: str, monkeypatch) -> None:
@@ -170,7 +170,7 @@ def check_command_line(line: str, monkeypatch) -> None:
     if program == "-m":
         program, *arguments = arguments
         assert importlib.util.find_spec(program), line
-        for package in PACKAGES.get(program, ()):
+        for package in NEEDED.get(program, ()):
             pytest.importorskip(package)
         run = runpy.run_module
     elif program in ("pytest", "zensical"):
