@@ -68,7 +68,7 @@ class ParquetReader:
 
     def __init__(self, column: str, *, texts: bool):
         self._column, self._texts = column, texts
-        self._open = functools.lru_cache(maxsize=_OPEN_FILES)(_open)
+        self._open = functools.lru_cache(maxsize=_OPEN_FILES)(functools.partial(_open, column=column))
         self._last: tuple[str, int, _GroupReader] | None = None
 
     def read(self, piece: files.Piece) -> blocks.Block:
@@ -95,18 +95,18 @@ class ParquetReader:
         for group in range(*groups):
             begin, end = max(first, starts[group]), min(stop, starts[group + 1])
             for part in self._parts(opened, url, group, begin - starts[group], end - starts[group]):
+                size += _decoded_bytes(part)
+                if size > _MAX_PIECE_BYTES:
+                    raise ValueError(
+                        f"{url} decodes to more than {_MAX_PIECE_BYTES} bytes from row {first} to {row + len(part)}, "
+                        f"far more than text does; check the file, or write it in smaller row groups"
+                    )
                 values = _texts(part) if self._texts else _ids(part, url, row)
                 for i, value in enumerate(values):
                     if value is not None and len(value):
                         positions.append(row + i)
                         documents.append(value)
-                        size += memoryview(value).nbytes
                 row += len(part)
-                if size > _MAX_PIECE_BYTES:
-                    raise ValueError(
-                        f"{url} decodes to more than {_MAX_PIECE_BYTES} bytes from row {first} to {row}, far more than "
-                        f"text does; check the file, or write it in smaller row groups"
-                    )
         return blocks.Block(url, "row", np.array(positions, np.int64), documents)
 
     def _parts(
@@ -126,7 +126,7 @@ def holds_text(file: files.CorpusFile, column: str) -> bool:
     Raises:
         ValueError: the file is not a parquet file, or has no such column, or the column holds something else.
     """
-    return _holds_text(_open(file.url), file.url, column)
+    return _holds_text(_open(file.url, column), file.url, column)
 
 
 _TEXT_CHECKS = (
@@ -145,8 +145,9 @@ def _holds_text(opened: pq.ParquetFile, url: str, column: str) -> bool:
     if column not in schema.names:
         columns = spelling.listed(map(repr, schema.names)) or "none"
         raise ValueError(f"{url} has no column {column!r}: there are {columns}; name one of them")
-    if schema.names.count(column) > 1:
-        raise ValueError(f"{url} has {schema.names.count(column)} columns {column!r}; rename all but one")
+    # Column `a.b` and field b of a column a have one path, by which pyarrow reads both.
+    if (number := max(schema.names.count(column), _paths(opened).count(column))) > 1:
+        raise ValueError(f"{url} has {number} columns {column!r}; rename all but one")
     kind = schema.field(column).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
@@ -160,11 +161,25 @@ def _holds_text(opened: pq.ParquetFile, url: str, column: str) -> bool:
     )
 
 
-def _open(url: str) -> pq.ParquetFile:
-    stream = files.CorpusStream(url)
+def _open(url: str, column: str) -> pq.ParquetFile:
+    # Without pre-buffering, which would hold the compressed column of a whole row group.
+    open_file = functools.partial(
+        pq.ParquetFile,
+        files.CorpusStream(url),
+        pre_buffer=False,
+        buffer_size=1 << 20,
+        page_checksum_verification=True,
+    )
     with _arrow_errors(url):
-        # Without pre-buffering, which would hold the compressed column of a whole row group.
-        return pq.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20, page_checksum_verification=True)
+        opened = open_file()
+        if column not in _paths(opened):  # it is missing, or of lists
+            return opened
+        # As indices into the texts that differ: a file of a megabyte can repeat one until no memory is left.
+        return open_file(metadata=opened.metadata, read_dictionary=[column])
+
+
+def _paths(opened: pq.ParquetFile) -> list[str]:
+    return [opened.schema.column(index).path for index in range(len(opened.schema))]
 
 
 def _boundary(starts: Int64[np.ndarray, " groups+1"], index: int, count: int) -> int:
@@ -176,6 +191,13 @@ def _boundary(starts: Int64[np.ndarray, " groups+1"], index: int, count: int) ->
     group = int(np.searchsorted(starts, row, side="right")) - 1
     begin, end = int(starts[group]), int(starts[group + 1])
     return begin if (end - begin) * count <= _MAX_PIECES_PER_GROUP * rows else row
+
+
+def _decoded_bytes(part: pa.Array) -> int:
+    """Returns the size of the documents of consecutive rows, as UTF-8 or as 4 bytes for each token id."""
+    if pa.types.is_dictionary(part.type):
+        return pc.sum(pc.binary_length(part.dictionary).take(part.indices)).as_py() or 0
+    return 4 * (pc.sum(pc.list_value_length(part)).as_py() or 0)
 
 
 def _texts(part: pa.Array) -> list[bytes | None]:

@@ -285,6 +285,12 @@ def test_two_columns_of_one_name(tmp_path):
         corpus.holds_text(find(tmp_path / "a.parquet"), "text")
 
 
+def test_a_column_and_a_field_of_one_path(tmp_path):
+    pq.write_table(pa.table({"a": [{"text": "b"}], "a.text": ["c"]}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet has 2 columns 'a\.text'; rename all but one"):
+        corpus.holds_text(find(tmp_path / "a.parquet"), "a.text")
+
+
 def test_a_corrupt_row_group_is_named(tmp_path):
     rng = np.random.default_rng(0)
     documents = [rng.bytes(2000).hex() for _ in range(40)]
@@ -370,6 +376,17 @@ def test_a_parquet_file_that_decodes_to_too_much(tmp_path, monkeypatch, document
     # Ended after the batch of rows that exceeds it.
     with pytest.raises(ValueError, match=r"decodes to more than 1048576 bytes from row 0 to 128, far more"):
         read(find(tmp_path / "a.parquet"), 1 << 20, is_text=isinstance(documents[0], str))
+
+
+def test_a_text_that_a_parquet_file_repeats_takes_memory_once(tmp_path):
+    size, rows = 50_000_000, 100
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array(["b" * size]))
+    pq.write_table(pa.table({"text": text}), tmp_path / "a.parquet", store_schema=False)
+    with pytest.raises(
+        ValueError, match=r"decodes to more than 1073741824 bytes from row 0 to 100, far more"
+    ):
+        read(find(tmp_path / "a.parquet"), 1 << 30)
+    assert pa.default_memory_pool().max_memory() < 10 * size
 
 
 def test_blank_lines_take_no_memory(tmp_path):
