@@ -26,6 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from sympow_jax import spelling
+
 __all__ = [
     "TIMEOUT",
     "Cluster",
@@ -54,6 +56,9 @@ _LAST_PORT, _PORTS = 65_535, 4096
 _PORT_VARIABLE = "JAX_COORDINATOR_PORT"
 _TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
 _GPU_DEVICES = "/dev/nvidia[0-9]*"
+# Words in JAX's errors when another process cannot be reached, and the number of characters that are shown of one.
+_UNREACHABLE = ("Gloo", "NCCL", "CoordinationService")
+_LONGEST_REASON = 300
 _abandoned = threading.Event()
 # Part of JAX's error if devices were used before `jax.distributed.initialize`.
 _TOO_LATE = "before any JAX calls"
@@ -265,7 +270,14 @@ def ending() -> Iterator[None]:
         waits = not (jax.distributed.is_initialized() or _abandoned.is_set())
         if waits or (isinstance(error, SystemExit) and not error.code):
             raise
-        if not isinstance(error, SystemExit):
+        if isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in _UNREACHABLE):
+            reason = spelling.cut(_line(error), _LONGEST_REASON)
+            print(
+                f"error: another process of the run has ended or cannot be reached: {reason}; see what the others "
+                f"said, then start all again",
+                file=sys.stderr,
+            )
+        elif not isinstance(error, SystemExit):
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()

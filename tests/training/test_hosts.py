@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
@@ -522,3 +523,27 @@ def test_a_failed_process_with_threads_that_do_not_end(monkeypatch, abandons):
                 hosts.abandon_threads()
             raise SystemExit(1)
         assert ended == [1] * fails
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed:\nConnection reset by peer"),
+            "error: another process of the run has ended or cannot be reached: UNKNOWN: Gloo all-reduce failed: "
+            "Connection reset by peer; see what the others said, then start all again\n",
+        ),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
+            "Traceback (most recent call last):",
+        ),
+    ],
+)
+def test_an_unreachable_process_is_one_line(monkeypatch, capsys, error, expected):
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    with hosts.ending():
+        raise error
+    assert ended == [1]
+    assert capsys.readouterr().err.startswith(expected)

@@ -27,6 +27,8 @@ from tools.faults.stage import (
 
 # Of one run. Afterwards it is resumed to its end, and compared.
 _KILLS = 8
+# JAX's words when it aborts a process because another has died.
+_ABORTS = "another task died"
 # Seconds for the moment of a SIGKILL to come.
 _PROGRESS = 120
 # Largest offset of the clock from the true time, in seconds. A wait until a time of day may last as much longer,
@@ -143,12 +145,12 @@ def terminations(stage: Stage, numbers: range) -> Iterator[Reason]:
 
 
 def one_of_two(stage: Stage, numbers: range) -> Iterator[Reason]:
-    """Sends SIGKILL to one of two processes; the other ends by itself, and both are restarted."""
+    """Sends SIGKILL to one of two processes; the other fails or is aborted by JAX, and both are restarted."""
     return _one_of(2, stage, numbers)
 
 
 def one_of_four(stage: Stage, numbers: range) -> Iterator[Reason]:
-    """Sends SIGKILL to one of four processes; the others end by themselves, and all are restarted."""
+    """Sends SIGKILL to one of four processes; the others fail or are aborted by JAX, and all are restarted."""
     return _one_of(4, stage, numbers)
 
 
@@ -164,11 +166,16 @@ def _one_of(processes: int, stage: Stage, numbers: range) -> Iterator[Reason]:
         time.sleep(stage.random.uniform(0, 1))
         killed = number % processes
         started[killed].process.kill()
-        codes = [one.wait(PATIENCE) for one in started]
-        if codes.pop(killed) != -signal.SIGKILL or min(codes) <= 0:
-            raise NotSurvived(
-                f"process {killed} was to be killed; they ended with {[one.process.exitcode for one in started]}"
-            )
+        if (code := started.pop(killed).wait(PATIENCE)) != -signal.SIGKILL:
+            raise NotSurvived(f"process {killed} ended with {code} before it was killed")
+        for one in started:
+            code, lines = one.wait(PATIENCE), one.errors()
+            fails = code > 0 and any(line.startswith("error: ") for line in lines)
+            aborted = code == -signal.SIGABRT and any(_ABORTS in line for line in lines)
+            if not (fails or aborted):
+                raise NotSurvived(
+                    f"process {killed} was killed; another ended with {code} and said {lines[-3:]}"
+                )
         stage.finish(run, resumes_at=steps(run)[-1], **options)
         check_same(run, expected)
 
