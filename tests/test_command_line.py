@@ -232,7 +232,7 @@ def test_help_with_a_config_has_its_values(capsys, monkeypatch):
 
 @pytest.mark.parametrize("arguments", [("--workdir=",), ("--workdir", "")])
 def test_an_empty_path_is_not_the_current_folder(arguments):
-    with pytest.raises(ValueError, match="--workdir is empty; it must name a file or a folder"):
+    with pytest.raises(ValueError, match="--workdir is empty; it must be of the form DIR"):
         command_line.parse_training([QUICKSTART, *arguments])
 
 

@@ -98,13 +98,13 @@ class Parser(argparse.ArgumentParser):
                 section.add_argument(f"--config.{setting.path}", metavar=metavar, help=text)
 
     def _require_paths(self, arguments: Sequence[str]) -> None:
-        """Raises ValueError if the value of an option that names a path is empty, as of a variable that is not set."""
+        """Raises ValueError if an option of paths or names is empty, as with a variable that is not set."""
         for argument, following in zip(arguments, [*arguments[1:], None]):
             name, equals, value = argument.partition("=")
             action = self._option_string_actions.get(name)
             is_path = action is not None and _PATH.search(str(action.metavar))
             if is_path and (value if equals else following) == "":
-                self.error(f"{name} is empty; it must name a file or a folder")
+                self.error(f"{name} is empty; it must be of the form {action.metavar}")
 
     def _reject(self, argument: str) -> NoReturn:
         name = argument.removeprefix("--")

@@ -117,6 +117,10 @@ def _read_prompts(flags: argparse.Namespace) -> list[tuple[str, bytes]]:
         text = content.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts={flags.prompts} is not UTF-8 (byte {error.start + 1})") from error
+    except OSError as error:
+        raise ValueError(
+            f"--prompts={flags.prompts} cannot be read: {error.strerror}; name a file"
+        ) from error
     lines = text.removesuffix("\n").split("\n")
     if lines == [""]:
         raise ValueError(f"--prompts={flags.prompts} is empty; it needs a prompt a line")

@@ -19,6 +19,8 @@ __all__ = ["main"]
 
 # Seconds between two lines about the progress, where the output is not a terminal.
 _LINE_SECONDS = 5.0
+# The vocabulary has one id more, and its size must fit an int32.
+_LARGEST_ID = (1 << 31) - 2
 
 
 def _parser(program: str) -> command_line.Parser:
@@ -74,8 +76,8 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name} is {value}; it must be at least {lowest}")
     if options.format == "longcrawl64":
         command_line.check_utf8("--out", options.out, "Zarr arrays")
-    if options.separator is not None and not 0 <= options.separator < 1 << 32:
-        raise ValueError(f"--separator is {options.separator}; it must be an id from 0 to {(1 << 32) - 1}")
+    if options.separator is not None and not 0 <= options.separator <= _LARGEST_ID:
+        raise ValueError(f"--separator is {options.separator}; it must be an id from 0 to {_LARGEST_ID}")
 
 
 class _Terminated(KeyboardInterrupt):

@@ -35,10 +35,12 @@ def read_runs(
     """Returns the workdirs and the settings of their runs.
 
     Raises:
-        ValueError: no workdir is given, one is given twice, or one holds no run.
+        ValueError: no workdir is given, one is an empty name or given twice, or one holds no run.
     """
     if not workdirs:
         raise ValueError("no workdir is given")
+    if "" in workdirs:
+        raise ValueError("a workdir has an empty name; separate the names of workdirs with one comma")
     paths = [pathlib.Path(path) for path in workdirs]
     configs = [workdir.read_config(path) for path in paths]
     resolved = Counter(path.resolve() for path in paths)

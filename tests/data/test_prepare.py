@@ -188,6 +188,7 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
             "give byte, a file, a folder as ./NAME, or one of",
         ),
         (("--out=a.bin", "--separator=-1", "texts"), "--separator is -1; it must be an id from 0"),
+        (("--out=a.bin", f"--separator={(1 << 31) - 1}", "texts"), "it must be an id from 0 to 2147483646"),
     ]
     for arguments, message in cases:
         assert message in mistakes.line(prepare.main, ["--format=bin", *arguments], capsys)

@@ -125,6 +125,8 @@ def test_a_mistake_creates_no_folder(trained, capsys, name):
         (["--context_lengths=8", "--workdir={runs}/c"], "has no checkpoint"),
         (["--context_lengths=8", "--workdir={runs}/a,{runs}/c"], "c has no checkpoint"),
         (["--context_lengths=8", "--workdir={runs}/a,{runs}/a"], "given more than once"),
+        (["--context_lengths=8", "--workdir={runs}/a,"], "a workdir has an empty name; separate"),
+        (["--workdir={runs}/a", "--tasks="], "--tasks is empty; it must be of the form A[,B,...]"),
         (["--context_lengths=8,x", "--workdir={runs}/a"], "'x' is not a positive integer"),
         (["--context_lengths=8,4", "--workdir={runs}/a"], "must be positive and increasing"),
         (["--context_lengths=8,136", "--workdir={runs}/a"], "context length 136 is longer than any held-out"),

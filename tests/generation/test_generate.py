@@ -103,7 +103,11 @@ def test_samples_have_headings(runs, capsys):
         (["--workdir={runs}/a", "--prompts={runs}/empty"], "empty is empty"),
         (["--workdir={runs}/a", "--prompts={runs}/gap"], "line 2 of {runs}/gap is empty"),
         (["--workdir={runs}/a", "--prompts={runs}/latin"], "is not UTF-8 (byte 4)"),
-        (["--workdir={runs}/a", "--prompts={runs}/nothing"], "No such file"),
+        (
+            ["--workdir={runs}/a", "--prompts={runs}/nothing"],
+            "cannot be read: No such file or directory; name a",
+        ),
+        (["--workdir={runs}/a", "--prompts={runs}"], "cannot be read: Is a directory; name a file"),
         (["--workdir={runs}/a", "--prompt=a", "--max_tokens=0"], "max_tokens is 0"),
         (["--workdir={runs}/a", "--prompt=a", "--max_tokens=many"], "see sympow generate --help"),
         (["--workdir={runs}/a", "--prompt=a", "--temperature=-1"], "temperature is -1"),

@@ -519,6 +519,10 @@ def test_a_mistake_is_one_line(tmp_path, settings):
             ["--config.model.attention.kernel=power", "--config.model.attention.implementation=mosaic_gpu"],
             "'mosaic_gpu' needs a Hopper GPU",
         ),
+        (
+            [f"--config.data.{name}=sympow_jax/*.py" for name in ("paths", "heldout_paths")],
+            "data.paths and data.heldout_paths both have 'sympow_jax/*.py'; remove it from one",
+        ),
         (["--config.optimizer.accumulate=3"], "optimizer.accumulate is 3 and does not divide the 4 rows"),
     ],
 )

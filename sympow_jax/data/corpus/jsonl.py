@@ -27,6 +27,8 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".xz": lzma.LZMADecompressor,
     ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
 }
+# Of zstandard's error if a frame needs a larger window than its default limit of 128 MB.
+_LARGE_WINDOW = "too much memory"
 _CORRUPT = (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError, EOFError)
 
 
@@ -243,6 +245,10 @@ class _Decompressed:
                 data = self._decompress(data)
         except _CORRUPT as error:
             reason = " ".join(str(error).split())
+            if _LARGE_WINDOW in reason:
+                raise ValueError(
+                    f"{url} needs more than 128 MB to decompress; compress it again without --long"
+                ) from error
             raise ValueError(
                 f"{url} is corrupt before compressed byte {self._compressed}: {reason}; copy or make it again"
             ) from error

@@ -367,6 +367,17 @@ def test_a_file_that_decompresses_to_too_much(tmp_path, monkeypatch):
         read(file, 1 << 20)
 
 
+def test_a_frame_with_a_large_window(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # of unknown size
+    content = compressor.compress(b'{"text": "a"}\n') + compressor.flush()
+    (tmp_path / "a.jsonl.zst").write_bytes(content)
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl\.zst needs more than 128 MB to decompress; compress it again"
+    ):
+        read(find(tmp_path / "a.jsonl.zst"))
+
+
 @pytest.mark.parametrize("documents", [["b" * 10_000] * 500, [[7] * 2500] * 500])
 def test_a_parquet_file_that_decodes_to_too_much(tmp_path, monkeypatch, documents):
     from sympow_jax.data.corpus import parquet
