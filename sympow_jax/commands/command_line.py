@@ -102,9 +102,9 @@ class Parser(argparse.ArgumentParser):
         for argument, following in zip(arguments, [*arguments[1:], None]):
             name, equals, value = argument.partition("=")
             action = self._option_string_actions.get(name)
-            is_path = action is not None and _PATH.search(str(action.metavar))
-            if is_path and (value if equals else following) == "":
-                self.error(f"{name} is empty; it must be of the form {action.metavar}")
+            form = "" if action is None else str(action.metavar)
+            if _PATH.search(form) and (value if equals else following) == "":
+                self.error(f"{name} is empty; it must be of the form {form}")
 
     def _reject(self, argument: str) -> NoReturn:
         name = argument.removeprefix("--")
