@@ -22,6 +22,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
     with hosts.all_or_none():
         rows = data.train_dataset(config.data, task=config.task, vocab_size=config.model.vocab_size)
         heldout = data.HeldoutData(config.data, config.task, vocab_size=config.model.vocab_size)
+        data.require_held_apart(config.data)
         evaluation.check_settings(config, heldout)
         metrics.check_settings(config)
         mesh = sharding.make_mesh(config)

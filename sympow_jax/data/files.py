@@ -37,6 +37,11 @@ class File:
     key: str
     size: int
 
+    @property
+    def location(self) -> str:
+        """Its path without links, which is the same whatever path led to it."""
+        return os.path.realpath(self.path)
+
 
 def _file(path: str, root: str) -> File:
     key = pathlib.Path(os.path.relpath(path, root)).as_posix()
@@ -92,7 +97,7 @@ def find(setting: str, paths: Sequence[str], *, suffix: str = "") -> list[File]:
             raise ValueError(f"{setting}: no file matches {path!r}; correct the path or the pattern")
         for file in files:
             # Otherwise, a file with two names could be trained on under one name and held out under the other.
-            matches.setdefault(os.path.realpath(file.path), file)
+            matches.setdefault(file.location, file)
     return _ordered(list(matches.values()))
 
 

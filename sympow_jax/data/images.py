@@ -17,7 +17,7 @@ from jaxtyping import Float32, Int32, UInt8
 from sympow_jax import config as config_lib
 from sympow_jax.data import files, rows
 
-__all__ = ["Images", "describe", "open_examples"]
+__all__ = ["Images", "describe", "locations", "open_examples"]
 
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 # Decoders by the first bytes of a file. Pillow's other decoders are not given files of unknown origin.
@@ -247,6 +247,11 @@ def open_examples(
         )
     vary = config.augment and not heldout and not config.image_tokens
     return Images(images, config, vary=vary)
+
+
+def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
+    """Returns the locations of the images that are read."""
+    return {image.location for image in _below(setting, paths, _classes(config))}
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:

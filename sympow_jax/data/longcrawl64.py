@@ -22,6 +22,7 @@ __all__ = [
     "ROW_TOKENS",
     "ZarrDocuments",
     "describe",
+    "locations",
     "metadata",
     "open_documents",
     "spec",
@@ -187,6 +188,11 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> ZarrDocum
         ValueError: there is no array, or its shape, chunks or dtype are wrong.
     """
     return _sides(config)[heldout]
+
+
+def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
+    """Returns the location of the array."""
+    return {path if "://" in path else os.path.realpath(os.path.expanduser(path)) for path in paths}
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:

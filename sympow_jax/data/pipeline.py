@@ -12,7 +12,7 @@ from sympow_jax import config as config_lib
 from sympow_jax.config import data as data_config
 from sympow_jax.data import documents, longcrawl64, masking, rows, shuffle, text, tokens
 
-__all__ = ["HeldoutData", "describe", "train_dataset"]
+__all__ = ["HeldoutData", "describe", "require_held_apart", "train_dataset"]
 
 _DOCUMENTS = {"text": text, "tokens": tokens, "longcrawl64": longcrawl64}
 
@@ -214,6 +214,19 @@ def _uncounted(row: rows.Row) -> rows.Row:
     answer = "labels" if "labels" in row else "targets"
     none = np.nan if row[answer].dtype == np.float32 else rows.NO_LABEL
     return {**row, answer: np.full_like(row[answer], none)}
+
+
+def require_held_apart(config: config_lib.DataConfig) -> None:
+    """Raises ValueError if a file is both trained on and held out, by whatever paths, patterns or links."""
+    if not config.heldout_paths:
+        return
+    locations = _source(config.source).locations
+    trained = locations("data.paths", config.paths, config)
+    if shared := sorted(trained & locations("data.heldout_paths", config.heldout_paths, config)):
+        raise ValueError(
+            f"data.paths and data.heldout_paths share {len(shared)} of what they name, such as {shared[0]}; change one "
+            f"of them, or leave data.heldout_paths empty, so that data.heldout_fraction of the data is held out"
+        )
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from jaxtyping import Int64
 from sympow_jax import config as config_lib
 from sympow_jax.data import documents, files
 
-__all__ = ["describe", "open_documents"]
+__all__ = ["describe", "locations", "open_documents"]
 
 # Documents that the end of an only file is cut into, if each has at least a training context of bytes.
 _PIECES = 20
@@ -31,6 +31,11 @@ def _find(setting: str, paths: tuple[str, ...]) -> list[files.File]:
     if not any(file.size for file in matches):
         raise ValueError(f"{setting}: every file is empty ({len(matches)} found); name files that hold text")
     return matches
+
+
+def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
+    """Returns the locations of the files that are read."""
+    return {file.location for file in _find(setting, paths)}
 
 
 def _sides(config: config_lib.DataConfig) -> tuple[list[files.File], list[files.File]]:

@@ -11,7 +11,7 @@ from sympow_jax import config as config_lib
 from sympow_jax.config import serialize
 from sympow_jax.data import documents, files
 
-__all__ = ["DTYPES", "describe", "open_documents", "sidecar"]
+__all__ = ["DTYPES", "describe", "locations", "open_documents", "sidecar"]
 
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
@@ -141,6 +141,11 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents
             documents.
     """
     return _sides(config)[heldout]
+
+
+def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
+    """Returns the locations of the files that are read."""
+    return {file.location for file in files.find(setting, paths, suffix=".bin")}
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from sympow_jax import spelling
 from sympow_jax.data import documents, files, rows
 from sympow_jax.data import tokenizer as tokenizer_lib
 
-__all__ = ["Table", "TsvExamples", "describe", "open_examples"]
+__all__ = ["Table", "TsvExamples", "describe", "locations", "open_examples"]
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -285,6 +285,11 @@ def open_examples(
     """
     table, lines = _sides(config)[heldout]
     return TsvExamples(table, lines, config, task, vocab_size=vocab_size)
+
+
+def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
+    """Returns the locations of the files that are read."""
+    return {file.location for file in files.find(setting, paths, suffix=".tsv")}
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:

@@ -13,15 +13,7 @@ __all__ = ["check_settings", "evaluate", "finish"]
 
 
 def check_settings(config: config_lib.Config, opened: data.HeldoutData) -> None:
-    """Raises ValueError, before hours of training, if a run could not be evaluated at its end on its held-out data.
-
-    It also does if `data.paths` and `data.heldout_paths` share a path: the held-out data would be trained on.
-    """
-    if shared := sorted(set(config.data.paths) & set(config.data.heldout_paths)):
-        raise ValueError(
-            f"data.paths and data.heldout_paths both have {shared[0]!r}; remove it from one, or leave "
-            f"data.heldout_paths empty, so that data.heldout_fraction of the documents is held out"
-        )
+    """Raises ValueError, before hours of training, if a run could not be evaluated at its end on its held-out data."""
     if lengths := config.evaluation.context_lengths:  # otherwise they are chosen to fit model and documents
         runs.require_places(config, lengths, "the model")
         runs.select_documents(config, opened, lengths, config.evaluation.documents)

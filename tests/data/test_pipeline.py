@@ -2,7 +2,9 @@
 
 import dataclasses
 import itertools
+import pathlib
 
+import fsspec
 import numpy as np
 import pytest
 
@@ -279,3 +281,50 @@ def test_no_example_is_held_out(tmp_path):
     assert opened.documents is None
     assert opened.sample() is None
     assert list(opened.batches(2)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("text", "b/1.txt"),
+        ("tokens", "b/1.bin"),
+        ("tsv", "b/1.tsv"),
+        ("parquet", "b/1.parquet"),
+        ("jsonl", "b/1.jsonl.gz"),
+        ("images", "b/1.png"),
+        ("longcrawl64", ""),
+    ],
+)
+def test_no_file_is_both_trained_on_and_held_out(tmp_path, source, name):
+    """The file is trained on in its folder, and held out by a link to it or to the folder."""
+    trained, other = tmp_path / "trained", tmp_path / "other"
+    for root in (trained, other):
+        builders.write_files(root, {f"{folder}/1{pathlib.Path(name).suffix}": b"ab" for folder in "ab"})
+        builders.write_files(root, {name: b"ab"} if name else {})
+    more = {"images": {"image_size": 8}, "tsv": {"text_columns": ("a",)}}.get(source, {})
+    settings = builders.data_config(source=source, paths=(str(trained),), heldout_fraction=0.0, **more)
+    data.require_held_apart(settings)
+    data.require_held_apart(dataclasses.replace(settings, heldout_paths=(str(other),)))
+    link = tmp_path / f"link{pathlib.Path(name).suffix}"
+    link.symlink_to(trained if source in ("images", "longcrawl64") else trained / name)
+    shared = trained / ("a/1.png" if source == "images" else name)
+    count = 2 if source == "images" else 1
+    message = (
+        f"^data.paths and data.heldout_paths share {count} of what they name, such as {shared}; change one"
+    )
+    with pytest.raises(ValueError, match=message):
+        data.require_held_apart(dataclasses.replace(settings, heldout_paths=(str(other), str(link))))
+
+
+def test_no_remote_file_is_both_trained_on_and_held_out():
+    system = fsspec.filesystem("memory")
+    for name in ("train-0", "train-1", "val-0"):
+        system.pipe(f"/apart/{name}.jsonl", b'{"text": "a"}\n')
+    settings = builders.data_config(
+        source="jsonl", paths=("memory://apart/*.jsonl",), heldout_paths=("memory://apart/val-*.jsonl",)
+    )
+    with pytest.raises(
+        ValueError, match=r"share 1 of what they name, such as memory:///apart/val-0\.jsonl; change"
+    ):
+        data.require_held_apart(settings)
+    data.require_held_apart(dataclasses.replace(settings, paths=("memory://apart/train-*.jsonl",)))

@@ -521,7 +521,7 @@ def test_a_mistake_is_one_line(tmp_path, settings):
         ),
         (
             [f"--config.data.{name}=sympow_jax/*.py" for name in ("paths", "heldout_paths")],
-            "data.paths and data.heldout_paths both have 'sympow_jax/*.py'; remove it from one",
+            "sympow_jax/__init__.py; change one of them, or leave data.heldout_paths empty",
         ),
         (["--config.optimizer.accumulate=3"], "optimizer.accumulate is 3 and does not divide the 4 rows"),
     ],

@@ -6,7 +6,7 @@ with extras.required("corpora", __name__):
     from sympow_jax.data.corpus.blocks import Block
     from sympow_jax.data.corpus.files import CorpusFile, Piece, find, pieces
     from sympow_jax.data.corpus.reading import Reader, holds_text
-    from sympow_jax.data.corpus.source import describe, open_heldout, open_rows
+    from sympow_jax.data.corpus.source import describe, locations, open_heldout, open_rows
     from sympow_jax.data.corpus.stream import BatchIterator, CorpusRows
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "describe",
     "find",
     "holds_text",
+    "locations",
     "open_heldout",
     "open_rows",
     "pieces",

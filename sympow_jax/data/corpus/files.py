@@ -41,6 +41,11 @@ class CorpusFile:
     format: str
 
     @property
+    def location(self) -> str:
+        """A local path without links, which is the same whatever path led to the file, or the URL."""
+        return self.url if "://" in self.url else os.path.realpath(self.url)
+
+    @property
     def compression(self) -> str | None:
         """Suffix of a compressed JSON lines file, such as `.gz`; None if it can be read from anywhere."""
         suffix = posixpath.splitext(self.url)[1].lower()
@@ -144,7 +149,7 @@ def find(setting: str, paths: Sequence[str], *, format: str) -> list[CorpusFile]
             if not file.size:
                 raise ValueError(f"{file.url} is empty; remove it, or make it again")
             # Otherwise, a file with two names could be trained on under one name and held out under the other.
-            matches.setdefault(os.path.realpath(file.url) if "://" not in file.url else file.url, file)
+            matches.setdefault(file.location, file)
     return sorted(matches.values(), key=lambda file: (file.key, file.url))
 
 

@@ -15,7 +15,7 @@ from sympow_jax.data import documents
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.corpus import files, reading, stream, tokenizing
 
-__all__ = ["HELDOUT_TOKENS", "describe", "open_heldout", "open_rows"]
+__all__ = ["HELDOUT_TOKENS", "describe", "locations", "open_heldout", "open_rows"]
 
 # Bytes of text in a group. A resumed run reads its group again.
 _GROUP_BYTES = 1 << 24
@@ -146,6 +146,11 @@ def _read_heldout(
         lengths=lengths,
     )
     return spans.select(np.flatnonzero(np.cumsum(lengths) - lengths < HELDOUT_TOKENS))
+
+
+def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
+    """Returns the locations of the files that are read."""
+    return {file.location for file in files.find(setting, paths, format=config.source)}
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
