@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["LINE", "cut", "listed", "nearest", "remedy", "shown"]
+__all__ = ["LINE", "cut", "listed", "nearest", "one_line", "remedy", "shown"]
 
 LINE = 500
 """Characters of an error about settings."""
@@ -12,6 +12,11 @@ LINE = 500
 # Characters of a value and of a list that an error shows. Both may come from a file of any content.
 _VALUE = 80
 _LIST = 350
+
+
+def one_line(error: BaseException) -> str:
+    """Returns the text of an error in one line, or the name of its type if it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def cut(text: str, length: int) -> str:

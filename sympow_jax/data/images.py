@@ -250,7 +250,7 @@ def open_examples(
 
 
 def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
-    """Returns the locations of the images that are read."""
+    """Returns the `File.location` of each image that the paths name."""
     return {image.location for image in _below(setting, paths, _classes(config))}
 
 

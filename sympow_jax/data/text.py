@@ -34,7 +34,7 @@ def _find(setting: str, paths: tuple[str, ...]) -> list[files.File]:
 
 
 def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
-    """Returns the locations of the files that are read."""
+    """Returns the `File.location` of each file that the paths name."""
     return {file.location for file in _find(setting, paths)}
 
 

@@ -144,7 +144,7 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents
 
 
 def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
-    """Returns the locations of the files that are read."""
+    """Returns the `File.location` of each file that the paths name."""
     return {file.location for file in files.find(setting, paths, suffix=".bin")}
 
 

@@ -288,7 +288,7 @@ def open_examples(
 
 
 def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
-    """Returns the locations of the files that are read."""
+    """Returns the `File.location` of each file that the paths name."""
     return {file.location for file in files.find(setting, paths, suffix=".tsv")}
 
 

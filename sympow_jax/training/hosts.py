@@ -46,6 +46,7 @@ __all__ = [
 
 # Seconds for all processes of a run to connect.
 TIMEOUT = 60
+
 # Seconds without a heartbeat after which a process counts as dead, and the others end.
 _HEARTBEAT = 60
 # Seconds that processes with the same error have to end before the first one does.
@@ -54,11 +55,13 @@ _SECONDS_TO_END = 3.0
 _LAST_PORT, _PORTS = 65_535, 4096
 # Variable from which JAX's cluster detection takes the port of the coordinator.
 _PORT_VARIABLE = "JAX_COORDINATOR_PORT"
+# Devices of a host that show that it has TPUs, or each of its GPUs.
 _TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
 _GPU_DEVICES = "/dev/nvidia[0-9]*"
 # Words in JAX's errors when another process cannot be reached, and the number of characters that are shown of one.
-_UNREACHABLE = ("Gloo", "NCCL", "CoordinationService")
+_UNREACHABLE = ("Gloo", "remote process exited", "CoordinationService")
 _LONGEST_REASON = 300
+# Set once `abandon_threads` is called.
 _abandoned = threading.Event()
 # Part of JAX's error if devices were used before `jax.distributed.initialize`.
 _TOO_LATE = "before any JAX calls"
@@ -99,6 +102,8 @@ class Launch:
         host, _, port = self.coordinator.rpartition(":")
         return host.strip("[]"), int(port)
 
+    port_source = "--coordinator_address"
+
     @property
     def port(self) -> int | None:
         """Port that this process listens on; None except in process 0."""
@@ -111,11 +116,11 @@ class Launch:
         )
 
     @property
-    def could_not(self) -> str:
+    def connect_error(self) -> str:
         """Start of the error if `initialize` fails."""
         return f"the processes could not be connected through {self.coordinator}"
 
-    def why_not(self) -> str:
+    def timeout_error(self) -> str:
         """Returns why the processes have not met within the timeout."""
         if self.index == 0:
             return (
@@ -125,8 +130,8 @@ class Launch:
         reason = f"the coordinator, process 0, does not answer at {self.coordinator} within {self.timeout} s"
         try:
             socket.create_connection(self.endpoint, timeout=1).close()
-        except OSError as error:
-            return f"{reason}: {error.strerror or error}"
+        except (OSError, UnicodeError) as error:  # UnicodeError: the host is no valid name
+            return f"{reason}: {getattr(error, 'strerror', None) or error}"
         return f"{reason}, though a program listens there: not all processes have come, or it is another one"
 
 
@@ -148,6 +153,8 @@ class Cluster:
     coordinator_port: int | None = None
     port: int | None = None
 
+    port_source = f"the job's id (${_PORT_VARIABLE} replaces it)"
+
     def __post_init__(self):
         _check_timeout(self.timeout)
 
@@ -158,14 +165,14 @@ class Cluster:
         jax.distributed.initialize(local_device_ids=self.devices, **options)
 
     @property
-    def could_not(self) -> str:
+    def connect_error(self) -> str:
         """Start of the error if `initialize` fails."""
         return (
             f"{self.name} started this process, but JAX does not connect it to the others (--coordinator_address, "
             f"--process_count and --process_id would do so without {self.name})"
         )
 
-    def why_not(self) -> str:
+    def timeout_error(self) -> str:
         """Returns why the processes have not met within the timeout."""
         return f"not all processes that {self.name} started have met within {self.timeout} s"
 
@@ -173,7 +180,9 @@ class Cluster:
 def detect(environment: Mapping[str, str], *, timeout: int = TIMEOUT) -> Cluster | None:
     """Returns the cluster that started this process as one of several; None if it is alone.
 
-    JAX's cluster detection then finds coordinator, number and index. These it lacks:
+    Without the package `kubernetes`, a pod of an indexed job counts as alone, with a warning on stderr.
+
+    JAX's cluster detection then finds coordinator, number and index. Three of its choices are corrected here:
 
     * It waits for the tasks of a SLURM job in a shell of the job too, and fails where there is no cluster. So it is
       called only where variables tell of several processes.
@@ -186,13 +195,13 @@ def detect(environment: Mapping[str, str], *, timeout: int = TIMEOUT) -> Cluster
         alone = environment["SLURM_STEP_NUM_NODES"] == environment["SLURM_STEP_NUM_TASKS"]
         # A number, or numbers after types, such as a100:2,h100:1.
         own = sum(map(int, re.findall(r"\b(\d+)(?:,|$)", environment.get("SLURM_GPUS_PER_TASK", ""))))
-        alone |= len(_listed(environment.get("CUDA_VISIBLE_DEVICES", ""))) in {1, own} - {0}
+        sees_own = len(_listed(environment.get("CUDA_VISIBLE_DEVICES", ""))) in {1, own} - {0}
         step = 16 * int(environment["SLURM_JOB_ID"]) + int(environment.get("SLURM_STEP_ID", 0))
         port = int(environment.get(_PORT_VARIABLE, _LAST_PORT - step % _PORTS))
         return Cluster(
             name="SLURM",
             timeout=timeout,
-            devices=() if alone else None,
+            devices=() if alone or sees_own else None,
             coordinator_port=port,
             port=port if environment["SLURM_PROCID"] == "0" else None,
         )
@@ -203,8 +212,15 @@ def detect(environment: Mapping[str, str], *, timeout: int = TIMEOUT) -> Cluster
         # Before Kubernetes, as in JAX: on GKE the hosts of a slice are an indexed job.
         return Cluster(name="the TPU's host", timeout=timeout)
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
-        # Without the package, JAX can ask Kubernetes nothing; then flags tell it.
-        return Cluster(name="Kubernetes", timeout=timeout) if importlib.util.find_spec("kubernetes") else None
+        if importlib.util.find_spec("kubernetes"):
+            return Cluster(name="Kubernetes", timeout=timeout)
+        # JAX asks Kubernetes by way of the package.
+        print(
+            "warning: Kubernetes started this process as one of an indexed job, but it runs alone, because the package "
+            "kubernetes is not installed; install it, or give --coordinator_address, --process_count and --process_id",
+            file=sys.stderr,
+            flush=True,
+        )
     return None
 
 
@@ -221,7 +237,7 @@ def join(launch: Launch | Cluster | None) -> None:
     if launch is None:
         return
     if launch.port is not None:
-        _check_port(launch.port)
+        _check_port(launch.port, launch.port_source)
     # Signals are handled by cli.StopSignals, and by Vote for the other processes.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -239,7 +255,7 @@ def join(launch: Launch | Cluster | None) -> None:
                 "devices were used before the processes were connected; a config file must not use devices, not "
                 "even count them"
             ) from error
-        raise ValueError(f"{launch.could_not}: {_line(error)}") from error
+        raise ValueError(f"{launch.connect_error}: {spelling.one_line(error)}") from error
     finally:
         watchdog.cancel()
     _check_devices()
@@ -267,11 +283,11 @@ def ending() -> Iterator[None]:
         yield
         jax.distributed.shutdown()
     except BaseException as error:
-        waits = not (jax.distributed.is_initialized() or _abandoned.is_set())
-        if waits or (isinstance(error, SystemExit) and not error.code):
+        ends_normally = not (jax.distributed.is_initialized() or _abandoned.is_set())
+        if ends_normally or (isinstance(error, SystemExit) and not error.code):
             raise
         if isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in _UNREACHABLE):
-            reason = spelling.cut(_line(error), _LONGEST_REASON)
+            reason = spelling.cut(spelling.one_line(error), _LONGEST_REASON)
             print(
                 f"error: another process of the run has ended or cannot be reached: {reason}; see what the others "
                 f"said, then start all again",
@@ -279,6 +295,8 @@ def ending() -> Iterator[None]:
             )
         elif not isinstance(error, SystemExit):
             traceback.print_exc()
+        elif not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)  # as `SystemExit` does
         sys.stdout.flush()
         sys.stderr.flush()
         # A normal exit would make JAX wait for the other processes, and Python for threads.
@@ -316,14 +334,14 @@ def gather(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def all_or_none() -> Iterator[None]:
-    """Makes all processes raise if one raises within: its own error there, a ValueError that quotes it elsewhere.
+    """Makes all processes raise if one raises an Exception within: its own there, a ValueError quoting it elsewhere.
 
     The body must not contain a collective, because a process that fails would not reach it.
     """
     try:
         yield
     except Exception as error:
-        gather(_line(error))
+        gather(spelling.one_line(error))
         raise
     for index, line in enumerate(gather("")):
         if line:
@@ -342,7 +360,7 @@ def check_same(what: str, values: Mapping[str, Any]) -> None:
             )
             changes = ", ".join(f"{name} is {found.get(name)!r} not {expected.get(name)!r}" for name in names)
             raise ValueError(
-                f"process {index} has other {what} than process 0: {changes}; they must be the same"
+                f"process {index} has different {what} from process 0: {changes}; they must be the same"
             )
 
 
@@ -362,7 +380,7 @@ class Vote:
         self._before = self._dispatch(0)
 
     def cast(self, number: int, *, now: bool = False) -> int:
-        """Returns the previous step's maximum, or this step's with `now`, which waits, or with a single process."""
+        """Returns the maximum of the previous step; with `now` or a single process, of this one. `now` waits for it."""
         if jax.process_count() == 1:
             return number
         before, self._before = self._before, self._dispatch(number)
@@ -378,7 +396,7 @@ def _check_timeout(timeout: int) -> None:
         raise ValueError(f"--coordinator_timeout is {timeout}; it must be at least 1 second")
 
 
-def _check_port(port: int) -> None:
+def _check_port(port: int, source: str) -> None:
     """Raises ValueError if the port is in use, because JAX's coordinator would share it with another run's."""
     try:
         with socket.socket() as probe:
@@ -386,7 +404,7 @@ def _check_port(port: int) -> None:
             probe.bind(("", port))
     except OSError as error:
         raise ValueError(
-            f"port {port} of --coordinator_address cannot be used on {socket.gethostname()}: "
+            f"port {port} of {source} cannot be used on {socket.gethostname()}: "
             f"{error.strerror}; end what listens there or choose another port"
         ) from error
 
@@ -432,11 +450,8 @@ def _listed(visible: str) -> list[str]:
 
 
 def _give_up(launch: Launch | Cluster) -> None:
-    print(
-        f"error: {launch.why_not()}; --coordinator_timeout gives them more time", file=sys.stderr, flush=True
-    )
-    os._exit(1)
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    try:
+        reason = launch.timeout_error()
+        print(f"error: {reason}; --coordinator_timeout gives them more time", file=sys.stderr, flush=True)
+    finally:
+        os._exit(1)

@@ -175,7 +175,7 @@ def test_settings_that_differ(start, tmp_path):
     for one in started:
         (line,) = one.errors()[:1]
         assert line == (
-            "error: process 1 has other settings or packages than process 0: optimizer.learning_rate is 0.5 not "
+            "error: process 1 has different settings or packages from process 0: optimizer.learning_rate is 0.5 not "
             "0.01; they must be the same"
         )
     assert not (tmp_path / "run").exists()
@@ -361,9 +361,33 @@ def test_other_clusters():
     assert hosts.detect({**mpi, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}).devices == ()
     pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
     assert hosts.detect(pod) is None  # not of an indexed job
-    indexed = hosts.detect({**pod, "JOB_COMPLETION_INDEX": "1"})
-    installed = hosts.importlib.util.find_spec("kubernetes") is not None
-    assert indexed == (hosts.Cluster(name="Kubernetes") if installed else None)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_kubernetes(monkeypatch, capsys, installed):
+    monkeypatch.setattr(hosts.importlib.util, "find_spec", lambda name: installed and name == "kubernetes")
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+    assert hosts.detect(pod) == (hosts.Cluster(name="Kubernetes") if installed else None)
+    said = capsys.readouterr().err
+    assert not said if installed else said.startswith("warning: Kubernetes started this process as one of")
+
+
+def test_a_coordinator_that_is_no_name():
+    launch = hosts.Launch(coordinator="node..cluster:1234", count=2, index=1, timeout=1)
+    assert launch.timeout_error().startswith(
+        "the coordinator, process 0, does not answer at node..cluster:1234"
+    )
+
+
+def test_a_port_of_slurm_that_is_in_use():
+    with launching.socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        cluster = hosts.detect(_slurm(SLURM_PROCID="0", JAX_COORDINATOR_PORT=str(port)))
+        message = rf"^port {port} of the job's id \(\$JAX_COORDINATOR_PORT replaces it\) cannot be used on"
+        with pytest.raises(ValueError, match=message):
+            hosts.join(cluster)
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ FAULTS: Mapping[str, Fault] = {
     "one bit of a checkpoint flipped": Fault(storage.flipped_checkpoints, 50, 2),
     "file of prepared data truncated": Fault(storage.truncated_data, 50, 1),
     "one bit of prepared data flipped": Fault(storage.flipped_data, 50, 1),
-    "data shard vanishes and comes back": Fault(storage.shards, 2, 1),
+    "data shard vanishes and comes back": Fault(storage.vanishing_chunks, 2, 1),
     "8 devices, then 4, 1, 2 and 8, by each axis (losses within 1e-5)": Fault(moves.devices, 4, 0),
     "8 processes, then 4, 1, 2 and 8, by each axis (losses within 1e-5)": Fault(moves.processes, 4, 0),
 }

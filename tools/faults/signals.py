@@ -5,7 +5,7 @@ import os
 import pathlib
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from sympow_jax.training import cli
@@ -25,19 +25,18 @@ from tools.faults.stage import (
     tried,
 )
 
-# Of one run. Afterwards it is resumed to its end, and compared.
+# SIGKILLs of one run, which is then resumed to its end and compared.
 _KILLS = 8
 # JAX's words when it aborts a process because another has died.
 _ABORTS = "another task died"
 # Seconds for the moment of a SIGKILL to come.
 _PROGRESS = 120
-# Largest offset of the clock from the true time, in seconds. A wait until a time of day may last as much longer,
-# because the system ends it by its own clock.
+# Largest offset of the clock from the true time, in seconds. A wait until a time of day may take this much longer.
 _OFFSET = 60.0
 
 
 def _kills(
-    stage: Stage, tries: int, name: str, moment: Callable[[pathlib.Path, list], None]
+    stage: Stage, tries: int, name: str, moment: Callable[[pathlib.Path, list[launching.Started]], None]
 ) -> Iterator[Reason]:
     """Sends SIGKILL when `moment` returns, several times to a run, which is then resumed to its end."""
     options = {"training__steps": 150, "training__checkpoint_every": 5}
@@ -70,24 +69,26 @@ def _kills(
             if ended and not reasons:
                 wrong.append("it ended before it was killed")
             # A leftover of an earlier SIGKILL is removed before the plan is printed.
-            stage.half_written += not ended and began is not None and any(run.glob("checkpoints/*tmp*"))
+            if not ended and began is not None and any(run.glob("checkpoints/*tmp*")):
+                stage.half_written += 1
             # An end by itself is no try, unless something is wrong.
             if wrong or not ended:
                 reasons.append("; ".join(wrong) or None)
         tries -= len(reasons)
 
-        def go_on(run=run) -> None:
-            stage.finish(run, resumes_at=max(steps(run), default=0), **options)
-            check_same(run, expected)
-
-        end = tried(go_on)
+        end = tried(_resume, stage, run, expected, options)
         yield from (reason or end for reason in reasons)
 
 
-def kills_anywhere(stage: Stage, numbers: range) -> Iterator[Reason]:
-    """Sends SIGKILL at a random time after the start of the process, or after its first step."""
+def _resume(stage: Stage, run: pathlib.Path, expected: pathlib.Path, options: Mapping[str, Any]) -> None:
+    stage.finish(run, resumes_at=max(steps(run), default=0), **options)
+    check_same(run, expected)
 
-    def moment(run: pathlib.Path, started: list) -> None:
+
+def kills_anywhere(stage: Stage, numbers: range) -> Iterator[Reason]:
+    """Sends SIGKILL at a random time: 3 in 10 soon after the start of the process, the others after its first step."""
+
+    def moment(run: pathlib.Path, started: list[launching.Started]) -> None:
         if stage.random.random() < 0.3:
             time.sleep(stage.random.uniform(0.2, 4))
             return
@@ -95,7 +96,8 @@ def kills_anywhere(stage: Stage, numbers: range) -> Iterator[Reason]:
         def has_stepped() -> bool:
             # Before this line, which follows the plan, the metrics after the restored step are deleted.
             ready = any(line.startswith("memory of a device: ") for line in started[0].said())
-            return ready and max(losses(run), default=(0,))[0] > (resumed_at(started[0]) or 0)
+            newest = max((step for step, _ in losses(run)), default=0)
+            return ready and newest > (resumed_at(started[0]) or 0)
 
         launching.wait_until(has_stepped, started, timeout=_PROGRESS)
         time.sleep(stage.random.uniform(0, 1.5))
@@ -106,7 +108,7 @@ def kills_anywhere(stage: Stage, numbers: range) -> Iterator[Reason]:
 def kills_in_saves(stage: Stage, numbers: range) -> Iterator[Reason]:
     """Sends SIGKILL while a checkpoint is being written."""
 
-    def moment(run: pathlib.Path, started: list) -> None:
+    def moment(run: pathlib.Path, started: list[launching.Started]) -> None:
         # A leftover may have the name of a save since this start, but is removed before the plan is printed.
         launching.wait_until(lambda: resumed_at(started[0]) is not None, started, timeout=_PROGRESS)
         # Wait for a random one of the saves since this start, then a random time from its beginning.
@@ -155,8 +157,7 @@ def one_of_four(stage: Stage, numbers: range) -> Iterator[Reason]:
 
 
 def _one_of(processes: int, stage: Stage, numbers: range) -> Iterator[Reason]:
-    options: dict[str, Any] = {"training__steps": 60, "training__checkpoint_every": 10}
-    options |= {"processes": processes}
+    options = {"training__steps": 60, "training__checkpoint_every": 10, "processes": processes}
     expected = stage.undisturbed(**options)
 
     def attempt(number: int) -> None:
@@ -194,9 +195,8 @@ def two_runs(stage: Stage, numbers: range) -> Iterator[Reason]:
             launching.wait_until(lambda: bool(losses(run)), first)
             time.sleep(stage.random.uniform(0, 0.5))
         second = stage.start(run, **options)
-        if (
-            number % 2 == 0 and second[0].wait(PATIENCE) == 0
-        ):  # started together, either may be the one that trains
+        # Of two that are started together, either may be the one that trains.
+        if number % 2 == 0 and second[0].wait(PATIENCE) == 0:
             first, second = second, first
         check_error(second[0], "is in use by")
         check_success(first)
@@ -217,8 +217,8 @@ def wrong_clock(stage: Stage, numbers: range) -> Iterator[Reason]:
         run = stage.new("clock")
         with clock.stepped() as stepped:
             (one,) = stage.start(run, **options)
-            end = time.monotonic() + PATIENCE
-            while one.process.exitcode is None and time.monotonic() < end:
+            deadline = time.monotonic() + PATIENCE
+            while one.process.exitcode is None and time.monotonic() < deadline:
                 stepped.step(stage.random.uniform(-_OFFSET, _OFFSET))
                 for path in run.rglob("*"):
                     then = time.time() + stage.random.uniform(-_OFFSET, _OFFSET)

@@ -26,7 +26,15 @@ from tools.faults.stage import (
     tried,
 )
 
+# Words of the errors of a run whose disk fails; each has at least one of its kind.
 _FULL = ("could not be saved", "cannot write", "No space left", "File too large")
+_READ_ONLY = ("could not be saved", "cannot write", "Read-only")
+_VANISHED = ("could not be saved", "cannot write", "the folder has vanished")
+
+
+def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the files below a folder that have a byte to damage."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
 
 
 def _truncate(stage: Stage, path: pathlib.Path) -> None:
@@ -45,14 +53,14 @@ Damage = Callable[[Stage, pathlib.Path], None]
 def _damaged_checkpoints(damage: Damage, stage: Stage, numbers: range) -> Iterator[Reason]:
     """Damages one file of the newest checkpoint; the run must end like an undisturbed one.
 
-    It resumes from the checkpoint before, and the damaged one is quarantined. If nothing is quarantined, the damage was
-    in what is not part of the state. It then resumes from the newest.
+    If it notices the damage, it quarantines the checkpoint and resumes from the one before. Otherwise, the damage was
+    not in the state, and it resumes from the newest.
     """
     before = stage.undisturbed(training__steps=20, training__checkpoint_every=5)
     # More steps, so that damage to the state of the optimizer changes the parameters.
     options = {"training__steps": 25, "training__checkpoint_every": 5}
     expected = stage.undisturbed(**options)
-    files = sorted(path for path in (before / "checkpoints" / "20").rglob("*") if path.is_file())
+    files = _files(before / "checkpoints" / "20")
 
     def attempt(number: int) -> None:
         file = files[number % len(files)].relative_to(before)
@@ -95,8 +103,7 @@ def _damaged_data(damage: Damage, stage: Stage, numbers: range) -> Iterator[Reas
         options |= {"training__checkpoint_every": 5}
         half = stage.undisturbed(training__steps=10, **options)
         expected = stage.undisturbed(training__steps=20, **options)
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        cases += [(path, half, expected, options) for path in files]
+        cases += [(path, half, expected, options) for path in _files(folder)]
 
     def attempt(number: int) -> None:
         path, half, expected, options = cases[number % len(cases)]
@@ -120,14 +127,19 @@ truncated_data = functools.partial(_damaged_data, _truncate)
 flipped_data = functools.partial(_damaged_data, _flip)
 
 
-def shards(stage: Stage, numbers: range) -> Iterator[Reason]:
+def vanishing_chunks(stage: Stage, numbers: range) -> Iterator[Reason]:
     """Removes chunks of a Zarr array while a run reads it, and restores them."""
     array = stage.folder / "array"
     values = np.random.default_rng(0).integers(1, 256, (2048, 64)).astype(np.uint16)
     builders.write_zarr(array, values, chunks=(8, 64))
-    options: dict[str, Any] = {"training__steps": 100, "training__checkpoint_every": 10}
-    options |= {"data__source": "longcrawl64", "data__paths": array}
-    options |= {"data__document_separator": 0, "data__packing": "windows"}
+    options: dict[str, Any] = {
+        "training__steps": 100,
+        "training__checkpoint_every": 10,
+        "data__source": "longcrawl64",
+        "data__paths": array,
+        "data__document_separator": 0,
+        "data__packing": "windows",
+    }
     expected = stage.undisturbed(**options)
 
     def attempt() -> None:
@@ -182,18 +194,16 @@ def full_disk(stage: Stage, numbers: range) -> Iterator[Reason]:
 
 def read_only(stage: Stage, numbers: range) -> Iterator[Reason]:
     """Makes the file system of the workdir read-only during a run, and writable again."""
-    words = ("could not be saved", "cannot write", "Read-only")
     lock, unlock = small_disk.SmallDisk.make_read_only, small_disk.SmallDisk.make_writable
     expected = stage.undisturbed(**_SAVING)
-    return (tried(_disturbed_disk, stage, expected, lock, unlock, words) for _ in numbers)
+    return (tried(_disturbed_disk, stage, expected, lock, unlock, _READ_ONLY) for _ in numbers)
 
 
 def vanishing(stage: Stage, numbers: range) -> Iterator[Reason]:
     """Unmounts the file system of the workdir during a run, and mounts it again."""
-    words = ("could not be saved", "the folder has vanished", "cannot write")
     hide, show = small_disk.SmallDisk.hide, small_disk.SmallDisk.show
     expected = stage.undisturbed(**_SAVING)
-    return (tried(_disturbed_disk, stage, expected, hide, show, words) for _ in numbers)
+    return (tried(_disturbed_disk, stage, expected, hide, show, _VANISHED) for _ in numbers)
 
 
 def _disturbed_disk(
@@ -203,7 +213,7 @@ def _disturbed_disk(
     repair: Callable[[small_disk.SmallDisk], None],
     words: tuple[str, ...],
 ) -> None:
-    """Disturbs the disk of a run, which ends with one line, repairs it, starts the run again and compares its end."""
+    """Disturbs the disk of a run, which ends with a line that has one of `words`; repairs it and resumes the run."""
     with small_disk.mounted(stage.new("disk"), mebibytes=4) as disk:
         run = disk.seen / "run"
         started = stage.start(disk.path / "run", before_start=disk.enter, **_SAVING)
@@ -217,6 +227,7 @@ def _disturbed_disk(
 
 
 def _limit_files(size: int) -> None:
+    """Limits each file that this process writes to `size` bytes."""
     # Ignored, so that a write fails with EFBIG instead of ending the process.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))

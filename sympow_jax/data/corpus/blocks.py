@@ -5,7 +5,10 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int32, Int64, Shaped
 
-__all__ = ["KINDS", "Block", "Document", "as_ids"]
+__all__ = ["KINDS", "MAX_PIECE_BYTES", "Block", "Document", "as_ids"]
+
+# Most bytes that a piece of a file may decode to. A small file can expand without limit.
+MAX_PIECE_BYTES = 1 << 30
 
 KINDS = {True: "text", False: "token ids"}  # contents of a column, by whether they are text
 
@@ -35,12 +38,14 @@ class Block:
 
 
 def as_ids(values: Shaped[np.ndarray, " tokens"], name: str) -> Int32[np.ndarray, " tokens"]:
-    """Returns token ids as int32.
+    """Returns token ids, which may be an array of Python integers of any size, as int32.
 
     Raises:
         ValueError: a value is not an integer, or is outside 0 .. 2^31 - 1. The error begins with `name`.
     """
-    if values.dtype.kind not in "iu":
+    if values.dtype.kind not in "iuO" or (
+        values.dtype.kind == "O" and any(type(x) is not int for x in values)
+    ):
         raise ValueError(f"{name} has token ids that are not all integers; correct the document")
     lowest, highest = values.min(initial=0), values.max(initial=0)
     if lowest < 0 or highest >= 1 << 31:

@@ -17,9 +17,9 @@ from sympow_jax.config import data as data_config
 __all__ = ["CorpusFile", "CorpusStream", "Piece", "find", "pieces"]
 
 # Characters of an error of a file system that are shown. Signed addresses have a thousand.
-_REASON = 300
+_MAX_REASON = 300
 
-# Bytes of text in a byte of a file, roughly. Only the sizes of pieces depend on it.
+# Bytes of text in a byte of a file, roughly. Pieces depend on it, and with them the meaning of saved positions.
 _EXPANSION = {"parquet": 2, "compressed": 4, "plain": 1}
 
 
@@ -47,8 +47,9 @@ class CorpusFile:
 
     @property
     def compression(self) -> str | None:
-        """Suffix of a compressed JSON lines file, such as `.gz`; None if it can be read from anywhere."""
-        suffix = posixpath.splitext(self.url)[1].lower()
+        """Suffix of a compressed JSON lines file, such as `.gz`; None for plain ones and for parquet."""
+        query = "?" if self.url.startswith(("http://", "https://")) else "\0"
+        suffix = posixpath.splitext(self.url.partition(query)[0])[1].lower()
         return suffix if self.format == "jsonl" and suffix in data_config.COMPRESSIONS else None
 
     @property
@@ -79,19 +80,21 @@ def _errors(place: str) -> Iterator[None]:
         remedy = "correct the path, or check your access to it" if "://" in place else "correct the path"
         raise ValueError(f"{place}: there is no such file or folder; {remedy}") from error
     except Exception as error:  # each file system raises the errors of its own network library
-        reason = spelling.cut(str(error), _REASON) or type(error).__name__
+        reason = spelling.cut(str(error), _MAX_REASON) or type(error).__name__
         remedy = "the network and your access to it, or name a local copy" if "://" in place else "the file"
         raise ValueError(f"cannot read {place}: {reason}; check {remedy}") from error
 
 
 class CorpusStream(io.BufferedIOBase):
-    """The bytes of a local or remote file, not decompressed. Errors name the file and are ValueErrors.
+    """The bytes of a local or remote file, not decompressed.
 
-    Errors of a file system must not reach a reader of a format, which takes them for those of a corrupt file.
+    Opening and reading raise ValueErrors that name the file, because a reader of a format would take an error of a file
+    system for that of a corrupt file.
     """
 
     def __init__(self, url: str):
         self._url = url
+        self._file: Any = io.BytesIO()  # to close, if the file cannot be opened
         with _errors(url):
             self._file = fsspec.open(url, "rb", compression=None).open()
 
@@ -105,11 +108,11 @@ class CorpusStream(io.BufferedIOBase):
             return self._file.read(-1 if size is None else size)
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Moves to another byte, and returns its number."""
+        """Moves to another byte, and returns its offset."""
         return self._file.seek(offset, whence)
 
     def tell(self) -> int:
-        """Returns the number of the next byte."""
+        """Returns the offset of the next byte."""
         return self._file.tell()
 
     def readable(self) -> bool:
@@ -131,7 +134,8 @@ def find(setting: str, paths: Sequence[str], *, format: str) -> list[CorpusFile]
     """Returns the files that `paths` name, each once, ordered by key.
 
     A path is a file, a folder or a glob, local or a URL. A folder stands for its files whose name has a suffix of
-    `format`, except hidden ones. `setting` is the name of the setting that holds the paths, for errors.
+    `format`, except hidden ones; a glob for all files that it matches. `setting` is the name of the setting that holds
+    the paths, for errors.
 
     Raises:
         ValueError: a path matches no file, a file is empty, or a file system cannot be reached.
@@ -170,8 +174,8 @@ def _matching(path: str, format: str) -> Iterator[CorpusFile]:
     else:
         found, base = {root: info}, posixpath.dirname(root)
     for name, entry in found.items():
-        # Listings of local folders have the type of a link instead of that of its target.
-        if (system.info(name) if entry.get("islink") else entry)["type"] == "file":
+        # Listings of local folders have the type of a link instead of that of its target, which may not exist.
+        if os.path.isfile(name) if entry.get("islink") else entry["type"] == "file":
             url = name if _is_local(system) else system.unstrip_protocol(name)
             yield CorpusFile(url, posixpath.relpath(name, base or "."), int(entry["size"]), format)
 

@@ -17,9 +17,9 @@ from sympow_jax.data.corpus import blocks, files
 __all__ = ["JsonlReader", "holds_text"]
 
 _READ_BYTES = 1 << 14
-# Bounds on the memory that a file which is not what it claims to be can take.
+# Fewer of formats in which they can decompress to more than half a gigabyte.
+_COMPRESSED_BYTES = {".bz2": 1 << 8, ".zst": 1 << 12}
 _MAX_LINE_BYTES = 1 << 28
-_MAX_PIECE_BYTES = 1 << 30
 
 _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".gz": lambda: zlib.decompressobj(wbits=31),
@@ -27,7 +27,7 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".xz": lzma.LZMADecompressor,
     ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
 }
-# Of zstandard's error if a frame needs a larger window than its default limit of 128 MB.
+# Text in zstandard's error when a frame needs a larger window than its default limit of 128 MB.
 _LARGE_WINDOW = "too much memory"
 _CORRUPT = (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError, EOFError)
 
@@ -41,10 +41,12 @@ def _value(line: bytes, column: str, name: str) -> blocks.Document | None:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
+        reason = spelling.one_line(error)
         raise ValueError(f"{name} is not JSON: {reason}; correct the line, or leave it out") from None
     if not isinstance(record, dict):
-        raise ValueError(f"{name} is not an object with fields; write lines such as {{{column!r}: ...}}")
+        raise ValueError(
+            f"{name} is not an object with fields; write lines such as {{{json.dumps(column)}: ...}}"
+        )
     if column not in record:
         fields = spelling.listed(map(repr, record))
         raise ValueError(f"{name} has no field {column!r}: there are {fields}; name one of them")
@@ -59,23 +61,18 @@ def _value(line: bytes, column: str, name: str) -> blocks.Document | None:
                 f"{name} has text that is not Unicode: {error.reason}; correct the line"
             ) from None
     if isinstance(value, list):
-        ids = np.array(value or np.empty(0, np.int32), object if _is_ragged(value) else None)
-        return blocks.as_ids(ids, name)
+        return blocks.as_ids(np.array(value, object), name)
     raise ValueError(
         f"{name}: {column!r} is of type {type(value).__name__}; it must be text, or a list of token ids"
     )
-
-
-def _is_ragged(value: list[Any]) -> bool:
-    return any(isinstance(item, (list, dict, str, bool)) for item in value)
 
 
 class JsonlReader:
     """Reader of pieces of files of JSON lines, from one field that holds text or a list of token ids.
 
     A piece of a plain file has the lines that start in its range of bytes. A piece of a compressed file has those that
-    start in what its range of compressed bytes decompresses to. A compressed file is decompressed once if its pieces
-    are read in order; otherwise, it is decompressed from its start for each piece.
+    start in what its range of compressed bytes decompresses to. A reader decompresses a file once if it reads pieces in
+    order, of which it may skip some; otherwise, it starts again for each piece.
     """
 
     def __init__(self, column: str, *, texts: bool):
@@ -87,7 +84,8 @@ class JsonlReader:
 
         Raises:
             ValueError: the file is corrupt or cannot be read, or a line is not JSON, or has no such field, or the field
-                is neither null nor of the type that is read.
+                is neither null nor of the type that is read, or has an id outside 0 .. 2^31 - 1. Or a line has more
+                than 2^28 bytes, or the piece decompresses to more than a GiB.
         """
         url = piece.file.url
         positions: list[int] = []
@@ -99,8 +97,8 @@ class JsonlReader:
             if isinstance(document, bytes) != self._texts:
                 kind, first = blocks.KINDS[not self._texts], blocks.KINDS[self._texts]
                 raise ValueError(
-                    f"{_name(url, start)}: {self._column!r} is {kind}, but {first} in the first line; all must be of "
-                    f"one type"
+                    f"{_name(url, start)}: {self._column!r} is {kind}, but {first} in the first document; all must "
+                    f"be of one type"
                 )
             positions.append(start)
             documents.append(document)
@@ -118,7 +116,8 @@ def holds_text(file: files.CorpusFile, column: str) -> bool:
     """Returns True if the first line that is not null holds text, False if it holds token ids.
 
     Raises:
-        ValueError: the file cannot be read, or the line has no such field, or it holds something else.
+        ValueError: the file cannot be read, or a line up to that one is not JSON or has no such field, or the field
+            holds something else.
     """
     # Small pieces, because the first line decides.
     reader, count = JsonlReader(column, texts=True), -(-file.size // _READ_BYTES)
@@ -132,16 +131,18 @@ def holds_text(file: files.CorpusFile, column: str) -> bool:
 
 def _split(text: bytes, start: int) -> Iterator[tuple[int, bytes]]:
     """Yields the lines of a text and the byte at which each starts, without blank lines."""
-    # Not by `split`, whose list would take a hundred times the memory of a text that is all line ends.
+    # The list that `split` returns would take a hundred times the memory of a text that is all line ends.
     for line in re.finditer(rb"[^\n]+", text):
         if not line[0].isspace():
             yield start + line.start(), line[0]
 
 
-def _check_line(url: str, start: int, length: int) -> None:
+def _check_line(url: str, length: int, end: int) -> None:
+    """Raises ValueError if there is no end of a line in too many bytes, `length`, up to byte `end`."""
     if length > _MAX_LINE_BYTES:
         raise ValueError(
-            f"{_name(url, start)} has more than {_MAX_LINE_BYTES} bytes; the file must have one JSON object per line"
+            f"{url} has more than {_MAX_LINE_BYTES} bytes without the end of a line before byte {end}; the file must "
+            f"have one JSON object per line"
         )
 
 
@@ -156,7 +157,9 @@ def _plain_lines(piece: files.Piece) -> Iterator[tuple[int, bytes]]:
         parts = [stream.read(stop - begin)]
         first = parts[0].find(b"\n") + 1 if start else 0
         if len(parts[0]) < stop - begin:
-            raise ValueError(f"{url} has less than the {size} bytes that it had; it has changed; start again")
+            raise ValueError(
+                f"{url} has fewer than the {size} bytes that it had; it has changed; start again"
+            )
         if (start and not first) or begin + first >= stop:
             return
         # Read on to the end of the last line, which may be in the ranges of the next pieces.
@@ -165,7 +168,7 @@ def _plain_lines(piece: files.Piece) -> Iterator[tuple[int, bytes]]:
             more = stream.read(_READ_BYTES)
             parts.append(more[: more.find(b"\n") + 1] or more)
             extra += len(parts[-1])
-            _check_line(url, begin + first, extra)
+            _check_line(url, extra, stop + extra)
             if not more:
                 break
     yield from _split(b"".join(parts)[first:], begin + first)
@@ -187,11 +190,11 @@ class _Decompressed:
         self._next = 0  # next piece
 
     def reaches(self, piece: files.Piece) -> bool:
-        """Returns whether a piece can be read without beginning anew."""
+        """Returns whether a piece can be read without starting again."""
         return (piece.file, piece.count) == (self._file, self._count) and self._next <= piece.index
 
     def lines(self, index: int) -> Iterator[tuple[int, bytes]]:
-        """Yields the lines that start in piece `index`, and their offsets."""
+        """Returns the lines that start in piece `index`, and their offsets."""
         self._next = index + 1
         while len(self._ends) < index:
             self._read()
@@ -200,10 +203,10 @@ class _Decompressed:
         self._forget(start - 1)
         while len(self._ends) <= index:
             self._read()
-            if self._stop - start > _MAX_PIECE_BYTES:
+            if self._stop - start > blocks.MAX_PIECE_BYTES:
                 raise ValueError(
-                    f"{self._file.url} decompresses to more than {_MAX_PIECE_BYTES} bytes after byte {start}, far more "
-                    f"than text does; check the file, or decompress it"
+                    f"{self._file.url} decompresses to more than {blocks.MAX_PIECE_BYTES} bytes after byte {start}, "
+                    f"far more than text does; check the file, or decompress it"
                 )
         first, stop = self._line_start(start), self._line_start(self._ends[index])
         return _split(bytes(self._text[first - self._start : stop - self._start]), first)
@@ -229,14 +232,15 @@ class _Decompressed:
             searched = self._stop
             if len(self._ends) == self._count:
                 return self._stop
-            _check_line(self._file.url, offset, self._stop - offset)
+            _check_line(self._file.url, self._stop - offset, self._stop)
             self._read()
 
     def _read(self) -> None:
         """Decompresses some more, at most to the end of the next piece."""
         size, url = self._file.size, self._file.url
         end = (len(self._ends) + 1) * size // self._count
-        data = self._stream.read(min(_READ_BYTES, end - self._compressed))
+        count = _COMPRESSED_BYTES.get(self._file.compression or "", _READ_BYTES)
+        data = self._stream.read(min(count, end - self._compressed))
         self._compressed += len(data)
         if not data:
             raise ValueError(f"{url} ends at byte {self._compressed} of {size}; it has changed; start again")
@@ -244,7 +248,7 @@ class _Decompressed:
             while data:
                 data = self._decompress(data)
         except _CORRUPT as error:
-            reason = " ".join(str(error).split())
+            reason = spelling.one_line(error)
             if _LARGE_WINDOW in reason:
                 raise ValueError(
                     f"{url} needs more than 128 MB to decompress; compress it again without --long"

@@ -17,12 +17,12 @@ __all__ = ["ParquetReader", "holds_text"]
 
 # Rows that are decoded at a time. A whole row group of long documents might not fit in memory.
 _BATCH_ROWS = 128
-# Bound on the memory that a piece can take, as that of JSON lines: a dictionary repeats a long text at no cost.
-_MAX_PIECE_BYTES = 1 << 30
+# Most token ids of a row group that may be stored in less than a bit each, as runs of one id are.
+_MAX_REPEATED_IDS = 1 << 24
 _OPEN_FILES = 16
 # Characters of the type of a column that an error shows. A struct names all its fields.
 _MAX_TYPE_CHARACTERS = 160
-# A row group of up to this number of pieces is not split.
+# A row group of up to this many pieces of average size is not split.
 _MAX_PIECES_PER_GROUP = 2
 
 
@@ -30,9 +30,12 @@ _MAX_PIECES_PER_GROUP = 2
 def _arrow_errors(place: str) -> Iterator[None]:
     try:
         yield
+    except MemoryError:  # an ArrowException too
+        raise
     except (pa.ArrowException, OSError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"{place} cannot be read: {reason}; copy or make the file again") from error
+        raise ValueError(
+            f"{place} cannot be read: {spelling.one_line(error)}; copy or make the file again"
+        ) from error
 
 
 class _GroupReader:
@@ -75,13 +78,14 @@ class ParquetReader:
         """Returns the documents of a piece.
 
         Raises:
-            ValueError: the file or a row group is corrupt, or the column is missing or not of the type that is read.
+            ValueError: the file or a row group is corrupt, or the column is missing or not of the type that is read, or
+                has a null or an id outside 0 .. 2^31 - 1 in a list, or decodes to more than a GiB.
         """
         url = piece.file.url
         opened = self._open(url)
         if _holds_text(opened, url, self._column) != self._texts:
             raise ValueError(
-                f"column {self._column!r} of {url} holds {blocks.KINDS[not self._texts]}, but that of the first file "
+                f"column {self._column!r} of {url} holds {blocks.KINDS[not self._texts]}, but the first file's holds "
                 f"{blocks.KINDS[self._texts]}; all must be of one type"
             )
         sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
@@ -94,12 +98,14 @@ class ParquetReader:
         groups = np.searchsorted(starts, first, side="right") - 1, np.searchsorted(starts, stop)
         for group in range(*groups):
             begin, end = max(first, starts[group]), min(stop, starts[group + 1])
+            if not self._texts:
+                _check_repeated(opened, url, group, self._column)
             for part in self._parts(opened, url, group, begin - starts[group], end - starts[group]):
                 size += _decoded_bytes(part)
-                if size > _MAX_PIECE_BYTES:
+                if size > blocks.MAX_PIECE_BYTES:
                     raise ValueError(
-                        f"{url} decodes to more than {_MAX_PIECE_BYTES} bytes from row {first} to {row + len(part)}, "
-                        f"far more than text does; check the file, or write it in smaller row groups"
+                        f"{url} decodes to more than {blocks.MAX_PIECE_BYTES} bytes from row {first} to "
+                        f"{row + len(part)}, far more than text does; check the file, or write it in smaller row groups"
                     )
                 values = _texts(part) if self._texts else _ids(part, url, row)
                 for i, value in enumerate(values):
@@ -146,7 +152,7 @@ def _holds_text(opened: pq.ParquetFile, url: str, column: str) -> bool:
         columns = spelling.listed(map(repr, schema.names)) or "none"
         raise ValueError(f"{url} has no column {column!r}: there are {columns}; name one of them")
     # Column `a.b` and field b of a column a have one path, by which pyarrow reads both.
-    if (number := max(schema.names.count(column), _paths(opened).count(column))) > 1:
+    if (number := max(schema.names.count(column), _leaf_paths(opened).count(column))) > 1:
         raise ValueError(f"{url} has {number} columns {column!r}; rename all but one")
     kind = schema.field(column).type
     if pa.types.is_dictionary(kind):
@@ -162,7 +168,7 @@ def _holds_text(opened: pq.ParquetFile, url: str, column: str) -> bool:
 
 
 def _open(url: str, column: str) -> pq.ParquetFile:
-    # Without pre-buffering, which would hold the compressed column of a whole row group.
+    # Pre-buffering would hold the compressed column of a whole row group.
     open_file = functools.partial(
         pq.ParquetFile,
         files.CorpusStream(url),
@@ -172,14 +178,28 @@ def _open(url: str, column: str) -> pq.ParquetFile:
     )
     with _arrow_errors(url):
         opened = open_file()
-        if column not in _paths(opened):  # it is missing, or of lists
+        if column not in _leaf_paths(opened):  # it is missing, or of lists
             return opened
-        # As indices into the texts that differ: a file of a megabyte can repeat one until no memory is left.
+        # Read as indices into the texts that differ: a file of a megabyte can repeat one until no memory is left.
         return open_file(metadata=opened.metadata, read_dictionary=[column])
 
 
-def _paths(opened: pq.ParquetFile) -> list[str]:
+def _leaf_paths(opened: pq.ParquetFile) -> list[str]:
     return [opened.schema.column(index).path for index in range(len(opened.schema))]
+
+
+def _check_repeated(opened: pq.ParquetFile, url: str, group: int, column: str) -> None:
+    """Raises ValueError if the lists of a row group have runs of one id that would fill the memory when decoded.
+
+    Rows are decoded a few at a time, but a row of any length is a few bytes if it repeats one id.
+    """
+    leaf = next(i for i, path in enumerate(_leaf_paths(opened)) if path.startswith(f"{column}."))
+    stored = opened.metadata.row_group(group).column(leaf)
+    if stored.num_values > max(_MAX_REPEATED_IDS, 8 * stored.total_uncompressed_size):
+        raise ValueError(
+            f"row group {group} of {url} has {stored.num_values} token ids in {stored.total_uncompressed_size} bytes, "
+            f"so they are hardly a text; check the file, or leave it out"
+        )
 
 
 def _boundary(starts: Int64[np.ndarray, " groups+1"], index: int, count: int) -> int:

@@ -19,7 +19,8 @@ __all__ = ["HELDOUT_TOKENS", "describe", "locations", "open_heldout", "open_rows
 
 # Bytes of text in a group. A resumed run reads its group again.
 _GROUP_BYTES = 1 << 24
-# A group has at least 64 rows of 4 bytes per token, so that less than 1 % of it is dropped at its end.
+# A group of pieces of a large file has 32 to 64 rows or more at 4 bytes per token, so that at most about 1.5 % of it is
+# dropped at its end.
 _ROWS, _TOKEN_BYTES = 64, 4
 # Held-out documents are kept in memory, until they have this number of tokens or this number of groups is read.
 HELDOUT_TOKENS = 1 << 24
@@ -30,7 +31,7 @@ _SAMPLE_BYTES, _SAMPLE_PIECES = 1 << 20, 16
 # Last bytes of a file in the digest, and the number of files of which they are read.
 _DIGEST_BYTES, _DIGEST_FILES = 1 << 16, 16
 
-# Without a model, any id that fits an int32.
+# Without a model: more ids than any tokenizer has.
 _ANY_VOCABULARY = (1 << 31) - 1
 
 
@@ -130,8 +131,8 @@ def _read_heldout(
 ) -> documents.Spans:
     groups_tokens, count = [], 0
     # Closed here, so that the workers have ended when an error leaves this function too.
-    with contextlib.closing(tokenizing.tokens_in_order(recipe, groups, workers=workers)) as tokens_in_order:
-        for group, tokens in zip(groups, tokens_in_order):
+    with contextlib.closing(tokenizing.tokens_in_order(recipe, groups, workers=workers)) as results:
+        for group, tokens in zip(groups, results):
             groups_tokens.append((group[0].file.url, tokens))
             count += len(tokens.tokens)
             if count >= HELDOUT_TOKENS:
@@ -149,7 +150,11 @@ def _read_heldout(
 
 
 def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
-    """Returns the locations of the files that are read."""
+    """Returns the `CorpusFile.location` of each file that the paths name.
+
+    Raises:
+        ValueError: as `files.find`.
+    """
     return {file.location for file in files.find(setting, paths, format=config.source)}
 
 
@@ -201,7 +206,7 @@ def _sample(
 ) -> tuple[Integer[np.ndarray, " tokens"], float]:
     """Returns the tokens of the first piece of a file that has any, and the fraction of the file up to its end."""
     tokenize, pieces = tokenizing.PieceTokenizer(recipe), files.pieces([file], _SAMPLE_BYTES)
-    # The first piece is empty if the first row group of a parquet file is longer, or without a long document.
+    # A piece is empty if its row group begins in another piece, or if all of its documents are short.
     sample = pieces[:_SAMPLE_PIECES]
     for number, piece in enumerate(sample, 1):
         tokens = tokenize([piece]).tokens

@@ -16,7 +16,7 @@ __all__ = ["BatchIterator", "CorpusRows", "Group", "grouped"]
 Group = tuple[files.Piece, ...]
 RowMakers = list[Callable[[], rows.Row]]
 
-# A position is the number of a group in the order of all epochs, and then the number of a row in the group.
+# A position is the number of a group in the order of all epochs, shifted by these bits, and the number of a row in it.
 _ROW_BITS = 32
 
 
@@ -33,13 +33,13 @@ def grouped(corpus: Sequence[files.CorpusFile], text_bytes: int) -> list[Group]:
     groups: list[Group] = []
     space = 0
     for piece in files.pieces(corpus, text_bytes):
-        size = piece.file.text_bytes
-        if piece.count == 1 and size <= space:
+        file_bytes = piece.file.text_bytes
+        if piece.count == 1 and file_bytes <= space:
             groups[-1] += (piece,)
-            space -= size
+            space -= file_bytes
         else:
             groups.append((piece,))
-            space = text_bytes - size
+            space = text_bytes - file_bytes  # negative after a piece of a large file
     return groups
 
 
@@ -119,7 +119,7 @@ class CorpusRows:
 
 
 class BatchIterator:
-    """Iterator of the rows `shard` of every batch.
+    """Iterator over rows `shard` of every batch.
 
     Batches are independent of the number of workers. Every process tokenizes all documents, because only then does it
     know which rows are its own.
@@ -135,9 +135,9 @@ class BatchIterator:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """Returns the next batch: each array of `rows.Rows` or `masking.MaskedRows` with a first axis of rows.
+        """Returns this shard of the next batch: arrays by name, as in a row but with a first axis of `len(shard)` rows.
 
-        An error leaves the position at this batch.
+        If it raises, the position stays at this batch.
 
         Raises:
             ValueError: data cannot be read, or no group has a whole row, or the saved position is not in the data.
@@ -183,7 +183,7 @@ class BatchIterator:
         empty = 0
         while not self._makers:
             makers = self._corpus.rows_of_group(self._group, next(self._tokens))
-            if self._row >= max(1, len(makers)):
+            if self._row and self._row >= len(makers):
                 raise ValueError(
                     f"the run was saved at row {self._row} of a part of the data that now has {len(makers)} rows; "
                     f"restore the data and the tokenizer that the run began with"

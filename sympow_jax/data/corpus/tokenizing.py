@@ -40,7 +40,7 @@ class Recipe:
         tokenizer: name of the tokenizer of text; None if the column holds token ids.
         separator: id after every document; None for none.
         vocab_size: number of ids of the model.
-        shortest: number of tokens, with the separator, of the shortest document that is not left out.
+        shortest: documents of fewer tokens, separator included, are left out.
         heldout_fraction: fraction of the documents that is held out, chosen by hash.
         heldout: whether the held-out documents are read, instead of the others.
     """
@@ -90,7 +90,7 @@ class PieceTokenizer:
     def _documents(self, piece: corpus_files.Piece) -> Iterator[Integer[np.ndarray, " tokens"]]:
         recipe, block = self._recipe, self._reader.read(piece)
         heldout = files.position_hashes(piece.file.key, block.positions) < recipe.heldout_fraction
-        end = [] if recipe.separator is None else [recipe.separator]
+        end = np.array([] if recipe.separator is None else [recipe.separator], np.int32)
         for index in np.flatnonzero(heldout == recipe.heldout).tolist():
             ids = self._ids(block.documents[index], block.name(index))
             if not len(ids) or len(ids) + len(end) < recipe.shortest:
@@ -123,7 +123,7 @@ def tokens_in_order(
         ahead: collections.deque[concurrent.futures.Future[DocumentTokens]] = collections.deque()
         for group in groups:
             ahead.append(submit(group))
-            # While the caller uses the tokens of one group, each worker has a group, and one more is waiting.
+            # While the caller uses the tokens of one group, each worker has a group, and one more waits for a worker.
             if len(ahead) == workers + 2:
                 yield ahead.popleft().result()
         while ahead:

@@ -17,11 +17,11 @@ from sympow_jax.evaluation import streaming
 
 __all__ = ["Case", "Question", "Score", "Tokens", "answer_scores", "padded_length"]
 
-# Limits of one call of the model: number of tokens, and bytes of states.
+# Limits of one call of the model: number of tokens, also of a segment of a longer row, and bytes of states.
 _CALL_TOKENS = 16_384
 _STATE_BYTES = 2**30
 _SHORTEST = 16  # tokens of a padded row
-_SEGMENT, _PADDING = 0, -1  # segment ids
+_DOCUMENT, _PADDING = 0, -1  # segment ids
 
 Tokens = Sequence[int] | Int[np.ndarray, " tokens"]
 
@@ -79,7 +79,7 @@ def answer_scores(
     """Returns the scores of the questions of each case.
 
     A context is either processed once, to a state from which each question continues, or once per question. Lengths and
-    batch sizes are rounded up to few values, so that few programs are compiled. Rows of more than 16,384 tokens are
+    batch sizes are rounded up to a few sizes, so that few programs are compiled. Rows of more than 16,384 tokens are
     processed in segments of that length through the state.
 
     Memory in addition to the parameters: activations of 16,384 tokens, 64 MiB of logits, and up to two copies of the
@@ -106,7 +106,7 @@ def answer_scores(
             continue
         context_size, question_size = _padded_sizes(case)
         shared_tokens = context_size + len(case.questions) * question_size
-        fewer = shared_tokens < sum(padded_length(_row_length(case, x)) for x in case.questions)
+        fewer = shared_tokens < sum(padded_length(_row_length(case, question)) for question in case.questions)
         # One token of context is the first input of the questions, and leaves none for the state before them.
         if len(case.context) > 1 and (fewer if share is None else share):
             shared_cases.setdefault((context_size, question_size), []).append(case_index)
@@ -173,8 +173,8 @@ def _row_length(case: Case, question: Question) -> int:
 
 def _padded_sizes(case: Case) -> tuple[int, int]:
     """Returns the padded lengths of a context without its last token, and of its longest question with that token."""
-    question = max(len(x.prompt) + len(x.answer) for x in case.questions)
-    return padded_length(len(case.context) - 1), padded_length(question)
+    longest = max(len(question.prompt) + len(question.answer) for question in case.questions)
+    return padded_length(len(case.context) - 1), padded_length(longest)
 
 
 def _score_whole_rows(segmented: "_SegmentedModel", rows: Sequence[_Row]) -> list[Score]:
@@ -199,7 +199,8 @@ def _score_shared(
     The last token of a context is the first input of each question, as its output predicts what follows.
     """
     scores: list[list[Score]] = [[] for _ in cases]
-    answer_size = padded_length(max(len(x.answer) for case in cases for x in case.questions))
+    answers = [question.answer for case in cases for question in case.questions]
+    answer_size = padded_length(max(map(len, answers)))
     max_length = context_size + question_size
     call_rows = _CALL_TOKENS // max(context_size, question_size)
     state_rows = _STATE_BYTES // _state_bytes(segmented.model, max_length)
@@ -244,7 +245,7 @@ def _segments(
     segment_ids = np.full((len(rows), length), _PADDING, np.int32)
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
-        segment_ids[index, : len(row)] = _SEGMENT
+        segment_ids[index, : len(row)] = _DOCUMENT
     size = min(length, _CALL_TOKENS)
     for start in range(0, length, size):
         yield tokens[:, start : start + size], segment_ids[:, start : start + size]

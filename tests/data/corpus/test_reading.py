@@ -1,9 +1,12 @@
 """Tests of reading documents from parquet and JSON lines."""
 
+import bz2
+import gc
 import gzip
 import json
 import pathlib
 import random
+import resource
 import tracemalloc
 
 import numpy as np
@@ -216,11 +219,13 @@ LINES = {
     b'{"text": 3}': r"'text' is of type int; it must be text, or a list of token ids",
     b'{"text": "\\ud800"}': r"not Unicode",
     b'{"text": "\xff"}': r"is not JSON: .* can't decode",
-    b'{"text": [1, 2]}': r"'text' is token ids, but text in the first line",
+    b'{"text": [1, 2]}': r"'text' is token ids, but text in the first document",
     b'{"text": [1, "a"]}': r"not all integers",
     b'{"text": [1, 2.5]}': r"not all integers",
     b'{"text": [[1], [2]]}': r"not all integers",
-    b'{"text": [18446744073709551617]}': r"not all integers",
+    b'{"text": [true, 1]}': r"not all integers",
+    b'{"text": [18446744073709551617]}': r"has token id 18446744073709551617; ids are from 0 to 2147483647",
+    b'{"text": [9223372036854775808, -5]}': r"has token id -5; ids are from 0 to 2147483647",
     b'{"text": [3, -1]}': r"token id -1; ids are from 0",
     b'{"text": [2147483648]}': r"token id 2147483648; ids",
 }
@@ -263,7 +268,7 @@ def test_columns_that_are_missing_or_differ(tmp_path):
         ValueError, match=r"a\.parquet has no column 'body': there are 'id', 'text'; name one"
     ):
         corpus.holds_text(file, "body")
-    with pytest.raises(ValueError, match=r"'text' of .* holds text, but that of the first file token ids"):
+    with pytest.raises(ValueError, match=r"'text' of .* holds text, but the first file's holds token ids"):
         read(file, is_text=False)
 
 
@@ -344,7 +349,9 @@ def test_damaged_compressed_files(tmp_path, name, damage):
 def test_a_plain_file_that_shrinks(tmp_path):
     file = write(tmp_path / "a.jsonl", texts())
     (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes()[:3000])
-    with pytest.raises(ValueError, match=r"a\.jsonl has less than the \d+ bytes that it had; it has changed"):
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl has fewer than the \d+ bytes that it had; it has changed"
+    ):
         read(file)
 
 
@@ -354,14 +361,16 @@ def test_a_line_without_end(tmp_path, monkeypatch):
     monkeypatch.setattr(jsonl, "_MAX_LINE_BYTES", 50_000)
     for name in ("a.jsonl", "a.jsonl.gz"):
         file = write(tmp_path / name, ["a", "b" * 200_000])
-        with pytest.raises(ValueError, match=r"\(line at byte \d+\) has more than 50000 bytes"):
+        with pytest.raises(
+            ValueError, match=r"has more than 50000 bytes without the end of a line before byte \d+;"
+        ):
             read(file, 100)
 
 
 def test_a_file_that_decompresses_to_too_much(tmp_path, monkeypatch):
-    from sympow_jax.data.corpus import jsonl
+    from sympow_jax.data.corpus import blocks
 
-    monkeypatch.setattr(jsonl, "_MAX_PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(blocks, "MAX_PIECE_BYTES", 1 << 20)
     file = write(tmp_path / "a.jsonl.gz", ["b" * 3_000_000])
     with pytest.raises(ValueError, match=r"decompresses to more than 1048576 bytes after byte 0"):
         read(file, 1 << 20)
@@ -380,9 +389,9 @@ def test_a_frame_with_a_large_window(tmp_path):
 
 @pytest.mark.parametrize("documents", [["b" * 10_000] * 500, [[7] * 2500] * 500])
 def test_a_parquet_file_that_decodes_to_too_much(tmp_path, monkeypatch, documents):
-    from sympow_jax.data.corpus import parquet
+    from sympow_jax.data.corpus import blocks
 
-    monkeypatch.setattr(parquet, "_MAX_PIECE_BYTES", 1 << 20)
+    monkeypatch.setattr(blocks, "MAX_PIECE_BYTES", 1 << 20)
     pq.write_table(pa.table({"text": documents}), tmp_path / "a.parquet")
     # Ended after the batch of rows that exceeds it.
     with pytest.raises(ValueError, match=r"decodes to more than 1048576 bytes from row 0 to 128, far more"):
@@ -398,6 +407,68 @@ def test_a_text_that_a_parquet_file_repeats_takes_memory_once(tmp_path):
     ):
         read(find(tmp_path / "a.parquet"), 1 << 30)
     assert pa.default_memory_pool().max_memory() < 10 * size
+
+
+@pytest.mark.parametrize("count", [1, 1000])
+def test_ids_that_a_parquet_file_repeats_are_not_decoded(tmp_path, count):
+    ids = pa.array(np.zeros(20_000_000, np.int32))
+    lists = pa.ListArray.from_arrays(pa.array(np.linspace(0, len(ids), count + 1), pa.int32()), ids)
+    pq.write_table(pa.table({"text": lists}), tmp_path / "a.parquet")
+    assert (tmp_path / "a.parquet").stat().st_size < 10_000
+    allocated = pa.total_allocated_bytes()
+    with pytest.raises(
+        ValueError, match=r"^row group 0 of .*a\.parquet has 20000000 token ids in \d+ bytes, so they"
+    ):
+        read(find(tmp_path / "a.parquet"), is_text=False)
+    assert pa.total_allocated_bytes() <= allocated
+
+
+def test_a_bzip2_file_that_decompresses_to_gigabytes(tmp_path, monkeypatch):
+    """The bound holds while it is decompressed, of which each block is 46 MB from some 40 bytes."""
+    from sympow_jax.data.corpus import blocks
+
+    monkeypatch.setattr(blocks, "MAX_PIECE_BYTES", 1 << 27)
+    (tmp_path / "a.jsonl.bz2").write_bytes(100 * bz2.compress(bytes(45_000_000)))
+    file = find(tmp_path / "a.jsonl.bz2")
+    assert file.size < 1 << 13
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ValueError, match=r"decompresses to more than 134217728 bytes after byte 0"):
+        read(file, 1 << 30)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+
+
+def test_no_memory_is_not_a_corrupt_file(tmp_path, monkeypatch):
+    def read_no_more(*_, **__):
+        raise pa.ArrowMemoryError("malloc of size 1 failed")
+
+    file = write(tmp_path / "a.parquet", ["a"])
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", read_no_more)
+    with pytest.raises(MemoryError):
+        read(file)
+
+
+def test_a_link_to_nothing_is_left_out_of_a_folder(tmp_path):
+    write(tmp_path / "a.jsonl", texts())
+    (tmp_path / "b.jsonl").symlink_to(tmp_path / "nothing")
+    for path in (tmp_path, tmp_path / "*.jsonl"):
+        (found,) = corpus.find("data.paths", [str(path)], format="jsonl")
+        assert found.key == "a.jsonl"
+    with pytest.raises(ValueError, match=r"data\.paths .*b\.jsonl: there is no such file or folder"):
+        corpus.find("data.paths", [str(tmp_path / "b.jsonl")], format="jsonl")
+
+
+def test_the_query_of_an_address_hides_no_compression():
+    assert corpus.CorpusFile("https://a/b.jsonl.gz?download=true", "b", 1, "jsonl").compression == ".gz"
+    assert corpus.CorpusFile("a?b.jsonl.gz", "b", 1, "jsonl").compression == ".gz"
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_a_file_that_cannot_be_opened_leaves_nothing_to_close(tmp_path):
+    from sympow_jax.data.corpus import files
+
+    with pytest.raises(ValueError, match=r"nothing: there is no such file"):
+        files.CorpusStream(str(tmp_path / "nothing")).close()
+    gc.collect()
 
 
 def test_blank_lines_take_no_memory(tmp_path):
