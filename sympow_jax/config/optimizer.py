@@ -26,9 +26,9 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "initial_distance": ("prodigy",),
 }
 
-# Values of settings that are none.
-# Of `b1` of `schedule_free`, so that its average is finite in float32.
+# Lowest `b1` of `schedule_free`: with a lower one, its average may not be finite in float32.
 _LOWEST_INTERPOLATION = 1e-3
+# Values of settings that are none.
 _DEFAULTS = {"learning_rate": 6e-4, "b1": 0.9, "b2": 0.999, "epsilon": 1e-8}
 # Those of optimizers whose authors recommend others.
 _OWN_DEFAULTS: Mapping[str, Mapping[str, float]] = {

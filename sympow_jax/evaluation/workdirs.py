@@ -4,6 +4,7 @@ import contextlib
 import os
 import pathlib
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import rich.progress
 from sympow_jax import config as config_lib
 from sympow_jax import data
 from sympow_jax.config import serialize
-from sympow_jax.training import workdir
+from sympow_jax.training import hosts, workdir
 
 __all__ = [
     "progress",
@@ -27,6 +28,9 @@ __all__ = [
     "writable_folder",
     "writing",
 ]
+
+# Seconds between lines of progress where there is no terminal.
+_LINE_SECONDS = 30.0
 
 
 def read_runs(
@@ -91,14 +95,23 @@ def warn(console: rich.console.Console, message: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(console: rich.console.Console, name: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """Shows a progress bar and yields the function that advances it; None without a terminal."""
-    if not console.is_terminal:
-        yield None
+def progress(console: rich.console.Console, name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Shows a progress bar and yields the function that advances it; without a terminal, writes a line now and then."""
+    if console.is_terminal:
+        with rich.progress.Progress(console=console, transient=True) as progress:
+            task = progress.add_task(rich.markup.escape(name), total=total)
+            yield lambda done: progress.advance(task, done)
         return
-    with rich.progress.Progress(console=console, transient=True) as progress:
-        task = progress.add_task(rich.markup.escape(name), total=total)
-        yield lambda done: progress.advance(task, done)
+    finished, last = 0, time.monotonic()
+
+    def advance(done: int) -> None:
+        nonlocal finished, last
+        finished += done
+        if time.monotonic() - last >= _LINE_SECONDS:
+            hosts.say(f"{name}: {finished / total:.0%}", error=True)
+            last = time.monotonic()
+
+    yield advance
 
 
 @contextlib.contextmanager

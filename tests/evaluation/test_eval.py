@@ -11,6 +11,7 @@ import pytest
 
 from sympow_jax.commands import evaluate as eval_program
 from sympow_jax.commands import launch
+from sympow_jax.evaluation import workdirs
 from tests import mistakes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -91,10 +92,13 @@ def test_results_are_in_the_first_workdir_by_default(trained, capsys):
     assert (trained / "b" / "context_loss.csv").read_text() == record
 
 
-def test_tasks_of_two_runs_are_written_next_to_the_losses(trained, tmp_path, capsys):
+def test_tasks_of_two_runs_are_written_next_to_the_losses(trained, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(workdirs, "_LINE_SECONDS", 0.0)
     arguments = [f"--workdir={trained}/a,{trained}/b", f"--out={tmp_path}", "--trials=2"]
     assert eval_program.main([*arguments, "--tasks=copy,recall", "--context_lengths=128"]) == 0
-    assert "answers that are right" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "answers that are right" in out
+    assert err.splitlines() == ["a: 50%", "a: 100%", "b: 50%", "b: 100%"]
     records = read(tmp_path / "tasks.csv")
     found = [(record["run"], record["task"], record["questions"]) for record in records]
     assert found == [(run, *row) for run in "ab" for row in (("copy", "2"), ("recall", "8"))]

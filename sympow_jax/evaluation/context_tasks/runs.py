@@ -1,6 +1,7 @@
 """Evaluation of models and of trained runs on the tasks of `prompts`."""
 
 import dataclasses
+import functools
 import math
 import os
 import time
@@ -190,7 +191,7 @@ def evaluate_context_tasks(
                 tasks,
                 lengths,
                 trials=trials,
-                on_result=None if advance is None else lambda: advance(1),
+                on_result=functools.partial(advance, 1),
             )
         console.print(
             f"{name}: step {step:,}, {time.perf_counter() - started:.1f} s",
