@@ -5,7 +5,7 @@ import glob
 import hashlib
 import os
 import pathlib
-from collections.abc import Buffer, Callable, Collection, Iterable, Sequence
+from collections.abc import Buffer, Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int64, UInt64
@@ -21,6 +21,7 @@ __all__ = [
     "held_out",
     "index_hashes",
     "key_hashes",
+    "located",
     "position_hashes",
 ]
 
@@ -37,11 +38,6 @@ class File:
     key: str
     size: int
 
-    @property
-    def location(self) -> str:
-        """Its path without links, which is the same whatever path led to it."""
-        return os.path.realpath(self.path)
-
 
 def _file(path: str, root: str) -> File:
     key = pathlib.Path(os.path.relpath(path, root)).as_posix()
@@ -49,10 +45,16 @@ def _file(path: str, root: str) -> File:
 
 
 def below(root: str, *, suffix: str = "", skip: Collection[str] = ()) -> list[File]:
-    """Returns the files below a folder that end in `suffix`, except hidden ones and folders named in `skip`."""
+    """Returns the files below a folder that end in `suffix`, except hidden ones and folders named in `skip`.
+
+    Links to files are followed, and those to folders are not.
+
+    Raises:
+        ValueError: a folder cannot be read.
+    """
     skip = {"__pycache__", *skip}
     matches = []
-    for folder, subfolders, names in os.walk(root):
+    for folder, subfolders, names in os.walk(root, onerror=_refuse):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skip]
         for name in names:
             path = os.path.join(folder, name)
@@ -60,6 +62,10 @@ def below(root: str, *, suffix: str = "", skip: Collection[str] = ()) -> list[Fi
             if name.endswith(suffix) and not name.startswith(".") and os.path.isfile(path):
                 matches.append(_file(path, root))
     return _ordered(matches)
+
+
+def _refuse(error: OSError) -> None:
+    raise ValueError(f"cannot read the folder {error.filename}: {error.strerror}") from error
 
 
 def _matching(pattern: str) -> list[File]:
@@ -95,10 +101,23 @@ def find(setting: str, paths: Sequence[str], *, suffix: str = "") -> list[File]:
             raise ValueError(f"{setting}: there is no file or folder {path!r}; correct the path")
         if not files:
             raise ValueError(f"{setting}: no file matches {path!r}; correct the path or the pattern")
-        for file in files:
+        for location, file in located(files):
             # Otherwise, a file with two names could be trained on under one name and held out under the other.
-            matches.setdefault(file.location, file)
+            matches.setdefault(location, file)
     return _ordered(list(matches.values()))
+
+
+def located[F: File](files: Iterable[F]) -> Iterator[tuple[str, F]]:
+    """Yields each file and its path without links, which is the same whatever path led to it."""
+    folders: dict[str, str] = {}  # real paths by paths, because each takes several calls of the system
+    for file in files:
+        folder, name = os.path.split(file.path)
+        if os.path.islink(file.path):
+            yield os.path.realpath(file.path), file
+        else:
+            if folder not in folders:
+                folders[folder] = os.path.realpath(folder)
+            yield os.path.join(folders[folder], name), file
 
 
 def find_all(config: config_lib.DataConfig, *, suffix: str) -> list[File]:

@@ -74,7 +74,8 @@ def _classes(config: config_lib.DataConfig) -> list[str]:
 
 
 def _below(setting: str, paths: tuple[str, ...], classes: list[str]) -> list[_Image]:
-    images = []
+    """Returns the images in the class folders of all paths, each once, whatever links lead to it."""
+    images: list[_Image] = []
     for root in map(os.path.expanduser, paths):
         for label, name in enumerate(classes):
             folder = os.path.join(root, name)
@@ -84,7 +85,14 @@ def _below(setting: str, paths: tuple[str, ...], classes: list[str]) -> list[_Im
                     f"{setting}: the class folder {folder} holds no image ({', '.join(_SUFFIXES)}); fill or remove it"
                 )
             images += [_Image(file.path, f"{name}/{file.key}", file.size, label) for file in inside]
-    return images
+    unique: dict[str, _Image] = {}
+    for location, image in files.located(images):
+        other = unique.setdefault(location, image)
+        if other.label != image.label:
+            raise ValueError(
+                f"{setting}: {other.path} and {image.path} are one file in two classes; remove one of them"
+            )
+    return list(unique.values())
 
 
 def _sides(config: config_lib.DataConfig, classes: list[str]) -> tuple[list[_Image], list[_Image]]:
@@ -250,8 +258,8 @@ def open_examples(
 
 
 def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
-    """Returns the `File.location` of each image that the paths name."""
-    return {image.location for image in _below(setting, paths, _classes(config))}
+    """Returns the real path of each image that the setting names."""
+    return {location for location, _ in files.located(_below(setting, paths, _classes(config)))}
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:

@@ -191,8 +191,12 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> ZarrDocum
 
 
 def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
-    """Returns the location of the array."""
-    return {path if "://" in path else os.path.realpath(os.path.expanduser(path)) for path in paths}
+    """Returns the real path of an array on a disk, or its URL."""
+    located = set()
+    for path in paths:
+        path = path.removeprefix("file://").rstrip("/")
+        located.add(path if "://" in path else os.path.realpath(os.path.expanduser(path)))
+    return located
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:

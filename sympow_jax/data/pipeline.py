@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sympow_jax import config as config_lib
+from sympow_jax import spelling
 from sympow_jax.config import data as data_config
 from sympow_jax.data import documents, longcrawl64, masking, rows, shuffle, text, tokens
 
@@ -217,14 +218,18 @@ def _uncounted(row: rows.Row) -> rows.Row:
 
 
 def require_held_apart(config: config_lib.DataConfig) -> None:
-    """Raises ValueError if a file is both trained on and held out, by whatever paths, patterns or links."""
+    """Raises ValueError if a file is both trained on and held out, by whatever paths, patterns or symbolic links.
+
+    Copies and hard links are not noticed.
+    """
     if not config.heldout_paths:
         return
     locations = _source(config.source).locations
     trained = locations("data.paths", config.paths, config)
     if shared := sorted(trained & locations("data.heldout_paths", config.heldout_paths, config)):
+        example = spelling.cut(shared[0], spelling.LINE)
         raise ValueError(
-            f"data.paths and data.heldout_paths share {len(shared)} of what they name, such as {shared[0]}; change one "
+            f"data.paths and data.heldout_paths share {len(shared)} of what they name, such as {example}; change one "
             f"of them, or leave data.heldout_paths empty, so that data.heldout_fraction of the data is held out"
         )
 

@@ -34,8 +34,8 @@ def _find(setting: str, paths: tuple[str, ...]) -> list[files.File]:
 
 
 def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
-    """Returns the `File.location` of each file that the paths name."""
-    return {file.location for file in _find(setting, paths)}
+    """Returns the real path of each file that the setting names."""
+    return {location for location, _ in files.located(_find(setting, paths))}
 
 
 def _sides(config: config_lib.DataConfig) -> tuple[list[files.File], list[files.File]]:

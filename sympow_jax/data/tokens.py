@@ -144,8 +144,8 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents
 
 
 def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
-    """Returns the `File.location` of each file that the paths name."""
-    return {file.location for file in files.find(setting, paths, suffix=".bin")}
+    """Returns the real path of each file that the setting names."""
+    return {location for location, _ in files.located(files.find(setting, paths, suffix=".bin"))}
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:

@@ -288,8 +288,8 @@ def open_examples(
 
 
 def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
-    """Returns the `File.location` of each file that the paths name."""
-    return {file.location for file in files.find(setting, paths, suffix=".tsv")}
+    """Returns the real path of each file that the setting names."""
+    return {location for location, _ in files.located(files.find(setting, paths, suffix=".tsv"))}
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:

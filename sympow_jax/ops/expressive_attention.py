@@ -59,7 +59,7 @@ def expressive_attention(
         segment_ids: documents, as in `ops.documents`. No query attends across a boundary. Padding outputs zero, is
             masked as a key and does not decay.
         causal: if False, attention is bidirectional within a document, and log_decay must be None.
-        scale: factor of the scores; it affects the result.
+        scale: factor of the scores, a finite number or an array of one. It affects the result.
         implementation: `reference` is the formula with all T x S pairs at once. `xla` (None) works on blocks of queries
             and keys, skips blocks above the diagonal and those of other documents, and recomputes blocks in the
             backward pass, so memory is linear in S.
@@ -100,11 +100,14 @@ def _call(plan, query, key, value, log_decay, segment_ids, scale):
     compute = (
         _reference if plan.implementation == "reference" else functools.partial(_blockwise, plan.block_size)
     )
+    # Weights of scores that are not finite are zero. With such a learned scale, outputs are NaN instead.
+    zero = None if scale is None else 0 * scale
     scale = plan.scale if scale is None else scale
 
     def attend(query, key, value, log_decay, segment_ids):
         finite = nonfinite.remove(query, key, value, log_decay, segment_ids, causal=plan.causal)
         out = compute(plan.causal, scale, *finite[:4], segment_ids)
+        out = out if zero is None else out + zero.astype(out.dtype)
         return nonfinite.restore(out, finite, segment_ids)
 
     with jax.named_scope(f"expressive_{plan.implementation}"):

@@ -7,13 +7,14 @@ The power maps are those of "Symmetric Power Transformers" (Buckman, Gelada, Zha
 import functools
 import itertools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float
-from sympow_jax.ops._shared import arguments
+from sympow_jax.ops._shared import arguments, target
 
 __all__ = [
     "elu_plus_one",
@@ -32,7 +33,7 @@ def tensor_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*batc
     Entry (i_1, ..., i_p), in row-major order, is x[i_1] * ... * x[i_p].
 
     Raises:
-        ValueError: `power` is below 1.
+        ValueError: `power` is below 1, or the features of one vector would exceed the device's memory.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -43,7 +44,27 @@ def tensor_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*batc
     power = arguments.check_power(power, even=False)
     x = arguments.to_array("x", x)
     arguments.check_floating("x", x)
+    _require_size(x.shape[-1], power, lambda: x.shape[-1] ** power * x.dtype.itemsize)
     return _tensor_power(power, x)
+
+
+def _require_symmetric_size(head_dim: int, power: int) -> None:
+    # Their multiplicities are computed from two arrays of float64, and two of the degree below.
+    _require_size(head_dim, power, lambda: 32 * symmetric_power_dim(head_dim, power))
+
+
+def _require_size(head_dim: int, power: int, needed: Callable[[], int]) -> None:
+    """Raises ValueError if D^p is beyond float64, or the `needed()` bytes of one vector beyond the device's memory."""
+    if power * math.log2(max(head_dim, 2)) >= 1024:
+        raise ValueError(
+            f"power is {power} and the vectors have {head_dim} elements; the factors of their features would be beyond "
+            f"float64; use a smaller power"
+        )
+    if (size := needed()) > (available := target.memory_bytes()):
+        raise ValueError(
+            f"the features of power {power} of vectors of {head_dim} elements take {size:,} bytes and the device has "
+            f"{available:,}; use a smaller power or vectors"
+        )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -62,7 +83,7 @@ def symmetric_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*b
     repeats the monomial (c_d counts how often d occurs).
 
     Raises:
-        ValueError: `power` is below 1.
+        ValueError: `power` is below 1, or the features of one vector would exceed the device's memory.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -75,6 +96,7 @@ def symmetric_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*b
     power = arguments.check_power(power, even=False)
     x = arguments.to_array("x", x)
     arguments.check_floating("x", x)
+    _require_symmetric_size(x.shape[-1], power)
     return _symmetric_power(power, x)
 
 
@@ -107,7 +129,7 @@ def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]
     axes.
 
     Raises:
-        ValueError: `power` is below 1.
+        ValueError: `power` is below 1, or the monomials of one vector would exceed the device's memory.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -115,7 +137,9 @@ def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]
         >>> feature_maps.monomials(jnp.array([2.0, 3.0]), 2).tolist()
         [4.0, 6.0, 9.0]
     """
-    return _monomials(arguments.check_power(power, even=False), x)
+    power = arguments.check_power(power, even=False)
+    _require_symmetric_size(len(x), power)
+    return _monomials(power, x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -139,7 +163,7 @@ def multiplicities(head_dim: int, power: int) -> np.ndarray:
     """Returns how often the tensor power repeats each monomial: p! / (c_1! ... c_D!), float64, in order [F].
 
     Raises:
-        ValueError: `power` is below 1.
+        ValueError: `power` is below 1, a number is beyond float64, or all of them would exceed the device's memory.
 
     Examples:
         >>> from sympow_jax.ops import feature_maps
@@ -147,6 +171,7 @@ def multiplicities(head_dim: int, power: int) -> np.ndarray:
         [1.0, 2.0, 1.0]
     """
     power = arguments.check_power(power, even=False)
+    _require_symmetric_size(head_dim, power)
     count = np.ones(head_dim)
     run = np.ones(head_dim)  # how often the first index opens the monomial: x_i x_i x_j has a run of 2
     for degree in range(2, power + 1):
@@ -170,6 +195,9 @@ def symmetric_power_rotation(rotation: Float[Array, "D D"], power: int) -> Float
     power itself rather than the tensor power of the paper's proof. With A the isometry from symmetric features into the
     tensor power, P' = A^T (P x ... x P) A. It stores D^p x F elements, so use it for small D only.
 
+    Raises:
+        ValueError: `power` is below 1, or A would exceed the device's memory.
+
     Examples:
         >>> import jax.numpy as jnp
         >>> from sympow_jax import ops
@@ -177,7 +205,10 @@ def symmetric_power_rotation(rotation: Float[Array, "D D"], power: int) -> Float
         >>> ops.symmetric_power_rotation(quarter, 2).round(3).tolist()
         [[0.0, 0.0, 1.0], [0.0, -1.0, 0.0], [1.0, 0.0, 0.0]]
     """
-    return _rotation_of_features(arguments.check_power(power, even=False), rotation)
+    power = arguments.check_power(power, even=False)
+    size = len(rotation)
+    _require_size(size, power, lambda: 8 * size**power * symmetric_power_dim(size, power))
+    return _rotation_of_features(power, rotation)
 
 
 @functools.partial(jax.jit, static_argnums=0)

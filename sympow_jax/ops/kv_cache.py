@@ -45,7 +45,14 @@ class KVCache:
     def zeros(
         cls, batch: int, capacity: int, kv_heads: int, head_dim: int, value_dim: int, *, dtype=jnp.float32
     ) -> "KVCache":
-        """Returns the state before any token, with `capacity` slots."""
+        """Returns the state before any token, with `capacity` slots.
+
+        Raises:
+            ValueError: a size is negative or no integer.
+        """
+        batch, capacity, kv_heads, head_dim, value_dim = arguments.check_sizes(
+            batch=batch, capacity=capacity, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim
+        ).values()
         return cls(
             key=jnp.zeros((batch, kv_heads, capacity, head_dim), dtype),
             value=jnp.zeros((batch, kv_heads, capacity, value_dim), dtype),

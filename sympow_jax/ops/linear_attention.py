@@ -68,14 +68,16 @@ class LinearState:
         Without `rotate`, the feature map `tensor` has the state of `symmetric`, which is the same kernel.
 
         Raises:
-            ValueError: the state would exceed the device's memory.
+            ValueError: the window or a size is negative, or the state would exceed the device's memory.
         """
         kernel = _Kernel.named(feature_map, power)
         arguments.check_choice("normalizer", normalizer, _NORMALIZERS)
         exact_window = arguments.check_integer("exact_window", exact_window, 0)
 
         def zeros(head_dim, value_dim, *, power):
-            sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+            sizes = arguments.check_sizes(
+                batch=batch, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim
+            )
             cost.require_memory(**sizes, power=power, itemsize=jnp.dtype(dtype).itemsize)
             return power_state.zeros(**sizes, power=power, exact_window=exact_window, dtype=dtype)
 

@@ -57,7 +57,7 @@ def softmax_attention(
         causal: if False, attention is bidirectional within a document, and log_decay must be None.
         window: number of tokens of its document that a query attends to: its own and those directly before it. None
             for all before it. Causal attention only.
-        scale: defaults to 1 / sqrt(D).
+        scale: a finite number, or an array of one; defaults to 1 / sqrt(D).
         implementation: `xla` processes queries `block_size` at a time and recomputes them in the backward pass. Its
             memory is a few times that of one block's scores, 4 B N block_size S bytes, plus memory linear in S. With a
             window, its cost is that of T (window + block_size) pairs, if S is larger than window + block_size. `cudnn`
@@ -349,9 +349,13 @@ def _attend(steps: Int[Array, " T"], queries, keys, plan, scale: float) -> Float
         )
         bias = jnp.moveaxis(whole.astype(jnp.float32) + fraction, -1, 1)
         bias = jnp.repeat(bias, query.shape[2] // key.shape[2], axis=1)
+    dtype = value.dtype
+    if dtype == jnp.float16 and target.device().platform != "gpu":
+        # JAX asks for products of float16 that only GPUs have.
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     exact = jax.default_matmul_precision("highest")
     with exact if query.dtype == jnp.float32 else contextlib.nullcontext():
-        return jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale)
+        return jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale).astype(dtype)
 
 
 @jax.custom_vjp

@@ -311,3 +311,15 @@ def test_missing_or_different_folders(root, tmp_path):
 def test_settings(changes, message):
     with pytest.raises(ValueError, match=message):
         pixel_settings("images", **changes)
+
+
+def test_an_image_is_one_whatever_links_lead_to_it(root, tmp_path):
+    (root / "cat" / "link.png").symlink_to("a.png")
+    (tmp_path / "again").symlink_to(root)
+    config = settings(root, paths=(str(root), str(tmp_path / "again")))
+    assert data.describe(config)["examples"] == 5
+    (root / "ape" / "link.png").symlink_to(root / "cat" / "b.png")
+    with pytest.raises(
+        ValueError, match=r"ape/link\.png and .*cat/b\.png are one file in two classes; remove one"
+    ):
+        data.describe(config)

@@ -1,7 +1,9 @@
 """Tests of infinite rows: resuming from an index, sharing between processes, held-out documents."""
 
 import dataclasses
+import errno
 import itertools
+import os
 import pathlib
 
 import fsspec
@@ -328,3 +330,29 @@ def test_no_remote_file_is_both_trained_on_and_held_out():
     ):
         data.require_held_apart(settings)
     data.require_held_apart(dataclasses.replace(settings, paths=("memory://apart/train-*.jsonl",)))
+
+
+@pytest.mark.parametrize("spelling", ["{}/", "file://{}", "file://{}//", "{}/../a.zarr"])
+def test_an_array_has_one_location(tmp_path, spelling):
+    (tmp_path / "a.zarr").mkdir()
+    path = str(tmp_path / "a.zarr")
+    settings = builders.data_config(
+        source="longcrawl64", paths=(path,), heldout_paths=(spelling.format(path),)
+    )
+    with pytest.raises(ValueError, match=rf"share 1 of what they name, such as {path}; change"):
+        data.require_held_apart(settings)
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch, source):
+    builders.write_files(tmp_path, {f"{name}/1.jsonl": b'{"text": "a"}\n' for name in ("open", "closed")})
+    scandir = os.scandir
+
+    def refuse(path):
+        if os.fspath(path).endswith("closed"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ValueError, match=r"cannot read .*closed.*"):
+        data.describe(builders.data_config(source=source, paths=(str(tmp_path),)))

@@ -373,6 +373,18 @@ def test_another_command_for_the_same_output(folder, lines, capsys):
     assert "but no manifest.json; remove the folder or choose another --out" in line
 
 
+@pytest.mark.parametrize("name", ["", "lock", "tokens"])
+def test_a_link_in_place_of_the_folder_or_its_files(folder, lines, capsys, name):
+    """What it leads to is left as it is."""
+    builders.write_files(folder, {"precious/kept": b"kept"})
+    link = folder / ".a.bin.prepare" / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(folder / "precious" / ("kept" if name else ""))
+    command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
+    assert f"{name} is a symbolic link; remove it or choose" in mistakes.line(prepare.main, command, capsys)
+    assert [path.read_bytes() for path in (folder / "precious").iterdir()] == [b"kept"]
+
+
 def test_a_file_that_has_changed_is_another_file(folder, lines, capsys):
     with pytest.raises(Stopped):
         prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(2))

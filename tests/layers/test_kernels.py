@@ -11,7 +11,7 @@ from flax import nnx
 from sympow_jax import config, layers, models, ops
 from sympow_jax.config import attention as attention_lib
 from sympow_jax.layers.attention import kernels
-from sympow_jax.ops._recurrent import cost
+from sympow_jax.ops._shared import target
 
 BATCH, TIME, HEADS, KV_HEADS, SIZE = 2, 21, 4, 2, 8
 SEGMENT_IDS = np.array([[0] * 9 + [-1] * 2 + [1] * 10, [3] * TIME], np.int32)
@@ -220,7 +220,7 @@ def test_the_longest_cache_takes_no_more_bytes_than_the_state(dtype):
 
 
 def test_a_state_beyond_memory_has_a_longest_cache(monkeypatch):
-    monkeypatch.setattr(cost, "memory_bytes", lambda: 2**10)
+    monkeypatch.setattr(target, "memory_bytes", lambda: 2**10)
     assert KERNELS["power"].kernel("power", form=None).max_cache_length == 26
 
 

@@ -33,6 +33,8 @@ def raises_one_line(message, call, *arrays, error=ValueError, **options):
 
 EVERY_OP = {
     "query is a list; it must be an array; pass jnp.asarray(query)": {"query": np.asarray(X).tolist()},
+    "query is a NoneType; it must be an array; pass jnp.asarray(query)": {"query": None},
+    "value is a NoneType; it must be an array": {"value": None},
     "query has shape (4, 1, 4); it must be [B, T, N, D]; add the batch axis with query[None]": {
         "query": X[0]
     },
@@ -142,6 +144,38 @@ POWER = {
 @pytest.mark.parametrize(("message", "wrong"), POWER.items(), ids=POWER)
 def test_power_attention_refuses(message, wrong, call):
     raises_one_line(message, call, **{"query": X, "key": X, "value": X} | wrong)
+
+
+@pytest.mark.parametrize("op", [ops.softmax_attention, ops.expressive_attention])
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (np.nan, "scale is nan; it must be finite"),
+        (-np.inf, "scale is -inf; it must be finite"),
+        ("1", "scale is '1'; it must be a number"),
+        (jnp.ones(3), "scale is an array of shape (3,); it must be a number"),
+    ],
+)
+def test_a_scale_that_is_no_number(op, scale, message):
+    raises_one_line(message, op, X, X, X, scale=scale)
+
+
+@pytest.mark.parametrize("op", [ops.softmax_attention, ops.expressive_attention])
+@pytest.mark.parametrize("scale", [np.nan, np.inf])
+def test_a_learned_scale_that_diverges_shows(op, scale):
+    out = jax.jit(lambda scale: op(X, X, X, scale=scale))(jnp.float32(scale))
+    assert np.isnan(out).all()
+
+
+def test_states_refuse_sizes_that_are_none():
+    for zeros in (
+        functools.partial(ops.PowerState.zeros, power=2),
+        ops.LinearState.zeros,
+        lambda *sizes: ops.KVCache.zeros(sizes[0], 4, *sizes[1:]),
+    ):
+        raises_one_line("batch is -1; it must be at least 0", zeros, -1, 1, 4, 4)
+        raises_one_line("head_dim is 4.0; it must be an integer of at least 0", zeros, 1, 1, 4.0, 4)
+    raises_one_line("capacity is -1; it must be at least 0", ops.KVCache.zeros, 1, -1, 1, 4, 4)
 
 
 @pytest.mark.parametrize(

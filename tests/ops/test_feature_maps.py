@@ -131,6 +131,24 @@ def test_elu_plus_one_is_positive_and_keeps_small_features():
     np.testing.assert_allclose(ops.elu_plus_one(x), [np.exp(-30.0), np.exp(-1.0), 1, 3], rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        ops.tensor_power,
+        ops.symmetric_power,
+        feature_maps.monomials,
+        lambda x, p: feature_maps.multiplicities(len(x), p),
+    ],
+)
+def test_features_that_no_memory_holds_are_refused(function):
+    with pytest.raises(ValueError, match=r"power is 1000000 and the vectors have 4 elements; the factors of"):
+        function(jnp.ones(4), 10**6)
+    with pytest.raises(
+        ValueError, match=r"^the features of power 12 of vectors of 64 elements take [\d,]+ bytes"
+    ):
+        function(jnp.ones(64), 12)
+
+
 @pytest.mark.parametrize("function", [ops.tensor_power, ops.symmetric_power])
 def test_powers_below_one_are_refused(function):
     with pytest.raises(ValueError, match="power is 0; it must be at least 1"):

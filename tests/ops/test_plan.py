@@ -8,6 +8,7 @@ import pytest
 
 from sympow_jax import ops
 from sympow_jax.ops._recurrent import cost
+from sympow_jax.ops._shared import target
 
 
 def explain(time=4096, batch=1, heads=12, head_dim=64, value_dim=64, power=2, dtype=jnp.float32, **options):
@@ -75,7 +76,7 @@ def test_reasons_name_the_choices_not_taken():
 
 
 def test_a_large_state_is_a_reason(monkeypatch):
-    monkeypatch.setattr(cost, "memory_bytes", lambda: 2**20)
+    monkeypatch.setattr(target, "memory_bytes", lambda: 2**20)
     assert "do not fit in memory" in dict(explain(time=65_536).not_taken)["chunked"]
 
 

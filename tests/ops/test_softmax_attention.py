@@ -197,6 +197,17 @@ def test_bfloat16():
     assert relative_error(out, expected) < 1e-2
 
 
+@pytest.mark.parametrize("window", [None, 9])
+def test_float16(window):
+    arrays = [jnp.asarray(x, jnp.float16) for x in inputs()]
+    call = functools.partial(softmax_attention, window=window)
+    expected = call(*(x.astype(jnp.float32) for x in arrays))
+    out, pull = jax.vjp(call, *arrays)
+    assert out.dtype == jnp.float16
+    assert relative_error(out.astype(jnp.float32), expected) < 1e-3
+    assert all(gradient.dtype == jnp.float16 and np.isfinite(gradient).all() for gradient in pull(out))
+
+
 def test_no_array_is_as_large_as_all_scores():
     """Includes the backward pass; one block's scores are 1/64 of all."""
     time, block_size = 4096, 64

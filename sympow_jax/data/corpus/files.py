@@ -1,5 +1,6 @@
 """Files of a corpus, on any file system that fsspec knows, and the pieces that they are read in."""
 
+import collections
 import contextlib
 import dataclasses
 import glob
@@ -169,6 +170,8 @@ def _matching(path: str, format: str) -> Iterator[CorpusFile]:
         found = system.glob(root, detail=True)
         base = _fixed_part(root)
     elif info["type"] == "directory":
+        if _is_local(system):
+            _require_readable(root)
         found, base = system.find(root, detail=True), root
         found = {name: entry for name, entry in found.items() if _belongs(name, root, format)}
     else:
@@ -178,6 +181,15 @@ def _matching(path: str, format: str) -> Iterator[CorpusFile]:
         if os.path.isfile(name) if entry.get("islink") else entry["type"] == "file":
             url = name if _is_local(system) else system.unstrip_protocol(name)
             yield CorpusFile(url, posixpath.relpath(name, base or "."), int(entry["size"]), format)
+
+
+def _require_readable(root: str) -> None:
+    """Raises OSError for a folder below `root` that cannot be read, which fsspec leaves out without a word."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    collections.deque(os.walk(root, onerror=refuse), maxlen=0)
 
 
 def _is_local(system: Any) -> bool:

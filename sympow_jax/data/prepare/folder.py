@@ -110,10 +110,15 @@ class Folder:
             manifest: flat mapping of all that the pieces depend on.
 
         Raises:
-            ValueError: another process has the folder open, or it holds pieces of another manifest.
+            ValueError: another process has the folder open, it holds pieces of another manifest, or it or a file of
+                its own is a symbolic link.
         """
         with _space_errors(self.path):
             self.path.mkdir(exist_ok=True)
+        # What a link leads to would be written to and removed.
+        for path in (self.path, *(self.path / name for name in (_LOCK, _TOKENS))):
+            if path.is_symlink():
+                raise ValueError(f"{path} is a symbolic link; remove it or choose another --out")
         with (self.path / _LOCK).open("wb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

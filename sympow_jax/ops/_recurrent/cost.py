@@ -1,12 +1,12 @@
 """Predicted cost of each form and size of a state, computed from shapes alone."""
 
-import os
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
 from sympow_jax.ops import feature_maps
+from sympow_jax.ops._shared import target
 
 __all__ = [
     "FEATURE_COST",
@@ -15,7 +15,6 @@ __all__ = [
     "faster_kernel",
     "feature_flops",
     "flops_per_token",
-    "memory_bytes",
     "pair_flops",
     "precision_of",
     "require_memory",
@@ -119,18 +118,9 @@ def state_bytes(
 
 def require_memory(**sizes) -> None:
     """Raises ValueError if the state exceeds the device's memory; arguments are those of `state_bytes`."""
-    needed, available = state_bytes(**sizes), memory_bytes()
+    needed, available = state_bytes(**sizes), target.memory_bytes()
     if needed > available:
         raise ValueError(
             f"the state takes {needed:,} bytes ({sizes}) and the device has {available:,}; use a smaller power or "
             f"head_dim, or the attention form without a state"
         )
-
-
-def memory_bytes() -> int:
-    """Returns the bytes of memory of the first local device."""
-    device = jax.local_devices()[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -182,7 +182,7 @@ def make(
         elif per_channel:
             form, reason = "chunked", "it has one decay per key head"
         # The scan holds the state, its decayed copy and its update.
-        elif 3 * state_bytes > cost.memory_bytes():
+        elif 3 * state_bytes > target.memory_bytes():
             form, reason = "attention", f"three states of {state_bytes:,} bytes do not fit in memory"
         # With a state, the plain attention form computes with features too.
         elif len(kernels) == 1 and (not stateless or implementation == "mosaic_gpu"):

@@ -66,12 +66,12 @@ class PowerState:
             large.
 
         Raises:
-            ValueError: the power is not positive and even, the window is negative, or the state would exceed the
-                device's memory.
+            ValueError: the power is not positive and even, the window or a size is negative, or the state would exceed
+                the device's memory.
         """
         power = arguments.check_power(power)
         exact_window = arguments.check_integer("exact_window", exact_window, 0)
-        sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+        sizes = arguments.check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
         cost.require_memory(power=power, itemsize=jnp.dtype(dtype).itemsize, per_channel=per_channel, **sizes)
         return zeros(**sizes, power=power, exact_window=exact_window, per_channel=per_channel, dtype=dtype)
 

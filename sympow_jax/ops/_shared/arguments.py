@@ -61,13 +61,18 @@ class Sizes(TypedDict):
     value_dim: int
 
 
+_REQUIRED = ("query", "key", "value", "x")
+
+
 def to_arrays(**arguments) -> list[Any]:
-    """Returns the arguments as JAX arrays, in order; None stays None.
+    """Returns the arguments as JAX arrays, in order; None stays None, except for `query`, `key`, `value` and `x`.
 
     Raises:
         ValueError: an argument is not an array, or segment ids do not fit in int32.
     """
-    return [None if x is None else to_array(name, x) for name, x in arguments.items()]
+    return [
+        None if x is None and name not in _REQUIRED else to_array(name, x) for name, x in arguments.items()
+    ]
 
 
 def to_shapes(**arguments) -> list[Any]:
@@ -79,7 +84,7 @@ def to_shapes(**arguments) -> list[Any]:
         array = to_array(name, x)
         return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
-    return [None if x is None else shape(name, x) for name, x in arguments.items()]
+    return [None if x is None and name not in _REQUIRED else shape(name, x) for name, x in arguments.items()]
 
 
 def to_array(name: str, x) -> jax.Array:
@@ -336,6 +341,11 @@ def check_power(power, *, even: bool = True) -> int:
     if even and (power <= 0 or power % 2):
         raise ValueError(f"power is {power}; it must be positive and even, so that no weight is negative")
     return power
+
+
+def check_sizes(**sizes) -> dict[str, int]:
+    """Returns sizes of axes as Python ints; raises ValueError unless they are integers of at least 0."""
+    return {name: check_integer(name, size, 0) for name, size in sizes.items()}
 
 
 def check_integer(name: str, value, minimum: int | None = None) -> int:

@@ -5,11 +5,13 @@ for one device, except that a loop carry must start as `zeros_like` of an array 
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sympow_jax.array_types import Array
 
@@ -93,10 +95,21 @@ def varying_over(x, axes: frozenset[str]):
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def static_or_traced(number) -> tuple[float | None, Array | None]:
-    """Returns (number, None) for a Python number, (None, array) for an array, and (None, None) for None."""
-    if number is None or isinstance(number, int | float):
+def static_or_traced(name: str, number) -> tuple[float | None, Array | None]:
+    """Returns (number, None) for a Python number, (None, array) for an array, and (None, None) for None.
+
+    Raises:
+        ValueError: it is not finite, or neither a number nor an array of one. The error begins with `name`.
+    """
+    if isinstance(number, int | float):
+        if not math.isfinite(number):
+            raise ValueError(f"{name} is {number}; it must be finite")
         return number, None
+    if number is None:
+        return None, None
+    if not isinstance(number, jax.Array | np.ndarray | np.generic) or np.shape(number):
+        found = f"an array of shape {np.shape(number)}" if np.shape(number) else repr(number)
+        raise ValueError(f"{name} is {found}; it must be a number")
     return None, jnp.asarray(number)
 
 

@@ -55,6 +55,6 @@ def prepare(
         window = arguments.check_integer("window", window, 1)
         if not causal:
             raise ValueError(f"window is {window} and causal is False; only causal attention has a window")
-    fixed, traced = calls.static_or_traced(scale)
+    fixed, traced = calls.static_or_traced("scale", scale)
     arrays = {"query": query, "key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
     return Plan(causal, fixed, implementation, block_size, axis_name, window), arrays | {"scale": traced}

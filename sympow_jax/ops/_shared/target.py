@@ -3,10 +3,19 @@
 import contextlib
 import contextvars
 import importlib
+import os
 
 import jax
 
-__all__ = ["device", "interpret", "interpreted", "is_hopper", "require_hopper", "trusts_kernels"]
+__all__ = [
+    "device",
+    "interpret",
+    "interpreted",
+    "is_hopper",
+    "memory_bytes",
+    "require_hopper",
+    "trusts_kernels",
+]
 
 _HOPPER_KINDS = ("H100", "H200", "H20", "H800", "GH200")
 _interpret = contextvars.ContextVar("interpret", default=None)
@@ -74,3 +83,12 @@ def device():
     """
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.devices()[0] if abstract is None else abstract
+
+
+def memory_bytes() -> int:
+    """Returns the bytes of memory of the first local device."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
