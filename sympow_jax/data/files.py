@@ -5,6 +5,7 @@ import glob
 import hashlib
 import os
 import pathlib
+import re
 from collections.abc import Buffer, Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -72,7 +73,18 @@ def _matching(pattern: str) -> list[File]:
     parts = pathlib.Path(pattern).parts
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     root = os.path.join("", *parts[:fixed]) or "."
-    return [_file(path, root) for path in glob.glob(pattern, recursive=True) if os.path.isfile(path)]
+    # Other stars in a row are one star, and `**` at the end is all files.
+    rest = [part if part == "**" else re.sub(r"\*+", "*", part) for part in parts[fixed:]]
+    rest += ["*"] if rest[-1] == "**" else []
+    # By pathlib, whose `**` does not follow links to folders. `glob` follows them, around loops too.
+    found = [path for path in pathlib.Path(root).glob("/".join(rest)) if path.is_file()]
+    if not _is_hidden(rest):
+        found = [path for path in found if not _is_hidden(path.relative_to(root).parts)]
+    return [_file(str(path), root) for path in found]
+
+
+def _is_hidden(parts: Iterable[str]) -> bool:
+    return any(part.startswith(".") and part != ".." for part in parts)
 
 
 def _ordered(files: Sequence[File]) -> list[File]:
@@ -83,8 +95,8 @@ def find(setting: str, paths: Sequence[str], *, suffix: str = "") -> list[File]:
     """Returns the files that `paths` name, each once, ordered by key.
 
     A path is a file, a folder or a glob. A folder stands for its files that end in `suffix`, except hidden files and
-    `__pycache__`. In a glob, `**` crosses folders. `setting` is the name of the setting that holds the paths, for
-    errors.
+    `__pycache__`. In a glob, `**` crosses folders. Neither a folder nor `**` follows links to folders. `setting` is the
+    name of the setting that holds the paths, for errors.
 
     Raises:
         ValueError: a path matches no file.

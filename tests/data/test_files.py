@@ -1,5 +1,6 @@
 """Tests of the files that a setting selects, and of those held out."""
 
+import glob
 import os
 import shutil
 
@@ -36,6 +37,40 @@ def test_folders_files_and_globs(folder):
     assert keys(files.find("data.paths", [f"{folder}/**/*.txt"])) == ["a.txt", "b.txt", "deep/er/c.txt"]
     assert keys(files.find("data.paths", [f"{folder}/*.txt"])) == ["a.txt", "b.txt"]
     assert keys(files.find("data.paths", [f"{folder}/deep/er/c.txt"])) == ["c.txt"]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "**",
+        "*",
+        "*/*",
+        "**/*",
+        "**/er/**",
+        "d**/*.bin",
+        "[ab].txt",
+        "?.txt",
+        ".*",
+        "**/.git/*",
+        "dee*/../*.txt",
+    ],
+)
+def test_globs_are_those_of_the_standard_library(folder, pattern):
+    expected = sorted(
+        os.path.realpath(path)
+        for path in glob.glob(f"{folder}/{pattern}", recursive=True)
+        if os.path.isfile(path)
+    )
+    assert expected
+    found = files.find("data.paths", [f"{folder}/{pattern}"])
+    assert sorted(os.path.realpath(file.path) for file in found) == expected
+
+
+@pytest.mark.parametrize(("path", "count"), [("", 4), ("**", 5), ("**/*.*", 5), ("**/*.txt", 3)])
+def test_loops_of_links_to_folders_are_not_followed(folder, path, count):
+    for name in ("x", "y"):
+        os.symlink(folder, folder / "deep" / name)
+    assert len(files.find("data.paths", [str(folder / path)])) == count
 
 
 def test_relative_paths_and_home(folder, monkeypatch):
