@@ -8,6 +8,7 @@ import operator
 import os
 import pathlib
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -58,7 +59,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
         """Parses arguments; raises ValueError if there is another one, since all programs know theirs."""
-        args = _with_underscores(args)
+        args = _with_underscores(sys.argv[1:] if args is None else args)
         # Before argparse, which would report that a required option is missing when it is misspelled. Options after a
         # subcommand are checked by its parser.
         if self._subparsers is None and not _HELP & set(args):
@@ -98,8 +99,8 @@ class Parser(argparse.ArgumentParser):
                 section.add_argument(f"--config.{setting.path}", metavar=metavar, help=text)
 
     def _require_paths(self, arguments: Sequence[str]) -> None:
-        """Raises ValueError if an option of paths or names is empty, as with a variable that is not set."""
-        for argument, following in zip(arguments, [*arguments[1:], None]):
+        """Raises ValueError if an option whose form is `_PATH` is empty, as with a variable that is not set."""
+        for argument, following in itertools.zip_longest(arguments, arguments[1:]):
             name, equals, value = argument.partition("=")
             action = self._option_string_actions.get(name)
             form = "" if action is None else str(action.metavar)
@@ -123,14 +124,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def _with_underscores(arguments: Iterable[str]) -> list[str]:
-    """Returns arguments with underscores for dashes in the names of options."""
-    pairs = (argument.partition("=") for argument in arguments)
-    return [
-        f"--{name[2:].replace('-', '_')}{equals}{value}"
-        if name.startswith("--")
-        else f"{name}{equals}{value}"
-        for name, equals, value in pairs
-    ]
+    """Returns arguments with underscores for dashes in the names of options, which end at `--`."""
+    arguments = list(arguments)
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    converted = []
+    for argument in arguments[:end]:
+        name, equals, value = argument.partition("=")
+        if name.startswith("--"):
+            name = f"--{name[2:].replace('-', '_')}"
+        converted.append(f"{name}{equals}{value}")
+    return converted + arguments[end:]
 
 
 def _describe(setting: fields.Setting, values: config.Config | None) -> str:

@@ -70,10 +70,6 @@ def _parser(program: str) -> command_line.Parser:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name, lowest in (("row_tokens", 1), ("workers", 1), ("shortest_document", 1)):
-        value = getattr(options, name)
-        if value < lowest:
-            raise ValueError(f"--{name} is {value}; it must be at least {lowest}")
     if options.format == "longcrawl64":
         command_line.check_utf8("--out", options.out, "Zarr arrays")
     if options.separator is not None and not 0 <= options.separator <= _LARGEST_ID:

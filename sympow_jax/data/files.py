@@ -120,8 +120,8 @@ def find(setting: str, paths: Sequence[str], *, suffix: str = "") -> list[File]:
 
 
 def located[F: File](files: Iterable[F]) -> Iterator[tuple[str, F]]:
-    """Yields each file and its path without links, which is the same whatever path led to it."""
-    folders: dict[str, str] = {}  # real paths by paths, because each takes several calls of the system
+    """Yields the path without links of each file, which is the same whatever path led to it, and the file."""
+    folders: dict[str, str] = {}  # real paths by paths, because each takes several system calls
     for file in files:
         folder, name = os.path.split(file.path)
         if os.path.islink(file.path):
@@ -133,9 +133,15 @@ def located[F: File](files: Iterable[F]) -> Iterator[tuple[str, F]]:
 
 
 def find_all(config: config_lib.DataConfig, *, suffix: str) -> list[File]:
-    """Returns the files of `data.paths` and then those of `data.heldout_paths`, each as in `find`."""
-    heldout = config.heldout_paths and find("data.heldout_paths", config.heldout_paths, suffix=suffix)
-    return [*find("data.paths", config.paths, suffix=suffix), *heldout]
+    """Returns the files of `data.paths` and then those of `data.heldout_paths`, each as in `find`.
+
+    Raises:
+        ValueError: as `find`.
+    """
+    found = find("data.paths", config.paths, suffix=suffix)
+    if config.heldout_paths:
+        found += find("data.heldout_paths", config.heldout_paths, suffix=suffix)
+    return found
 
 
 def digest(files: Iterable[File], read: Callable[[File], Iterable[Buffer]]) -> str:
@@ -162,7 +168,7 @@ def index_hashes(count: int) -> Float64[np.ndarray, " documents"]:
 def position_hashes(
     key: str, positions: Int64[np.ndarray, " documents"]
 ) -> Float64[np.ndarray, " documents"]:
-    """Returns SplitMix64 of positions in the file `key`, from the SHA-256 of the key, scaled to [0, 1)."""
+    """Returns SplitMix64 of positions in a file, seeded by the SHA-256 of its key, scaled to [0, 1)."""
     origin = int.from_bytes(hashlib.sha256(os.fsencode(key)).digest()[:8], "big")
     return _splitmix(positions.astype(np.uint64) + np.uint64(origin))
 
@@ -182,9 +188,9 @@ def _splitmix(mixed: UInt64[np.ndarray, " _"]) -> Float64[np.ndarray, " _"]:
 def held_out(hashes: Float64[np.ndarray, " documents"], fraction: float) -> Bool[np.ndarray, " documents"]:
     """Returns a mask of the documents whose hash is below `fraction`.
 
-    A document stays on its side when other documents are added or removed. So that small corpora have both sides, two
-    rules apply to two documents or more: the one of the lowest hash is held out (unless `fraction` is 0), and the one
-    of the highest hash never is.
+    So a document stays on its side when others are added or removed, with two exceptions, so that small corpora have
+    both sides. Unless `fraction` is 0, the document of the lowest hash is held out. The one of the highest hash never
+    is, and neither is an only document.
     """
     mask = hashes < fraction
     if fraction > 0 and len(hashes):

@@ -15,10 +15,12 @@ import PIL.PngImagePlugin
 from jaxtyping import Float32, Int32, UInt8
 
 from sympow_jax import config as config_lib
+from sympow_jax import spelling
 from sympow_jax.data import files, rows
 
 __all__ = ["Images", "describe", "locations", "open_examples"]
 
+# Names of images. Those of formats that are not read are an error on access, instead of being left out.
 _SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 # Decoders by the first bytes of a file. Pillow's other decoders are not given files of unknown origin.
 _DECODERS = {
@@ -82,7 +84,7 @@ def _below(setting: str, paths: tuple[str, ...], classes: list[str]) -> list[_Im
             inside = [file for file in files.below(folder) if file.path.suffix.lower() in _SUFFIXES]
             if not inside:
                 raise ValueError(
-                    f"{setting}: the class folder {folder} holds no image ({', '.join(_SUFFIXES)}); fill or remove it"
+                    f"{setting}: the class folder {folder} holds no image; put PNG or JPEG files there, or remove it"
                 )
             images += [_Image(file.path, f"{name}/{file.key}", file.size, label) for file in inside]
     unique: dict[str, _Image] = {}
@@ -101,12 +103,12 @@ def _sides(config: config_lib.DataConfig, classes: list[str]) -> tuple[list[_Ima
     if config.heldout_paths:
         return images, _below("data.heldout_paths", config.heldout_paths, classes)
     mask = files.held_out(files.key_hashes([image.key for image in images]), config.heldout_fraction)
-    return [i for i, out in zip(images, mask) if not out], [i for i, out in zip(images, mask) if out]
+    train = [image for image, out in zip(images, mask) if not out]
+    return train, [image for image, out in zip(images, mask) if out]
 
 
 def _unreadable(path: pathlib.Path, error: Exception) -> ValueError:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return ValueError(f"{path} cannot be read as an image ({reason}); replace or remove it")
+    return ValueError(f"{path} cannot be read as an image ({spelling.one_line(error)}); replace or remove it")
 
 
 @contextlib.contextmanager
@@ -203,7 +205,7 @@ class Images:
     def __len__(self) -> int:
         return len(self._paths)
 
-    together = property(__len__)
+    together = property(__len__)  # any order of reading costs the same
 
     def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
         """Returns image `index`; in training, `key` determines the crop and the mirroring."""
@@ -232,9 +234,10 @@ def open_examples(
     Rows are `inputs [H, W, C]`, float32, normalized with ImageNet's mean and deviation (gray: 0.5 and 0.5). With
     `data.image_tokens`, they are `inputs [H * W]`, int32, from 0 to 255.
 
-    With `data.augment`, a training image is a random crop of 8 to 100 % of its area, with an aspect ratio changed by
-    up to 4/3, mirrored with probability 1/2. Otherwise, and for held-out images, it is the center crop, 7/8 of the
-    shorter side. Both are resized with bicubic interpolation.
+    With `data.augment`, a training image is a random crop of 8 to 100 % of its area, with an aspect ratio from 3/4 to
+    4/3, mirrored with probability 1/2. Otherwise, and for held-out images, it is the center crop, 7/8 of the shorter
+    side, unless the image has the requested size. Both crops are resized with bicubic interpolation. An orientation in
+    the metadata is ignored, and channels of 16 bits of a color PNG are rounded to 8.
 
     Raises:
         ValueError: a folder is missing, a class is empty, or classes differ between folders or from `task.classes`.

@@ -49,12 +49,15 @@ def tensor_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*batc
 
 
 def _require_symmetric_size(head_dim: int, power: int) -> None:
-    # Their multiplicities are computed from two arrays of float64, and two of the degree below.
+    # `multiplicities` needs four arrays of float64 with at most F elements.
     _require_size(head_dim, power, lambda: 32 * symmetric_power_dim(head_dim, power))
 
 
 def _require_size(head_dim: int, power: int, needed: Callable[[], int]) -> None:
-    """Raises ValueError if D^p is beyond float64, or the `needed()` bytes of one vector beyond the device's memory."""
+    """Raises ValueError if D^p is beyond float64, or the `needed()` bytes of one vector beyond the device's memory.
+
+    `needed` is called after the first check, because its number may take long to compute.
+    """
     if power * math.log2(max(head_dim, 2)) >= 1024:
         raise ValueError(
             f"power is {power} and the vectors have {head_dim} elements; the factors of their features would be beyond "
@@ -138,6 +141,7 @@ def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]
         [4.0, 6.0, 9.0]
     """
     power = arguments.check_power(power, even=False)
+    x = arguments.to_array("x", x)
     _require_symmetric_size(len(x), power)
     return _monomials(power, x)
 
@@ -176,12 +180,13 @@ def multiplicities(head_dim: int, power: int) -> np.ndarray:
     run = np.ones(head_dim)  # how often the first index opens the monomial: x_i x_i x_j has a run of 2
     for degree in range(2, power + 1):
         counts, runs = [], []
-        for i, start in enumerate(suffix_starts(head_dim, degree - 1)):
+        starts = suffix_starts(head_dim, degree - 1)
+        for i, start in enumerate(starts):
             # The suffix begins with the monomials that themselves open with i.
-            after = suffix_starts(head_dim, degree - 1)[i + 1] if i + 1 < head_dim else len(count)
+            after = starts[i + 1] if i + 1 < head_dim else len(count)
             same = np.arange(start, len(count)) < after
             opening = np.where(same, run[start:] + 1, 1)
-            counts.append(count[start:] * degree / opening)
+            counts.append(count[start:] * (degree / opening))
             runs.append(opening)
         count, run = np.concatenate(counts), np.concatenate(runs)
     count.setflags(write=False)
@@ -196,7 +201,8 @@ def symmetric_power_rotation(rotation: Float[Array, "D D"], power: int) -> Float
     tensor power, P' = A^T (P x ... x P) A. It stores D^p x F elements, so use it for small D only.
 
     Raises:
-        ValueError: `power` is below 1, or A would exceed the device's memory.
+        ValueError: `power` is below 1, the rotation is not a square matrix of floating-point numbers, or A would exceed
+            the device's memory.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -206,7 +212,11 @@ def symmetric_power_rotation(rotation: Float[Array, "D D"], power: int) -> Float
         [[0.0, 0.0, 1.0], [0.0, -1.0, 0.0], [1.0, 0.0, 0.0]]
     """
     power = arguments.check_power(power, even=False)
+    rotation = arguments.to_array("rotation", rotation)
+    arguments.check_floating("rotation", rotation)
     size = len(rotation)
+    if rotation.shape != (size, size):
+        raise ValueError(f"rotation has shape {rotation.shape}; it must be square, [D, D]")
     _require_size(size, power, lambda: 8 * size**power * symmetric_power_dim(size, power))
     return _rotation_of_features(power, rotation)
 
@@ -233,7 +243,7 @@ def _isometry(head_dim: int, power: int) -> np.ndarray:
 
 
 def elu_plus_one(x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
-    """Returns elu(x) + 1 > 0, the feature map of "Transformers are RNNs" (Katharopoulos et al. 2020).
+    """Returns elu(x) + 1, the feature map of "Transformers are RNNs" (Katharopoulos et al. 2020): exp(x) for x < 0.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -248,5 +258,6 @@ def elu_plus_one(x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
 
 @jax.jit
 def _elu_plus_one(x):
-    # exp(min(x, 0)) rather than elu(x) + 1, which rounds small features to zero.
-    return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+    # exp(x) rather than elu(x) + 1, which rounds small features to zero. Its overflow for positive x would make
+    # gradients NaN; `minimum(x, 0)` would halve that at zero.
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.where(x > 0, 0, x)))

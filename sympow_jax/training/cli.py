@@ -24,7 +24,7 @@ _STDERR = 2
 # Characters of an error. Values in it may come from a file of any content.
 _LONGEST = 1500
 # Seconds. `uv run` and `timeout` forward a signal that the process, being in their group, has already received.
-_ONE_PRESS = 1.0
+_DUPLICATE_SECONDS = 1.0
 # Seconds that a callback of the garbage collector takes at most.
 _CALLBACK_SECONDS = 0.05
 
@@ -43,7 +43,7 @@ def _hook(unraisable: Any) -> None:
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
-    """Turns a user error or Ctrl-C into one line on stderr and a non-zero exit code.
+    """Turns a user error or Ctrl-C into one line on stderr and a non-zero exit code; for the whole of a program.
 
     User errors are `ValueError`, `OSError`, and `NotImplementedError`, which means that a named implementation does not
     support the request. `MemoryError` is one too, because large files cause it. `python -X dev` prints the traceback,
@@ -79,8 +79,11 @@ def user_errors() -> Iterator[None]:
 class StopSignals:
     """Context manager that records and reports the first SIGINT, SIGTERM or SIGUSR1, so that the step can finish.
 
-    A second signal, a second or more after the first, has its usual effect. An earlier one is taken for the first,
-    forwarded by a parent, and is ignored. Works in the main thread only, like all signal handlers.
+    A signal within a second of the first is taken for the same one, forwarded by a parent, and ignored. A later one has
+    its usual effect. Works in the main thread only, like all signal handlers, and once.
+
+    Attributes:
+        received: the first signal; None before it.
     """
 
     def __init__(self) -> None:
@@ -104,7 +107,7 @@ class StopSignals:
             # Not by `print`, which a handler must not call: the signal may have come within another.
             with contextlib.suppress(OSError):
                 os.write(_STDERR, f"{SAVING}\n".encode())
-        elif now - self._at >= _ONE_PRESS:
+        elif now - self._at >= _DUPLICATE_SECONDS:
             self._restore()
             signal.raise_signal(number)
 

@@ -155,3 +155,24 @@ def test_powers_below_one_are_refused(function):
         function(jnp.ones(3), 0)
     with pytest.raises(ValueError, match="power is -1"):
         feature_maps.symmetric_power_dim(3, -1)
+
+
+def test_elu_plus_one_has_the_derivative_of_elu():
+    x = jnp.array([-200.0, -1.0, -0.0, 0.0, 1e-6, 2.0, 1e4])
+    gradient = jax.grad(lambda x: ops.elu_plus_one(x).sum())(x)
+    np.testing.assert_allclose(gradient, jax.grad(lambda x: jax.nn.elu(x).sum())(x), rtol=1e-6)
+
+
+def test_multiplicities_at_the_largest_powers_are_finite():
+    counts = feature_maps.multiplicities(2, 1023)
+    assert np.isfinite(counts).all()
+    np.testing.assert_allclose(np.log2(counts.max()), np.log2(float(math.comb(1023, 511))), rtol=1e-12)
+
+
+def test_a_rotation_that_is_none_is_refused():
+    for rotation, message in (
+        (jnp.ones((2, 3)), r"rotation has shape \(2, 3\); it must be square, \[D, D\]"),
+        (jnp.eye(2, dtype=jnp.int32), "rotation has dtype int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.symmetric_power_rotation(rotation, 2)

@@ -343,7 +343,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, monkeypatch, c
 
 @pytest.mark.usefixtures("interruptible")
 def test_a_second_signal_stops_at_once(monkeypatch):
-    monkeypatch.setattr(cli, "_ONE_PRESS", 0.0)
+    monkeypatch.setattr(cli, "_DUPLICATE_SECONDS", 0.0)
     with pytest.raises(KeyboardInterrupt), cli.StopSignals():  # noqa: PT012
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)

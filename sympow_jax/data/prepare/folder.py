@@ -18,7 +18,7 @@ from sympow_jax.data.prepare import pieces
 __all__ = ["Counts", "Folder", "folder_of", "write_piece"]
 
 # Three numbers before the tokens of a piece: of tokens, of documents and of documents left out.
-_HEADER = np.dtype("<i8")
+_HEADER_DTYPE = np.dtype("<i8")
 _MANIFEST, _LOCK, _JOINED, _TOKENS, _PIECE = "manifest.json", "lock", "joined.json", "tokens", "piece-"
 
 
@@ -41,7 +41,7 @@ def folder_of(out: pathlib.Path) -> pathlib.Path:
 
 
 @contextlib.contextmanager
-def _space_errors(path: pathlib.Path) -> Iterator[None]:
+def _write_errors(path: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -52,8 +52,8 @@ def _space_errors(path: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _durable(path: pathlib.Path) -> Iterator[IO[bytes]]:
-    """Yields a stream whose content replaces `path` at the end, also if the machine loses power after that."""
-    with _space_errors(path), atomic.replace(path) as draft, draft.open("wb") as stream:
+    """Yields a stream whose content replaces `path` at the end, whole even if the machine loses power then."""
+    with _write_errors(path), atomic.replace(path) as draft, draft.open("wb") as stream:
         yield stream
         stream.flush()
         os.fsync(stream.fileno())
@@ -65,7 +65,7 @@ def _piece_path(path: pathlib.Path, index: int) -> pathlib.Path:
 
 def _read_counts(stream: IO[bytes]) -> Counts:
     """Reads the header of a piece."""
-    header = np.frombuffer(stream.read(3 * _HEADER.itemsize), _HEADER)
+    header = np.frombuffer(stream.read(3 * _HEADER_DTYPE.itemsize), _HEADER_DTYPE)
     return Counts(1, *header.tolist())
 
 
@@ -77,15 +77,15 @@ def write_piece(path: pathlib.Path, index: int, piece: pieces.Tokens) -> None:
     """
     with _durable(_piece_path(path, index)) as stream:
         header = (len(piece.tokens), piece.documents, piece.left_out)
-        stream.write(np.array(header, _HEADER).tobytes())
+        stream.write(np.array(header, _HEADER_DTYPE).tobytes())
         stream.write(piece.tokens.tobytes())
 
 
 class Folder:
-    """Finished pieces of an output. Those that follow each other from the first one are joined.
+    """Finished pieces of an output: the first ones without a gap joined to one file of tokens, later ones as they are.
 
-    Only one process may have it open; others write pieces. The joined pieces are a file of tokens and the counts of
-    what is in it. The counts are written last, so that what a stopped process wrote beyond them is known and removed.
+    Only one process may have it open; others write pieces. The counts of the joined tokens are written after these, so
+    that what a stopped process wrote beyond them is known and removed.
 
     Attributes:
         path: the folder.
@@ -104,7 +104,7 @@ class Folder:
 
     @contextlib.contextmanager
     def opened(self, manifest: Mapping[str, Any]) -> Iterator[None]:
-        """Locks the folder, continues what it holds, and at the end removes it unless it holds pieces.
+        """Locks the folder, restores the progress that it holds, and at the end removes it unless it holds pieces.
 
         Args:
             manifest: flat mapping of all that the pieces depend on.
@@ -113,7 +113,7 @@ class Folder:
             ValueError: another process has the folder open, it holds pieces of another manifest, or it or a file of
                 its own is a symbolic link.
         """
-        with _space_errors(self.path):
+        with _write_errors(self.path):
             self.path.mkdir(exist_ok=True)
         # What a link leads to would be written to and removed.
         for path in (self.path, *(self.path / name for name in (_LOCK, _TOKENS))):
@@ -155,7 +155,7 @@ class Folder:
         while counts.pieces in self._waiting:
             path = _piece_path(self.path, counts.pieces)
             self._waiting.remove(counts.pieces)
-            with _space_errors(self.tokens), path.open("rb") as stream, self.tokens.open("ab") as joined:
+            with _write_errors(self.tokens), path.open("rb") as stream, self.tokens.open("ab") as joined:
                 counts = counts.plus(_read_counts(stream))
                 shutil.copyfileobj(stream, joined)
                 joined.flush()
@@ -195,7 +195,7 @@ class Folder:
         self._remove_drafts()
         if (self.path / _JOINED).exists():
             self._joined = self.counts = self._read_joined()
-        with _space_errors(self.tokens), self.tokens.open("ab") as stream:
+        with _write_errors(self.tokens), self.tokens.open("ab") as stream:
             stream.truncate(self._joined.tokens * self._token_bytes)
         for path in sorted(self.path.glob(f"{_PIECE}*")):
             index = int(path.name.removeprefix(_PIECE))

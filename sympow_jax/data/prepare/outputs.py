@@ -17,6 +17,7 @@ import numpy as np
 import tensorstore
 
 from sympow_jax import atomic
+from sympow_jax.config import _checks as checks
 from sympow_jax.data import longcrawl64, processes, tokens
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.prepare import folder as folder_lib
@@ -33,8 +34,8 @@ class Options:
         tokenizer: name for `tokenizer.load`.
         separator: id that ends a document; None takes the tokenizer's.
         text_column: column of parquet and JSON lines files that holds the text; None if every file is a document.
-        shortest_document: number of tokens, with the separator, of the shortest document that is not left out.
-        workers: number of processes that tokenize; 1 for a thread of this process.
+        shortest_document: documents of fewer tokens, separator included, are left out.
+        workers: number of processes that tokenize, at least 1; 1 for a thread of this process.
     """
 
     tokenizer: str = "byte"
@@ -42,6 +43,11 @@ class Options:
     text_column: str | None = None
     shortest_document: int = 1
     workers: int = 1
+
+    def __post_init__(self):
+        checks.require_at_least(
+            1, **{"--shortest_document": self.shortest_document, "--workers": self.workers}
+        )
 
 
 class Progress(NamedTuple):
@@ -63,7 +69,7 @@ class Progress(NamedTuple):
 Report = Callable[[Progress], None]
 
 
-def _new(out: str | pathlib.Path) -> pathlib.Path:
+def _require_absent(out: str | pathlib.Path) -> pathlib.Path:
     path = pathlib.Path(out).expanduser()
     if os.path.lexists(path):
         raise ValueError(f"{out} exists; remove it or choose another --out")
@@ -77,7 +83,7 @@ def _prepared(
 ) -> Iterator[tuple[folder_lib.Folder, dict[str, Any]]]:
     """Tokenizes all documents, and yields the folder with their tokens and a description of them.
 
-    The folder remains if it is not removed within.
+    The caller must remove the folder once its tokens are written; otherwise, the same command continues from it.
     """
     tokenizer = tokenizer_lib.load(options.tokenizer)
     separator = tokenizer.separator if options.separator is None else options.separator
@@ -196,16 +202,16 @@ def write_bin(
         ValueError: `out` exists, there is no separator, a document contains the separator or cannot be read or encoded,
             there is nothing to write, a worker process ended, or the folder holds pieces of other sources or options.
     """
-    path = _new(out)
+    path = _require_absent(out)
     sidecar = tokens.sidecar(path)
     # An earlier call may have been stopped between the two files.
     if not folder_lib.folder_of(path).is_dir():
-        _new(sidecar)
+        _require_absent(sidecar)
     with _prepared(path, paths, options or Options(), report) as (folder, summary):
         if os.path.lexists(sidecar) and sidecar.read_text() != _json(summary):
-            _new(sidecar)
-        with atomic.replace(sidecar) as description:
-            description.write_text(_json(summary))
+            _require_absent(sidecar)
+        with atomic.replace(sidecar) as draft:
+            draft.write_text(_json(summary))
         os.replace(folder.tokens, path)
         folder.remove()
     return summary
@@ -221,12 +227,18 @@ def write_longcrawl64(
 ) -> dict[str, Any]:
     """Writes a Zarr v2 array with rows of `row_tokens`, and returns the content of its `.zattrs`.
 
-    Arguments and errors are those of `write_bin`.
+    Args:
+        out: path of the array's folder, as in `write_bin`.
+        paths: files, folders or globs to read.
+        options: the way from documents to tokens.
+        row_tokens: number of tokens in a row. Those after the last whole row are dropped.
+        report: called with the progress after every piece.
 
     Raises:
-        ValueError: as `write_bin`, or there are fewer tokens than one row.
+        ValueError: as `write_bin`, or there are fewer tokens than one row, or `row_tokens` is below 1.
     """
-    path = _new(out)
+    checks.require_at_least(1, **{"--row_tokens": row_tokens})
+    path = _require_absent(out)
     with _prepared(path, paths, options or Options(), report) as (folder, summary):
         rows = summary["tokens"] // row_tokens
         if not rows:

@@ -17,10 +17,11 @@ from sympow_jax.evaluation.context_tasks import answers
 
 __all__ = ["TASKS", "Encoder", "Exam", "Material", "Task", "TooShortError", "make_exam"]
 
-# Both are multiples of the four quarters of a context by which results are reported.
+# Questions about a context. Both are multiples of 4, because results are reported by quarters of the context.
 _PAIR_QUESTIONS = 8
 _NEEDLES = 4
-_HOPS = 4  # assignments of a variable to another, as in RULER
+# Assignments of a variable to another, as in RULER.
+_HOPS = 4
 
 
 class TooShortError(ValueError):
@@ -35,7 +36,7 @@ class Encoder(Protocol):
         """Id before every document; None for none."""
 
     def encode(self, prompt: bytes, name: str) -> list[int]:
-        """Returns the tokens of a text, with `lead` before them."""
+        """Returns the tokens of any text, with `lead` before them; `name` names the text in errors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Material:
         text: tokens of held-out text, in which needles and variables are hidden. Its distinct tokens are the alphabet
             of copies.
         encoder: tokenizer; None if it is not known, in which case only copies can be made.
-        lead: id before every document; None for none.
+        lead: id before every context; None for none. It replaces that of the encoder.
     """
 
     text: Int[np.ndarray, " tokens"]
@@ -90,8 +91,8 @@ class Exam(NamedTuple):
         case: tokens of the context, the questions and the answers.
         log_candidates: logarithm of the number of answers that the context has to offer. A guess among them is right
             with the probability exp(-log_candidates).
-        depths: for each question, the fraction of the context before the pair or the sentence that answers it, in
-            [0, 1). Empty if the answers depend on the whole context.
+        depths: for each question, the fraction of the pairs, or of the excerpt that sentences are hidden in, before
+            what answers it, in [0, 1). Empty if the answers depend on the whole context.
     """
 
     case: answers.Case
@@ -108,13 +109,13 @@ class Task:
         questions: number of questions about a context.
         make: function of material, number of tokens and source of random numbers. Returns a context that has, with its
             longest question and answer, at most that number of tokens. Raises TooShortError if the number is too small.
-        has_text: whether it needs the tokenizer.
+        needs_tokenizer: whether it needs the tokenizer.
     """
 
     title: str
     questions: int
     make: Callable[[Material, int, np.random.Generator], Exam]
-    has_text: bool = True
+    needs_tokenizer: bool = True
 
 
 def make_exam(task: str, material: Material, length: int, *, seed: int, index: int) -> Exam:
@@ -123,6 +124,7 @@ def make_exam(task: str, material: Material, length: int, *, seed: int, index: i
     Raises:
         TooShortError: the length is too small for the task.
         ValueError: the tokenizer is not known, or cannot encode the text of the task.
+        KeyError: there is no such task.
     """
     rng = np.random.default_rng([seed, index, length, *task.encode()])
     try:
@@ -188,7 +190,7 @@ def _needle(material: Material, length: int, rng: np.random.Generator) -> Exam:
 
 
 def _variables(material: Material, length: int, rng: np.random.Generator) -> Exam:
-    """Hides a chain of assignments of variables in a text, and asks which variables have its value.
+    """Hides a chain of assignments of variables in a text, and asks which variables have the chain's value.
 
     This is the variable tracking of RULER (Hsieh et al. 2024, section 3) with its one chain of four hops. The answer
     has the five names in the order of the assignments.
@@ -196,9 +198,11 @@ def _variables(material: Material, length: int, rng: np.random.Generator) -> Exa
     words = _distinct_words(rng, string.ascii_uppercase, 5)
     names = [material.encode(f" {next(words)}") for _ in range(_HOPS + 1)]
     value = material.encode(f" {_digits(rng, 5)}")
-    sources = [value, *([*material.encode(" VAR"), *name] for name in names)]
+    sources = [value, *([*material.encode(" VAR"), *name] for name in names[:-1])]
     begin, equals, end = material.encode("\nVAR"), material.encode(" ="), material.encode("\n")
-    statements = [[*begin, *name, *equals, *source, *end] for name, source in zip(names, sources)]
+    statements = [
+        [*begin, *name, *equals, *source, *end] for name, source in zip(names, sources, strict=True)
+    ]
     prompt = [*material.encode("\nVariables assigned the value"), *value, *material.encode(":")]
     answer = [token for name in names for token in name]
     depths = np.sort(rng.random(len(statements)))
@@ -224,7 +228,7 @@ TASKS = {
     "recall": Task("value of a key among pairs", _PAIR_QUESTIONS, _recall),
     "needle": Task("number in a sentence hidden in text", _NEEDLES, _needle),
     "variables": Task("variables of one value, four hops", 1, _variables),
-    "copy": Task("random tokens, repeated", 1, _copy, has_text=False),
+    "copy": Task("random tokens, repeated", 1, _copy, needs_tokenizer=False),
 }
 
 
@@ -236,7 +240,7 @@ def _hide(
     question_size: int,
     rng: np.random.Generator,
 ) -> list[int]:
-    """Returns an excerpt of the text with pieces inserted at increasing depths; with a question, it has the length."""
+    """Returns an excerpt of the text with pieces inserted at increasing depths; context and question have `length`."""
     fixed = len(material.start) + sum(map(len, pieces)) + question_size
     # At least one token of text for each piece.
     _require_length(length, fixed + len(pieces))

@@ -17,7 +17,8 @@ from sympow_jax.evaluation.context_tasks import answers, prompts
 
 __all__ = ["COLUMNS", "Row", "TaskResult", "make_rows", "print_table", "summarize", "write_plot"]
 
-_COLUMNS = 2
+# Columns of panels at most.
+_MAX_COLUMNS = 2
 # Inches of a row of panels.
 _PANEL_HEIGHT = 3.9
 _MAP_HEIGHT = 2.5
@@ -39,8 +40,8 @@ class TaskResult:
         answer_tokens: number of tokens of all answers.
         chance: `exact_match` of a guess for each question, among the answers that its context has to offer.
         chance_loss: `loss` of a model that gives each of these answers the same probability, and others none.
-        exact_match_0_25: `exact_match` of the questions whose answer has 0 to 25 % of the context before it. Each of
-            these four is over a quarter of the questions. None if no question has a depth in it.
+        exact_match_0_25: `exact_match` of the questions whose answer has 0 to 25 % of the context before it, as
+            `prompts.Exam.depths` says. None if there is none.
         exact_match_25_50: the same for 25 to 50 %.
         exact_match_50_75: the same for 50 to 75 %.
         exact_match_75_100: the same for 75 to 100 %.
@@ -100,7 +101,7 @@ def summarize(
     tokens = sum(len(score.correct) for score in flat)
     exact_match = float(np.mean([score.correct.all() for score in flat]))
     log_candidates = np.array([exam.log_candidates for exam in exams])
-    questions = [len(exam_scores) for exam_scores in scores]
+    question_counts = [len(exam_scores) for exam_scores in scores]
     first, second, third, last = _exact_match_by_depth(exams, scores)
     return TaskResult(
         task=task,
@@ -112,8 +113,8 @@ def summarize(
         questions=len(flat),
         contexts=len(exams),
         answer_tokens=tokens,
-        chance=float(np.average(np.exp(-log_candidates), weights=questions)),
-        chance_loss=float(log_candidates @ questions) / tokens,
+        chance=float(np.average(np.exp(-log_candidates), weights=question_counts)),
+        chance_loss=float(log_candidates @ question_counts) / tokens,
         exact_match_0_25=first,
         exact_match_25_50=second,
         exact_match_50_75=third,
@@ -142,7 +143,8 @@ def print_table(rows: Sequence[Row], console: rich.console.Console) -> None:
     """Prints a line per task and length; with several runs, a column of exact matches for each."""
     tasks, runs = _tasks_and_runs(rows)
     one = len(runs) == 1
-    # Title, run whose row is shown, and its text. Where the run is None, the rows of all runs have the same text.
+    # Title, run whose row is shown, and its text. If the run is None, it is that of the first run: all runs of one
+    # command have the same tasks and lengths, and one tokenizer.
     columns: list[tuple[str, str | None, Callable[[Row], str]]] = [
         ("task", None, lambda row: row.task),
         ("context length", None, lambda row: f"{row.context_length:,}"),
@@ -196,9 +198,9 @@ def write_plot(path: pathlib.Path, rows: Sequence[Row]) -> None:
         [row for row in with_depths if (row.task, row.run) == pair] for pair in itertools.product(tasks, runs)
     ]
     maps = [panel_rows for panel_rows in maps if panel_rows]
-    heights = [_PANEL_HEIGHT * -(-len(tasks) // _COLUMNS)]
+    heights = [_PANEL_HEIGHT * -(-len(tasks) // _MAX_COLUMNS)]
     if maps:
-        heights.append(_MAP_HEIGHT * -(-len(maps) // _COLUMNS))
+        heights.append(_MAP_HEIGHT * -(-len(maps) // _MAX_COLUMNS))
     one_column = len(tasks) == 1 and len(maps) <= 1
     figure = figures.blank(width=7.7 if one_column else 9.6, height=sum(heights))
     parts = figure.subfigures(len(heights), height_ratios=heights, squeeze=False).flat
@@ -275,8 +277,8 @@ def _draw_maps(figure: matplotlib.figure.FigureBase, maps: Sequence[Sequence[Row
 
 
 def _panels(figure: matplotlib.figure.FigureBase, count: int) -> tuple[list[matplotlib.axes.Axes], int]:
-    """Returns `count` panels row by row, with one y axis for all of a row, and the number of columns."""
-    columns = min(count, _COLUMNS)
+    """Returns `count` panels row by row, with one range of y for all, and the number of columns."""
+    columns = min(count, _MAX_COLUMNS)
     axes = figure.subplots(-(-count // columns), columns, sharey=True, squeeze=False).flat
     for unused in axes[count:]:
         unused.remove()

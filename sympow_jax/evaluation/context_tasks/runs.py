@@ -164,7 +164,7 @@ def evaluate_context_tasks(
     heldout = data.HeldoutData(first.data, first.task, vocab_size=first.model.vocab_size)
     documents = runs.require_documents(first, heldout)
     codec = None
-    if any(prompts.TASKS[task].has_text for task in tasks):
+    if any(prompts.TASKS[task].needs_tokenizer for task in tasks):
         codec = data.codec_of_run(first, tokenizer)
     elif tokenizer is not None:
         raise ValueError(f"--tokenizer is for tasks with text; {', '.join(tasks)} has none: leave it out")
