@@ -5,6 +5,7 @@ import fnmatch
 import json
 import pathlib
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -254,7 +255,9 @@ def test_small_copies_learn(spec, source, changes, files):
     if source is None:
         settings.append("data.listops_examples=800,50")
     else:
-        settings += [f"data.paths={files / source}", f"data.heldout_paths={files / source}"]
+        heldout = files / f"heldout_{source}"
+        (shutil.copytree if (files / source).is_dir() else shutil.copy)(files / source, heldout)
+        settings += [f"data.paths={files / source}", f"data.heldout_paths={heldout}"]
     if "wikitext" in spec:
         settings.append("evaluation.context_lengths=()")
     arguments = [f"--config={ROOT}/configs/{spec}", f"--workdir={files / 'run'}"]
