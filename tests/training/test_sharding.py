@@ -76,6 +76,7 @@ def test_scanned_layers_of_conformal_over_devices(compilation_cache):
     check("conformal", [arrangement], compilation_cache)
 
 
+@pytest.mark.slow
 def test_scanned_layers_of_a_hybrid_over_devices(compilation_cache):
     arrangement = {"fsdp": 2, "context": 2, "tensor": 2, "layers": 4, "scan_layers": True}
     check("conformal", [arrangement | {"attention_pattern": ["conformal", "softmax"]}], compilation_cache)
