@@ -187,6 +187,10 @@ def _cudnn(plan, scale: float, query, key, value, log_decay, segment_ids) -> Flo
 
 def _xla(plan, scale: float, query, key, value, log_decay, segment_ids) -> Float[Array, "B T N E"]:
     """Computes attention block by block, with D = E."""
+    dtype = value.dtype
+    if dtype == jnp.float16 and target.device().platform != "gpu":
+        # JAX asks for products of float16 that only GPUs have.
+        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     rows, valid = _rows(log_decay, segment_ids, key.shape[1], plan.window)
     before = key.shape[1] - query.shape[1]
     queries, keys = (query, _slice_time(rows, before, key.shape[1])), (key, value, rows)
@@ -201,6 +205,7 @@ def _xla(plan, scale: float, query, key, value, log_decay, segment_ids) -> Float
         query_order, key_order = _padding_first(valid[:, before:]), _padding_first(valid)
         out = _attend_slices(_reordered(queries, query_order), _reordered(keys, key_order), plan, scale)
         out = _reordered(out, jnp.argsort(query_order, axis=1))
+    out = out.astype(dtype)
     return out if valid is None else jnp.where(valid[:, before:, None, None], out, 0)
 
 
@@ -349,13 +354,9 @@ def _attend(steps: Int[Array, " T"], queries, keys, plan, scale: float) -> Float
         )
         bias = jnp.moveaxis(whole.astype(jnp.float32) + fraction, -1, 1)
         bias = jnp.repeat(bias, query.shape[2] // key.shape[2], axis=1)
-    dtype = value.dtype
-    if dtype == jnp.float16 and target.device().platform != "gpu":
-        # JAX asks for products of float16 that only GPUs have.
-        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     exact = jax.default_matmul_precision("highest")
     with exact if query.dtype == jnp.float32 else contextlib.nullcontext():
-        return jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale).astype(dtype)
+        return jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale)
 
 
 @jax.custom_vjp

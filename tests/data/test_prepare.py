@@ -375,7 +375,7 @@ def test_another_command_for_the_same_output(folder, lines, capsys):
 
 @pytest.mark.parametrize("name", ["", "lock", "tokens"])
 def test_a_link_in_place_of_the_folder_or_its_files(folder, lines, capsys, name):
-    """What it leads to is left as it is."""
+    """The target of the link is not changed."""
     builders.write_files(folder, {"precious/kept": b"kept"})
     link = folder / ".a.bin.prepare" / name
     link.parent.mkdir(exist_ok=True)

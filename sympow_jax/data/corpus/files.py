@@ -1,6 +1,5 @@
 """Files of a corpus, on any file system that fsspec knows, and the pieces that they are read in."""
 
-import collections
 import contextlib
 import dataclasses
 import glob
@@ -189,7 +188,8 @@ def _require_readable(root: str) -> None:
     def refuse(error: OSError) -> None:
         raise error
 
-    collections.deque(os.walk(root, onerror=refuse), maxlen=0)
+    for _ in os.walk(root, onerror=refuse):
+        pass
 
 
 def _is_local(system: Any) -> bool:

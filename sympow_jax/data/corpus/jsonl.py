@@ -17,7 +17,7 @@ from sympow_jax.data.corpus import blocks, files
 __all__ = ["JsonlReader", "holds_text"]
 
 _READ_BYTES = 1 << 14
-# Fewer of formats in which they can decompress to more than half a gigabyte.
+# Bytes read at a time of formats of which `_READ_BYTES` can decompress to more than a third of a gigabyte.
 _COMPRESSED_BYTES = {".bz2": 1 << 8, ".zst": 1 << 12}
 _MAX_LINE_BYTES = 1 << 28
 
@@ -138,7 +138,7 @@ def _split(text: bytes, start: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _check_line(url: str, length: int, end: int) -> None:
-    """Raises ValueError if there is no end of a line in too many bytes, `length`, up to byte `end`."""
+    """Raises ValueError if the `length` bytes up to byte `end`, which have no end of a line, are too many."""
     if length > _MAX_LINE_BYTES:
         raise ValueError(
             f"{url} has more than {_MAX_LINE_BYTES} bytes without the end of a line before byte {end}; the file must "

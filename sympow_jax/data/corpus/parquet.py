@@ -98,8 +98,6 @@ class ParquetReader:
         groups = np.searchsorted(starts, first, side="right") - 1, np.searchsorted(starts, stop)
         for group in range(*groups):
             begin, end = max(first, starts[group]), min(stop, starts[group + 1])
-            if not self._texts:
-                _check_repeated(opened, url, group, self._column)
             for part in self._parts(opened, url, group, begin - starts[group], end - starts[group]):
                 size += _decoded_bytes(part)
                 if size > blocks.MAX_PIECE_BYTES:
@@ -121,6 +119,8 @@ class ParquetReader:
         reader = self._last[2] if self._last is not None and self._last[:2] == (url, group) else None
         with _arrow_errors(f"row group {group} of {url}"):
             if reader is None or reader.row > start:
+                if not self._texts:
+                    _check_repeated(opened, url, group, self._column)
                 reader = _GroupReader(opened, group, self._column)
                 self._last = url, group, reader
             yield from reader.read(start, stop)

@@ -79,14 +79,14 @@ class PieceTokenizer:
                 not enough memory.
         """
         found: list[Integer[np.ndarray, " tokens"]] = []
-        url = pieces[0].file.url
         try:
             for piece in pieces:
-                url = piece.file.url
                 found += self._documents(piece)
             tokens = np.concatenate([np.empty(0, self._dtype), *found])
         except MemoryError:
-            raise ValueError(f"out of memory while reading {url}; set fewer data.tokenizer_workers") from None
+            raise ValueError(
+                f"out of memory while reading {piece.file.url}; set fewer data.tokenizer_workers"
+            ) from None
         return DocumentTokens(tokens, np.array([len(document) for document in found], np.int64))
 
     def _documents(self, piece: corpus_files.Piece) -> Iterator[Integer[np.ndarray, " tokens"]]:

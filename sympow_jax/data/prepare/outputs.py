@@ -70,6 +70,7 @@ Report = Callable[[Progress], None]
 
 
 def _require_absent(out: str | pathlib.Path) -> pathlib.Path:
+    """Returns the path of an output, whose folder exists then; raises ValueError if the output exists."""
     path = pathlib.Path(out).expanduser()
     if os.path.lexists(path):
         raise ValueError(f"{out} exists; remove it or choose another --out")

@@ -70,9 +70,7 @@ def to_arrays(**arguments) -> list[Any]:
     Raises:
         ValueError: an argument is not an array, or segment ids do not fit in int32.
     """
-    return [
-        None if x is None and name not in _REQUIRED else to_array(name, x) for name, x in arguments.items()
-    ]
+    return [None if _is_left_out(name, x) else to_array(name, x) for name, x in arguments.items()]
 
 
 def to_shapes(**arguments) -> list[Any]:
@@ -84,7 +82,11 @@ def to_shapes(**arguments) -> list[Any]:
         array = to_array(name, x)
         return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
-    return [None if x is None and name not in _REQUIRED else shape(name, x) for name, x in arguments.items()]
+    return [None if _is_left_out(name, x) else shape(name, x) for name, x in arguments.items()]
+
+
+def _is_left_out(name: str, x) -> bool:
+    return x is None and name not in _REQUIRED
 
 
 def to_array(name: str, x) -> jax.Array:
