@@ -6,7 +6,6 @@ import itertools
 import os
 import pathlib
 
-import fsspec
 import numpy as np
 import pytest
 
@@ -34,6 +33,11 @@ def assert_same(left, right):
     assert left.keys() == right.keys()
     for name in left:
         np.testing.assert_array_equal(left[name], right[name])
+
+
+def skip_without_package(source):
+    if source in ("parquet", "jsonl"):
+        pytest.importorskip("sympow_jax.data.corpus")
 
 
 def stacked(rows):
@@ -299,6 +303,7 @@ def test_no_example_is_held_out(tmp_path):
 )
 def test_no_file_is_both_trained_on_and_held_out(tmp_path, source, name):
     """The file is trained on in its folder, and held out by a link to it or to the folder."""
+    skip_without_package(source)
     trained, other = tmp_path / "trained", tmp_path / "other"
     for root in (trained, other):
         builders.write_files(root, {f"{folder}/1{pathlib.Path(name).suffix}": b"ab" for folder in "ab"})
@@ -319,7 +324,8 @@ def test_no_file_is_both_trained_on_and_held_out(tmp_path, source, name):
 
 
 def test_no_remote_file_is_both_trained_on_and_held_out():
-    system = fsspec.filesystem("memory")
+    skip_without_package("jsonl")
+    system = pytest.importorskip("fsspec").filesystem("memory")
     for name in ("train-0", "train-1", "val-0"):
         system.pipe(f"/apart/{name}.jsonl", b'{"text": "a"}\n')
     settings = builders.data_config(
@@ -345,6 +351,7 @@ def test_an_array_has_one_location(tmp_path, spelling):
 
 @pytest.mark.parametrize("source", ["text", "jsonl"])
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch, source):
+    skip_without_package(source)
     builders.write_files(tmp_path, {f"{name}/1.jsonl": b'{"text": "a"}\n' for name in ("open", "closed")})
     scandir = os.scandir
 
