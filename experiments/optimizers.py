@@ -1,10 +1,9 @@
 """Held-out loss of each optimizer at its own best learning rate.
 
-The toy scale is `configs/quickstart.py` with another optimizer, for a third of its updates; `--steps=450` is the whole.
-With the first seed, each optimizer is trained at three rates a factor of 3 apart, and at up to two more while the best
-is at either end. The other seeds are trained at the best rate. Every optimizer has a warmup and a cosine schedule,
-except `schedule_free`, whose rate stays constant after the warmup. Gradients are clipped to norm 1; weight decay is
-0.1, except for `adam`, which has none.
+The toy scale is `configs/quickstart.py` with another optimizer. With the first seed, each optimizer is trained at three
+rates a factor of 3 apart, and at up to two more while the best is at either end. The other seeds are trained at the
+best rate. Every optimizer has a warmup and a cosine schedule, except `schedule_free`, whose rate stays constant after
+the warmup. Gradients are clipped to norm 1; weight decay is 0.1, except for `adam`, which has none.
 """
 
 import dataclasses
@@ -22,7 +21,7 @@ from sympow_jax.config import optimizer as optimizer_lib
 from sympow_jax.training import sharding
 
 PLANS = {
-    "toy": _shared.Plan(seeds=(0, 1, 2), steps=150, contexts=(256,), lengths=(256,), documents=64),
+    "toy": _shared.Plan(seeds=(0, 1, 2), steps=450, contexts=(256,), lengths=(256,), documents=64),
     "paper": _shared.Plan(seeds=(0,), steps=10_000, contexts=(4096,), lengths=(4096,), documents=64),
     "tiny": _shared.Plan(seeds=(0, 1), steps=2, contexts=(16,), lengths=(16,), documents=2),
 }
