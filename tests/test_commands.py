@@ -124,3 +124,23 @@ def test_ctrl_c_in_a_callback_of_the_garbage_collector_is_not_lost(capsys, monke
         collect()
     assert raised.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_the_reader_of_stdout_ends_first():
+    """As in `| head -1`: the program ends as of SIGPIPE, without a word."""
+    code = """
+from sympow_jax.training import cli
+with cli.user_errors():
+    print("first", flush=True)
+    input()
+    print("second", flush=True)
+"""
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as program:
+        assert program.stdout.readline() == "first\n"
+        program.stdout.close()
+        program.stdin.write("\n")
+        program.stdin.flush()
+        assert program.stderr.read() == ""
+    assert program.returncode == 128 + signal.SIGPIPE

@@ -4,6 +4,7 @@ import _thread
 import contextlib
 import logging
 import os
+import select
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ __all__ = ["NOTICES", "SAVING", "StopSignals", "user_errors"]
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 # Line on stderr after the first signal.
 SAVING = "saving after this step; once more ends at once"
-_STDERR = 2
+_STDOUT, _STDERR = 1, 2
 # Characters of an error. Values in it may come from a file of any content.
 _LONGEST = 1500
 # Seconds. `uv run` and `timeout` forward a signal that the process, being in their group, has already received.
@@ -41,10 +42,18 @@ def _hook(unraisable: Any) -> None:
         sys.__unraisablehook__(unraisable)
 
 
+def _stdout_is_closed() -> bool:
+    """Returns whether stdout is a pipe whose reader has ended."""
+    poll = select.poll()
+    poll.register(_STDOUT, 0)
+    return bool(poll.poll(0))
+
+
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Turns a user error or Ctrl-C into one line on stderr and a non-zero exit code; for the whole of a program.
 
+    If the reader of stdout ends before the program, the exit code is that of SIGPIPE, without a line.
     User errors are `ValueError`, `OSError`, and `NotImplementedError`, which means that a named implementation does not
     support the request. `MemoryError` is one too, because large files cause it. `python -X dev` prints the traceback,
     for development.
@@ -58,6 +67,10 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, NotImplementedError) as error:
+        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
+            # As other programs end in `| head -1`. Python writes what is left to stdout at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+            raise SystemExit(128 + signal.SIGPIPE) from None
         if sys.flags.dev_mode:
             raise
         print(f"error: {spelling.cut(str(error), _LONGEST)}", file=sys.stderr, flush=True)
