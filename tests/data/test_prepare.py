@@ -176,6 +176,10 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
         (("--out=a.bin", "zero.txt"), "zero.txt holds id 0, which separates documents"),
         (("--out=a.bin", "empty.txt"), "every file is empty (1 found)"),
         (("--out=there.bin", "texts"), "there.bin exists; remove it"),
+        (
+            ("--out=texts/a.bin", "./texts/"),
+            "the output texts/a.bin is in ./texts/, and the next command would",
+        ),
         (("--out=described.bin", "texts"), "described.bin.json exists; remove it"),
         (("--out=a.bin", "--tokenizer=words.json", "latin.txt"), "latin.txt is not UTF-8 at byte 3"),
         (

@@ -104,6 +104,11 @@ def _prepared(
         "separator": separator,
         "token_dtype": encoding.token_dtype,
     }
+    for read in paths:
+        if path.resolve().is_relative_to(pathlib.Path(read).expanduser().resolve()):
+            raise ValueError(
+                f"the output {path} is in {read}, and the next command would read it; write it to another folder"
+            )
     sources = pieces.find(paths, options.text_column)
     listed = hashlib.sha256(
         os.fsencode("".join(f"{name}\0{size}\0{_modified(name)}\0" for name, size in sources.files))
@@ -200,8 +205,9 @@ def write_bin(
         report: called with the progress after every piece.
 
     Raises:
-        ValueError: `out` exists, there is no separator, a document contains the separator or cannot be read or encoded,
-            there is nothing to write, a worker process ended, or the folder holds pieces of other sources or options.
+        ValueError: `out` exists or is in one of `paths`, there is no separator, a document contains the separator or
+            cannot be read or encoded, there is nothing to write, a worker process ended, or the folder holds pieces of
+            other sources or options.
     """
     path = _require_absent(out)
     sidecar = tokens.sidecar(path)
