@@ -138,10 +138,13 @@ def find(setting: str, paths: Sequence[str], *, format: str) -> list[CorpusFile]
     the paths, for errors.
 
     Raises:
-        ValueError: a path matches no file, a file is empty, or a file system cannot be reached.
+        ValueError: a path matches no file or is in an archive, a file is empty, or a file system cannot be reached.
     """
     matches: dict[str, CorpusFile] = {}
     for path in paths:
+        if "://" in path.partition("::")[0] and "::" in path:
+            # An archive is read from its start for every piece.
+            raise ValueError(f"{setting}: {path!r} is in an archive, which is not read; unpack the archive")
         with _errors(f"{setting} {path}"):
             files = list(_matching(path, format))
         if not files:

@@ -188,6 +188,7 @@ def test_each_file_is_found_once_and_in_order(tmp_path, monkeypatch):
         ),
         (["{}/empty"], r"empty is empty; remove it"),
         (["foo://x"], r"foo"),
+        (["zip://*.jsonl::{}/a.zip"], r"data\.paths: 'zip://.*' is in an archive, .* unpack the archive"),
     ],
 )
 def test_paths_that_name_no_file(tmp_path, paths, message):
