@@ -366,9 +366,14 @@ def train_all(options: Options, runs: Mapping[str, config.Config]) -> list[pathl
         print(f"run {number} of {len(runs)}: {folder.name}{', done before' if done else ''}", flush=True)
         if not done and (code := train_lib.train(wanted, folder)):
             raise SystemExit(code)
+    require_same_data(options, folders)
+    return folders
+
+
+def require_same_data(options: Options, folders: Sequence[pathlib.Path]) -> None:
+    """Raises ValueError if the runs in these folders were trained on different data."""
     if len({_read_json(folder / "data.json")["digest"] for folder in folders}) > 1:
         raise ValueError(f"the runs in {options.runs} were trained on different data; use another --out")
-    return folders
 
 
 def _is_done(folder: pathlib.Path, wanted: config.Config) -> bool:

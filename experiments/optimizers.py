@@ -2,8 +2,9 @@
 
 The toy scale is `configs/quickstart.py` with another optimizer. With the first seed, each optimizer is trained at three
 rates a factor of 3 apart, and at up to two more while the best is at either end. The other seeds are trained at the
-best rate. Every optimizer has a warmup and a cosine schedule, except `schedule_free`, whose rate stays constant after
-the warmup. Gradients are clipped to norm 1; weight decay is 0.1, except for `adam`, which has none.
+rate of the first seed's lowest held-out loss. Every optimizer has a warmup and a cosine schedule, except
+`schedule_free`, whose rate stays constant after the warmup. Gradients are clipped to norm 1; weight decay is 0.1,
+except for `adam`, which has none.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ PLANS = {
     "tiny": _shared.Plan(seeds=(0, 1), steps=2, contexts=(16,), lengths=(16,), documents=2),
 }
 VARIANTS = optimizer_lib.OPTIMIZERS
-# Of the first three rates.
+# Middle of the first three rates.
 _MIDDLE_RATES = {
     "adam": 6e-3,
     "adamw": 6e-3,
@@ -73,7 +74,7 @@ def _train(
     rates: Sequence[float],
     seed: int,
 ) -> None:
-    """Adds the folders of an optimizer's runs at these rates."""
+    """Trains an optimizer at these rates, and adds the runs to `folders`."""
     runs = {
         f"{variant}_rate{rate:.2g}_steps{options.plan.steps}_seed{seed}": settings(
             options, variant, rate=rate, seed=seed
@@ -95,6 +96,7 @@ def settings(options: _shared.Options, variant: str, *, rate: float, seed: int) 
         paper="gpt2_124m:conformal",
     )
     if options.scale == "toy":
+        # `_shared.settings` has smaller batches.
         tokens = config.load("quickstart").data.batch_tokens
         base = dataclasses.replace(base, data=dataclasses.replace(base.data, batch_tokens=tokens))
     optimizer = config.OptimizerConfig(
@@ -105,7 +107,7 @@ def settings(options: _shared.Options, variant: str, *, rate: float, seed: int) 
         weight_decay=0.0 if variant == "adam" else _WEIGHT_DECAY,
         clip_norm=1.0,
     )
-    # A rate that is too high has a high loss, instead of ending the experiment.
+    # A run that diverges continues and has a high loss, instead of ending the experiment.
     changed = dataclasses.replace(base.training, skip_nonfinite=True, max_skips=options.plan.steps + 1)
     return dataclasses.replace(base, optimizer=optimizer, training=changed)
 
@@ -126,12 +128,18 @@ def _best(folders: Folders, variant: str) -> float:
 
 
 def _lowest(losses: Mapping[float, float]) -> float:
-    """Returns the rate of the lowest loss, or the lowest rate if all losses are infinite."""
+    """Returns the rate of the lowest loss, or the lowest rate if none is finite."""
     return min(losses, key=lambda rate: (_rank(losses[rate]), rate))
 
 
 def _report(options: _shared.Options, folders: Folders) -> pathlib.Path:
-    """Writes rows, CSV, JSON and the plot; returns the plot's path."""
+    """Writes rows, CSV, JSON and the plot; returns the plot's path.
+
+    Raises:
+        ValueError: the folders have runs on different data.
+    """
+    # `_shared.train_all` compares those of one call.
+    _shared.require_same_data(options, list(folders.values()))
     rows = [
         {
             "variant": variant,

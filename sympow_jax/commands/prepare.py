@@ -1,6 +1,5 @@
 """Turns text into token files: `sympow prepare --format=bin --out=train.bin FILES...`."""
 
-import argparse
 import contextlib
 import signal
 import sys
@@ -19,8 +18,6 @@ __all__ = ["main"]
 
 # Seconds between two lines about the progress, where the output is not a terminal.
 _LINE_SECONDS = 5.0
-# The vocabulary has one id more, and its size must fit an int32.
-_LARGEST_ID = (1 << 31) - 2
 
 
 def _parser(program: str) -> command_line.Parser:
@@ -67,13 +64,6 @@ def _parser(program: str) -> command_line.Parser:
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="Files, folders or globs to read.")
     return parser
-
-
-def _check(options: argparse.Namespace) -> None:
-    if options.format == "longcrawl64":
-        command_line.check_utf8("--out", options.out, "Zarr arrays")
-    if options.separator is not None and not 0 <= options.separator <= _LARGEST_ID:
-        raise ValueError(f"--separator is {options.separator}; it must be an id from 0 to {_LARGEST_ID}")
 
 
 class _Terminated(KeyboardInterrupt):
@@ -148,7 +138,8 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
     """Writes the token files and prints the settings that read them; returns the exit code."""
     with cli.user_errors():
         flags = _parser(program).parse_args(arguments)
-        _check(flags)
+        if flags.format == "longcrawl64":
+            command_line.check_utf8("--out", flags.out, "Zarr arrays")
         options = prepare.Options(
             tokenizer=flags.tokenizer,
             separator=flags.separator,

@@ -264,5 +264,6 @@ class DataConfig:
 def source_of(path: str) -> str | None:
     """Returns `tokens`, `parquet` or `jsonl`, as the name of a file says; None if it says none of them."""
     name = path.lower()
-    name = next((name.removesuffix(ending) for ending in COMPRESSIONS if name.endswith(ending)), name)
+    if name.endswith(COMPRESSIONS):
+        return "jsonl" if name.rpartition(".")[0].endswith(SUFFIXES["jsonl"]) else None
     return next((source for source, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)

@@ -28,9 +28,9 @@ _READERS: Mapping[str, tuple[str, ...]] = {
 
 # Lowest `b1` of `schedule_free`: with a lower one, its average may not be finite in float32.
 _LOWEST_INTERPOLATION = 1e-3
-# Values of settings that are none.
+# Values that replace None.
 _DEFAULTS = {"learning_rate": 6e-4, "b1": 0.9, "b2": 0.999, "epsilon": 1e-8}
-# Those of optimizers whose authors recommend others.
+# Values of optimizers whose authors recommend others.
 _OWN_DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "adafactor": {"b1": 0.0, "epsilon": 1e-30},
     "lion": {"b2": 0.99},
@@ -110,8 +110,8 @@ class OptimizerConfig:
     schedule: str = dataclasses.field(
         default="constant",
         metadata=fields.about(
-            "Learning rate after the warmup. `cosine` is a half cosine and `linear` a straight line, both down to "
-            "`final_fraction`. `inverse_sqrt` falls with the root of the step. `wsd` is constant and at the end a "
+            "Shape of the learning rate after the warmup. `cosine` is a half cosine and `linear` a straight line, both "
+            "down to `final_fraction`. `inverse_sqrt` falls as 1 / sqrt(step). `wsd` is constant and at the end a "
             "straight line down to `final_fraction`.",
             choices=SCHEDULES,
         ),
@@ -127,13 +127,13 @@ class OptimizerConfig:
     )
     decay_fraction: float = dataclasses.field(
         default=0.1,
-        metadata=fields.about("Fraction of `training.steps`, the last, over which the schedule `wsd` falls."),
+        metadata=fields.about("Last fraction of `training.steps`, over which the schedule `wsd` falls."),
     )
     weight_decay: float = dataclasses.field(
         default=0.0,
         metadata=fields.about(
             "Decoupled weight decay, applied to matrices only. An update subtracts the learning rate times this "
-            "times the parameter. Not for `adam`."
+            "times the parameter; for `prodigy`, the rate includes its estimate. Not for `adam`."
         ),
     )
     weight_decay_factors: tuple[str, ...] = dataclasses.field(
@@ -146,7 +146,7 @@ class OptimizerConfig:
     clip_norm: float | None = dataclasses.field(
         default=None,
         metadata=fields.about(
-            "Global norm that gradients are scaled down to if theirs is larger. If none, they are not."
+            "Global norm that gradients are scaled down to if theirs is larger. If none, they are not clipped."
         ),
     )
     learning_rate_factors: tuple[str, ...] = dataclasses.field(
@@ -185,10 +185,11 @@ class OptimizerConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
         self._check_reads()
-        least = ("learning_rate", "warmup_steps", "weight_decay", "epsilon", "z_loss")
-        checks.require_at_least(0, **{f"optimizer.{name}": getattr(self, name) for name in least})
-        least = ("accumulate", "factored_size")
-        checks.require_at_least(1, **{f"optimizer.{name}": getattr(self, name) for name in least})
+        for least, names in (
+            (0, ("learning_rate", "warmup_steps", "weight_decay", "z_loss")),
+            (1, ("accumulate", "factored_size")),
+        ):
+            checks.require_at_least(least, **{f"optimizer.{name}": getattr(self, name) for name in names})
         fractions = ("b1", "b2", "momentum")
         checks.require_fraction(**{f"optimizer.{name}": getattr(self, name) for name in fractions})
         for name in ("final_fraction", "decay_fraction"):
@@ -198,16 +199,18 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.ema_decay is {self.ema_decay}; it must lie in (0, 1)")
         if self.clip_norm is not None:
             checks.require_positive(**{"optimizer.clip_norm": self.clip_norm})
-        checks.require_positive(**{"optimizer.initial_distance": self.initial_distance})
+        # With an epsilon of 0, a gradient of 0 would be divided by 0.
+        for name in ("epsilon", "initial_distance"):
+            checks.require_positive(**{f"optimizer.{name}": getattr(self, name)})
         if self.weight_decay_factors and not self.weight_decay:
             raise ValueError(
                 f"optimizer.weight_decay_factors is {self.weight_decay_factors} but optimizer.weight_decay is 0; set "
-                f"it or leave the factors out"
+                f"weight_decay, or leave the factors out"
             )
         if self.name == "schedule_free":
             self._check_schedule_free()
         for name in ("learning_rate_factors", "weight_decay_factors"):
-            self.factors_by_pattern(name)
+            self.factors_by_pattern(name)  # which raises an error for those that are wrong
 
     def _check_reads(self):
         defaults = {field.name: field.default for field in dataclasses.fields(self)} | _DEFAULTS
@@ -232,8 +235,8 @@ class OptimizerConfig:
             )
         if self.b1 < _LOWEST_INTERPOLATION:
             raise ValueError(
-                f"optimizer.b1 is {self.b1} and optimizer.name 'schedule_free', whose average is computed by dividing "
-                f"by it; it must be at least {_LOWEST_INTERPOLATION}"
+                f"optimizer.b1 is {self.b1} and optimizer.name is 'schedule_free', whose average is computed by "
+                f"dividing by it; it must be at least {_LOWEST_INTERPOLATION}"
             )
 
     def factors_by_pattern(self, name: str) -> tuple[tuple[str, float], ...]:

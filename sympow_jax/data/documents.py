@@ -89,8 +89,8 @@ class Spans:
         return self._arrays[self._array[document]][begin + start : begin + stop]
 
     def name(self, document: int) -> str:
-        """Returns the document's file and its start in the file."""
-        return f"{self._names[self._array[document]]} (document at {self._starts[document]})"
+        """Returns the name of the document's array and its start there, in tokens."""
+        return f"{self._names[self._array[document]]} (document at token {self._starts[document]})"
 
 
 def check_vocabulary(tokens: Integer[np.ndarray, " tokens"], *, vocab_size: int, name: str) -> None:

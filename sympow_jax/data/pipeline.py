@@ -170,6 +170,20 @@ class HeldoutData:
             parts[name] = HeldoutData(config, self._task, vocab_size=self._vocab_size)
         return parts
 
+    @property
+    def cause_of_absence(self) -> str:
+        """Why nothing is held out, if nothing is, and what to do: the end of an error."""
+        config = self._config
+        if config.heldout_paths:
+            return (
+                f"data.heldout_paths has nothing with data.shortest_document tokens, {config.shortest_document}, or "
+                f"more; lower it, or name other files"
+            )
+        return (
+            f"data.heldout_paths is empty and data.heldout_fraction is {config.heldout_fraction}; name held-out files, "
+            f"or hold out a part of at least two documents"
+        )
+
     def batches(self, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
         """Yields batches of the rows, each row once, in a fixed order.
 

@@ -125,10 +125,7 @@ def evaluate_heldout(
     if heldout is None:
         heldout = data.HeldoutData(source, configs[0].task, vocab_size=configs[0].model.vocab_size)
     if heldout.rows is None:
-        raise ValueError(
-            f"no example is held out of the data of {paths[0]}: data.heldout_paths is empty and data.heldout_fraction "
-            f"is {source.heldout_fraction}; name held-out files, or hold out a part of at least two examples"
-        )
+        raise ValueError(f"no example is held out of the data of {paths[0]}: {heldout.cause_of_absence}")
     workdirs_lib.warn_of_changed_data(console, paths, configs[0])
 
     devices = jax.local_device_count()

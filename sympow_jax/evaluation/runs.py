@@ -229,10 +229,7 @@ def select_documents(
 def require_documents(config: config_lib.Config, opened: data.HeldoutData) -> data.HeldoutDocuments:
     """Returns the held-out documents; raises ValueError if there are none."""
     if opened.documents is None:
-        raise ValueError(
-            f"no document is held out: data.heldout_paths is empty and data.heldout_fraction is "
-            f"{config.data.heldout_fraction}; name held-out files, or hold out a part of at least two documents"
-        )
+        raise ValueError(f"no document is held out: {opened.cause_of_absence}")
     return opened.documents
 
 

@@ -11,7 +11,7 @@ import threading
 import time
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from sympow_jax import spelling
 
@@ -22,78 +22,94 @@ NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 # Line on stderr after the first signal.
 SAVING = "saving after this step; once more ends at once"
 _STDOUT, _STDERR = 1, 2
-# Characters of an error. Values in it may come from a file of any content.
-_LONGEST = 1500
+# Values in an error may come from a file of any content.
+_MAX_ERROR_CHARACTERS = 1500
 # Seconds. `uv run` and `timeout` forward a signal that the process, being in their group, has already received.
 _DUPLICATE_SECONDS = 1.0
-# Seconds that a callback of the garbage collector takes at most.
-_CALLBACK_SECONDS = 0.05
+# Longer than a callback of the garbage collector.
+_RETRY_SECONDS = 0.05
 
 
-def _hook(unraisable: Any) -> None:
+def _report_unraisable(unraisable: Any) -> None:
     """Prints an error that cannot be raised, except those of writes that end after Orbax has given up a save.
 
     A Ctrl-C that arrives in a callback of the garbage collector, of which JAX has one, cannot be raised there. It
-    arrives again once the callback has returned.
+    arrives again once the callback has returned. The argument of a subclass of KeyboardInterrupt is the number of its
+    signal.
     """
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        threading.Timer(_CALLBACK_SECONDS, _thread.interrupt_main).start()
+        number = next(iter(getattr(unraisable.exc_value, "args", ())), signal.SIGINT)
+        threading.Timer(_RETRY_SECONDS, _thread.interrupt_main, (number,)).start()
     elif not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
         sys.__unraisablehook__(unraisable)
 
 
-def _stdout_is_closed() -> bool:
-    """Returns whether stdout is a pipe whose reader has ended."""
+def _has_no_reader(descriptor: int) -> bool:
     poll = select.poll()
-    poll.register(_STDOUT, 0)
+    poll.register(descriptor, 0)
     return bool(poll.poll(0))
+
+
+def _end_without_reader() -> NoReturn:
+    """Ends the program as SIGPIPE ends others, as in `| head -1`."""
+    _discard_stdout()
+    raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _discard_stdout() -> None:
+    """Discards what is left to write, which Python would write at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
+
+
+def _flush_stdout() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _end_without_reader()
+    except OSError as error:
+        _discard_stdout()
+        print(f"error: cannot write the output: {error.strerror}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
 
 
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Turns a user error or Ctrl-C into one line on stderr and a non-zero exit code; for the whole of a program.
 
-    If the reader of stdout ends before the program, the exit code is that of SIGPIPE, without a line.
     User errors are `ValueError`, `OSError`, and `NotImplementedError`, which means that a named implementation does not
     support the request. `MemoryError` is one too, because large files cause it. `python -X dev` prints the traceback,
-    for development.
+    for development. If the reader of stdout ends before the program, the exit code is that of SIGPIPE, without a line.
     """
     if not sys.flags.dev_mode:
         # Orbax logs, with tracebacks, errors that it also raises. Hide them, but let handlers receive them.
         logging.getLogger("absl").propagate = False
         logging.getLogger("absl").addHandler(logging.NullHandler())
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-        sys.unraisablehook = _hook
+        sys.unraisablehook = _report_unraisable
     try:
         yield
-    except (ValueError, OSError, NotImplementedError) as error:
-        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
-            # As other programs end in `| head -1`. Python writes what is left to stdout at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
-            raise SystemExit(128 + signal.SIGPIPE) from None
+    except (ValueError, OSError, NotImplementedError, MemoryError) as error:
+        if isinstance(error, BrokenPipeError) and _has_no_reader(_STDOUT):
+            _end_without_reader()
         if sys.flags.dev_mode:
             raise
-        print(f"error: {spelling.cut(str(error), _LONGEST)}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
-    except MemoryError:
-        if sys.flags.dev_mode:
-            raise
-        print(
-            "error: memory is short; use a machine that has more, or smaller data",
-            file=sys.stderr,
-            flush=True,
-        )
+        reason = spelling.cut(str(error), _MAX_ERROR_CHARACTERS) or type(error).__name__
+        if isinstance(error, MemoryError):
+            reason = "memory is short; use a machine that has more, or smaller data"
+        print(f"error: {reason}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         raise SystemExit(128 + signal.SIGINT) from None
+    finally:
+        _flush_stdout()
 
 
 class StopSignals:
     """Context manager that records and reports the first SIGINT, SIGTERM or SIGUSR1, so that the step can finish.
 
     A signal within a second of the first is taken for the same one, forwarded by a parent, and ignored. A later one has
-    its usual effect. Works in the main thread only, like all signal handlers, and once.
+    its usual effect. Works in the main thread only, like all signal handlers. An instance can be entered once.
 
     Attributes:
         received: the first signal; None before it.
@@ -117,7 +133,7 @@ class StopSignals:
         now = time.monotonic()
         if self.received is None:
             self.received, self._at = signal.Signals(number), now
-            # Not by `print`, which a handler must not call: the signal may have come within another.
+            # Not by `print`, which a handler must not call: the signal may have interrupted one.
             with contextlib.suppress(OSError):
                 os.write(_STDERR, f"{SAVING}\n".encode())
         elif now - self._at >= _DUPLICATE_SECONDS:

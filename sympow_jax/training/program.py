@@ -370,10 +370,10 @@ class Program:
             changes, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, changes)
             step, average, skips = state.step + 1, state.average, state.skips
-            # The schedule does not count what was skipped.
+            # Neither the schedule nor the average counts what was skipped.
             done = state.step - skips["total"] if skips else state.step
             if ema_decay is not None:
-                average = _averaged(average, params, ema_decay, step)
+                average = _averaged(average, params, ema_decay, done + 1)
             if settings.training.skips_updates:
                 is_good, skips = spikes.judge(settings.training, skips, sums.loss, grad_norm)
                 old = state.params, state.opt_state, state.statistics, state.average
@@ -471,14 +471,14 @@ def _param_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(reversed(list(names)))
 
 
-def _averaged(average: Params, params: Params, decay: float, step: Int[Array, ""]) -> Params:
-    """Returns the moving average after update `step`.
+def _averaged(average: Params, params: Params, decay: float, update: Int[Array, ""]) -> Params:
+    """Returns the moving average after an update, which is counted from 1.
 
-    The decay rises with the step, so that the first parameters are soon forgotten, as in TensorFlow's
+    The decay rises with its number, so that the first parameters are soon forgotten, as in TensorFlow's
     `ExponentialMovingAverage` with `num_updates`.
     """
-    weight = jnp.minimum(decay, (1 + step) / (10 + step))
-    return jax.tree.map(lambda old, new: weight * old + (1 - weight) * new, average, params)
+    least = jnp.minimum(decay, (1 + update) / (10 + update))
+    return jax.tree.map(lambda old, new: least * old + (1 - least) * new, average, params)
 
 
 def _selected(condition: Bool[Array, ""], new: Any, old: Any) -> Any:

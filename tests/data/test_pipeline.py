@@ -109,7 +109,7 @@ def test_seed_changes_the_order_only(tmp_path):
 def test_a_bad_id_is_an_error_of_one_line(config):
     batches = data.train_dataset(config, vocab_size=100).batches(4)
     with pytest.raises(
-        ValueError, match=r"a\.bin \(document at 100\) holds id 109, but model\.vocab_size"
+        ValueError, match=r"a\.bin \(document at token 100\) holds id 109, but model\.vocab_size"
     ) as raised:
         list(itertools.islice(batches, 4))
     assert "\n" not in str(raised.value)

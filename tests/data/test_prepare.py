@@ -178,7 +178,7 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
         (("--out=there.bin", "texts"), "there.bin exists; remove it"),
         (
             ("--out=texts/a.bin", "./texts/"),
-            "the output texts/a.bin is in ./texts/, and the next command would",
+            "the output texts/a.bin is in ./texts/, and a later command that reads this",
         ),
         (("--out=described.bin", "texts"), "described.bin.json exists; remove it"),
         (("--out=a.bin", "--tokenizer=words.json", "latin.txt"), "latin.txt is not UTF-8 at byte 3"),
@@ -394,7 +394,7 @@ def test_a_file_that_has_changed_is_another_file(folder, lines, capsys):
         prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(2))
     os.utime("lines.jsonl", ns=(1, 1))
     command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
-    assert "files_sha256 was" in mistakes.line(prepare.main, command, capsys)
+    assert "names_sizes_times_sha256 was" in mistakes.line(prepare.main, command, capsys)
 
 
 def test_a_process_that_was_killed_while_it_wrote_the_manifest(folder, lines):

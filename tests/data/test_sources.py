@@ -241,8 +241,8 @@ def test_a_row_of_one_id_is_no_data(tmp_path):
         except ValueError as error:
             failed.append(str(error))
     assert sorted(failed) == [
-        f"{path} (document at 0) has only id 5 in the 64 tokens of row {row}, which begins at its token {64 * row}; "
-        "the data was not copied in full, or the file is damaged: copy or prepare it again"
+        f"{path} (document at token 0) has only id 5 in the 64 tokens of row {row}, which begins at its token "
+        f"{64 * row}; the data was not copied in full, or the file is damaged: copy or prepare it again"
         for row in (2, 3, 4)
     ]
     short = builders.data_config(source="tokens", paths=(path,), context_length=32, heldout_fraction=0.0)

@@ -248,6 +248,11 @@ def test_errors_come_before_the_work(corpus, tmp_path, monkeypatch):
     nothing = make_run(corpus, "nothing held out", heldout_paths=(), heldout_fraction=0.0)
     with pytest.raises(ValueError, match=r"no document is held out: .*heldout_fraction is 0\.0; name"):
         evaluate([nothing], (8,), out=tmp_path / "out")
+    short = make_run(corpus, "too short", shortest_document=1 << 20)
+    with pytest.raises(
+        ValueError, match=r"no document is held out: data\.heldout_paths has nothing with data"
+    ):
+        evaluate([short], (8,), out=tmp_path / "out")
 
 
 def test_documents_must_reach_the_longest_length():

@@ -61,6 +61,7 @@ def write_losses(
 ) -> pathlib.Path:
     """Writes the files of a run that the experiment reads; returns the folder."""
     folder.mkdir()
+    (folder / "data.json").write_text(json.dumps({"digest": "0"}))
     (folder / "context_loss.json").write_text(json.dumps({"rows": [{"loss": heldout}]}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(values) + "\n" for values in training))
     return folder
@@ -86,6 +87,12 @@ def test_a_rate_that_diverges_is_not_the_best(tmp_path, monkeypatch):
     best, tried = optimizers.tables(written)
     assert best.rows == [("sgd", "2.500", "0.3", "4.0"), ("lion", "nan", "1", "4.0")]
     assert tried.rows == [("sgd", "0.3: 2.500, 1: nan"), ("lion", "1: nan")]
+
+    (good / "data.json").write_text(json.dumps({"digest": "1"}))
+    with pytest.raises(
+        ValueError, match="the runs in runs were trained on different data; use another --out"
+    ):
+        optimizers._report(OPTIONS, folders)
 
 
 def test_lower_rates_are_tried_if_all_diverge(tmp_path):

@@ -30,7 +30,8 @@ class CorpusFile:
     Attributes:
         url: local path, or URL such as `s3://...` or `hf://datasets/...`.
         key: path relative to the folder, or to the fixed part of the glob, that matched the file. Order and hold-out
-            depend on it only, so that they do not change when the folder is moved.
+            depend on it only, so that they do not change when the folder is moved. Without the query of an HTTP
+            address, which may be a signature.
         size: number of bytes.
         format: `parquet` or `jsonl`.
     """
@@ -48,8 +49,7 @@ class CorpusFile:
     @property
     def compression(self) -> str | None:
         """Suffix of a compressed JSON lines file, such as `.gz`; None for plain ones and for parquet."""
-        query = "?" if self.url.startswith(("http://", "https://")) else "\0"
-        suffix = posixpath.splitext(self.url.partition(query)[0])[1].lower()
+        suffix = posixpath.splitext(_without_query(self.url))[1].lower()
         return suffix if self.format == "jsonl" and suffix in data_config.COMPRESSIONS else None
 
     @property
@@ -68,6 +68,10 @@ class Piece:
     count: int
 
 
+def _without_query(url: str) -> str:
+    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
+
+
 @contextlib.contextmanager
 def _errors(place: str) -> Iterator[None]:
     """Turns an error of a file system into a ValueError that names the file, or the setting and the path."""
@@ -79,6 +83,8 @@ def _errors(place: str) -> Iterator[None]:
         # A server does not tell those who may not read a file that it exists.
         remedy = "correct the path, or check your access to it" if "://" in place else "correct the path"
         raise ValueError(f"{place}: there is no such file or folder; {remedy}") from error
+    except ImportError as error:  # whose message says what to install
+        raise ValueError(f"cannot read {place}: {error}") from error
     except Exception as error:  # each file system raises the errors of its own network library
         reason = spelling.cut(str(error), _MAX_REASON) or type(error).__name__
         remedy = "the network and your access to it, or name a local copy" if "://" in place else "the file"
@@ -88,7 +94,7 @@ def _errors(place: str) -> Iterator[None]:
 class CorpusStream(io.BufferedIOBase):
     """The bytes of a local or remote file, not decompressed.
 
-    Opening and reading raise ValueErrors that name the file, because a reader of a format would take an error of a file
+    All methods raise ValueErrors that name the file, because a reader of a format would take an error of a file
     system for that of a corrupt file.
     """
 
@@ -109,7 +115,8 @@ class CorpusStream(io.BufferedIOBase):
 
     def seek(self, offset: int, whence: int = 0, /) -> int:
         """Moves to another byte, and returns its offset."""
-        return self._file.seek(offset, whence)
+        with _errors(self._url):
+            return self._file.seek(offset, whence)
 
     def tell(self) -> int:
         """Returns the offset of the next byte."""
@@ -143,14 +150,16 @@ def find(setting: str, paths: Sequence[str], *, format: str) -> list[CorpusFile]
     matches: dict[str, CorpusFile] = {}
     for path in paths:
         if "://" in path.partition("::")[0] and "::" in path:
-            # An archive is read from its start for every piece.
+            # Every piece would read the archive from its start.
             raise ValueError(f"{setting}: {path!r} is in an archive, which is not read; unpack the archive")
         with _errors(f"{setting} {path}"):
             files = list(_matching(path, format))
         if not files:
+            suffixes = ", ".join(data_config.SUFFIXES[format])
+            suffixes += ", also compressed" if format == "jsonl" else ""
             raise ValueError(
                 f"{setting}: no {format} file matches {path!r}; correct the path or the pattern (a folder stands for "
-                f"its files that end in {', '.join(data_config.SUFFIXES[format])})"
+                f"its files that end in {suffixes})"
             )
         for file in files:
             if not file.size:
@@ -177,12 +186,17 @@ def _matching(path: str, format: str) -> Iterator[CorpusFile]:
         found, base = system.find(root, detail=True), root
         found = {name: entry for name, entry in found.items() if _belongs(name, root, format)}
     else:
-        found, base = {root: info}, posixpath.dirname(root)
+        found, base = {root: info}, posixpath.dirname(_without_query(root))
     for name, entry in found.items():
         # Listings of local folders have the type of a link instead of that of its target, which may not exist.
-        if os.path.isfile(name) if entry.get("islink") else entry["type"] == "file":
-            url = name if _is_local(system) else system.unstrip_protocol(name)
-            yield CorpusFile(url, posixpath.relpath(name, base or "."), int(entry["size"]), format)
+        is_file = os.path.isfile(name) if entry.get("islink") else entry["type"] == "file"
+        if not is_file:
+            continue
+        url = name if _is_local(system) else system.unstrip_protocol(name)
+        if entry["size"] is None:
+            raise ValueError("the server does not say how large the file is; name a local copy")
+        key = posixpath.relpath(_without_query(name), base or ".")
+        yield CorpusFile(url, key, int(entry["size"]), format)
 
 
 def _require_readable(root: str) -> None:
@@ -191,8 +205,8 @@ def _require_readable(root: str) -> None:
     def refuse(error: OSError) -> None:
         raise error
 
-    for _ in os.walk(root, onerror=refuse):
-        pass
+    for _, subfolders, _ in os.walk(root, onerror=refuse):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
 
 
 def _is_local(system: Any) -> bool:

@@ -19,17 +19,19 @@ __all__ = ["HELDOUT_TOKENS", "describe", "locations", "open_heldout", "open_rows
 
 # Bytes of text in a group. A resumed run reads its group again.
 _GROUP_BYTES = 1 << 24
-# A group of pieces of a large file has 32 to 64 rows or more at 4 bytes per token, so that at most about 1.5 % of it is
-# dropped at its end.
-_ROWS, _TOKEN_BYTES = 64, 4
+# A piece of a large file has at least 32 of these rows. Half a row on average, 1.6 % of it, is dropped at its end.
+_ROWS = 64
+_TOKEN_BYTES = 4
 # Held-out documents are kept in memory, until they have this number of tokens or this number of groups is read.
 HELDOUT_TOKENS = 1 << 24
 _HELDOUT_GROUPS = 64
-# Bytes of text in a piece of the first file. The tokens of one piece give the estimate of the number of tokens, and
-# enter the digest. At most this number of pieces is read until one has documents.
-_SAMPLE_BYTES, _SAMPLE_PIECES = 1 << 20, 16
-# Last bytes of a file in the digest, and the number of files of which they are read.
-_DIGEST_BYTES, _DIGEST_FILES = 1 << 16, 16
+# The tokens of a piece of this number of bytes give the estimate of the number of tokens, and enter the digest.
+_SAMPLE_BYTES = 1 << 20
+# Pieces of the first file that are read at most until one has documents.
+_SAMPLE_PIECES = 16
+# Last bytes of a file that enter the digest, for this number of files.
+_DIGEST_BYTES = 1 << 16
+_DIGEST_FILES = 16
 
 # Without a model: more ids than any tokenizer has.
 _ANY_VOCABULARY = (1 << 31) - 1
@@ -54,7 +56,7 @@ def _groups(corpus: list[files.CorpusFile], config: config_lib.DataConfig) -> li
 def _recipe(
     config: config_lib.DataConfig, first: files.CorpusFile, *, vocab_size: int, heldout: bool
 ) -> tokenizing.Recipe:
-    """Returns the settings of tokenization, after checking that their ids are below `vocab_size`."""
+    """Returns the settings of tokenization, after checking that its ids and the separator are below `vocab_size`."""
     texts, separator = reading.holds_text(first, _column(config)), config.document_separator
     if texts:
         tokenizer = tokenizer_lib.load(config.tokenizer, setting="data.tokenizer")
@@ -66,8 +68,8 @@ def _recipe(
             )
     if separator is not None and not 0 <= separator < vocab_size:
         raise ValueError(
-            f"the id after each document is {separator}, but model.vocab_size is {vocab_size}; raise it, or set "
-            f"data.document_separator"
+            f"the id after each document is {separator}, but model.vocab_size is {vocab_size}; raise it, or choose "
+            f"another data.document_separator"
         )
     return tokenizing.Recipe(
         column=_column(config),
@@ -123,8 +125,8 @@ def open_heldout(config: config_lib.DataConfig, *, vocab_size: int) -> documents
     )
 
 
-# The last documents are cached, because `describe` and the evaluations of a run open the same ones. To `describe` no
-# vocabulary is known, so that the documents must not depend on it.
+# The documents that were opened last are cached, because `describe` and the evaluations of a run open the same ones. To
+# `describe` no vocabulary is known, so that the documents must not depend on it.
 @functools.lru_cache(maxsize=1)
 def _read_heldout(
     recipe: tokenizing.Recipe, groups: tuple[stream.Group, ...], *, workers: int
@@ -133,7 +135,7 @@ def _read_heldout(
     # Closed here, so that the workers have ended when an error leaves this function too.
     with contextlib.closing(tokenizing.tokens_in_order(recipe, groups, workers=workers)) as results:
         for group, tokens in zip(groups, results):
-            groups_tokens.append((group[0].file.url, tokens))
+            groups_tokens.append((stream.name_of(group), tokens))
             count += len(tokens.tokens)
             if count >= HELDOUT_TOKENS:
                 break
@@ -141,7 +143,7 @@ def _read_heldout(
     lengths = np.concatenate([tokens.lengths for _, tokens in groups_tokens])
     spans = documents.Spans(
         [tokens.tokens for _, tokens in groups_tokens],
-        [url for url, _ in groups_tokens],
+        [name for name, _ in groups_tokens],
         array=np.repeat(np.arange(len(groups_tokens)), [len(tokens.lengths) for _, tokens in groups_tokens]),
         starts=np.concatenate(ends) - lengths,
         lengths=lengths,
@@ -175,13 +177,13 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     tokens, fraction = _sample(recipe, corpus[0])
     size = sum(file.size for file in corpus)
     estimate = int(len(tokens) / fraction * size / corpus[0].size)
-    # Half a row of each part of the data, or all of it if it has less.
+    # Half a row of each group, or all of the data if it has less.
     dropped = min(1.0, len(_groups(corpus, config)) * config.context_length / 2 / max(1, estimate))
     note = (
         f"estimated; about {dropped:.1%} are dropped at the ends of parts of the data"
         if len(tokens)
-        else f"their number is unknown, because the first {fraction:.1%} of {corpus[0].url} have no document of "
-        f"data.shortest_document, {config.shortest_document}"
+        else f"their number is unknown, because the first {fraction:.1%} of {corpus[0].url} have no training document "
+        f"of at least data.shortest_document tokens, {config.shortest_document}"
     )
     matches = corpus + (_find(config, heldout=True) if config.heldout_paths else [])
     digest = hashlib.sha256(tokens.astype("<u4").tobytes())
@@ -204,7 +206,7 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
 def _sample(
     recipe: tokenizing.Recipe, file: files.CorpusFile
 ) -> tuple[Integer[np.ndarray, " tokens"], float]:
-    """Returns the tokens of the first piece of a file that has any, and the fraction of the file up to its end."""
+    """Returns the tokens of the first piece that has any, and the fraction of the file up to the end of that piece."""
     tokenize, pieces = tokenizing.PieceTokenizer(recipe), files.pieces([file], _SAMPLE_BYTES)
     # A piece is empty if its row group begins in another piece, or if all of its documents are short.
     sample = pieces[:_SAMPLE_PIECES]

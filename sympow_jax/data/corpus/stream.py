@@ -28,6 +28,12 @@ class PackedRows(Protocol):
     def row(self, index: int, key: tuple[int, ...]) -> rows.Row: ...
 
 
+def name_of(group: Group) -> str:
+    """Returns the name of the only file of a group, or those of the first and the last."""
+    first, last = group[0].file.url, group[-1].file.url
+    return first if first == last else f"{first} to {last}"
+
+
 def grouped(corpus: Sequence[files.CorpusFile], text_bytes: int) -> list[Group]:
     """Returns the pieces of a corpus in order; small files that follow each other are one group."""
     groups: list[Group] = []
@@ -97,7 +103,7 @@ class CorpusRows:
         # A row needs one more token, the last target.
         if len(tokens.tokens) <= self.length:
             return []
-        packed = self._pack(tokens.spans(self._group(number)[0].file.url))
+        packed = self._pack(tokens.spans(name_of(self._group(number))))
         order = np.random.default_rng((self._seed, number, rows.ROW_ORDER)).permutation(packed.whole)
         keys = ((self._seed, number << _ROW_BITS | row, rows.TRAINING) for row in range(packed.whole))
         return [functools.partial(packed.row, int(index), key) for index, key in zip(order, keys)]

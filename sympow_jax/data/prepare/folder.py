@@ -17,7 +17,7 @@ from sympow_jax.data.prepare import pieces
 
 __all__ = ["Counts", "Folder", "folder_of", "write_piece"]
 
-# Three numbers before the tokens of a piece: of tokens, of documents and of documents left out.
+# A piece begins with three counts: of tokens, of documents and of documents that were left out.
 _HEADER_DTYPE = np.dtype("<i8")
 _MANIFEST, _LOCK, _JOINED, _TOKENS, _PIECE = "manifest.json", "lock", "joined.json", "tokens", "piece-"
 
@@ -84,8 +84,8 @@ def write_piece(path: pathlib.Path, index: int, piece: pieces.Tokens) -> None:
 class Folder:
     """Finished pieces of an output: the first ones without a gap joined to one file of tokens, later ones as they are.
 
-    Only one process may have it open; others write pieces. The counts of the joined tokens are written after these, so
-    that what a stopped process wrote beyond them is known and removed.
+    Only one process may have it open; others write pieces. Tokens are appended before their counts are saved. After a
+    stop, tokens beyond the saved counts are removed.
 
     Attributes:
         path: the folder.
@@ -104,19 +104,19 @@ class Folder:
 
     @contextlib.contextmanager
     def opened(self, manifest: Mapping[str, Any]) -> Iterator[None]:
-        """Locks the folder, restores the progress that it holds, and at the end removes it unless it holds pieces.
+        """Locks the folder and restores the progress that it holds; at the end removes it unless a piece was counted.
 
         Args:
             manifest: flat mapping of all that the pieces depend on.
 
         Raises:
-            ValueError: another process has the folder open, it holds pieces of another manifest, or it or a file of
-                its own is a symbolic link.
+            ValueError: another process has the folder open, it holds pieces of another manifest, or it, its lock or
+                its file of tokens is a symbolic link.
         """
         with _write_errors(self.path):
             self.path.mkdir(exist_ok=True)
         # What a link leads to would be written to and removed.
-        for path in (self.path, *(self.path / name for name in (_LOCK, _TOKENS))):
+        for path in (self.path, self.path / _LOCK, self.tokens):
             if path.is_symlink():
                 raise ValueError(f"{path} is a symbolic link; remove it or choose another --out")
         with (self.path / _LOCK).open("wb") as lock:
@@ -126,6 +126,10 @@ class Folder:
                 raise ValueError(
                     f"{self.path} is used by another process; wait until that has ended"
                 ) from None
+            except OSError as error:
+                raise ValueError(
+                    f"cannot lock {self.path}: {error.strerror}; choose an --out on a file system with locks"
+                ) from error
             self._check(manifest)
             self._restore()
             try:
@@ -187,8 +191,8 @@ class Folder:
                 stream.write(json.dumps(manifest, indent=2).encode())
         elif changed := serialize.differences(serialize.read_object(path), manifest):
             raise ValueError(
-                f"{self.path} holds part of another output: {changed}; repeat the command as it was, or remove the "
-                f"folder to start again"
+                f"{self.path} holds part of another output: {changed}; repeat the command as it was, on the "
+                f"same files, or remove the folder to start again"
             )
 
     def _restore(self) -> None:

@@ -25,6 +25,9 @@ from sympow_jax.data.prepare import pieces
 
 __all__ = ["Options", "Progress", "write_bin", "write_longcrawl64"]
 
+# The vocabulary has one id more, and its size must fit an int32.
+_LARGEST_ID = (1 << 31) - 2
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
@@ -48,6 +51,8 @@ class Options:
         checks.require_at_least(
             1, **{"--shortest_document": self.shortest_document, "--workers": self.workers}
         )
+        if self.separator is not None and not 0 <= self.separator <= _LARGEST_ID:
+            raise ValueError(f"--separator is {self.separator}; it must be an id from 0 to {_LARGEST_ID}")
 
 
 class Progress(NamedTuple):
@@ -69,11 +74,25 @@ class Progress(NamedTuple):
 Report = Callable[[Progress], None]
 
 
-def _require_absent(out: str | pathlib.Path) -> pathlib.Path:
-    """Returns the path of an output, whose folder exists then; raises ValueError if the output exists."""
-    path = pathlib.Path(out).expanduser()
+def _require_absent(path: pathlib.Path) -> None:
     if os.path.lexists(path):
-        raise ValueError(f"{out} exists; remove it or choose another --out")
+        raise ValueError(f"{path} exists; remove it or choose another --out")
+
+
+def _new_output(out: str, paths: Sequence[str]) -> pathlib.Path:
+    """Makes the folder of an output and returns the output's path.
+
+    Raises:
+        ValueError: the output exists, or is in a folder that is read.
+    """
+    path = pathlib.Path(out).expanduser()
+    _require_absent(path)
+    for read in paths:
+        if path.resolve().is_relative_to(pathlib.Path(read).expanduser().resolve()):
+            raise ValueError(
+                f"the output {out} is in {read}, and a later command that reads this folder would take it for a "
+                f"document; choose another --out"
+            )
     path.parent.mkdir(parents=True, exist_ok=True)
     return path
 
@@ -104,13 +123,8 @@ def _prepared(
         "separator": separator,
         "token_dtype": encoding.token_dtype,
     }
-    for read in paths:
-        if path.resolve().is_relative_to(pathlib.Path(read).expanduser().resolve()):
-            raise ValueError(
-                f"the output {path} is in {read}, and the next command would read it; write it to another folder"
-            )
     sources = pieces.find(paths, options.text_column)
-    listed = hashlib.sha256(
+    fingerprint = hashlib.sha256(
         os.fsencode("".join(f"{name}\0{size}\0{_modified(name)}\0" for name, size in sources.files))
     )
     manifest = summary | {
@@ -119,7 +133,7 @@ def _prepared(
         "shortest_document": options.shortest_document,
         "files": len(sources.files),
         "bytes": sum(size for _, size in sources.files),
-        "files_sha256": listed.hexdigest()[:16],
+        "names_sizes_times_sha256": fingerprint.hexdigest()[:16],
         "pieces": len(sources.pieces),
         "piece_bytes": pieces.PIECE_BYTES,
     }
@@ -209,12 +223,13 @@ def write_bin(
             cannot be read or encoded, there is nothing to write, a worker process ended, or the folder holds pieces of
             other sources or options.
     """
-    path = _require_absent(out)
+    path = _new_output(out, paths)
     sidecar = tokens.sidecar(path)
     # An earlier call may have been stopped between the two files.
     if not folder_lib.folder_of(path).is_dir():
         _require_absent(sidecar)
     with _prepared(path, paths, options or Options(), report) as (folder, summary):
+        # If the folder was there, the sidecar may be of a stopped command, or the user's.
         if os.path.lexists(sidecar) and sidecar.read_text() != _json(summary):
             _require_absent(sidecar)
         with atomic.replace(sidecar) as draft:
@@ -245,7 +260,7 @@ def write_longcrawl64(
         ValueError: as `write_bin`, or there are fewer tokens than one row, or `row_tokens` is below 1.
     """
     checks.require_at_least(1, **{"--row_tokens": row_tokens})
-    path = _require_absent(out)
+    path = _new_output(out, paths)
     with _prepared(path, paths, options or Options(), report) as (folder, summary):
         rows = summary["tokens"] // row_tokens
         if not rows:
@@ -270,14 +285,14 @@ def write_longcrawl64(
 
 def _write_rows(partial: pathlib.Path, flat: pathlib.Path, shape: tuple[int, int], dtype: np.dtype) -> None:
     """Writes the first tokens of a flat file as an array."""
-    stream = np.memmap(flat, dtype, mode="r", shape=shape)
+    rows = np.memmap(flat, dtype, mode="r", shape=shape)
     # Chunks of zeros are written too, because the reader treats a missing chunk as an error.
-    writing = {
+    spec = {
         **longcrawl64.spec(str(partial)),
         "metadata": longcrawl64.metadata(*shape, dtype),
         "store_data_equal_to_fill_value": True,
     }
-    array = tensorstore.open(writing, create=True).result()
+    array = tensorstore.open(spec, create=True).result()
     for start in range(0, shape[0], longcrawl64.CHUNKS[0]):
         stop = min(start + longcrawl64.CHUNKS[0], shape[0])
-        array[start:stop].write(stream[start:stop]).result()
+        array[start:stop].write(rows[start:stop]).result()

@@ -184,7 +184,7 @@ def test_each_file_is_found_once_and_in_order(tmp_path, monkeypatch):
         (["{}/*.parquet"], r"data\.paths: no jsonl file matches '.*\*\.parquet'"),
         (
             ["{}"],
-            r"no jsonl file matches .* \(a folder stands for its files that end in \.jsonl, \.ndjson, \.json\)",
+            r"no jsonl file matches .* \(.* its files that end in \.jsonl, \.ndjson, \.json, also compressed\)",
         ),
         (["{}/empty"], r"empty is empty; remove it"),
         (["foo://x"], r"foo"),

@@ -331,7 +331,7 @@ def test_the_number_of_tokens_is_estimated_from_row_groups_of_any_size(tmp_path,
     none = data.describe(dataclasses.replace(config, shortest_document=90))
     assert none["tokens"] == 0
     assert "their number is unknown, because the first " in none["tokens_note"]
-    assert "have no document of data.shortest_document, 90" in none["tokens_note"]
+    assert "of at least data.shortest_document tokens, 90" in none["tokens_note"]
 
 
 def test_no_part_has_a_row(config):
