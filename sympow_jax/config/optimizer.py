@@ -43,7 +43,8 @@ class OptimizerConfig:
     """An optax optimizer; the default is the papers': Adam at 6e-4 with no schedule.
 
     A setting that the optimizer does not read must have its default. After initialization, `learning_rate`, `b1`, `b2`
-    and `epsilon` are numbers.
+    and `epsilon` are numbers: those of the optimizer, where they were None. `dataclasses.replace` with another `name`
+    keeps them; `config.override` derives them again.
     """
 
     name: str = dataclasses.field(default="adam", metadata=fields.about("Optimizer.", choices=OPTIMIZERS))

@@ -20,7 +20,7 @@ __all__ = ["NOTICES", "SAVING", "StopSignals", "user_errors"]
 # Notices of Kubernetes, clouds and SLURM before they take the machine.
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 # Line on stderr after the first signal.
-SAVING = "saving after this step; once more ends at once"
+SAVING = "saving after this step; a second signal ends the program without saving"
 _STDOUT, _STDERR = 1, 2
 # Values in an error may come from a file of any content.
 _MAX_ERROR_CHARACTERS = 1500
