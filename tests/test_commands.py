@@ -1,7 +1,6 @@
 """Tests of the command `sympow`, and of the scripts that run its subcommands from a clone."""
 
 import gc
-import os
 import pathlib
 import runpy
 import signal
@@ -125,43 +124,3 @@ def test_ctrl_c_in_a_callback_of_the_garbage_collector_is_not_lost(capsys, monke
         collect()
     assert raised.value.code == 130
     assert capsys.readouterr().err == "interrupted\n"
-
-
-@pytest.mark.parametrize("flush", [True, False])
-def test_the_reader_of_stdout_ends_first(flush):
-    """As in `| head -1`: the program ends as of SIGPIPE, without a word."""
-    code = f"""
-from sympow_jax.training import cli
-with cli.user_errors():
-    print("first", flush=True)
-    input()
-    print("second", flush={flush})
-"""
-    pipe = subprocess.PIPE
-    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=buffered, stdin=pipe, stdout=pipe, stderr=pipe, text=True
-    ) as program:
-        assert program.stdout.readline() == "first\n"
-        program.stdout.close()
-        program.stdin.write("\n")
-        program.stdin.flush()
-        assert program.stderr.read() == ""
-    assert program.returncode == 128 + signal.SIGPIPE
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has it")
-def test_stdout_on_a_full_disk():
-    code = "from sympow_jax.training import cli\nwith cli.user_errors():\n    print('text')"
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONUNBUFFERED": ""},
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    assert (done.returncode, done.stderr) == (1, "error: cannot write the output: No space left on device\n")

@@ -11,7 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from sympow_jax import extras, spelling
+from sympow_jax import extras, spelling, streams
 
 __all__ = ["COMMANDS", "main", "run"]
 
@@ -39,12 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in COMMANDS:
         return run(name, rest, program=f"sympow {name}")
-    if name in ("-h", "--help"):
-        print(_help())
-        return 0
-    if name == "--version":
-        # Imported late, because package metadata takes longer to read than all of the above.
-        print(importlib.import_module("importlib.metadata").version("sympow-jax"))
+    streams.open_closed()
+    if name in ("-h", "--help", "--version"):
+        text = _version() if name == "--version" else _help()
+        try:
+            with streams.flushed():
+                print(text)
+        except OSError as error:
+            print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
+            return 1
         return 0
     remedy = spelling.remedy(name, COMMANDS, otherwise=f"the commands are {', '.join(COMMANDS)}")
     print(f"error: sympow has no command {name!r}; {remedy}", file=sys.stderr)
@@ -62,6 +65,7 @@ def run(name: str, arguments: Sequence[str], *, program: str) -> int:
     Raises:
         SystemExit: the user made a mistake, which is printed in one line, or asked for help.
     """
+    streams.open_closed()
     with extras.required("train", program, exits=True):
         # Imported only now, because most subcommands import jax, which takes seconds.
         with _ended_by_interrupts():
@@ -91,6 +95,11 @@ def _end(number: int, frame: object) -> None:
     del frame
     os.write(2, b"interrupted\n")
     os._exit(128 + number)
+
+
+def _version() -> str:
+    # Imported late, because package metadata takes longer to read than all of this module.
+    return importlib.import_module("importlib.metadata").version("sympow-jax")
 
 
 def _help() -> str:

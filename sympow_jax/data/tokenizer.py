@@ -209,9 +209,9 @@ def load(name: str, *, setting: str = "--tokenizer") -> Tokenizer:
     if hub.is_remote(name):
         return _from_folder(hub.local_path(name, hub.TOKENIZER), option, name=name)
     if os.path.sep in name or os.path.splitext(name)[1]:
-        path = pathlib.Path(name).expanduser()
+        path = pathlib.Path(os.path.expanduser(name))
         if path.is_dir():
-            return _from_folder(path, option, name=path.resolve().name)
+            return _from_folder(path, option, name=os.path.basename(os.path.realpath(path)))
         if not path.is_file():
             raise ValueError(f"{option}: there is no such file or folder")
         return _from_json(path, option, name=path.name)

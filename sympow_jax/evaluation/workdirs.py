@@ -47,9 +47,9 @@ def read_runs(
         raise ValueError("a workdir has an empty name; separate the names of workdirs with one comma")
     paths = [pathlib.Path(path) for path in workdirs]
     configs = [workdir.read_config(path) for path in paths]
-    resolved = Counter(path.resolve() for path in paths)
+    resolved = Counter(map(os.path.realpath, paths))
     for path in paths:
-        if resolved[path.resolve()] > 1:
+        if resolved[os.path.realpath(path)] > 1:
             raise ValueError(f"workdir {path} is given more than once")
     return paths, configs
 

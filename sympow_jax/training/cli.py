@@ -4,16 +4,15 @@ import _thread
 import contextlib
 import logging
 import os
-import select
 import signal
 import sys
 import threading
 import time
 import types
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
-from sympow_jax import spelling
+from sympow_jax import spelling, streams
 
 __all__ = ["NOTICES", "SAVING", "StopSignals", "user_errors"]
 
@@ -21,7 +20,7 @@ __all__ = ["NOTICES", "SAVING", "StopSignals", "user_errors"]
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 # Line on stderr after the first signal.
 SAVING = "saving after this step; a second signal ends the program without saving"
-_STDOUT, _STDERR = 1, 2
+_STDERR = 2
 # Values in an error may come from a file of any content.
 _MAX_ERROR_CHARACTERS = 1500
 # Seconds. `uv run` and `timeout` forward a signal that the process, being in their group, has already received.
@@ -44,34 +43,6 @@ def _report_unraisable(unraisable: Any) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def _has_no_reader(descriptor: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, 0)
-    return bool(poll.poll(0))
-
-
-def _end_without_reader() -> NoReturn:
-    """Ends the program as SIGPIPE ends others, as in `| head -1`."""
-    _discard_stdout()
-    raise SystemExit(128 + signal.SIGPIPE) from None
-
-
-def _discard_stdout() -> None:
-    """Discards what is left to write, which Python would write at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), _STDOUT)
-
-
-def _flush_stdout() -> None:
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _end_without_reader()
-    except OSError as error:
-        _discard_stdout()
-        print(f"error: cannot write the output: {error.strerror}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
-
-
 @contextlib.contextmanager
 def user_errors() -> Iterator[None]:
     """Turns a user error or Ctrl-C into one line on stderr and a non-zero exit code; for the whole of a program.
@@ -86,23 +57,21 @@ def user_errors() -> Iterator[None]:
         logging.getLogger("absl").addHandler(logging.NullHandler())
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         sys.unraisablehook = _report_unraisable
-    try:
-        yield
-    except (ValueError, OSError, NotImplementedError, MemoryError) as error:
-        if isinstance(error, BrokenPipeError) and _has_no_reader(_STDOUT):
-            _end_without_reader()
-        if sys.flags.dev_mode:
-            raise
-        reason = spelling.cut(str(error), _MAX_ERROR_CHARACTERS) or type(error).__name__
-        if isinstance(error, MemoryError):
-            reason = "memory is short; use a machine that has more, or smaller data"
-        print(f"error: {reason}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
-        raise SystemExit(128 + signal.SIGINT) from None
-    finally:
-        _flush_stdout()
+    streams.open_closed()
+    with streams.flushed():
+        try:
+            yield
+        except (ValueError, OSError, NotImplementedError, MemoryError) as error:
+            if sys.flags.dev_mode or (isinstance(error, BrokenPipeError) and not streams.has_reader()):
+                raise
+            reason = spelling.cut(str(error), _MAX_ERROR_CHARACTERS) or type(error).__name__
+            if isinstance(error, MemoryError):
+                reason = "memory is short; use a machine that has more, or smaller data"
+            print(f"error: {reason}", file=sys.stderr, flush=True)
+            raise SystemExit(1) from None
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr, flush=True)
+            raise SystemExit(128 + signal.SIGINT) from None
 
 
 class StopSignals:

@@ -145,7 +145,7 @@ def read_config(workdir: pathlib.Path) -> config.Config:
 
 
 def _hold(workdir: pathlib.Path) -> None:
-    path = workdir.resolve() / _LOCK
+    path = pathlib.Path(os.path.realpath(workdir), _LOCK)
     if path in _held:
         return
     try:
@@ -184,7 +184,7 @@ def _hold(workdir: pathlib.Path) -> None:
 
 def _release(workdir: pathlib.Path) -> None:
     """Removes the lock that `_hold` made in the folder, which stays as it was."""
-    path = workdir.resolve() / _LOCK
+    path = pathlib.Path(os.path.realpath(workdir), _LOCK)
     _held.pop(path).close()
     path.unlink()
 

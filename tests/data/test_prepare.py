@@ -170,6 +170,7 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
             "described.bin.json": b"the user's",
         },
     )
+    os.symlink("loop", "loop")
     before = sorted(os.listdir("."))
     cases = [
         (("--out=a.bin", "none.txt"), "there is no file or folder 'none.txt'"),
@@ -180,7 +181,17 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
             ("--out=texts/a.bin", "./texts/"),
             "the output texts/a.bin is in ./texts/, and a later command that reads this",
         ),
+        (("--out=texts/a.bin", "texts/*.bin"), "the output texts/a.bin is in texts/*.bin, and a later"),
+        (("--out=texts/a.bin", "texts/*.json"), "the output texts/a.bin is in texts/*.json, and a later"),
+        (("--out=texts/deep/a.bin", "texts/**"), "the output texts/deep/a.bin is in texts/**, and a later"),
         (("--out=described.bin", "texts"), "described.bin.json exists; remove it"),
+        (
+            ("--out=deep/a.bin", "~nobody-by-this-name/texts"),
+            "no file or folder '~nobody-by-this-name/texts'",
+        ),
+        (("--out=loop/a.bin", "texts"), "cannot write loop/.a.bin.prepare: "),
+        (("--out=a.bin", "loop"), "there is no file or folder 'loop'"),
+        (("--out=" + "a" * 201, "texts"), "the name of the output has more than 200 bytes"),
         (("--out=a.bin", "--tokenizer=words.json", "latin.txt"), "latin.txt is not UTF-8 at byte 3"),
         (
             ("--out=a.bin", "--tokenizer=gone.json", "texts"),
@@ -355,6 +366,26 @@ def test_a_damaged_folder(folder, lines, capsys, content):
     assert "joined.json does not fit the 5 bytes of" in mistakes.line(prepare.main, command, capsys)
     (hidden / "joined.json").write_text("[" * 100_000)
     assert "joined.json" in mistakes.line(prepare.main, command, capsys)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda content: b"", lambda content: content[:-2], lambda content: content[:7]]
+)
+def test_a_damaged_piece(folder, lines, capsys, damage):
+    with pytest.raises(Stopped):
+        prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(3))
+    hidden = folder / ".a.bin.prepare"
+    piece = hidden / "piece-000000004"
+    with pytest.raises(Stopped):
+        prepare_lib.write_bin("b.bin", ["lines.jsonl"], OPTIONS, report=stop_at(PIECES))
+    # Pieces after the last, and files of other names, are not read.
+    builders.write_files(hidden, {"piece-x": b"", f"piece-{PIECES:09}": b"", piece.name: damage(bytes(24))})
+    command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
+    line = mistakes.line(prepare.main, command, capsys)
+    assert f"{piece.name} is damaged; remove it and repeat the command" in line
+    piece.unlink()
+    prepare.main(command)
+    assert stored("a.bin") == lines
 
 
 def test_another_command_for_the_same_output(folder, lines, capsys):

@@ -44,7 +44,7 @@ class CorpusFile:
     @property
     def location(self) -> str:
         """A local path without links, which is the same whatever path led to the file, or the URL."""
-        return self.url if "://" in self.url else os.path.realpath(self.url)
+        return _without_query(self.url) if "://" in self.url else os.path.realpath(self.url)
 
     @property
     def compression(self) -> str | None:
@@ -69,7 +69,12 @@ class Piece:
 
 
 def _without_query(url: str) -> str:
-    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
+    """Returns the address of a file without a signature; that of a service whose query names a file stays whole."""
+    if not url.startswith(("http://", "https://")):
+        return url
+    address = url.partition("#")[0]
+    path = address.partition("?")[0]
+    return path if data_config.source_of(path) else address
 
 
 @contextlib.contextmanager
@@ -174,7 +179,7 @@ def _matching(path: str, format: str) -> Iterator[CorpusFile]:
     try:
         info = system.info(root)
     except FileNotFoundError:
-        if not glob.has_magic(root):
+        if not glob.has_magic(_without_query(root)):
             raise
         info = None
     if info is None:
@@ -194,7 +199,7 @@ def _matching(path: str, format: str) -> Iterator[CorpusFile]:
             continue
         url = name if _is_local(system) else system.unstrip_protocol(name)
         if entry["size"] is None:
-            raise ValueError("the server does not say how large the file is; name a local copy")
+            raise ValueError("the server does not say how large the file is")
         key = posixpath.relpath(_without_query(name), base or ".")
         yield CorpusFile(url, key, int(entry["size"]), format)
 

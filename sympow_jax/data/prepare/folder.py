@@ -19,6 +19,7 @@ __all__ = ["Counts", "Folder", "folder_of", "write_piece"]
 
 # A piece begins with three counts: of tokens, of documents and of documents that were left out.
 _HEADER_DTYPE = np.dtype("<i8")
+_HEADER_NUMBERS = 3
 _MANIFEST, _LOCK, _JOINED, _TOKENS, _PIECE = "manifest.json", "lock", "joined.json", "tokens", "piece-"
 
 
@@ -63,9 +64,11 @@ def _piece_path(path: pathlib.Path, index: int) -> pathlib.Path:
     return path / f"{_PIECE}{index:09}"
 
 
-def _read_counts(stream: IO[bytes]) -> Counts:
-    """Reads the header of a piece."""
-    header = np.frombuffer(stream.read(3 * _HEADER_DTYPE.itemsize), _HEADER_DTYPE)
+def _read_counts(path: pathlib.Path, token_bytes: int) -> Counts:
+    """Returns the counts that a piece begins with; raises ValueError if its size is not that of its tokens."""
+    header = np.fromfile(path, _HEADER_DTYPE, count=_HEADER_NUMBERS)
+    if len(header) < _HEADER_NUMBERS or path.stat().st_size != header.nbytes + int(header[0]) * token_bytes:
+        raise ValueError(f"{path} is damaged; remove it and repeat the command, which makes it again")
     return Counts(1, *header.tolist())
 
 
@@ -103,18 +106,19 @@ class Folder:
         return self.path / _TOKENS
 
     @contextlib.contextmanager
-    def opened(self, manifest: Mapping[str, Any]) -> Iterator[None]:
+    def opened(self, manifest: Mapping[str, Any], pieces: int) -> Iterator[None]:
         """Locks the folder and restores the progress that it holds; at the end removes it unless a piece was counted.
 
         Args:
             manifest: flat mapping of all that the pieces depend on.
+            pieces: number of pieces of the output.
 
         Raises:
             ValueError: another process has the folder open, it holds pieces of another manifest, or it, its lock or
                 its file of tokens is a symbolic link.
         """
         with _write_errors(self.path):
-            self.path.mkdir(exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
         # What a link leads to would be written to and removed.
         for path in (self.path, self.path / _LOCK, self.tokens):
             if path.is_symlink():
@@ -131,7 +135,7 @@ class Folder:
                     f"cannot lock {self.path}: {error.strerror}; choose an --out on a file system with locks"
                 ) from error
             self._check(manifest)
-            self._restore()
+            self._restore(pieces)
             try:
                 yield
             finally:
@@ -147,10 +151,9 @@ class Folder:
         """Counts piece `index`, which has been written, and joins all pieces that can be joined.
 
         Raises:
-            ValueError: the joined pieces cannot be written.
+            ValueError: the piece is damaged, or the joined pieces cannot be written.
         """
-        with _piece_path(self.path, index).open("rb") as stream:
-            self.counts = self.counts.plus(_read_counts(stream))
+        self.counts = self.counts.plus(_read_counts(_piece_path(self.path, index), self._token_bytes))
         self._waiting.add(index)
         self._join()
 
@@ -159,8 +162,9 @@ class Folder:
         while counts.pieces in self._waiting:
             path = _piece_path(self.path, counts.pieces)
             self._waiting.remove(counts.pieces)
+            counts = counts.plus(_read_counts(path, self._token_bytes))
             with _write_errors(self.tokens), path.open("rb") as stream, self.tokens.open("ab") as joined:
-                counts = counts.plus(_read_counts(stream))
+                stream.seek(_HEADER_NUMBERS * _HEADER_DTYPE.itemsize)
                 shutil.copyfileobj(stream, joined)
                 joined.flush()
                 os.fsync(joined.fileno())
@@ -195,16 +199,17 @@ class Folder:
                 f"same files, or remove the folder to start again"
             )
 
-    def _restore(self) -> None:
+    def _restore(self, pieces: int) -> None:
         self._remove_drafts()
         if (self.path / _JOINED).exists():
             self._joined = self.counts = self._read_joined()
         with _write_errors(self.tokens), self.tokens.open("ab") as stream:
             stream.truncate(self._joined.tokens * self._token_bytes)
-        for path in sorted(self.path.glob(f"{_PIECE}*")):
-            index = int(path.name.removeprefix(_PIECE))
+        for index in range(pieces):
+            if not _piece_path(self.path, index).exists():
+                continue
             if index < self._joined.pieces:  # an earlier process was stopped after it had written the counts
-                path.unlink()
+                _piece_path(self.path, index).unlink()
             else:
                 self.add(index)
 

@@ -3,7 +3,9 @@
 import concurrent.futures
 import contextlib
 import dataclasses
+import fnmatch
 import functools
+import glob
 import hashlib
 import itertools
 import json
@@ -25,6 +27,8 @@ from sympow_jax.data.prepare import pieces
 
 __all__ = ["Options", "Progress", "write_bin", "write_longcrawl64"]
 
+# Bytes. A file system allows 255, and names of drafts are longer.
+_LONGEST_NAME = 200
 # The vocabulary has one id more, and its size must fit an int32.
 _LARGEST_ID = (1 << 31) - 2
 
@@ -80,21 +84,35 @@ def _require_absent(path: pathlib.Path) -> None:
 
 
 def _new_output(out: str, paths: Sequence[str]) -> pathlib.Path:
-    """Makes the folder of an output and returns the output's path.
+    """Returns the path of an output.
 
     Raises:
-        ValueError: the output exists, or is in a folder that is read.
+        ValueError: the output exists, its name is too long, or `paths` name it or a file next to it.
     """
-    path = pathlib.Path(out).expanduser()
+    path = pathlib.Path(os.path.expanduser(out))
     _require_absent(path)
-    for read in paths:
-        if path.resolve().is_relative_to(pathlib.Path(read).expanduser().resolve()):
+    if len(os.fsencode(path.name)) > _LONGEST_NAME:
+        raise ValueError(
+            f"the name of the output has more than {_LONGEST_NAME} bytes; choose a shorter --out"
+        )
+    for read in filter(None, paths):
+        if any(_is_named(written, os.path.expanduser(read)) for written in (path, tokens.sidecar(path))):
             raise ValueError(
-                f"the output {out} is in {read}, and a later command that reads this folder would take it for a "
-                f"document; choose another --out"
+                f"the output {out} is in {read}, and a later command that reads this would take it for a document; "
+                f"choose another --out"
             )
-    path.parent.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def _is_named(path: pathlib.Path, pattern: str) -> bool:
+    """Returns whether a folder or glob names a file at `path`, which does not exist yet."""
+    name, pattern = os.path.realpath(path), os.path.realpath(pattern)
+    parts, patterns = name.split(os.sep), pattern.split(os.sep)
+    if not glob.has_magic(pattern):
+        return parts[: len(patterns)] == patterns
+    if "**" in patterns:
+        return fnmatch.fnmatchcase(name, pattern)
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 @contextlib.contextmanager
@@ -138,7 +156,7 @@ def _prepared(
         "piece_bytes": pieces.PIECE_BYTES,
     }
     folder = folder_lib.Folder(folder_lib.folder_of(path), tokens.DTYPES[encoding.token_dtype].itemsize)
-    with folder.opened(manifest):
+    with folder.opened(manifest, len(sources.pieces)):
         _tokenize(folder, sources.pieces, encoding, options.workers, report)
         counts = folder.counts
         if not counts.documents:

@@ -461,6 +461,14 @@ def test_a_link_to_nothing_is_left_out_of_a_folder(tmp_path):
 def test_the_query_of_an_address_hides_no_compression():
     assert corpus.CorpusFile("https://a/b.jsonl.gz?download=true", "b", 1, "jsonl").compression == ".gz"
     assert corpus.CorpusFile("a?b.jsonl.gz", "b", 1, "jsonl").compression == ".gz"
+    assert corpus.CorpusFile("https://a/get?file=b.jsonl.gz", "b", 1, "jsonl").compression == ".gz"
+
+
+def test_an_address_that_is_signed_anew_is_the_same_file():
+    signed, other = (corpus.CorpusFile(f"https://a/b.jsonl?sig={x}#{x}", "b", 1, "jsonl") for x in "cd")
+    assert signed.location == other.location == "https://a/b.jsonl"
+    first, second = (corpus.CorpusFile(f"https://a/get?file={x}.jsonl", "get", 1, "jsonl") for x in "cd")
+    assert first.location != second.location
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
