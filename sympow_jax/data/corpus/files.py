@@ -44,7 +44,8 @@ class CorpusFile:
     @property
     def location(self) -> str:
         """A local path without links, which is the same whatever path led to the file, or the URL."""
-        return _without_query(self.url) if "://" in self.url else os.path.realpath(self.url)
+        url = self.url.removeprefix("file://")  # which a cache puts before local paths
+        return _without_query(url) if "://" in url else os.path.realpath(url)
 
     @property
     def compression(self) -> str | None:

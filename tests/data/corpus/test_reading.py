@@ -4,6 +4,7 @@ import bz2
 import gc
 import gzip
 import json
+import os
 import pathlib
 import random
 import resource
@@ -462,6 +463,13 @@ def test_the_query_of_an_address_hides_no_compression():
     assert corpus.CorpusFile("https://a/b.jsonl.gz?download=true", "b", 1, "jsonl").compression == ".gz"
     assert corpus.CorpusFile("a?b.jsonl.gz", "b", 1, "jsonl").compression == ".gz"
     assert corpus.CorpusFile("https://a/get?file=b.jsonl.gz", "b", 1, "jsonl").compression == ".gz"
+
+
+def test_a_local_file_behind_a_cache_is_the_same_file(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}')
+    (cached,) = corpus.find("data.paths", [f"simplecache::file://{path}"], format="jsonl")
+    assert cached.location == os.path.realpath(path)
 
 
 def test_an_address_that_is_signed_anew_is_the_same_file():
