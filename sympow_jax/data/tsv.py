@@ -128,7 +128,7 @@ def _label_reader(
         )
     named = {name.encode(): index for index, name in enumerate(config.labels or map(str, range(classes)))}
     known = (
-        f"one of data.labels {', '.join(map(repr, config.labels))}"
+        f"one of data.labels {spelling.listed(map(repr, config.labels))}"
         if config.labels
         else f"an integer from 0 to {classes - 1} (task.classes is {classes}, data.labels names none)"
     )
@@ -229,8 +229,8 @@ class TsvExamples:
             try:
                 labels[index] = read(label)
             except ValueError as error:
-                shown = label.decode("utf-8", "replace")
-                raise ValueError(f"{self._table.name(line)}: label {shown!r} {error}") from None
+                shown = spelling.shown(label.decode("utf-8", "replace"))
+                raise ValueError(f"{self._table.name(line)}: label {shown} {error}") from None
             if not any(texts):
                 missing = "no text" if len(texts) == 1 else "two empty texts"
                 raise ValueError(f"{self._table.name(line)} has {missing}; leave the line out")

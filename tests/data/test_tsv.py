@@ -306,6 +306,13 @@ def test_labels_that_are_not_numbers(tmp_path, label):
         data.train_dataset(settings(path), task=NUMBER, vocab_size=256)
 
 
+def test_a_label_is_shown_in_part(tmp_path):
+    path = write(tmp_path, "sentence\tlabel\na\t" + 200 * "\0" + "\n")
+    with pytest.raises(ValueError, match=r"label '\\x00.* \.\.\. .*' is not an integer from 0") as raised:
+        data.train_dataset(settings(path), task=BINARY, vocab_size=256)
+    assert len(str(raised.value)) < 400
+
+
 def test_bad_tokens(tmp_path, words):
     path = write(tmp_path, "sentence\tlabel\n\u00ff\t1\n")
     with pytest.raises(ValueError, match=r"a\.tsv \(line 2\) holds id 195, but model\.vocab_size is 128"):

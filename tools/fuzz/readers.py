@@ -434,7 +434,8 @@ READERS: Mapping[str, Reader] = {
         lambda: {"a.tsv": b"sentence\tlabel\ngood\t1\nbad\t0\n"},
         lambda folder: _read_rows(_data("tsv", folder, text_columns=("sentence",))),
         examples=500,
-        cases=[[Part("a.tsv", (), "x" * 1000)]],
+        # A label whose escapes are four times as long as it is.
+        cases=[[Part("a.tsv", (), "x" * 1000)], [Splice("a.tsv", 26, 1, bytes(200))]],
     ),
     "shapes and segment ids of power attention": Reader(
         {name: jax.ShapeDtypeStruct((1, 4, 2, 8), "float32") for name in ("query", "key", "value")},
