@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-__all__ = ["flushed", "has_reader", "open_closed"]
+__all__ = ["flushed", "has_reader", "open_closed", "show"]
 
 _NAMES = ("stdin", "stdout", "stderr")
 _STDOUT = 1
@@ -54,9 +54,28 @@ def flushed() -> Iterator[None]:
         except BrokenPipeError:
             _end_without_reader()
         except OSError as error:
-            _discard_stdout()
-            print(f"error: cannot write the output: {error.strerror}", file=sys.stderr, flush=True)
-            raise SystemExit(1) from None
+            _end_unwritten(error)
+
+
+def show(text: str) -> None:
+    """Prints the only text of a program.
+
+    Raises:
+        SystemExit: as `flushed`.
+    """
+    with flushed():
+        try:
+            print(text)
+        except BrokenPipeError:
+            raise
+        except OSError as error:  # at once, where Python does not buffer
+            _end_unwritten(error)
+
+
+def _end_unwritten(error: OSError) -> NoReturn:
+    _discard_stdout()
+    print(f"error: cannot write the output: {error.strerror}", file=sys.stderr, flush=True)
+    raise SystemExit(1) from None
 
 
 def _end_without_reader() -> NoReturn:

@@ -24,7 +24,7 @@ linux = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux h
 
 @pytest.mark.parametrize("flush", [True, False])
 def test_the_reader_of_stdout_ends_first(flush):
-    """As in `| head -1`: the program ends as of SIGPIPE, without a word."""
+    """The program ends as of SIGPIPE, without a word, as before `| head -1`."""
     code = f"""
 from sympow_jax.training import cli
 with cli.user_errors():

@@ -41,13 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(name, rest, program=f"sympow {name}")
     streams.open_closed()
     if name in ("-h", "--help", "--version"):
-        text = _version() if name == "--version" else _help()
-        try:
-            with streams.flushed():
-                print(text)
-        except OSError as error:
-            print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
-            return 1
+        streams.show(_version() if name == "--version" else _help())
         return 0
     remedy = spelling.remedy(name, COMMANDS, otherwise=f"the commands are {', '.join(COMMANDS)}")
     print(f"error: sympow has no command {name!r}; {remedy}", file=sys.stderr)

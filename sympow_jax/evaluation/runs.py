@@ -219,14 +219,14 @@ def select_documents(
     Raises:
         ValueError: no document is held out, or none is as long as the last of `lengths`.
     """
-    heldout = require_documents(config, opened)
+    heldout = require_documents(opened)
     lead = 0 if heldout.lead is None else 1  # a begin token before position 1
     buckets.check_lengths(lengths, first_position=2 - lead)
     indices = buckets.select_documents(heldout.lengths - lead, lengths[-1], count, together=heldout.together)
     return Selection(documents=heldout, indices=indices, lead=lead)
 
 
-def require_documents(config: config_lib.Config, opened: data.HeldoutData) -> data.HeldoutDocuments:
+def require_documents(opened: data.HeldoutData) -> data.HeldoutDocuments:
     """Returns the held-out documents; raises ValueError if there are none."""
     if opened.documents is None:
         raise ValueError(f"no document is held out: {opened.cause_of_absence}")

@@ -477,8 +477,8 @@ def _averaged(average: Params, params: Params, decay: float, update: Int[Array, 
     The decay rises with its number, so that the first parameters are soon forgotten, as in TensorFlow's
     `ExponentialMovingAverage` with `num_updates`.
     """
-    least = jnp.minimum(decay, (1 + update) / (10 + update))
-    return jax.tree.map(lambda old, new: least * old + (1 - least) * new, average, params)
+    weight = jnp.minimum(decay, (1 + update) / (10 + update))
+    return jax.tree.map(lambda old, new: weight * old + (1 - weight) * new, average, params)
 
 
 def _selected(condition: Bool[Array, ""], new: Any, old: Any) -> Any:

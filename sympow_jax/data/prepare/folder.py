@@ -106,12 +106,12 @@ class Folder:
         return self.path / _TOKENS
 
     @contextlib.contextmanager
-    def opened(self, manifest: Mapping[str, Any], pieces: int) -> Iterator[None]:
+    def opened(self, manifest: Mapping[str, Any], count: int) -> Iterator[None]:
         """Locks the folder and restores the progress that it holds; at the end removes it unless a piece was counted.
 
         Args:
             manifest: flat mapping of all that the pieces depend on.
-            pieces: number of pieces of the output.
+            count: number of pieces of the output.
 
         Raises:
             ValueError: another process has the folder open, it holds pieces of another manifest, or it, its lock or
@@ -135,7 +135,7 @@ class Folder:
                     f"cannot lock {self.path}: {error.strerror}; choose an --out on a file system with locks"
                 ) from error
             self._check(manifest)
-            self._restore(pieces)
+            self._restore(count)
             try:
                 yield
             finally:
@@ -199,18 +199,17 @@ class Folder:
                 f"same files, or remove the folder to start again"
             )
 
-    def _restore(self, pieces: int) -> None:
+    def _restore(self, count: int) -> None:
         self._remove_drafts()
         if (self.path / _JOINED).exists():
             self._joined = self.counts = self._read_joined()
         with _write_errors(self.tokens), self.tokens.open("ab") as stream:
             stream.truncate(self._joined.tokens * self._token_bytes)
-        for index in range(pieces):
-            if not _piece_path(self.path, index).exists():
-                continue
-            if index < self._joined.pieces:  # an earlier process was stopped after it had written the counts
-                _piece_path(self.path, index).unlink()
-            else:
+        # An earlier process may have been stopped after it had written the counts.
+        for index in range(self._joined.pieces):
+            _piece_path(self.path, index).unlink(missing_ok=True)
+        for index in range(self._joined.pieces, count):
+            if _piece_path(self.path, index).exists():
                 self.add(index)
 
     def _read_joined(self) -> Counts:

@@ -162,7 +162,7 @@ def evaluate_context_tasks(
         checkpoint.require_checkpoint(path)
     first = configs[0]
     heldout = data.HeldoutData(first.data, first.task, vocab_size=first.model.vocab_size)
-    documents = runs.require_documents(first, heldout)
+    documents = runs.require_documents(heldout)
     codec = None
     if any(prompts.TASKS[task].needs_tokenizer for task in tasks):
         codec = data.codec_of_run(first, tokenizer)
