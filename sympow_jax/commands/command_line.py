@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from sympow_jax import config, spelling
 from sympow_jax.config import fields, loading
-from sympow_jax.training import hosts
+from sympow_jax.training import hosts, workdir
 
 __all__ = ["Parser", "parse_training", "read_settings"]
 
@@ -212,19 +212,8 @@ def parse_training(
     else:
         parser.add_settings(hidden=True)
     known = parser.parse_args(arguments)
-    check_utf8("--workdir", known.workdir, "checkpoints")
+    workdir.require_path("--workdir", known.workdir)
     return read_settings(known, config.load(known.config)), known.workdir, _read_launch(known)
-
-
-def check_utf8(option: str, folder: pathlib.Path, contents: str) -> None:
-    """Raises ValueError for a folder whose contents TensorStore could not write, which it notices only then."""
-    path = os.path.abspath(folder)
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        raise ValueError(
-            f"{option} is {path!r}, which is not UTF-8; {contents} need a path that is"
-        ) from None
 
 
 def _add_help(parser: Parser, spec: str | None) -> None:

@@ -12,7 +12,7 @@ import rich.progress
 
 from sympow_jax.commands import command_line
 from sympow_jax.data import longcrawl64, prepare
-from sympow_jax.training import cli
+from sympow_jax.training import cli, workdir
 
 __all__ = ["main"]
 
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
     with cli.user_errors():
         flags = _parser(program).parse_args(arguments)
         if flags.format == "longcrawl64":
-            command_line.check_utf8("--out", flags.out, "Zarr arrays")
+            workdir.require_path("--out", flags.out, "Zarr arrays", refused="\\")
         options = prepare.Options(
             tokenizer=flags.tokenizer,
             separator=flags.separator,

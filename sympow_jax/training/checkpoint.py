@@ -84,6 +84,7 @@ class Checkpoints:
             ) from None
         self._disk = self._folder.stat().st_dev
         self._saving: ocp.AsyncResponse[bool] | None = None
+        self._read_back = False
         self._failure = _Failure()
 
     def __enter__(self) -> "Checkpoints":
@@ -142,7 +143,8 @@ class Checkpoints:
     def save(self, number: int, state: TrainState, position: Any) -> None:
         """Starts to save the state after `number` updates.
 
-        Waits for the previous save first. The arrays of `state` may be donated when this returns.
+        Waits for the previous save first, and for the first one itself, which is read back: it could be nowhere,
+        without an error. The arrays of `state` may be donated when this returns.
 
         Args:
             number: number of updates.
@@ -150,7 +152,7 @@ class Checkpoints:
             position: state of the data iterator; None at its start.
 
         Raises:
-            ValueError: this save cannot start, or the previous one failed.
+            ValueError: this save cannot start, the previous one failed, or the first one cannot be read.
         """
         arrays = _arrays(state)
         metadata = {
@@ -166,6 +168,24 @@ class Checkpoints:
             self._saving = self._orbax.save_checkpointables_async(
                 number, arrays, force=True, custom_metadata=metadata
             )
+        if not self._read_back:
+            self.check(wait=True)
+            with self._explained("read back from"), hosts.all_or_none(), _quiet():
+                self._require_read(number, state.params)
+            self._read_back = True
+
+    def _require_read(self, number: int, params: Params) -> None:
+        """Raises an error unless this process finds the metadata of a step, and its smallest parameter."""
+        path, leaf = min(jax.tree_util.tree_leaves_with_path(params), key=lambda item: item[1].size)
+        one: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        for key in reversed(path):
+            one = {key.key: one}
+        loaded = jax.tree.leaves(_load(self._folder, number, {"params": one}, partial=True)[0])[0]
+        if any(
+            not np.array_equal(new.data, old.data)
+            for new, old in zip(loaded.addressable_shards, leaf.addressable_shards, strict=True)
+        ):
+            raise _DamagedError("it is not what was saved")
 
     def check(self, *, wait: bool = False) -> None:
         """Raises ValueError if the last save has failed.
@@ -201,12 +221,12 @@ class Checkpoints:
             hosts.abandon_threads()
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self, done: str = "saved in") -> Iterator[None]:
         try:
             yield
         except Exception as error:  # Orbax and TensorStore raise many kinds of errors if they cannot write
             raise ValueError(
-                f"a checkpoint could not be saved in {self._folder}: {_reason(error)}; earlier ones are kept; "
+                f"a checkpoint could not be {done} {self._folder}: {_reason(error)}; earlier ones are kept; "
                 f"make room or repair the folder, then the same command resumes the run"
             ) from error
 
@@ -322,11 +342,11 @@ def _without_empty(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load(
-    folder: pathlib.Path, number: int, abstract: dict[str, Any]
+    folder: pathlib.Path, number: int, abstract: dict[str, Any], *, partial: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads the arrays of a step, with the shardings of `abstract`, and its metadata, in this process only.
 
-    Those in `_OPTIONAL` are included only if they were saved.
+    Those in `_OPTIONAL` are included only if they were saved. With `partial`, there may be others in the step.
 
     Raises:
         _DamagedError: the files can be read, but are not what was saved as this step.
@@ -336,7 +356,8 @@ def _load(
     path = folder / str(number)
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-    with _proving_damage(path), ocp.Context(multiprocessing_options=alone):
+    subset = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=partial))
+    with _proving_damage(path), ocp.Context(multiprocessing_options=alone, pytree_options=subset):
         metadata = ocp.checkpointables_metadata(path).custom_metadata
         if missing := {"config", "data", "digest", "fingerprints", "step"} - set(metadata):
             raise _DamagedError(f"its metadata lacks {', '.join(sorted(missing))}")

@@ -34,6 +34,7 @@ __all__ = [
     "read_config",
     "record_data",
     "record_plan",
+    "require_path",
     "revision",
     "write_json",
 ]
@@ -201,7 +202,9 @@ def checkpoint_steps(workdir: pathlib.Path) -> list[int]:
 
     Raises:
         OSError: the folder of checkpoints cannot be listed.
+        ValueError: as `require_path`.
     """
+    require_path("the workdir", workdir)
     try:
         # Not `glob`, for which a folder that must not be read is empty, as if the run had yet to begin.
         paths = list((workdir / CHECKPOINTS).iterdir())
@@ -210,6 +213,32 @@ def checkpoint_steps(workdir: pathlib.Path) -> list[int]:
     # Orbax gives a step its final name only after writing all of it. A link to nowhere counts, because the checkpoint
     # may be on a disk that is not mounted.
     return sorted(int(path.name) for path in paths if _STEP.fullmatch(path.name) and not path.is_file())
+
+
+def require_path(
+    name: str, folder: str | os.PathLike[str], contents: str = "checkpoints", refused: str = "*?[\\"
+) -> None:
+    """Raises ValueError for a folder whose contents could not be written, or not be found again.
+
+    Orbax takes the path of a checkpoint for a glob, and would save without an error what it does not find later.
+    TensorStore needs UTF-8 and takes a backslash for a separator.
+
+    Args:
+        name: name of the folder in errors.
+        folder: the folder.
+        contents: noun for the contents in errors.
+        refused: characters that the absolute path must not have.
+    """
+    path = os.path.abspath(folder)
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} is {path!r}, which is not UTF-8; {contents} need a path that is") from None
+    if found := sorted(set(path) & set(refused)):
+        raise ValueError(
+            f"{name} is {path!r}; {contents} need a path without {' and '.join(found)}: rename the folder, or use a "
+            f"symbolic link to it"
+        )
 
 
 def _require_settings(path: pathlib.Path) -> None:

@@ -104,6 +104,25 @@ def test_states_are_restored_to_the_bit_though_donated(tmp_path, settings, with_
         shutil.rmtree(folder / "checkpoints" / str(number))
 
 
+@pytest.mark.parametrize("name", ["run[1]", "a*b/run", "what?", "back\\slash/run"])
+def test_a_path_that_orbax_globs_is_refused_and_a_link_to_it_is_not(tmp_path, settings, name):
+    folder = tmp_path / name
+    with pytest.raises(ValueError, match=r"need a path without .: rename"):
+        workdir.open_workdir(folder, settings)
+    folder.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "link").symlink_to(folder)
+    copies = _save(tmp_path / "link", settings)
+    _assert_same(_restore(tmp_path / "link", settings)[0], copies[2])
+    with pytest.raises(ValueError, match=r"need a path without .: rename"):
+        checkpoint.require_checkpoint(folder)
+
+
+def test_the_first_save_is_read_back(tmp_path, settings, monkeypatch):
+    monkeypatch.setattr(workdir, "require_path", lambda *_: None)
+    with pytest.raises(ValueError, match=r"could not be read back from .*\[1\]/checkpoints: NOT_FOUND"):
+        _save(tmp_path / "run[1]", settings)
+
+
 def test_the_newest_are_kept(tmp_path, settings):
     _save(tmp_path, settings, numbers=range(1, 6))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
