@@ -127,11 +127,8 @@ class Program:
             opt_state=opt_state,
             statistics=statistics,
             average=params if self.config.optimizer.ema_decay is not None else {},
-            skips=jax.tree.map(self._placed, jax.eval_shape(self._begin_skips)),
+            skips=jax.tree.map(self._placed, jax.eval_shape(spikes.begin)),
         )
-
-    def _begin_skips(self) -> dict[str, Array]:
-        return spikes.begin() if self.config.training.skips_updates else {}
 
     @property
     def _stack(self) -> Callable[..., Any]:
@@ -228,7 +225,7 @@ class Program:
         # A copy, because the update donates both.
         average = jax.tree.map(jnp.copy, params) if self.config.optimizer.ema_decay is not None else {}
         opt_state = self.optimizer.init(params)
-        return TrainState(jnp.int32(0), params, opt_state, statistics, average, self._begin_skips())
+        return TrainState(jnp.int32(0), params, opt_state, statistics, average, spikes.begin())
 
     def begin(self) -> TrainState:
         """Returns the state before the first update, with the parameters of `task.initial_run` if it is set.
@@ -369,13 +366,13 @@ class Program:
             grad_norm = optax.tree.norm(grads)
             changes, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, changes)
-            step, average, skips = state.step + 1, state.average, state.skips
-            # Neither the schedule nor the average counts what was skipped.
-            done = state.step - skips["total"] if skips else state.step
+            step, average = state.step + 1, state.average
+            # Neither the schedule nor the average counts what was skipped, even by a run that no longer skips.
+            done = state.step - state.skips["total"]
             if ema_decay is not None:
                 average = _averaged(average, params, ema_decay, done + 1)
+            is_good, skips = spikes.judge(settings.training, state.skips, sums.loss, grad_norm)
             if settings.training.skips_updates:
-                is_good, skips = spikes.judge(settings.training, skips, sums.loss, grad_norm)
                 old = state.params, state.opt_state, state.statistics, state.average
                 new = params, opt_state, statistics, average
                 params, opt_state, statistics, average = _selected(is_good, new, old)
@@ -389,7 +386,7 @@ class Program:
             }
             if sums.z is not None:
                 metrics["z_loss"] = settings.optimizer.z_loss * sums.z / count
-            if skips:
+            if settings.training.skips_updates:
                 metrics |= {"skipped_updates": skips["total"], "skipped_in_a_row": skips["in_a_row"]}
             return TrainState(step, params, opt_state, statistics, average, skips), metrics
 

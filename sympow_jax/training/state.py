@@ -25,7 +25,7 @@ class TrainState:
         opt_state: optimizer state; `()` in a checkpoint of imported weights.
         statistics: running statistics of batch normalization; empty without it.
         average: moving average of the parameters; empty without `optimizer.ema_decay`.
-        skips: numbers of skipped updates and norms of gradients; empty unless updates may be skipped (`spikes`).
+        skips: numbers of skipped updates and norms of gradients (`spikes`); empty in a checkpoint of imported weights.
     """
 
     step: Int[Array, ""]

@@ -90,6 +90,31 @@ def test_a_skipped_update_leaves_all_but_the_step():
         assert any(jax.tree.leaves(changed)), name
 
 
+def test_the_rate_is_the_applied_one_however_skipping_changes():
+    settings = test_tasks.make("regression")
+    optimizer = config.OptimizerConfig(name="sgd", b1=0.0, learning_rate=0.1, warmup_steps=50, clip_norm=None)
+    programs = {
+        skips: test_tasks.program(
+            dataclasses.replace(
+                settings, optimizer=optimizer, training=config.TrainingConfig(skip_nonfinite=skips)
+            )
+        )
+        for skips in (False, True)
+    }
+    good = test_tasks.batch("regression")
+    bad = good | {"labels": np.full_like(good["labels"], np.inf)}
+    state, applied = programs[True].init_state(), 0
+    for skips, rows in [(True, good), (True, bad), (True, bad), (False, good), (True, bad), (True, good)]:
+        program = programs[skips]
+        state, scalars = program.update(state, sharding.place_batch(rows, program.mesh))
+        assert float(scalars["learning_rate"]) == pytest.approx(0.1 * (applied + 1) / 50)
+        applied += rows is good
+        if rows is good:
+            rate = float(scalars["update_norm"] / scalars["grad_norm"])
+            assert rate == pytest.approx(0.1 * applied / 50, rel=1e-4)
+        assert ("skipped_updates" in scalars) == skips
+
+
 def test_the_run_ends_after_several_in_a_row_and_names_the_step(tmp_path, with_training):
     settings = with_training(skip_nonfinite=True, max_skips=3)
     device = test_metrics.CPU[0]
