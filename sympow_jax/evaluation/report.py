@@ -171,7 +171,8 @@ def _caption(runs: Sequence[Sequence[Row]]) -> str:
     trained = " and ".join(f"{context:,}" for context in contexts)
     return (
         f"Each line is the mean over the positions above the line before, of the same {documents} "
-        f"document{'s' if documents > 1 else ''}; * marks the training context ({trained})."
+        f"document{'s' if documents > 1 else ''}, which count equally; * marks the training context ({trained}). "
+        f"heldout_loss in metrics.jsonl is over one batch of rows instead, in which long documents count more."
     )
 
 
