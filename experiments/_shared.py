@@ -230,7 +230,8 @@ def run(
             more={flag: getattr(flags, flag) for flag in more},
             command=shlex.join(["python", "-m", f"experiments.{name}", *arguments]),
         )
-        experiment(options)
+        with jax.default_prng_impl("threefry2x32"), jax.threefry_partitionable(True):
+            experiment(options)
         print(f"written to {options.results}")
         return 0
 

@@ -95,8 +95,13 @@ def sample(
     logits = _truncated(logits / sampling.temperature, sampling)
     # Noise is indexed by token id, not by rank, so that rounding that swaps nearly equal logits changes no noise.
     seeds = jnp.broadcast_to(seed, position.shape)
-    keys = jax.vmap(lambda seed, index: jax.random.fold_in(jax.random.key(seed), index))(seeds, position)
-    noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
+
+    def draw(seed: UInt32[Array, ""], index: Int[Array, ""]) -> Float[Array, " V"]:
+        key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), index)
+        return jax.random.gumbel(key, logits.shape[1:], jnp.float32)
+
+    with jax.threefry_partitionable(True):  # the same tokens, whatever JAX's flags are
+        noise = jax.vmap(draw)(seeds, position)
     return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
 
 

@@ -15,8 +15,8 @@ STANDARD_DEVIATION = 0.02
 
 
 def as_rngs(rngs: nnx.Rngs | int) -> nnx.Rngs:
-    """Returns `rngs`, converted to `nnx.Rngs` if it is a seed."""
-    return rngs if isinstance(rngs, nnx.Rngs) else nnx.Rngs(rngs)
+    """Returns `rngs`, converted to `nnx.Rngs` of threefry if it is a seed."""
+    return rngs if isinstance(rngs, nnx.Rngs) else nnx.Rngs(jax.random.key(rngs, impl="threefry2x32"))
 
 
 def table(rows: int, width: int, *, names: tuple[str, str], rngs: nnx.Rngs) -> nnx.Param:

@@ -206,7 +206,7 @@ class Program:
             return _split(nnx.eval_shape(lambda: self._make(0, stacked=True)))[0]
 
     def _make(self, seed: int, *, stacked: bool) -> models.Model:
-        return models.make(self.config.model, self.config.task, rngs=nnx.Rngs(seed), stacked=stacked)
+        return models.make(self.config.model, self.config.task, rngs=seed, stacked=stacked)
 
     def init_state(self) -> TrainState:
         """Returns the state of a new model before the first update, a function of the config only."""
@@ -217,7 +217,7 @@ class Program:
             params, statistics = variables if self.scans else stacking.unstack(variables)
             return self._new_state(params, statistics)
 
-        with _random_kernels():
+        with _random_kernels(), jax.threefry_partitionable(True):
             return jax.jit(init, out_shardings=self._shardings)()
 
     def _new_state(self, params: Params, statistics: Params) -> TrainState:

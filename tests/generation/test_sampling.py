@@ -143,6 +143,12 @@ def test_seed_and_position_decide():
         assert sample(np.array([row]))[0] == together[row]
 
 
+def test_draws_do_not_depend_on_flags_of_jax():
+    expected = draws(seed=0)
+    with jax.default_prng_impl("rbg"), jax.threefry_partitionable(False):
+        assert (draws(seed=0) == expected).all()
+
+
 def test_a_seed_per_row():
     logits = jnp.broadcast_to(jnp.log(PROBABILITIES), (DRAWS, 4))
     seeds, position = jnp.arange(DRAWS, dtype=jnp.uint32), jnp.full(DRAWS, 5)

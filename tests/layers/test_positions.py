@@ -105,6 +105,13 @@ def output_and_gradients(variant):
     return np.asarray(out), nnx.to_flat_state(gradients)
 
 
+def test_noise_does_not_depend_on_flags_of_jax():
+    layer, x = make("stochastic"), inputs()
+    expected = run(layer, x)
+    with jax.default_prng_impl("rbg"), jax.threefry_partitionable(False):
+        np.testing.assert_array_equal(run(layer, x), expected)
+
+
 @pytest.mark.parametrize("variant", EACH)
 def test_a_stream_equals_one_call(variant):
     layer, x = make(variant), inputs()

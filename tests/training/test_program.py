@@ -70,6 +70,13 @@ def test_gpus_draw_initial_parameters_in_a_kernel(settings, monkeypatch):
     assert not jax.config.jax_threefry_gpu_kernel_lowering
 
 
+def test_initial_parameters_do_not_depend_on_flags_of_jax(settings):
+    expected = _program(settings).init_state().params
+    with jax.default_prng_impl("rbg"), jax.threefry_partitionable(False):
+        found = _program(settings).init_state().params
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 def test_update_norm_is_of_what_was_added(settings):
     batch = _batch(settings)
     before = _program(settings).init_state().params

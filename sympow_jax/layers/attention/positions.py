@@ -293,6 +293,8 @@ class Spe(Positions):
         places, state = _places(segment_ids, state, axis_name)
         kv_heads, head_dim, sines = head_arrays["phases"].shape
         shape = (kv_heads, head_dim, 2 * sines, self.attention.spe.realizations)
+        with jax.threefry_partitionable(True):  # the noise is part of the model, whatever JAX's flags are
+            noise = jax.random.normal(jax.random.key(0, impl="threefry2x32"), shape)
         query, key = spe.encode(
             query,
             key,
@@ -300,7 +302,7 @@ class Spe(Positions):
             frequencies=jax.nn.sigmoid(head_arrays["frequencies"]) / 2,
             phases=head_arrays["phases"],
             gains=jax.nn.softplus(head_arrays["gains"]),
-            noise=jax.random.normal(jax.random.key(0), shape),
+            noise=noise,
         )
         return query, key, None, state
 
