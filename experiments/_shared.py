@@ -27,7 +27,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int32
 
-from sympow_jax import atomic, config, models, training
+from sympow_jax import atomic, config, models, streams, training
 from sympow_jax.commands import command_line
 from sympow_jax.commands import train as train_lib
 from sympow_jax.config import serialize
@@ -232,7 +232,7 @@ def run(
         )
         with jax.default_prng_impl("threefry2x32"), jax.threefry_partitionable(True):
             experiment(options)
-        print(f"written to {options.results}")
+        streams.say(f"written to {options.results}")
         return 0
 
 
@@ -364,7 +364,7 @@ def train_all(options: Options, runs: Mapping[str, config.Config]) -> list[pathl
     folders = [options.runs / name for name in runs]
     for number, (folder, wanted) in enumerate(zip(folders, runs.values()), start=1):
         done = _is_done(folder, wanted)
-        print(f"run {number} of {len(runs)}: {folder.name}{', done before' if done else ''}", flush=True)
+        streams.say(f"run {number} of {len(runs)}: {folder.name}{', done before' if done else ''}")
         if not done and (code := train_lib.train(wanted, folder)):
             raise SystemExit(code)
     require_same_data(options, folders)

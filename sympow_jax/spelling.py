@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["LINE", "cut", "listed", "nearest", "one_line", "remedy", "shown"]
+__all__ = ["LINE", "cut", "listed", "nearest", "one_line", "printable", "remedy", "shown"]
 
 LINE = 500
 """Characters of an error about settings."""
@@ -16,12 +16,17 @@ _LIST = 350
 
 def one_line(error: BaseException) -> str:
     """Returns the text of an error in one line, or the name of its type if it has none."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return printable(" ".join(str(error).split())) or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """Escapes characters that could change what a terminal shows, such as ESC, U+202E and the end of a line."""
+    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
 def cut(text: str, length: int) -> str:
     """Returns a text in one line of at most `length` characters; the middle of a longer one is left out."""
-    text = " ".join(text.split())
+    text = printable(" ".join(text.split()))
     if len(text) <= length:
         return text
     # What failed is said first and why is said last, with long paths in between.

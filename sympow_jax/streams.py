@@ -8,7 +8,9 @@ import sys
 from collections.abc import Iterator
 from typing import NoReturn
 
-__all__ = ["flushed", "has_reader", "open_closed", "show"]
+from sympow_jax import spelling
+
+__all__ = ["flushed", "has_reader", "open_closed", "say", "show"]
 
 _NAMES = ("stdin", "stdout", "stderr")
 _STDOUT = 1
@@ -55,6 +57,11 @@ def flushed() -> Iterator[None]:
             _end_without_reader()
         except OSError as error:
             _end_unwritten(error)
+
+
+def say(*lines: str, error: bool = False) -> None:
+    """Prints lines, to stderr if they are of an error; names in them may be anybody's, so they are `printable`."""
+    print(*map(spelling.printable, lines), sep="\n", file=sys.stderr if error else sys.stdout, flush=True)
 
 
 def show(text: str) -> None:

@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from sympow_jax import spelling, streams
+from sympow_jax.training import cli
+
 ROOT = pathlib.Path(__file__).parents[1]
 SYMPOW = [sys.executable, "-c", "import sys; from sympow_jax import commands; sys.exit(commands.main())"]
 # Of a program that prints a text.
@@ -20,6 +23,17 @@ PRINTING = [
 UNBUFFERED = "PYTHONUNBUFFERED"
 
 linux = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="only Linux has /dev/full and /proc")
+
+
+def test_names_do_not_change_what_a_terminal_shows(capsys):
+    name = "a\x1b[2J\x07\u202eb\nerror: no\udce9é"
+    escaped = r"a\x1b[2J\x07\u202eb\nerror: no\udce9é"
+    streams.say(name, "next")
+    assert capsys.readouterr().out == f"{escaped}\nnext\n"
+    with pytest.raises(SystemExit), cli.user_errors():
+        raise ValueError(f"{name} is wrong")
+    assert capsys.readouterr().err == f"error: {escaped} is wrong\n".replace(r"\n", " ", 1)
+    assert spelling.shown([name, name]).isprintable()
 
 
 @pytest.mark.parametrize("flush", [True, False])

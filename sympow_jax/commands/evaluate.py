@@ -11,6 +11,7 @@ import argparse
 import pathlib
 from collections.abc import Sequence
 
+from sympow_jax import streams
 from sympow_jax.commands import command_line
 from sympow_jax.training import cli, machine
 
@@ -101,5 +102,5 @@ def main(arguments: Sequence[str], program: str = "sympow eval") -> int:
                 trials=flags.trials,
                 tokenizer=flags.tokenizer,
             )
-        print(f"the results are in {out}")
+        streams.say(f"the results are in {out}")
         return 0

@@ -5,6 +5,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+from sympow_jax import streams
 from sympow_jax.commands import command_line
 from sympow_jax.training import cli, machine
 
@@ -39,8 +40,9 @@ def main(arguments: Sequence[str], program: str = "sympow inspect") -> int:
         given = flags.text_file is None
         text = os.fsencode(flags.text) if given else pathlib.Path(flags.text_file).read_bytes()
         name = "--text" if given else f"--text_file={flags.text_file}"
-        for line in inspect.inspect(
-            flags.workdir, text, name=name, layer=flags.layer, out=flags.out, tokenizer=flags.tokenizer
-        ):
-            print(line)
+        streams.say(
+            *inspect.inspect(
+                flags.workdir, text, name=name, layer=flags.layer, out=flags.out, tokenizer=flags.tokenizer
+            )
+        )
         return 0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import rich.console
 import rich.progress
 
+from sympow_jax import streams
 from sympow_jax.commands import command_line
 from sympow_jax.data import longcrawl64, prepare
 from sympow_jax.training import cli, workdir
@@ -154,9 +155,9 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
                 about = prepare.write_longcrawl64(
                     flags.out, flags.files, options, row_tokens=flags.row_tokens, report=report
                 )
-        print(", ".join(f"{name} {value}" for name, value in about.items()))
+        streams.say(", ".join(f"{name} {value}" for name, value in about.items()))
         source = "tokens" if flags.format == "bin" else "longcrawl64"
-        print(
+        streams.say(
             f"read it with data.source={source} data.paths={flags.out} data.token_dtype={about['token_dtype']} "
             f"data.document_separator={about['separator']} and model.vocab_size at least {about['vocab_size']}"
         )

@@ -44,7 +44,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
         if start > steps:
             raise ValueError(f"{folder} is at step {start}, past training.steps={steps}; ask for more steps")
         plan = summary.describe(program, traced, description, folder)
-        hosts.say("\n".join(plan))
+        hosts.say(*plan)
         advice = verdict.advice(mesh.devices.flat[0])
         if advice and any(x.kernel == "power" and x.implementation is None for x in config.model.attentions):
             hosts.say(advice)
@@ -95,5 +95,5 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
         hosts.say(f"stopped after step {number}, which is saved; the same command resumes the run")
         return 128 + stop  # as a shell reports a signal
     written = evaluation.finish(config, folder, heldout)
-    hosts.say("\n".join(summary.results(folder, written, steps)))
+    hosts.say(*summary.results(folder, written, steps))
     return 0

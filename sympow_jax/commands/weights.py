@@ -12,7 +12,7 @@ import argparse
 import pathlib
 from collections.abc import Sequence
 
-from sympow_jax import config, hub
+from sympow_jax import config, hub, streams
 from sympow_jax.commands import command_line
 from sympow_jax.training import cli
 from sympow_jax.weights import files, runs
@@ -83,9 +83,9 @@ def main(arguments: Sequence[str], program: str = "sympow weights") -> int:
         known = _parser(program).parse_args(arguments)
         if known.command == "export":
             number, count = runs.export_run(known.workdir, known.out, format=known.format, dtype=known.dtype)
-            print(f"{known.out} has the {count:,} numbers of step {number} of {known.workdir}")
+            streams.say(f"{known.out} has the {count:,} numbers of step {number} of {known.workdir}")
         else:
             path = hub.local_path(known.weights, hub.WEIGHTS)
             count = runs.import_run(path, _read_settings(known, path), known.workdir)
-            print(f"{known.workdir} is a run at step 0 with the {count:,} numbers of {path}")
+            streams.say(f"{known.workdir} is a run at step 0 with the {count:,} numbers of {path}")
     return 0

@@ -16,7 +16,7 @@ import rich.console
 import rich.table
 import rich.text
 
-from sympow_jax import atomic
+from sympow_jax import atomic, spelling
 from sympow_jax.evaluation import buckets, figures
 
 __all__ = [
@@ -154,10 +154,12 @@ def print_cells(
     table = rich.table.Table(box=rich.box.ROUNDED if console.is_terminal else rich.box.ASCII2)
     # Text instead of strings, so that a run named [x] is not parsed as markup.
     for index, column in enumerate(columns):
-        table.add_column(rich.text.Text(column), justify="left" if index < names else "right")
+        table.add_column(
+            rich.text.Text(spelling.printable(column)), justify="left" if index < names else "right"
+        )
     for row in rows:
-        table.add_row(*map(rich.text.Text, row))
-    console.print(title, style="bold", highlight=False)
+        table.add_row(*(rich.text.Text(spelling.printable(cell)) for cell in row))
+    console.print(spelling.printable(title), style="bold", markup=False, highlight=False)
     console.print(table, crop=False)
 
 

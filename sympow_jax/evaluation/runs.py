@@ -181,12 +181,10 @@ def _evaluate(
     count = len(tokens)
     with workdirs_lib.progress(console, name, count * lengths[-1]) as advance:
         means = context_loss(model, tokens, lengths, first_position=first_position, on_call=advance)
-    console.print(
+    workdirs_lib.say(
+        console,
         f"{name}: step {step:,}, {count} documents of {lengths[-1]:,} tokens, "
         f"{time.perf_counter() - started:.1f} s",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
     )
     return means, step
 

@@ -14,7 +14,7 @@ import rich.markup
 import rich.progress
 
 from sympow_jax import config as config_lib
-from sympow_jax import data
+from sympow_jax import data, spelling
 from sympow_jax.config import serialize
 from sympow_jax.training import hosts, workdir
 
@@ -23,6 +23,7 @@ __all__ = [
     "read_runs",
     "require_comparable",
     "run_names",
+    "say",
     "warn",
     "warn_of_changed_data",
     "writable_folder",
@@ -91,7 +92,12 @@ def run_names(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config
 
 def warn(console: rich.console.Console, message: str) -> None:
     """Prints a warning."""
-    console.print(f"warning: {message}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    say(console, f"warning: {message}", style="yellow")
+
+
+def say(console: rich.console.Console, line: str, *, style: str | None = None) -> None:
+    """Prints a line as it is, in which names may be anybody's."""
+    console.print(spelling.printable(line), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
@@ -99,7 +105,7 @@ def progress(console: rich.console.Console, name: str, total: int) -> Iterator[C
     """Shows a progress bar and yields the function that advances it; without a terminal, writes a line now and then."""
     if console.is_terminal:
         with rich.progress.Progress(console=console, transient=True) as progress:
-            task = progress.add_task(rich.markup.escape(name), total=total)
+            task = progress.add_task(rich.markup.escape(spelling.printable(name)), total=total)
             yield lambda done: progress.advance(task, done)
         return
     finished, last = 0, time.monotonic()

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from sympow_jax import spelling
+from sympow_jax import spelling, streams
 
 __all__ = [
     "TIMEOUT",
@@ -313,10 +313,10 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def say(text: str, *, error: bool = False) -> None:
-    """Prints text in the first process only, to stderr if it is an error."""
+def say(*lines: str, error: bool = False) -> None:
+    """Calls `streams.say` in the first process only."""
     if is_first():
-        print(text, file=sys.stderr if error else sys.stdout, flush=True)
+        streams.say(*lines, error=error)
 
 
 def gather(text: str) -> list[str]:
@@ -452,6 +452,6 @@ def _listed(visible: str) -> list[str]:
 def _give_up(launch: Launch | Cluster) -> None:
     try:
         reason = launch.timeout_error()
-        print(f"error: {reason}; --coordinator_timeout gives them more time", file=sys.stderr, flush=True)
+        streams.say(f"error: {reason}; --coordinator_timeout gives them more time", error=True)
     finally:
         os._exit(1)

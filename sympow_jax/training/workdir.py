@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import jax
 
-from sympow_jax import atomic, config
+from sympow_jax import atomic, config, streams
 from sympow_jax.config import fields, loading, serialize
 from sympow_jax.training import hosts
 
@@ -171,10 +171,9 @@ def _hold(workdir: pathlib.Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
-        print(
+        streams.say(
             f"warning: {workdir} is on a file system without locks; nothing keeps a second run out of it",
-            file=sys.stderr,
-            flush=True,
+            error=True,
         )
     file.truncate(0)
     started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

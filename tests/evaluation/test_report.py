@@ -83,11 +83,11 @@ def test_table_of_many_runs_has_a_column_each_without_a_terminal():
     assert all(name in header for name in names)
 
 
-def test_table_on_a_terminal_does_not_read_a_name_as_markup():
+def test_table_on_a_terminal_does_not_read_a_name_as_markup_or_control():
     file = io.StringIO()
-    rows = make_rows("[bold]", [2.0, 1.5, 1.25]) + make_rows("b", [2.0, 1.5, 1.25])
+    rows = make_rows("[bold]\x1b[2J", [2.0, 1.5, 1.25]) + make_rows("b", [2.0, 1.5, 1.25])
     report.print_table(rows, rich.console.Console(file=file, force_terminal=True, width=100))
-    assert "[bold]" in file.getvalue()
+    assert r"[bold]\x1b[2J" in file.getvalue()
 
 
 def drawn(monkeypatch, tmp_path, rows):

@@ -193,12 +193,7 @@ def evaluate_context_tasks(
                 trials=trials,
                 on_result=functools.partial(advance, 1),
             )
-        console.print(
-            f"{name}: step {step:,}, {time.perf_counter() - started:.1f} s",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+        workdirs_lib.say(console, f"{name}: step {step:,}, {time.perf_counter() - started:.1f} s")
         rows += results.make_rows(name, task_results, train_context=config.data.context_length)
         records.append(
             {"run": name, "workdir": str(path), "step": step, "config": dataclasses.asdict(config)}

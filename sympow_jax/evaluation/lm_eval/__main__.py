@@ -6,7 +6,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from sympow_jax import atomic, extras
+from sympow_jax import atomic, extras, streams
 from sympow_jax.commands import command_line
 from sympow_jax.training import cli, machine
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
         with atomic.replace(out) as draft:
             draft.write_text(json.dumps(results, indent=2, default=str) + "\n")
         print(utils.make_table(results))
-        print(f"the results are in {out}")
+        streams.say(f"the results are in {out}")
         return 0
 
 
