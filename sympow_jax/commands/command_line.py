@@ -213,7 +213,12 @@ def parse_training(
         parser.add_settings(hidden=True)
     known = parser.parse_args(arguments)
     workdir.require_path("--workdir", known.workdir)
-    return read_settings(known, config.load(known.config)), known.workdir, _read_launch(known)
+    settings = read_settings(known, config.load(known.config))
+    # Both come with data settings that are not the user's own: a run's `config.json`, and a run to start from.
+    if pathlib.Path(known.config).suffix == ".json" or settings.task.initial_run is not None:
+        named = {name.removeprefix("config.") for name, text in vars(known).items() if text is not None}
+        loading.require_named(settings, named, f"--config={known.config}")
+    return settings, known.workdir, _read_launch(known)
 
 
 def _add_help(parser: Parser, spec: str | None) -> None:

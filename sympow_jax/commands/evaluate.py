@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from sympow_jax import streams
 from sympow_jax.commands import command_line
+from sympow_jax.config import loading
 from sympow_jax.training import cli, machine
 
 __all__ = ["main"]
@@ -84,8 +85,11 @@ def main(arguments: Sequence[str], program: str = "sympow eval") -> int:
         machine.cache_programs()
         # Imported only now, because it takes seconds and needs the extra `train`, which `--help` does not.
         from sympow_jax import evaluation
+        from sympow_jax.evaluation import workdirs as workdirs_lib
 
         workdirs = flags.workdir.split(",")
+        # The data is that of the first run.
+        loading.require_named(workdirs_lib.read_runs(workdirs)[1][0], (), workdirs[0])
         lengths = None if flags.context_lengths is None else evaluation.parse_lengths(flags.context_lengths)
         # Not the workdir itself, which has the evaluation at the end of training.
         out = pathlib.Path(workdirs[0], "evaluation") if flags.out is None else pathlib.Path(flags.out)

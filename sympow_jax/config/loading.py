@@ -9,14 +9,22 @@ import re
 import runpy
 import traceback
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from sympow_jax import spelling
 from sympow_jax.config import _checks as checks
 from sympow_jax.config import fields, run, serialize
 
-__all__ = ["describe_configs", "load", "nearest_setting", "override", "read", "unknown_setting"]
+__all__ = [
+    "describe_configs",
+    "load",
+    "nearest_setting",
+    "override",
+    "read",
+    "require_named",
+    "unknown_setting",
+]
 
 
 def load(spec: str) -> run.Config:
@@ -71,6 +79,24 @@ def read(path: pathlib.Path) -> run.Config:
         return serialize.from_dict(run.Config, values)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def require_named(config: run.Config, named: Collection[str], source: str) -> None:
+    """Raises ValueError if data of settings from a file is on another host, unless the user named it again.
+
+    Args:
+        config: the settings.
+        named: paths of the settings that were given on the command line, such as "data.paths".
+        source: name of the file, for errors.
+    """
+    for path in ("data.paths", "data.heldout_paths", "data.tokenizer"):
+        value = getattr(config.data, path.removeprefix("data."))
+        places = (value,) if isinstance(value, str) else value
+        if path not in named and any(re.search(":(//|:)", x.removeprefix("file://")) for x in places):
+            raise ValueError(
+                f"{path} of {source} is {spelling.shown(fields.written(value))}, on another host; if you trust it, "
+                f"name it again with --config.{path}"
+            )
 
 
 def _is_ours(file: str) -> bool:

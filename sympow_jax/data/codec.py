@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from sympow_jax import config as configs
+from sympow_jax import hub
 from sympow_jax.config import data as data_config
 from sympow_jax.data import longcrawl64, tokenizer
 
@@ -75,7 +76,8 @@ def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
     Args:
         settings: the run's settings.
         name: name of the tokenizer, as for `prepare`. It is required for the sources `tokens` and `longcrawl64`. Of
-            `parquet` and `jsonl`, it is `data.tokenizer` by default, and must be given if they hold token ids.
+            `parquet` and `jsonl`, it is `data.tokenizer` by default, and must be given if they hold token ids or if it
+            is to be downloaded from the Hub.
 
     Raises:
         ValueError: the source is another, or the tokenizer is missing, cannot be loaded or is not the data's.
@@ -88,6 +90,11 @@ def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
             raise ValueError(f"--tokenizer={name}, but the run read text as bytes; leave it out")
         return Codec(tokenizer.load("byte"), settings.model.vocab_size)
     if source in data_config.CORPUS_SOURCES:
+        if name is None and hub.is_remote(settings.data.tokenizer):
+            raise ValueError(
+                f"the run's data.tokenizer is {settings.data.tokenizer}, which would be downloaded; if you trust it, "
+                f"name it again with --tokenizer"
+            )
         loaded = tokenizer.load(name or settings.data.tokenizer)
         end = loaded.separator if separator is None else separator
         return Codec(loaded, settings.model.vocab_size, end=end)

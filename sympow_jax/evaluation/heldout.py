@@ -123,7 +123,7 @@ def evaluate_heldout(
     folder = workdirs_lib.writable_folder(out)
     source = configs[0].data
     if heldout is None:
-        heldout = data.HeldoutData(source, configs[0].task, vocab_size=configs[0].model.vocab_size)
+        heldout = workdirs_lib.open_heldout(console, paths[0], configs[0])
     if heldout.rows is None:
         raise ValueError(f"no example is held out of the data of {paths[0]}: {heldout.cause_of_absence}")
     workdirs_lib.warn_of_changed_data(console, paths, configs[0])

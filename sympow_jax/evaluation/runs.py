@@ -130,8 +130,7 @@ def evaluate_runs(
         checkpoint.require_checkpoint(path)
     folder = workdirs_lib.writable_folder(out)
     if heldout is None:
-        first = configs[0]
-        heldout = data.HeldoutData(first.data, first.task, vocab_size=first.model.vocab_size)
+        heldout = workdirs_lib.open_heldout(console, paths[0], configs[0])
     if lengths is None:
         lengths = lengths_of(configs[0], heldout)
     if documents is None:

@@ -19,6 +19,7 @@ from sympow_jax.config import serialize
 from sympow_jax.training import hosts, workdir
 
 __all__ = [
+    "open_heldout",
     "progress",
     "read_runs",
     "require_comparable",
@@ -67,6 +68,15 @@ def require_comparable(paths: Sequence[pathlib.Path], settings: Sequence[Mapping
             raise ValueError(
                 f"{paths[0]} and {path} cannot be compared: {', '.join(different)}; evaluate them apart"
             )
+
+
+def open_heldout(
+    console: rich.console.Console, folder: pathlib.Path, config: config_lib.Config
+) -> data.HeldoutData:
+    """Prints what the settings of a run read, which may be anybody's, and then opens its held-out data."""
+    paths = spelling.listed((*config.data.paths, *config.data.heldout_paths)) or "no paths"
+    say(console, f"data of {folder}: {config.data.source} of {paths}")
+    return data.HeldoutData(config.data, config.task, vocab_size=config.model.vocab_size)
 
 
 def warn_of_changed_data(

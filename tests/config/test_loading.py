@@ -1,5 +1,6 @@
 """Tests of configs by name and file, and of the arguments after their colon."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -30,6 +31,25 @@ def test_the_json_of_a_run(tmp_path):
     path.write_text('{"model": {"layer": 1}}')
     with pytest.raises(ValueError, match=r"config\.json: ModelConfig has no layer"):
         config.load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_remote"),
+    [
+        ("paths", ("a", "s3://b/c"), True),
+        ("heldout_paths", ("http::b",), True),
+        ("paths", ("file:///a|http://b",), True),
+        ("tokenizer", "hf://a/b", True),
+        ("paths", ("file:///a", "~/b", "c:d"), False),
+    ],
+)
+def test_remote_data_of_a_file_is_named_again(name, value, is_remote):
+    data = config.DataConfig(**{"source": "jsonl", "paths": ("a",), name: value})
+    settings = config.Config(model=config.ModelConfig(vocab_size=256, layers=1, width=32, heads=2), data=data)
+    loading.require_named(settings, {f"data.{name}"}, "it")
+    error = pytest.raises(ValueError, match=rf"data\.{name} of it .* another host")
+    with error if is_remote else contextlib.nullcontext():
+        loading.require_named(settings, {"data.seed"}, "it")
 
 
 def test_a_wheel_has_its_configs_inside_the_package(tmp_path, monkeypatch):

@@ -70,6 +70,11 @@ def test_prompts_that_a_tokenizer_cannot_read(words):
         ({"source": "longcrawl64", "paths": ("x",)}, None, "--tokenizer=FILE"),
         ({"source": "tokens", "paths": ("x",)}, "no/file.json", "there is no such file"),
         ({"source": "text"}, "words.json", "read text as bytes"),
+        (
+            {"source": "jsonl", "paths": ("x",), "tokenizer": "hf://a/b"},
+            None,
+            "would be downloaded; if you trust",
+        ),
         ({"source": "listops", "context_length": 2048, "batch_tokens": 2048}, None, "no text can be made"),
     ],
 )

@@ -74,6 +74,22 @@ def test_two_runs_end_to_end(trained, tmp_path, capsys):
     assert (tmp_path / "new" / "folder" / "context_loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_remote_data_of_a_stranger_is_not_opened(trained, tmp_path, capsys):
+    values = json.loads((trained / "a" / "config.json").read_text())
+    values["data"] |= {"source": "jsonl", "paths": ["http://127.0.0.1:9/x\x1b[2J.jsonl"]}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(SystemExit):
+        eval_program.main([f"--workdir={tmp_path}"])
+    assert (
+        "on another host; if you trust it, name it again with --config.data.paths" in capsys.readouterr().err
+    )
+    train = [f"--config={tmp_path}/config.json", f"--workdir={tmp_path}/new"]
+    with pytest.raises(SystemExit):
+        launch.main(train)
+    assert r"\x1b[2J.jsonl', on another host" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
 def test_training_ends_with_the_evaluation_of_its_config(trained, tmp_path):
     records = read(trained / "a" / "context_loss.csv")
     assert [record["context_length"] for record in records] == ["8", "16", "32"]
@@ -162,7 +178,8 @@ def test_a_mistake_creates_no_folder(trained, capsys, name):
 )
 def test_a_mistake_is_one_line_and_exit_code_1(trained, tmp_path, capsys, arguments, message):
     arguments = [f"--out={tmp_path}", *(argument.format(runs=trained) for argument in arguments)]
-    assert message in mistakes.line(eval_program.main, arguments, capsys)
+    # Some are found once the data is open, of which a line tells.
+    assert message in mistakes.line(eval_program.main, arguments, capsys, at_once=False)
 
 
 def test_a_mistake_prints_no_traceback_in_a_separate_process(trained, tmp_path):

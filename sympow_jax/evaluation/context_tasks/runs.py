@@ -161,7 +161,7 @@ def evaluate_context_tasks(
     for path in paths:
         checkpoint.require_checkpoint(path)
     first = configs[0]
-    heldout = data.HeldoutData(first.data, first.task, vocab_size=first.model.vocab_size)
+    heldout = workdirs_lib.open_heldout(console, paths[0], first)
     documents = runs.require_documents(heldout)
     codec = None
     if any(prompts.TASKS[task].needs_tokenizer for task in tasks):
