@@ -8,7 +8,6 @@ from typing import Any
 import matplotlib.axes
 import matplotlib.colors
 import matplotlib.figure
-import matplotlib.font_manager
 import matplotlib.ticker
 import numpy as np
 from jaxtyping import Float
@@ -40,11 +39,8 @@ def visible(text: bytes) -> str:
         characters = text.decode()
     except UnicodeDecodeError:
         return text.hex()
-    font = matplotlib.font_manager.get_font(matplotlib.font_manager.findfont("DejaVu Sans"))
-    glyphs, signs = font.get_charmap(), {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
-    shown = "".join(
-        signs.get(x, x if x.isprintable() and ord(x) in glyphs else f"{ord(x):x}") for x in characters
-    )
+    signs = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
+    shown = "".join(signs.get(x, x if figures.has_glyph(x) else f"{ord(x):x}") for x in characters)
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"
 
 

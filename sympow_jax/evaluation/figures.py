@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import matplotlib.axes
 import matplotlib.backends.backend_agg
 import matplotlib.figure
+import matplotlib.font_manager
 import matplotlib.ticker
 import numpy as np
 
-from sympow_jax import atomic
+from sympow_jax import atomic, spelling
 
 __all__ = [
     "COLORS",
@@ -19,9 +20,11 @@ __all__ = [
     "INK",
     "MARKERS",
     "blank",
+    "has_glyph",
     "label_lines",
     "make",
     "mark",
+    "plain",
     "save",
     "set_log2_ticks",
     "style",
@@ -57,6 +60,21 @@ def blank(*, width: float, height: float) -> matplotlib.figure.Figure:
     figure = matplotlib.figure.Figure(figsize=(width, height), dpi=160, layout="constrained")
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     return figure
+
+
+def has_glyph(character: str) -> bool:
+    """Returns whether a character can be seen in a figure."""
+    font = matplotlib.font_manager.get_font(matplotlib.font_manager.findfont("DejaVu Sans"))
+    return character.isprintable() and ord(character) in font.get_charmap()
+
+
+def plain(name: str) -> str:
+    """Returns the text with which matplotlib shows a name, shortened, as it is: without formulas or missing glyphs."""
+    shown = "".join(
+        x if has_glyph(x) else x.encode("unicode_escape").decode() for x in spelling.cut(name, 60)
+    )
+    # A legend leaves out labels that begin with an underscore.
+    return (" " if shown.startswith("_") else "") + shown.replace("$", r"\$")
 
 
 def save(figure: matplotlib.figure.Figure, path: pathlib.Path) -> None:

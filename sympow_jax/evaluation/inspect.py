@@ -11,7 +11,7 @@ import numpy as np
 
 from sympow_jax import atomic, data, models, training
 from sympow_jax import config as config_lib
-from sympow_jax.evaluation import attention_figures, attention_maps, workdirs
+from sympow_jax.evaluation import attention_figures, attention_maps, figures, workdirs
 from sympow_jax.training import checkpoint, workdir
 
 __all__ = ["MAX_TOKENS", "inspect"]
@@ -117,7 +117,7 @@ def _draw(
     causal: bool,
 ) -> list[str]:
     """Draws the figures that apply to the model, and returns a message for each."""
-    run = "{run}, step {step}: {attention}".format(**metadata)
+    run = "{run}, step {step}: {attention}".format(**metadata | {"run": figures.plain(metadata["run"])})
     path = target / "attention.png"
     attention_figures.draw_weights(path, maps, labels, subtitle=run, causal=causal)
     messages = [f"wrote {path}: what each token reads, one map per head"]

@@ -189,6 +189,7 @@ def write_plot(path: pathlib.Path, rows: Sequence[Row]) -> None:
     contexts = sorted({row.train_context for row in rows})
     ends = []
     for index, (name, run) in enumerate(runs.items()):
+        name = figures.plain(name)
         if len(contexts) > 1:
             name += f"\ntrained at {run[0].train_context:,}"
         color = figures.COLORS[index % len(figures.COLORS)]

@@ -9,7 +9,7 @@ import math
 import pytest
 import rich.console
 
-from sympow_jax.evaluation import buckets, report
+from sympow_jax.evaluation import buckets, figures, report
 
 LENGTHS = (64, 256, 1024)
 
@@ -137,3 +137,25 @@ def test_plot_marks_nonfinite_losses(monkeypatch, tmp_path):
     texts = [text.get_text() for text in axes.texts]
     assert "a\nnot finite at 1,024" in texts
     assert "b\nnot finite at 64, 256, 1,024" in texts
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("$\\frac{$", "$\\frac{$"),
+        ("a$b", "a$b"),
+        ("_hidden", " _hidden"),
+        ("\U0001f9e0\x1b漢", "\\U0001f9e0\\x1b\\u6f22"),
+        ("x" * 255, "x" * 20 + " ... " + "x" * 35),
+    ],
+)
+def test_plot_shows_a_name_as_it_is(monkeypatch, tmp_path, name, shown):
+    axes = drawn(monkeypatch, tmp_path, make_rows(name, [2.0, 1.5, 1.25]) + make_rows("b", [2.5, 2.25, 2.75]))
+    (text,) = (text for text in axes.texts if text.get_text() == figures.plain(name))
+    assert text._preprocess_math(text.get_text()) == (shown, False)
+    figure = figures.blank(width=4.0, height=3.0)
+    figure.subplots().plot([0, 1], label=figures.plain(name))
+    legend = figure.legend()
+    figures.save(figure, tmp_path / "legend.png")
+    assert [text.get_text() for text in legend.texts] == [figures.plain(name)]

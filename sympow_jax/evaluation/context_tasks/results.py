@@ -263,7 +263,7 @@ def _draw_maps(figure: matplotlib.figure.FigureBase, maps: Sequence[Sequence[Row
             axes,
             x_label="context length (tokens)",
             y_label="" if number % columns else "depth (% of context)",
-            title=f"{rows[0].task}, {rows[0].run}",
+            title=f"{rows[0].task}, {figures.plain(rows[0].run)}",
         )
         axes.grid(visible=False)
         lengths, train_context = [row.context_length for row in rows], rows[0].train_context
@@ -299,7 +299,7 @@ def _draw_run(
         exact,
         color=color,
         marker=marker,
-        label=name,
+        label=figures.plain(name),
         markersize=5,
         linewidth=1.8,
         markeredgecolor="white",
