@@ -38,7 +38,7 @@ BRIEF_MODEL = {"vocab_size": 64, "layers": 1, "width": 32, "heads": 2, "dtype": 
 BRIEF_LENGTHS = (64, 256, 1024)
 BRIEF_PREFILLED = (1024,)
 
-_COLORS = dict(zip(PRESETS, figures.COLORS))
+_STYLES = dict(zip(PRESETS, figures.styles(PRESETS)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +202,8 @@ def _draw(axes, rows: Sequence[Row], title: str, value: Callable[[Row], float]) 
     for preset in dict.fromkeys(row.preset for row in rows):
         chosen = [row for row in rows if row.preset == preset]
         lengths = [row.length for row in chosen]
-        axes.plot(lengths, [value(row) for row in chosen], "o-", color=_COLORS[preset], label=preset)
+        color, marker = _STYLES[preset]
+        axes.plot(lengths, [value(row) for row in chosen], color=color, marker=marker, label=preset)
     figures.style(axes, x_label="tokens of the prompt", y_label="", title=title)
     figures.set_log2_ticks(axes, lengths)
     axes.set_yscale("log")

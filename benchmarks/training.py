@@ -231,13 +231,19 @@ def _plot(path: pathlib.Path, report: dict) -> None:
     """Plots tokens per second against the context, one line per preset."""
     rates = _rates(report)
     figure, (axes,) = figures.make()
-    for preset, marker in zip(dict.fromkeys(name for name, _ in rates), itertools.cycle(figures.MARKERS)):
+    presets = list(dict.fromkeys(name for name, _ in rates))
+    for preset, (color, marker) in zip(presets, figures.styles(presets)):
         points = [(context, rate) for (name, context), rate in rates.items() if name == preset]
-        axes.plot(*zip(*points), marker=marker, label=preset)
+        axes.plot(*zip(*points), color=color, marker=marker, label=preset)
     figures.set_log2_ticks(axes, sorted({context for _, context in rates}))
     axes.set_yscale("log")
-    title = f"Training 124M parameters, {report['rows'][0]['tokens']:,} tokens per step"
-    figures.style(axes, x_label="context (tokens)", y_label="tokens/s", title=title)
+    figures.style(
+        axes,
+        x_label="context (tokens)",
+        y_label="tokens/s",
+        title="Training 124M parameters",
+        subtitle=f"{report['rows'][0]['tokens']:,} tokens per step",
+    )
     axes.legend()
     figures.save(figure, path)
 

@@ -18,6 +18,7 @@ __all__ = ["FIGURES"]
 
 LENGTHS = [2**n for n in range(8, 21)]
 BLUE, RED, GREEN, PINK, YELLOW, *_ = figures.COLORS
+((SOFTMAX, _),) = figures.styles(["softmax"])
 
 
 def flops() -> matplotlib.figure.Figure:
@@ -127,8 +128,8 @@ def state_sizes() -> matplotlib.figure.Figure:
     figure, (axes,) = figures.make(width=8.4, height=4.6)
     shape: Any = config.MODEL_SIZES["gpt2_124m"]
     kept = [shape["layers"] * 2 * shape["width"] * 2 * time for time in LENGTHS]
-    axes.plot(LENGTHS, kept, color="#000000")
-    ends = [("keys and values,\nbfloat16", "#000000", kept[-1])]
+    axes.plot(LENGTHS, kept, color=SOFTMAX)
+    ends = [("keys and values,\nbfloat16", SOFTMAX, kept[-1])]
     for power, size, color in ((2, 32, BLUE), (2, 64, RED), (2, 128, GREEN), (4, 16, PINK), (4, 32, YELLOW)):
         attention = config.preset("sympow", power=power)
         model = config.ModelConfig(**{**shape, "heads": shape["width"] // size, "attention": attention})

@@ -1,6 +1,6 @@
-"""Draws the figures of the pages: `uv run docs/figures.py [NAME ...]`.
+"""Draws the figures of the pages, as PNG and PDF: `uv run docs/figures.py [NAME ...]`.
 
-Without names it draws all of them. Nothing is timed.
+Without names it draws all of them. Nothing is timed. The PDFs are not kept in the repository.
 """
 
 import pathlib

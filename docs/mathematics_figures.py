@@ -17,6 +17,7 @@ from sympow_jax.evaluation import figures
 __all__ = ["FIGURES"]
 
 BLUE, RED, GREEN, PINK, *_ = figures.COLORS
+(SOFTMAX, _), (EXPRESSIVE, _) = figures.styles(["softmax", "expressive"])
 
 
 def kernels() -> matplotlib.figure.Figure:
@@ -36,7 +37,7 @@ def kernels() -> matplotlib.figure.Figure:
         return both[:, 1] / both[:, 0]
 
     softmax = relative(ops.softmax_attention, scale=4.0)
-    left.plot(degrees, softmax, color="#000000", label="softmax, scores up to 4")
+    left.plot(degrees, softmax, color=SOFTMAX, label="softmax, scores up to 4")
     for power, color in ((2, BLUE), (4, RED), (6, GREEN)):
         weights = relative(ops.power_attention, power=power, form="attention")
         left.plot(degrees, weights, color=color, label=f"power, p = {power}")
@@ -50,7 +51,7 @@ def kernels() -> matplotlib.figure.Figure:
     one = jnp.ones((len(scores), 1, 1, 1))
     both = ops.expressive_attention(one, pair, jnp.asarray(values[:1]).repeat(len(scores), 0))[:, 0, 0]
     weights = both[:, 1] / both[:, 0]
-    right.plot(scores, weights, color=PINK, label="expressive, $z^2 / (1 + z^2)$")
+    right.plot(scores, weights, color=EXPRESSIVE, label="expressive, $z^2 / (1 + z^2)$")
     near = np.abs(scores) <= 1.1
     right.plot(scores[near], scores[near] ** 2, color=BLUE, linestyle="--", label="power, $z^2$")
     right.set_ylim(0, 1.25)

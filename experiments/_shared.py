@@ -90,8 +90,8 @@ _TINY = config.ModelConfig(vocab_size=256, layers=1, width=16, heads=2, dtype="f
 _PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "numpy")
 # Digits after the decimal point, for losses in nats and for ratios.
 _DIGITS = 6
-# Index of the color and marker of a variant, so that it looks the same in every plot.
-_COLORS = {"softmax": 6, "sympow": 1, "gated": 2, "conformal": 0}
+# Presets that variants have shorter names for.
+_PRESETS = {"gated": "sympow_gated"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -545,9 +545,13 @@ class Mean(NamedTuple):
         return self.text(3)
 
     def text(self, digits: int) -> str:
-        """Returns the mean and, unless it is NaN, the error, with this number of digits after the decimal point."""
-        error = "" if math.isnan(self.error) else f" ± {self.error:.{digits}f}"
-        return f"{self.value:.{digits}f}{error}"
+        """Returns the mean and its error, with this number of digits after the decimal point."""
+        return f"{self.value:.{digits}f}{self.error_text(digits)}"
+
+    def error_text(self, digits: int) -> str:
+        """Returns ` ± error`; empty if the error is NaN or rounds to 0, because a few equal runs are no such proof."""
+        error = f"{self.error:.{digits}f}"
+        return "" if math.isnan(self.error) or not float(error) else f" ± {error}"
 
     @property
     def band(self) -> tuple[float, float, float]:
@@ -644,7 +648,7 @@ def difference_table(
 
 
 def _signed(difference: Mean) -> str:
-    text = f"{difference.value:+.3f}" + ("" if math.isnan(difference.error) else f" ± {difference.error:.3f}")
+    text = f"{difference.value:+.3f}{difference.error_text(3)}"
     return f"**{text}**" if abs(difference.value) > 2 * difference.error else text
 
 
@@ -792,8 +796,10 @@ def draw_lines(
     for axes in all_axes[len(panels) :]:
         axes.remove()
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    variants = [name.partition(",")[0] for name in names]
+    styles = dict(zip(names, figures.styles([_PRESETS.get(variant, variant) for variant in variants])))
     for axes, panel in zip(all_axes, panels):
-        ends = [_draw(axes, name, _index(name, names), *line) for name, line in panel.lines.items()]
+        ends = [_draw(axes, name, *styles[name], *line) for name, line in panel.lines.items()]
         if panel.ticks and panel.linear:
             axes.set_xticks(panel.ticks)
         elif panel.ticks:
@@ -810,8 +816,8 @@ def draw_lines(
         if not many:
             figures.label_lines(axes, ends)
     if many:
-        figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, color=figures.INK)
-        figure.text(0.01, 1 - 0.36 / height, subtitle, fontsize=9, color=figures.GRAY)
+        figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, color=figures.INK, gid=figures.TITLE)
+        figure.text(0.01, 1 - 0.36 / height, subtitle, fontsize=9, color=figures.GRAY, gid=figures.TITLE)
         shown = {
             line.get_label(): line for axes in all_axes for line in axes.lines if line.get_label() in names
         }
@@ -825,19 +831,10 @@ def draw_lines(
     figures.save(figure, path)
 
 
-def _index(name: str, names: Sequence[str]) -> int:
-    """Returns the index of a variant's color; those without a fixed one get the others in turn."""
-    taken = {_COLORS[other] for other in names if other in _COLORS}
-    free = [index for index in range(len(figures.COLORS)) if index not in taken]
-    # Colors of variants that are not in the plot come last.
-    free.sort(key=lambda index: index in _COLORS.values())
-    others = [other for other in names if other not in _COLORS]
-    return _COLORS[name] if name in _COLORS else free[others.index(name) % len(free)]
-
-
-def _draw(axes: matplotlib.axes.Axes, name: str, index: int, x, y, *band) -> tuple[str, str, float]:
+def _draw(
+    axes: matplotlib.axes.Axes, name: str, color: str, marker: str, x, y, *band
+) -> tuple[str, str, float]:
     """Draws a line; returns its name, its color and its final height."""
-    color = figures.COLORS[index]
     heights = np.where(np.isfinite(y), y, np.nan)
     if band:
         axes.fill_between(x, *band, color=color, alpha=0.13, linewidth=0)
@@ -848,7 +845,7 @@ def _draw(axes: matplotlib.axes.Axes, name: str, index: int, x, y, *band) -> tup
         color=color,
         label=name,
         linewidth=1.8 if few else 1.3,
-        marker=figures.MARKERS[index] if few else "",
+        marker=marker if few else "",
         markersize=5,
         markeredgecolor="white",
     )

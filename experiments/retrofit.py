@@ -71,7 +71,8 @@ def _report(options: _shared.Options) -> None:
     path = _shared.write(options, rows, [base, *folders.values()], curves=curves, softmax=softmax)
     panels = [_curves_panel(options, variant, curves) for variant in options.variants]
     means = _shared.means(rows, ("variant", "start", "context_length"), "loss")
-    lines = {"softmax": [lengths, [row["loss"] for row in softmax]]} | {
+    base_updates = _BASE_RATIO * options.plan.steps
+    lines = {f"softmax, {base_updates:,} updates": [lengths, [row["loss"] for row in softmax]]} | {
         variant: _shared.bands(lengths, [means[variant, "matched", length] for length in lengths])
         for variant in options.variants
     }
@@ -91,7 +92,7 @@ def _report(options: _shared.Options) -> None:
         panels,
         title="Attention replaced in a trained softmax model",
         subtitle=f"{options.plan.average}; {options.plan.steps:,} updates after a first stage of "
-        f"{_first(options):,}, softmax after {_BASE_RATIO * options.plan.steps:,}",
+        f"{_first(options):,}, softmax after {base_updates:,}",
     )
     _shared.print_tables(path, tables)
 

@@ -25,12 +25,12 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         description="Evaluates runs on held-out data.\n\n"
         "For decoders, computes the mean loss by position: for each context length, the loss of predicting the "
         "positions in (previous length, this length], of the same documents throughout. Writes context_loss.csv, "
-        "context_loss.json and context_loss.png.\n\n"
+        "context_loss.json, context_loss.png and context_loss.pdf.\n\n"
         "For runs of other tasks than the next token, computes loss and metrics of the held-out rows. Writes "
         "heldout.json.\n\n"
-        "With --tasks, asks decoders for something earlier in the context instead, and writes tasks.csv, tasks.json "
-        "and tasks.png. `recall` asks for the value of a key among pairs, `needle` for numbers that are hidden in "
-        "held-out text, `variables` for the variables of one value, and `copy` for random tokens once more.",
+        "With --tasks, asks decoders for something earlier in the context instead, and writes tasks.csv, tasks.json, "
+        "tasks.png and tasks.pdf. `recall` asks for the value of a key among pairs, `needle` for numbers that are "
+        "hidden in held-out text, `variables` for the variables of one value, and `copy` for random tokens once more.",
     )
     parser.add_argument(
         "--workdir",

@@ -16,7 +16,8 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     parser = command_line.Parser(
         prog=program,
         description="Draws what a trained model does with a text: attention maps (attention.png), half-lives of decays "
-        "(half_life.png) and rotation rates (rotation.png), and writes the numbers to inspect.json.",
+        "(half_life.png) and rotation rates (rotation.png), and writes the numbers to inspect.json. Each "
+        "picture is also written as PDF.",
     )
     parser.add_argument("--workdir", required=True, metavar="DIR", help="Workdir of a training run.")
     texts = parser.add_mutually_exclusive_group(required=True)

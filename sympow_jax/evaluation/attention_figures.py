@@ -216,4 +216,6 @@ def _style_bar(bar: Any, label: str) -> None:
 def _title(figure: matplotlib.figure.Figure, *lines: str) -> None:
     characters = int(_CHARACTERS * figure.get_figwidth())
     wrapped = [part for line in lines for part in textwrap.wrap(line, characters)]
-    figure.suptitle("\n".join(wrapped), x=0.01, ha="left", fontsize=10.5, color=figures.INK)
+    figure.suptitle(
+        "\n".join(wrapped), x=0.01, ha="left", fontsize=10.5, color=figures.INK, gid=figures.TITLE
+    )

@@ -19,6 +19,7 @@ __all__ = [
     "GRAY",
     "INK",
     "MARKERS",
+    "TITLE",
     "blank",
     "has_glyph",
     "label_lines",
@@ -28,6 +29,7 @@ __all__ = [
     "save",
     "set_log2_ticks",
     "style",
+    "styles",
 ]
 
 # Okabe and Ito's palette, which readers with any color vision can distinguish. Its yellow, too light for a line on
@@ -36,6 +38,13 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 MARKERS = "osD^vPX>"
 INK = "#444444"
 GRAY = "#666666"
+TITLE = "title"
+"""`gid` of the title of a whole figure, which is not in its PDF."""
+
+# Index in COLORS and MARKERS of a preset, so that it looks the same in every plot.
+_PRESETS = {"conformal": 0, "sympow": 1, "sympow_gated": 2, "expressive": 3, "linear": 4, "softmax": 6}
+# Order in which other lines get the free ones: last those of the presets that most plots have.
+_FREE = (3, 4, 5, 7, 0, 1, 2, 6)
 _LINE_HEIGHT = 0.055  # height of a label's line at 9.5 points, as a fraction of the axes' height
 
 
@@ -78,15 +87,34 @@ def plain(name: str) -> str:
 
 
 def save(figure: matplotlib.figure.Figure, path: pathlib.Path) -> None:
-    """Writes the figure in the format of the path's suffix."""
+    """Writes the figure as PNG to `path`, and without its title as PDF next to it."""
     with atomic.replace(path) as draft:
         figure.savefig(draft)
+    for title in figure.findobj(lambda artist: artist.get_gid() == TITLE):
+        title.set_visible(False)
+        title.set_in_layout(False)
+    with atomic.replace(path.with_suffix(".pdf")) as draft:
+        figure.savefig(draft, metadata={"CreationDate": None})
+
+
+def styles(presets: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns the color and the marker of each line, from the preset that it shows.
+
+    The first line of a preset has the preset's own. Others, and lines of other presets, have free ones in turn.
+    """
+    own = [_PRESETS.get(name) if name not in presets[:i] else None for i, name in enumerate(presets)]
+    others = itertools.cycle([i for i in _FREE if i not in own] or _FREE)
+    indices = [next(others) if i is None else i for i in own]
+    return [(COLORS[i], MARKERS[i]) for i in indices]
 
 
 def style(
     axes: matplotlib.axes.Axes, *, x_label: str, y_label: str, title: str = "", subtitle: str = ""
 ) -> None:
-    """Applies the common style, with a title above the axes and a smaller `subtitle`."""
+    """Applies the common style, with a title above the axes.
+
+    With a `subtitle`, which is smaller, both are the `TITLE` of the whole figure.
+    """
     axes.set_xlabel(x_label, color=INK)
     axes.set_ylabel(y_label, color=INK)
     axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
@@ -96,7 +124,14 @@ def style(
     axes.tick_params(colors=INK, labelsize=9)
     axes.margins(y=0.12)
     if title:
-        axes.set_title(title, loc="left", fontsize=12, color=INK, pad=36 if subtitle else 18)
+        axes.set_title(
+            title,
+            loc="left",
+            fontsize=12,
+            color=INK,
+            pad=36 if subtitle else 18,
+            gid=TITLE if subtitle else None,
+        )
     if subtitle:
         axes.annotate(
             subtitle,
@@ -106,6 +141,7 @@ def style(
             textcoords="offset points",
             fontsize=9,
             color=GRAY,
+            gid=TITLE,
         )
 
 

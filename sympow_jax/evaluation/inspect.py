@@ -31,7 +31,7 @@ def inspect(
     out: str | os.PathLike[str] | None = None,
     tokenizer: str | None = None,
 ) -> list[str]:
-    """Writes attention.png, half_life.png, rotation.png and inspect.json for a text.
+    """Writes attention, half_life and rotation as PNG and PDF, and inspect.json, for a text.
 
     Args:
         folder: workdir of a run, whose newest checkpoint is read.

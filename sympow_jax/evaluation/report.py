@@ -22,10 +22,12 @@ from sympow_jax.evaluation import buckets, figures
 __all__ = [
     "COLUMNS",
     "Row",
+    "Run",
     "make_console",
     "make_rows",
     "print_cells",
     "print_table",
+    "training_differences",
     "write_csv",
     "write_json",
     "write_plot",
@@ -41,6 +43,8 @@ COLUMNS = (
     "documents",
     "train_context",
 )
+# What the differences of runs are called, by field of `Run`.
+_DIFFERENCES = {"updates": "{:,} updates", "update_tokens": "{:,} tokens per update", "data": "data {}"}
 # Wide enough for every preset side by side, because a file or a pipe has no width.
 _PLAIN_WIDTH = 200
 
@@ -52,49 +56,75 @@ def make_console(file: TextIO | None = None) -> rich.console.Console:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
-    """Result of one bucket of one run.
+class Run:
+    """Run that a result is of.
 
     Attributes:
         run: name of the run.
+        preset: name of its attention.
+        train_context: training context length.
+        updates: number of updates.
+        update_tokens: number of tokens of an update.
+        data: beginning of the digest of its training data, or `unknown`.
+    """
+
+    run: str
+    preset: str
+    train_context: int
+    updates: int
+    update_tokens: int
+    data: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row(Run):
+    """Result of one bucket of one run.
+
+    Attributes:
         context_length: last position of the bucket.
         loss: mean loss in nats per token.
         perplexity: exp(loss).
         bits_per_token: loss / ln 2.
         tokens: number of predictions in the bucket.
         documents: number of documents.
-        train_context: training context length of the run.
         standard_error: standard error of `loss` over documents; None for one document. It is not in the CSV.
     """
 
-    run: str
     context_length: int
     loss: float
     perplexity: float
     bits_per_token: float
     tokens: int
     documents: int
-    train_context: int
     standard_error: float | None
 
 
-def make_rows(run: str, means: Sequence[buckets.Bucket], *, train_context: int) -> list[Row]:
+def make_rows(run: Run, means: Sequence[buckets.Bucket]) -> list[Row]:
     """Returns the rows of one run."""
     with np.errstate(over="ignore"):  # a diverged model's perplexity may be infinite
         return [
             Row(
-                run=run,
+                **dataclasses.asdict(run),
                 context_length=mean.context_length,
                 loss=mean.loss,
                 perplexity=float(np.exp(mean.loss)),
                 bits_per_token=mean.loss / math.log(2),
                 tokens=mean.tokens,
                 documents=mean.documents,
-                train_context=train_context,
                 standard_error=mean.standard_error,
             )
             for mean in means
         ]
+
+
+def training_differences(rows: Sequence[Run]) -> dict[str, str]:
+    """Returns by run in what its training differs from that of another; empty if all were trained alike."""
+    runs = {row.run: row for row in rows}
+    fields = [name for name in _DIFFERENCES if len({getattr(run, name) for run in runs.values()}) > 1]
+    return {
+        name: ", ".join(_DIFFERENCES[field].format(getattr(run, field)) for field in fields)
+        for name, run in (runs.items() if fields else ())
+    }
 
 
 def write_csv(path: pathlib.Path, rows: Sequence[Any], columns: Sequence[str] = COLUMNS) -> None:
@@ -188,12 +218,13 @@ def write_plot(path: pathlib.Path, rows: Sequence[Row]) -> None:
     figure, (axes,) = figures.make()
     contexts = sorted({row.train_context for row in rows})
     ends = []
-    for index, (name, run) in enumerate(runs.items()):
-        name = figures.plain(name)
+    differences = training_differences(rows)
+    styles = figures.styles([run[0].preset for run in runs.values()])
+    for (name, run), (color, marker) in zip(runs.items(), styles):
+        label = figures.plain(name) + (f"\n{figures.plain(differences[name])}" if differences else "")
         if len(contexts) > 1:
-            name += f"\ntrained at {run[0].train_context:,}"
-        color = figures.COLORS[index % len(figures.COLORS)]
-        ends.append(_draw_run(axes, name, run, color, figures.MARKERS[index % len(figures.MARKERS)]))
+            label += f"\ntrained at {run[0].train_context:,}"
+        ends.append(_draw_run(axes, label, run, color, marker))
     _style_axes(axes, rows)
     for context in contexts:
         text = f"training context {context:,}" if len(contexts) == 1 else f"trained at {context:,}"

@@ -103,7 +103,7 @@ def evaluate_runs(
     heldout: data.HeldoutData | None = None,
     console: rich.console.Console | None = None,
 ) -> list[report.Row]:
-    """Evaluates the newest checkpoint of every run and writes `context_loss.{csv,json,png}` into `out`.
+    """Evaluates the newest checkpoint of every run and writes `context_loss.{csv,json,png,pdf}` into `out`.
 
     All runs see the same held-out documents, chosen by `buckets.select_documents`. Prints a table and, for fewer than
     20 documents, a warning. With several processes, each evaluates on its own, and only the first writes and prints.
@@ -152,8 +152,9 @@ def evaluate_runs(
     runs = []
     for name, path, config in zip(workdirs_lib.run_names(paths, configs), paths, configs):
         means, step = _evaluate(console, name, path, tokens, lengths, chosen.first_position)
-        rows += report.make_rows(name, means, train_context=config.data.context_length)
+        rows += report.make_rows(workdirs_lib.describe_run(name, path, config, step), means)
         runs.append({"run": name, "workdir": str(path), "step": step, "config": dataclasses.asdict(config)})
+    workdirs_lib.warn_of_different_training(console, rows)
     diverged = sorted({row.run for row in rows if not math.isfinite(row.loss)})
     if diverged:
         workdirs_lib.warn(

@@ -16,9 +16,11 @@ import rich.progress
 from sympow_jax import config as config_lib
 from sympow_jax import data, spelling
 from sympow_jax.config import serialize
+from sympow_jax.evaluation import report
 from sympow_jax.training import hosts, workdir
 
 __all__ = [
+    "describe_run",
     "open_heldout",
     "progress",
     "read_runs",
@@ -27,6 +29,7 @@ __all__ = [
     "say",
     "warn",
     "warn_of_changed_data",
+    "warn_of_different_training",
     "writable_folder",
     "writing",
 ]
@@ -85,9 +88,32 @@ def warn_of_changed_data(
     """Warns of runs whose data has changed since training; all runs are evaluated on the data as it is now."""
     digest = data.describe(config.data)["digest"]
     for path in paths:
-        record = path / "data.json"
-        if record.is_file() and serialize.read_object(record).get("digest") != digest:
+        if _data_digest(path) not in (None, digest):
             warn(console, f"the data has changed since {path} was trained on it; see its data.json")
+
+
+def warn_of_different_training(console: rich.console.Console, rows: Sequence[report.Run]) -> None:
+    """Warns of runs of which the numbers or sizes of updates, or the training data, differ."""
+    if differences := report.training_differences(rows):
+        each = "; ".join(f"{name}: {difference}" for name, difference in differences.items())
+        warn(console, f"the runs were not trained alike: {each}")
+
+
+def _data_digest(path: pathlib.Path) -> str | None:
+    record = path / "data.json"
+    return serialize.read_object(record).get("digest") if record.is_file() else None
+
+
+def describe_run(name: str, path: pathlib.Path, config: config_lib.Config, step: int) -> report.Run:
+    """Returns what results say of a run, of which the checkpoint of `step` is evaluated."""
+    return report.Run(
+        run=name,
+        preset=config.model.attention_name,
+        train_context=config.data.context_length,
+        updates=step,
+        update_tokens=config.data.batch_tokens,
+        data=(_data_digest(path) or "unknown")[:8],
+    )
 
 
 def run_names(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> list[str]:

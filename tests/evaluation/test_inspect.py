@@ -189,6 +189,7 @@ def test_omitted_figures_are_reported(tmp_path):
     written = inspect.inspect(tmp_path / "plain", b"fox")
     assert [line.split()[:2] for line in written[2:]] == [["no", "half_life.png:"], ["no", "rotation.png:"]]
     assert {path.name for path in (tmp_path / "plain" / "inspect").iterdir()} == {
+        "attention.pdf",
         "attention.png",
         "inspect.json",
     }

@@ -1,6 +1,7 @@
 """Tests of the table, the CSV, the JSON and the plot."""
 
 import csv
+import dataclasses
 import io
 import itertools
 import json
@@ -14,7 +15,7 @@ from sympow_jax.evaluation import buckets, figures, report
 LENGTHS = (64, 256, 1024)
 
 
-def make_rows(run, losses, *, train_context=256, documents=3, standard_error=0.1):
+def make_rows(name, losses, *, train_context=256, documents=3, standard_error=0.1, **training):
     means = [
         buckets.Bucket(
             context_length=length,
@@ -25,7 +26,8 @@ def make_rows(run, losses, *, train_context=256, documents=3, standard_error=0.1
         )
         for length, loss in zip(LENGTHS, losses)
     ]
-    return report.make_rows(run, means, train_context=train_context)
+    training = {"preset": "conformal", "updates": 8, "update_tokens": 64, "data": "0a1b2c3d"} | training
+    return report.make_rows(report.Run(run=name, train_context=train_context, **training), means)
 
 
 def printed(rows):
@@ -64,7 +66,10 @@ def test_json_has_the_rows_and_is_valid_for_nonfinite_losses(tmp_path):
     content = json.loads((tmp_path / "x.json").read_text(), parse_constant=reject)
     assert content["note"] == [1, 2]
     assert [row["loss"] for row in content["rows"]] == [2.0, 1.5, None]
-    assert set(content["rows"][0]) == {*report.COLUMNS, "standard_error"}
+    assert set(content["rows"][0]) == {
+        *report.COLUMNS,
+        *(field.name for field in dataclasses.fields(report.Row)),
+    }
 
 
 def test_table_of_one_run_shows_its_perplexity_and_marks_the_training_context():
@@ -130,6 +135,37 @@ def test_plot_separates_labels_of_lines_that_end_together(monkeypatch, tmp_path)
     boxes.sort(key=lambda box: box.y0)
     assert len(boxes) == 8
     assert all(below.y1 <= above.y0 for below, above in itertools.pairwise(boxes))
+
+
+def test_plot_shows_what_differs_in_training_and_one_color_per_preset(monkeypatch, tmp_path):
+    losses = [2.0, 1.5, 1.25]
+    rows = make_rows("a", losses, preset="sympow") + make_rows("b", losses, updates=4, data="unknown")
+    axes = drawn(monkeypatch, tmp_path, rows)
+    assert {"a\n8 updates, data 0a1b2c3d", "b\n4 updates, data unknown"} <= {x.get_text() for x in axes.texts}
+    curves = [line.get_color() for line in axes.lines if line.get_marker() != "None"]
+    assert curves == [color for color, _ in figures.styles(["sympow", "conformal"])]
+    assert (tmp_path / "x.pdf").read_bytes().startswith(b"%PDF")
+    assert report.training_differences(make_rows("a", losses) + make_rows("b", losses)) == {}
+
+
+@pytest.mark.parametrize("titles", [{"title": "Panel"}, {"title": "Whole", "subtitle": "Part"}])
+def test_a_pdf_has_no_title_of_the_figure(tmp_path, titles):
+    figure, (axes,) = figures.make()
+    figures.style(axes, x_label="", y_label="", **titles)
+    figures.save(figure, tmp_path / "x.png")
+    shown = [
+        text for text in (axes.title, axes._left_title, *axes.texts) if text.get_text() and text.get_visible()
+    ]
+    assert len(shown) == ("subtitle" not in titles)
+
+
+def test_styles_of_presets_stay_and_others_differ():
+    (conformal, black), ours = (
+        figures.styles(["conformal", "softmax"]),
+        figures.styles(["softmax", "x", "conformal", "conformal", "y"]),
+    )
+    assert (ours[0], ours[2]) == (black, conformal)
+    assert len(set(ours)) == 5
 
 
 def test_plot_marks_nonfinite_losses(monkeypatch, tmp_path):

@@ -139,6 +139,7 @@ def test_runs_are_overlaid_in_every_file(corpus, tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == [
         "context_loss.csv",
         "context_loss.json",
+        "context_loss.pdf",
         "context_loss.png",
     ]
     with (folder / "context_loss.csv").open() as file:

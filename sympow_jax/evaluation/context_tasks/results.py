@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 import pathlib
 from collections.abc import Callable, Sequence
 
@@ -32,7 +31,8 @@ class TaskResult:
         task: name of the task.
         context_length: tokens of a context with its longest question and answer.
         exact_match: fraction of the answers of which every token had the highest logit.
-        standard_error: sqrt(p (1 - p) / n) of `exact_match` p over the n questions, as if they were independent.
+        exact_match_low: lower end of Wilson's 95 % interval of `exact_match`, as if the questions were independent.
+        exact_match_high: its upper end.
         token_accuracy: fraction of the answers' tokens that had the highest logit.
         loss: mean loss in nats per token of an answer.
         questions: number of questions.
@@ -50,7 +50,8 @@ class TaskResult:
     task: str
     context_length: int
     exact_match: float
-    standard_error: float
+    exact_match_low: float
+    exact_match_high: float
     token_accuracy: float
     loss: float
     questions: int
@@ -75,16 +76,8 @@ class TaskResult:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row(TaskResult):
-    """Result of one run.
-
-    Attributes:
-        run: name of the run.
-        train_context: training context length of the run.
-    """
-
-    run: str
-    train_context: int
+class Row(TaskResult, report.Run):
+    """Result of one run."""
 
 
 COLUMNS = ("run", *(field.name for field in dataclasses.fields(TaskResult)), "train_context")
@@ -97,17 +90,21 @@ def summarize(
     scores: Sequence[Sequence[answers.Score]],
 ) -> TaskResult:
     """Returns the result of exams; `scores` has a list for each exam, with the score of each of its questions."""
+    from scipy import stats  # slow to import
+
     flat = list(itertools.chain.from_iterable(scores))
     tokens = sum(len(score.correct) for score in flat)
-    exact_match = float(np.mean([score.correct.all() for score in flat]))
+    right = sum(bool(score.correct.all()) for score in flat)
+    interval = stats.binomtest(right, len(flat)).proportion_ci(method="wilson")
     log_candidates = np.array([exam.log_candidates for exam in exams])
     question_counts = [len(exam_scores) for exam_scores in scores]
     first, second, third, last = _exact_match_by_depth(exams, scores)
     return TaskResult(
         task=task,
         context_length=context_length,
-        exact_match=exact_match,
-        standard_error=math.sqrt(exact_match * (1 - exact_match) / len(flat)),
+        exact_match=right / len(flat),
+        exact_match_low=float(interval.low),
+        exact_match_high=float(interval.high),
         token_accuracy=float(np.concatenate([score.correct for score in flat]).mean()),
         loss=float(np.concatenate([score.losses for score in flat]).mean(dtype=np.float64)),
         questions=len(flat),
@@ -134,9 +131,9 @@ def _exact_match_by_depth(
     return [float(np.mean(right)) if right else None for right in quarters]
 
 
-def make_rows(run: str, results: Sequence[TaskResult], *, train_context: int) -> list[Row]:
+def make_rows(run: report.Run, results: Sequence[TaskResult]) -> list[Row]:
     """Returns the rows of one run."""
-    return [Row(run=run, train_context=train_context, **dataclasses.asdict(result)) for result in results]
+    return [Row(**dataclasses.asdict(run), **dataclasses.asdict(result)) for result in results]
 
 
 def print_table(rows: Sequence[Row], console: rich.console.Console) -> None:
@@ -152,7 +149,9 @@ def print_table(rows: Sequence[Row], console: rich.console.Console) -> None:
             (
                 "answers right" if one else run,
                 run,
-                lambda row: f"{row.exact_match:.3f} ± {row.standard_error:.3f}",
+                lambda row: (
+                    f"{row.exact_match:.3f} ({row.exact_match_low:.3f} to {row.exact_match_high:.3f})"
+                ),
             )
             for run in runs
         ),
@@ -173,7 +172,7 @@ def print_table(rows: Sequence[Row], console: rich.console.Console) -> None:
         sources = [aligned.get(run or next(iter(aligned))) for _, run, _ in columns]
         lines.append(["-" if row is None else text(row) for row, (_, _, text) in zip(sources, columns)])
     report.print_cells(
-        "Fraction of answers that are right in full, teacher-forced",
+        "Fraction of answers that are right in full (95 % interval), teacher-forced",
         [title for title, _, _ in columns],
         lines,
         console,
@@ -188,9 +187,10 @@ def _tasks_and_runs(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
 def write_plot(path: pathlib.Path, rows: Sequence[Row]) -> None:
     """Draws accuracy over context length, and below it, for tasks with depths, over context length and depth.
 
-    The upper part has a panel for each task and a color for each run. Solid lines are `exact_match` with a band of one
-    standard error, dashed ones `token_accuracy`. A gray line is `chance`, a dashed vertical one each training context.
-    The lower part has a panel for each task and run, with the `exact_match` of each quarter of the context.
+    The upper part has a panel for each task and a color for each preset. Solid lines are `exact_match` with a band from
+    `exact_match_low` to `exact_match_high`, dashed ones `token_accuracy`. A gray line is `chance`, a dashed vertical
+    one each training context. The lower part has a panel for each task and run, with the `exact_match` of each quarter
+    of the context.
     """
     tasks, runs = _tasks_and_runs(rows)
     with_depths = [row for row in rows if None not in row.exact_match_by_depth]
@@ -216,12 +216,14 @@ def _draw_lines(
     """Draws accuracy over context length, a panel for each task."""
     panels, columns = _panels(figure, len(tasks))
     handles = []
+    presets = {row.run: row.preset for row in rows}
+    styles = figures.styles(list(presets.values()))
+    differences = report.training_differences(rows)
     for number, (axes, task) in enumerate(zip(panels, tasks)):
         task_rows = [row for row in rows if row.task == task]
-        for run, color, marker in zip(
-            runs, itertools.cycle(figures.COLORS), itertools.cycle(figures.MARKERS)
-        ):
-            line = _draw_run(axes, [row for row in task_rows if row.run == run], run, color, marker)
+        for run, (color, marker) in zip(runs, styles):
+            label = f"{run}, {differences[run]}" if differences else run
+            line = _draw_run(axes, [row for row in task_rows if row.run == run], label, color, marker)
             handles += [line] if number == 0 else []
         chance = {row.context_length: row.chance for row in task_rows}
         lengths = sorted(chance)
@@ -291,8 +293,8 @@ def _draw_run(
     """Draws the two lines of a run; returns the solid one, which has its name."""
     lengths = np.array([row.context_length for row in run])
     exact = np.array([row.exact_match for row in run])
-    errors = np.array([row.standard_error for row in run])
-    axes.fill_between(lengths, exact - errors, exact + errors, color=color, alpha=0.13, linewidth=0)
+    ends = [[getattr(row, f"exact_match_{end}") for row in run] for end in ("low", "high")]
+    axes.fill_between(lengths, *ends, color=color, alpha=0.13, linewidth=0)
     axes.plot(lengths, [row.token_accuracy for row in run], color=color, linewidth=1.2, linestyle="--")
     (line,) = axes.plot(
         lengths,

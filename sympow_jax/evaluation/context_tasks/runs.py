@@ -194,10 +194,11 @@ def evaluate_context_tasks(
                 on_result=functools.partial(advance, 1),
             )
         workdirs_lib.say(console, f"{name}: step {step:,}, {time.perf_counter() - started:.1f} s")
-        rows += results.make_rows(name, task_results, train_context=config.data.context_length)
+        rows += results.make_rows(workdirs_lib.describe_run(name, path, config, step), task_results)
         records.append(
             {"run": name, "workdir": str(path), "step": step, "config": dataclasses.asdict(config)}
         )
+    workdirs_lib.warn_of_different_training(console, rows)
     if diverged := sorted({row.run for row in rows if not math.isfinite(row.loss)}):
         workdirs_lib.warn(
             console, f"losses of {', '.join(diverged)} are not finite; they are null in the JSON"

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -29,12 +30,17 @@ def test_a_result_is_over_all_answers_and_tokens():
         [make_score([0, 2], [True, True]), make_score([7], [False])],
     ]
     summary = results.summarize("recall", 64, exams, scores)
+    # Wilson (1927), equation 5: n = 3 questions, of which one is right.
+    n, p, z = 3, 1 / 3, statistics.NormalDist().inv_cdf(0.975)
+    middle = (p + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z * math.sqrt(p * (1 - p) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
     assert dataclasses.asdict(summary) == pytest.approx(
         {
             "task": "recall",
             "context_length": 64,
             "exact_match": 1 / 3,
-            "standard_error": math.sqrt(1 / 3 * 2 / 3 / 3),
+            "exact_match_low": middle - half,
+            "exact_match_high": middle + half,
             "token_accuracy": 4 / 6,
             "loss": 15 / 6,
             "questions": 3,
@@ -46,7 +52,7 @@ def test_a_result_is_over_all_answers_and_tokens():
             "exact_match_25_50": None,
             "exact_match_50_75": None,
             "exact_match_75_100": None,
-        }
+        },
     )
 
 
@@ -58,15 +64,27 @@ def test_answers_are_counted_in_the_quarter_of_their_depth():
     assert summary.exact_match_50_75 == 0
 
 
+@pytest.mark.parametrize("right", [0, 8])
+def test_no_trials_are_certain(right):
+    scores = [[make_score([0], [index < right])] for index in range(8)]
+    summary = results.summarize("copy", 64, [make_exam(0.0)] * 8, scores)
+    assert summary.exact_match_high - summary.exact_match_low == pytest.approx(0.3244, abs=1e-4)
+
+
 def make_row(run, task, length, by_depth):
     first, second, third, last = by_depth
     return results.Row(
         run=run,
+        preset="conformal",
         train_context=256,
+        updates=8,
+        update_tokens=64,
+        data="0a1b2c3d",
         task=task,
         context_length=length,
         exact_match=0.5,
-        standard_error=0.1,
+        exact_match_low=0.4,
+        exact_match_high=0.6,
         token_accuracy=0.75,
         loss=1.0,
         questions=16,
@@ -126,9 +144,9 @@ def test_table_and_plot_of_runs_with_different_tasks_and_lengths(monkeypatch, tm
     lines = [line.strip("|").split("|") for line in console.file.getvalue().splitlines() if "|" in line]
     assert [[cell.strip() for cell in line] for line in lines] == [
         ["task", "context length", "a", "b", "chance", "questions"],
-        ["copy", "256", "0.500 ± 0.100", "-", "0.250", "16"],
-        ["copy", "512", "0.500 ± 0.100", "0.250 ± 0.100", "0.250", "16"],
-        ["needle", "256", "-", "0.500 ± 0.100", "0.250", "16"],
+        ["copy", "256", "0.500 (0.400 to 0.600)", "-", "0.250", "16"],
+        ["copy", "512", "0.500 (0.400 to 0.600)", "0.250 (0.400 to 0.600)", "0.250", "16"],
+        ["needle", "256", "-", "0.500 (0.400 to 0.600)", "0.250", "16"],
     ]
     figures = []
     monkeypatch.setattr(results.figures, "save", lambda figure, path: figures.append(figure))
