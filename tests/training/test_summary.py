@@ -33,9 +33,8 @@ def test_a_fact_a_line(settings):
     lines = describe(settings)
     assert lines[0].startswith("model: conformal, 1 layer of width 16, ")
     assert lines[1] == "attention of 1 layer: chunked by xla"
-    assert "needs a Hopper GPU" in lines[2]
-    assert lines[3].startswith("state while generating: ")
-    assert lines[4:] == [
+    assert lines[2].startswith("state while generating: ")
+    assert lines[3:] == [
         "data: text, 1,234 tokens to train on, nothing held out",
         "batch: 64 tokens per step, 4 rows of 16",
         "devices: 1 x cpu",
