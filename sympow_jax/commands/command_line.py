@@ -83,8 +83,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(
             "--tokenizer",
             metavar="FILE",
-            help="Tokenizer that made the tokens of data.source `tokens` or `longcrawl64`: a `tokenizers` JSON file, "
-            "a folder that has it as `tokenizer.json`, `hf://ORG/NAME`, or the name of a tiktoken encoding.",
+            help="Tokenizer of the run's data: `byte`, a `tokenizers` JSON file, a folder that has it as "
+            "`tokenizer.json`, `hf://ORG/NAME`, or the name of a tiktoken encoding. Default: the run's data.tokenizer.",
         )
 
     def add_settings(self, values: config.Config | None = None, *, hidden: bool = False) -> None:

@@ -18,12 +18,12 @@ def main(arguments: Sequence[str], program: str = "sympow train") -> int:
         machine.cache_programs()
         # Imported only now, because they take seconds, for which a mistake in the command line should not wait.
         from sympow_jax.commands import train
-        from sympow_jax.training import summary
+        from sympow_jax.training import summary, workdir
 
         hosts.join(launch)
         if advice := machine.unused_gpu():
             hosts.say(advice, error=True)
         code = train.train(config, folder)
         if code == 0:
-            hosts.say(summary.next_command(config, folder, program))
+            hosts.say(summary.next_command(workdir.read_config(folder), folder, program))
         return code

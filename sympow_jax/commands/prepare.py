@@ -1,6 +1,7 @@
 """Turns text into token files: `sympow prepare --format=bin --out=train.bin FILES...`."""
 
 import contextlib
+import shlex
 import signal
 import sys
 import time
@@ -12,6 +13,7 @@ import rich.progress
 
 from sympow_jax import streams
 from sympow_jax.commands import command_line
+from sympow_jax.config import fields
 from sympow_jax.data import longcrawl64, prepare
 from sympow_jax.training import cli, workdir
 
@@ -155,10 +157,19 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
                 about = prepare.write_longcrawl64(
                     flags.out, flags.files, options, row_tokens=flags.row_tokens, report=report
                 )
-        streams.say(", ".join(f"{name} {value}" for name, value in about.items()))
-        source = "tokens" if flags.format == "bin" else "longcrawl64"
         streams.say(
-            f"read it with data.source={source} data.paths={flags.out} data.token_dtype={about['token_dtype']} "
-            f"data.document_separator={about['separator']} and model.vocab_size at least {about['vocab_size']}"
+            ", ".join(f"{name} {value}" for name, value in about.items() if name != "tokenizer_fingerprint")
         )
+        settings = {
+            "data.source": "tokens" if flags.format == "bin" else "longcrawl64",
+            "data.paths": (flags.out,),
+            "data.token_dtype": about["token_dtype"],
+            "data.document_separator": about["separator"],
+            "data.tokenizer": about["tokenizer"],
+            "model.vocab_size": about["vocab_size"],
+        }
+        options = (
+            f"--config.{name}={shlex.quote(fields.written(value))}" for name, value in settings.items()
+        )
+        streams.say(f"next: sympow train --config=quickstart --workdir=NEW {' '.join(options)}")
     return 0

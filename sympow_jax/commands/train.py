@@ -6,6 +6,7 @@ import pathlib
 from pallas_kernels.check import verdict
 from sympow_jax import config as config_lib
 from sympow_jax import data, evaluation, training
+from sympow_jax.data import prepared
 from sympow_jax.training import checkpoint, cli, hosts, metrics, sharding, summary, workdir
 
 __all__ = ["train"]
@@ -20,6 +21,9 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
     """
     # Check data, model and workdir first, so that their errors do not wait for compilation or the end of training.
     with hosts.all_or_none():
+        config = prepared.with_tokenizer(config)
+        for line in prepared.contradictions(config):  # before errors that they explain
+            hosts.say(f"warning: {line}", error=True)
         rows = data.train_dataset(config.data, task=config.task, vocab_size=config.model.vocab_size)
         heldout = data.HeldoutData(config.data, config.task, vocab_size=config.model.vocab_size)
         data.require_held_apart(config.data)

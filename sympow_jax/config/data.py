@@ -102,13 +102,14 @@ class DataConfig:
         default=(),
         metadata=fields.about("Classes of `tsv`, in order. Without them, a label is an integer from 0."),
     )
-    tokenizer: str = dataclasses.field(
-        default="byte",
+    tokenizer: str | None = dataclasses.field(
+        default=None,
         metadata=fields.about(
-            "Tokenizer of the text of `parquet`, `jsonl` and `tsv`: `byte`, a `tokenizers` JSON file, a folder that "
-            "has it as `tokenizer.json`, `hf://ORG/NAME`, or the name of a tiktoken encoding. A text of `tsv` is "
-            "truncated to the context; of two texts, the longer is truncated first, or each to half for "
-            "`task.dual_encoder`."
+            "Tokenizer: `byte`, a `tokenizers` JSON file, a folder that has it as `tokenizer.json`, `hf://ORG/NAME`, "
+            "or the name of a tiktoken encoding. `parquet`, `jsonl`, `tsv`: the one that text is read with; if none, "
+            "`byte`. `tokens`, `longcrawl64`: the one that made the tokens, which generation uses; if none, the one "
+            "that `sympow prepare` recorded. A text of `tsv` is truncated to the context; of two texts, the longer is "
+            "truncated first, or each to half for `task.dual_encoder`."
         ),
     )
     tokenizer_workers: int = dataclasses.field(
@@ -195,6 +196,11 @@ class DataConfig:
             raise ValueError(
                 f"data.document_separator is {self.document_separator}; it must be an id from 0 to {2**32 - 1}, or none"
             )
+        if self.tokenizer not in (None, "byte") and self.source in ("text", "images", "listops"):
+            raise ValueError(
+                f"data.tokenizer is {self.tokenizer!r}, but data.source {self.source!r} has no tokenizer; leave it "
+                f"out, or read text as parquet, jsonl, or tokens of `sympow prepare`"
+            )
         self._check_names()
         if self.batch_tokens < self.context_length or self.batch_tokens % self.context_length:
             raise ValueError(
@@ -259,6 +265,11 @@ class DataConfig:
     def batch_size(self) -> int:
         """Number of rows in a batch."""
         return self.batch_tokens // self.context_length
+
+    @property
+    def text_tokenizer(self) -> str:
+        """Tokenizer of the sources of text, `byte` by default."""
+        return "byte" if self.tokenizer is None else self.tokenizer
 
 
 def source_of(path: str) -> str | None:

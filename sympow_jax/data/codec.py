@@ -75,9 +75,9 @@ def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
 
     Args:
         settings: the run's settings.
-        name: name of the tokenizer, as for `prepare`. It is required for the sources `tokens` and `longcrawl64`. Of
-            `parquet` and `jsonl`, it is `data.tokenizer` by default, and must be given if they hold token ids or if it
-            is to be downloaded from the Hub.
+        name: name of the tokenizer, as for `prepare`; `data.tokenizer` by default, which a run on prepared tokens
+            records. It must be given for other tokens, if `parquet` or `jsonl` hold token ids, and if it would be
+            downloaded from the Hub.
 
     Raises:
         ValueError: the source is another, or the tokenizer is missing, cannot be loaded or is not the data's.
@@ -89,21 +89,28 @@ def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
         if name not in (None, "byte"):
             raise ValueError(f"--tokenizer={name}, but the run read text as bytes; leave it out")
         return Codec(tokenizer.load("byte"), settings.model.vocab_size)
-    if source in data_config.CORPUS_SOURCES:
-        if name is None and hub.is_remote(settings.data.tokenizer):
-            raise ValueError(
-                f"the run's data.tokenizer is {settings.data.tokenizer}, which would be downloaded; if you trust it, "
-                f"name it again with --tokenizer"
-            )
-        loaded = tokenizer.load(name or settings.data.tokenizer)
+    corpus = source in data_config.CORPUS_SOURCES
+    recorded = settings.data.text_tokenizer if corpus else settings.data.tokenizer
+    if name is None and recorded is None:
+        raise ValueError(
+            f"the run read data.source {source!r}, tokens without their text, and records no tokenizer; give the one "
+            f"that made them as --tokenizer=FILE"
+        )
+    if name is None and hub.is_remote(recorded):
+        raise ValueError(
+            f"the run's data.tokenizer is {recorded}, which would be downloaded; if you trust it, name it again with "
+            f"--tokenizer"
+        )
+    if name is not None:
+        loaded = tokenizer.load(name)
+    else:
+        try:
+            loaded = tokenizer.load(str(recorded), setting="data.tokenizer")
+        except ValueError as error:
+            raise ValueError(f"the run's {error}; give the tokenizer as --tokenizer=FILE") from error
+    if corpus:
         end = loaded.separator if separator is None else separator
         return Codec(loaded, settings.model.vocab_size, end=end)
-    if name is None:
-        raise ValueError(
-            f"the run read data.source {source!r}, tokens without their text; give the tokenizer that made them as "
-            f"--tokenizer=FILE"
-        )
-    loaded = tokenizer.load(name)
     if source == "longcrawl64":
         separator = longcrawl64.DOCUMENT_START if separator is None else separator
         return Codec(loaded, settings.model.vocab_size, lead=separator, end=separator)

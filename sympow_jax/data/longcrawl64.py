@@ -25,6 +25,7 @@ __all__ = [
     "locations",
     "metadata",
     "open_documents",
+    "read_object",
     "spec",
 ]
 
@@ -72,18 +73,20 @@ def _reason(error: ValueError) -> str:
     return spelling.cut(str(error).split(" [tensorstore_spec=")[0], 300)
 
 
-def _check_metadata(path: str) -> None:
-    """Raises ValueError for metadata with which TensorStore would end the process: JSON of many levels or of gigabytes.
+def read_object(path: str, name: str) -> dict[str, Any]:
+    """Returns the JSON object in a file of an array, such as `.zattrs`; an empty one if there is no such file.
 
     Only the size of a local file is known before it is read.
+
+    Raises:
+        ValueError: as `serialize.read_object`.
     """
     store = spec(path)["kvstore"]
     if isinstance(store, str):
-        content = tensorstore.KvStore.open(store).result().read(_METADATA).result().value
-        if content:
-            serialize.parse_object(content.decode())
-    elif (local := pathlib.Path(store["path"], _METADATA)).is_file():
-        serialize.read_object(local)
+        content = tensorstore.KvStore.open(store).result().read(name).result().value
+        return serialize.parse_object(content.decode()) if content else {}
+    local = pathlib.Path(store["path"], name)
+    return serialize.read_object(local) if local.is_file() else {}
 
 
 def _open(setting: str, paths: tuple[str, ...], dtype: str, shortest: int) -> tensorstore.TensorStore:
@@ -93,7 +96,8 @@ def _open(setting: str, paths: tuple[str, ...], dtype: str, shortest: int) -> te
     # Without fill_missing_data_reads=False, a missing chunk reads as zeros.
     reading = {**spec(paths[0]), "fill_missing_data_reads": False}
     try:
-        _check_metadata(paths[0])
+        # With metadata of many levels or of gigabytes, TensorStore would end the process.
+        read_object(paths[0], _METADATA)
         array = tensorstore.open(reading, context=context, open=True, read=True).result()
     except ValueError as error:
         raise ValueError(f"{setting}: cannot open {paths[0]} as a Zarr v2 array: {_reason(error)}") from error

@@ -15,7 +15,7 @@ from jaxtyping import Integer
 from sympow_jax import hub, spelling
 from sympow_jax.config import serialize
 
-__all__ = ["Tokenizer", "load", "local_name"]
+__all__ = ["Tokenizer", "absolute_name", "load", "local_name"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,17 @@ class Tokenizer:
     fingerprint: str
     encode: Callable[[bytes], Integer[np.ndarray, " tokens"]]
     decode: Callable[[Sequence[int]], bytes]
+
+    def end_of_text(self, chosen: int | None, *, setting: str) -> int:
+        """Returns the id that ends a document: `chosen`, which the user gave as `setting`, or else the separator.
+
+        Raises:
+            ValueError: neither is known.
+        """
+        end = self.separator if chosen is None else chosen
+        if end is None:
+            raise ValueError(f"the tokenizer {self.name} names no end of text; set {setting} to an id")
+        return end
 
     def encode_document(self, document: bytes, *, name: str) -> Integer[np.ndarray, " tokens"]:
         """Returns the ids of a document, which errors call `name`.
@@ -135,7 +146,7 @@ def _from_json(path: pathlib.Path, option: str, *, name: str, end: str | None = 
 
 
 def _from_folder(folder: pathlib.Path, option: str, *, name: str) -> Tokenizer:
-    """Returns the tokenizer of a folder in Hugging Face's layout, whose `eos_token` is the separator."""
+    """Returns the tokenizer of a folder in Hugging Face's layout, whose `eos_token`, if any, is the separator."""
     path, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not path.is_file():
         raise ValueError(
@@ -191,8 +202,20 @@ def local_name(name: str) -> str:
     return str(hub.local_path(name, hub.TOKENIZER)) if hub.is_remote(name) else name
 
 
+def absolute_name(name: str) -> str:
+    """Returns a name of the same tokenizer that `load` finds from any working folder."""
+    return os.path.abspath(os.path.expanduser(name)) if _is_path(name) else name
+
+
+def _is_path(name: str) -> bool:
+    return not hub.is_remote(name) and (os.path.sep in name or bool(os.path.splitext(name)[1]))
+
+
 def load(name: str, *, setting: str = "--tokenizer") -> Tokenizer:
     """Returns the tokenizer `name`.
+
+    Its separator is the `eos_token` of the `tokenizer_config.json` next to its `tokenizer.json`. If there is none, it
+    is the first of the usual names, such as `<|endoftext|>`, that the vocabulary has.
 
     Args:
         name: `byte`, a `tokenizers` JSON file, a folder that has it as `tokenizer.json`, `hf://ORG/NAME[@REVISION]`,
@@ -208,11 +231,13 @@ def load(name: str, *, setting: str = "--tokenizer") -> Tokenizer:
     option = f"{setting}={name}"
     if hub.is_remote(name):
         return _from_folder(hub.local_path(name, hub.TOKENIZER), option, name=name)
-    if os.path.sep in name or os.path.splitext(name)[1]:
+    if _is_path(name):
         path = pathlib.Path(os.path.expanduser(name))
         if path.is_dir():
             return _from_folder(path, option, name=os.path.basename(os.path.realpath(path)))
         if not path.is_file():
             raise ValueError(f"{option}: there is no such file or folder")
+        if path.name == "tokenizer.json":
+            return _from_folder(path.parent, option, name=path.name)
         return _from_json(path, option, name=path.name)
     return _from_tiktoken(name, option)

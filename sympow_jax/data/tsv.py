@@ -193,22 +193,17 @@ class TsvExamples:
         vocab_size: int,
     ):
         self._table, self._lines, self._length = table, lines, config.context_length
-        self._tokenizer = tokenizer_lib.load(config.tokenizer, setting="data.tokenizer")
+        self._tokenizer = tokenizer_lib.load(config.text_tokenizer, setting="data.tokenizer")
         self._cut = self._halves if task.dual_encoder else self._joined
-        self._separator = config.document_separator
-        if self._separator is None:
-            self._separator = self._tokenizer.separator
         if len(config.text_columns) == 2 and not task.dual_encoder:
             self._check_separator(config, vocab_size)
         self._vocab_size = vocab_size
         self._labels = self._read_labels(config, task)
 
     def _check_separator(self, config: config_lib.DataConfig, vocab_size: int):
-        if self._separator is None:
-            raise ValueError(
-                f"data.tokenizer={config.tokenizer} names no end of text; set data.document_separator to the id to "
-                f"put between two texts"
-            )
+        self._separator = self._tokenizer.end_of_text(
+            config.document_separator, setting="data.document_separator"
+        )
         if not 0 <= self._separator < vocab_size:
             raise ValueError(
                 f"the id between two texts is {self._separator}, but model.vocab_size is {vocab_size}; raise it, or "

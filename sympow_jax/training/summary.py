@@ -174,7 +174,8 @@ def next_command(config: config_lib.Config, folder: pathlib.Path, program: str) 
     """
     script = program.endswith(".py")
     run = f"--workdir={shlex.quote(str(folder))}"
-    tokenizer = " --tokenizer=FILE" if config.data.source in ("tokens", "longcrawl64") else ""
+    unknown = config.data.source in ("tokens", "longcrawl64") and config.data.tokenizer is None
+    tokenizer = " --tokenizer=FILE" if unknown else ""
     if config.task.name == "next_token":
         name = "uv run generate.py" if script else "sympow generate"
         # Without paths, the text is Python's standard library.

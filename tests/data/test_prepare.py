@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,9 +15,9 @@ import numpy as np
 import pytest
 
 from sympow_jax import data
-from sympow_jax.commands import prepare
+from sympow_jax.commands import command_line, prepare
 from sympow_jax.data import prepare as prepare_lib
-from sympow_jax.data import tokenizer, tokens
+from sympow_jax.data import prepared, tokenizer, tokens
 from sympow_jax.data.prepare import pieces
 from tests import mistakes
 from tests.data import builders
@@ -42,22 +43,19 @@ def run(*arguments) -> None:
     prepare.main([*arguments, "texts"])
 
 
-def test_bin_of_bytes_round_trip(folder, capsys):
+def test_bin_of_bytes_round_trip(folder):
     run("--format=bin", "--out=deep/train.bin")
     assert np.fromfile("deep/train.bin", "<u2").astype(np.uint8).tobytes() == STORED
     description = json.loads((folder / "deep/train.bin.json").read_text())
     assert description == {
         "tokenizer": "byte",
+        "tokenizer_fingerprint": "byte",
         "vocab_size": 256,
         "separator": 0,
         "token_dtype": "uint16",
         "documents": 3,
         "tokens": len(STORED),
     }
-    assert (
-        "data.source=tokens data.paths=deep/train.bin data.token_dtype=uint16 data.document_separator=0"
-        in (capsys.readouterr().out)
-    )
     config = builders.data_config(
         source="tokens", paths=("deep/train.bin",), document_separator=0, heldout_fraction=0.0
     )
@@ -67,7 +65,7 @@ def test_bin_of_bytes_round_trip(folder, capsys):
     assert sorted(os.listdir("deep")) == ["train.bin", "train.bin.json"]
 
 
-def test_longcrawl64_of_bytes_round_trip(folder, capsys):
+def test_longcrawl64_of_bytes_round_trip(folder):
     run("--format=longcrawl64", "--out=train.zarr", "--row_tokens=8")
     description = json.loads((folder / "train.zarr/.zattrs").read_text())
     assert (description["rows"], description["row_tokens"], description["dropped_tokens"]) == (
@@ -75,7 +73,6 @@ def test_longcrawl64_of_bytes_round_trip(folder, capsys):
         8,
         len(STORED) - 32,
     )
-    assert "data.source=longcrawl64 data.paths=train.zarr" in capsys.readouterr().out
     config = builders.data_config(
         source="longcrawl64", paths=("train.zarr",), document_separator=0, heldout_fraction=0.0
     )
@@ -106,8 +103,27 @@ def test_tokenizers_file(word_tokenizer):
     assert (description["vocab_size"], description["separator"], description["tokenizer"]) == (
         10,
         7,
-        "words.json",
+        os.path.abspath("words.json"),
     )
+
+
+@pytest.mark.parametrize(
+    ("layout", "source", "out"),
+    [("bin", "tokens", "a, 'b'/it.bin"), ("longcrawl64", "longcrawl64", "~/$x.zarr")],
+)
+def test_the_printed_command_trains_on_the_output(
+    folder, word_tokenizer, capsys, monkeypatch, layout, source, out
+):
+    monkeypatch.setenv("HOME", str(folder))
+    run(f"--format={layout}", f"--out={out}", f"--tokenizer={word_tokenizer}", "--row_tokens=4")
+    command = shlex.split(capsys.readouterr().out.partition("next: ")[2])
+    assert command[:2] == ["sympow", "train"]
+    config, _, _ = command_line.parse_training(command[2:])
+    assert config.data.source == source
+    assert config.data.paths == (out,)
+    assert (config.data.token_dtype, config.data.document_separator) == ("uint16", 7)
+    assert (config.data.tokenizer, config.model.vocab_size) == (os.path.abspath(word_tokenizer), 10)
+    assert prepared.contradictions(config) == []
 
 
 def test_text_that_spells_a_special_token_is_text(folder, word_tokenizer):

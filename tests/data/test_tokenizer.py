@@ -24,23 +24,29 @@ def folder(tmp_path, monkeypatch):
     return path
 
 
-def test_the_separator_of_a_folder_is_its_eos_token(folder):
-    loaded = tokenizer.load("./words")
-    assert (loaded.name, loaded.vocab_size, loaded.separator) == ("words", 5, 4)
+@pytest.mark.parametrize("name", ["./words", "words/", "words/tokenizer.json"])
+def test_the_separator_is_the_eos_token(folder, name):
+    loaded = tokenizer.load(name)
+    assert loaded.name == pathlib.Path(name).name
+    assert (loaded.vocab_size, loaded.separator) == (5, 4)
     assert loaded.encode(b"the first").tolist() == [1, 2]
     settings = folder / "tokenizer_config.json"
     settings.write_text('{"eos_token": {"content": "the", "lstrip": false}}')
-    assert tokenizer.load("words/").separator == 1
+    assert tokenizer.load(name).separator == 1
     for content in ('{"eos_token": null}', "{}"):
         settings.write_text(content)
-        assert tokenizer.load("./words").separator == 3
+        assert tokenizer.load(name).separator == 3
     settings.unlink()
-    assert tokenizer.load("./words").separator == 3
+    assert tokenizer.load(name).separator == 3
 
 
-def test_a_file_alone_has_the_usual_separator(folder):
-    loaded = tokenizer.load("words/tokenizer.json")
-    assert (loaded.name, loaded.separator) == ("tokenizer.json", 3)
+def test_absolute_names(folder):
+    names = ("byte", "gpt2", "hf://a/b.c", "./words", "words.json")
+    assert [tokenizer.absolute_name(name) for name in names] == [
+        *names[:3],
+        str(folder),
+        f"{folder}.json",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +131,7 @@ def test_hostile_tables(folder, model, message):
 
 
 def test_a_text_that_the_library_cannot_encode(folder):
+    (folder / "tokenizer_config.json").unlink()
     path = folder / "tokenizer.json"
     model = {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "[UNK]"}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
@@ -165,6 +172,7 @@ def test_missing_files(tmp_path):
 
 
 def test_errors_name_the_document(folder):
+    (folder / "tokenizer_config.json").unlink()
     path = folder / "tokenizer.json"
     model = {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "[UNK]"}
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))

@@ -348,7 +348,7 @@ def test_bad_separators(tmp_path):
         data.train_dataset(settings(path, text_columns=both, context_length=2), task=BINARY, vocab_size=256)
     words = builders.write_words(tmp_path / "plain.json", {"[UNK]": 0, "x": 1})
     plain = settings(path, text_columns=both, tokenizer=words)
-    with pytest.raises(ValueError, match=r"names no end of text; set data\.document_separator to the id"):
+    with pytest.raises(ValueError, match=r"names no end of text; set data\.document_separator to an id"):
         data.train_dataset(plain, task=BINARY, vocab_size=256)
 
 

@@ -1,5 +1,6 @@
 """Tests of generate.py from the command line, on a run made by train.py."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -10,7 +11,8 @@ import sys
 import pytest
 
 from sympow_jax import config, generation
-from sympow_jax.commands import generate, train
+from sympow_jax.commands import generate, prepare, train
+from sympow_jax.training import workdir
 from tests import mistakes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -88,6 +90,23 @@ def test_samples_have_headings(runs, capsys):
     two = f"sample 2 of 2 ---\n{second}"
     assert all_six.startswith(f"--- 1 of 3, {one}--- 1 of 3, {two}--- 2 of 3, sample 1 of 2 ---\nfox")
     assert all_six.endswith(f"--- 3 of 3, sample 1 of 2 ---\n{first}--- 3 of 3, sample 2 of 2 ---\n{second}")
+
+
+def test_a_run_on_prepared_tokens_knows_its_tokenizer(runs, tmp_path, capsys):
+    prepare.main(["--format=bin", f"--out={tmp_path}/out.bin", f"{runs}/*.txt"])
+    settings = workdir.read_config(runs / "a")
+    data = {"source": "tokens", "paths": (f"{tmp_path}/out.bin",), "document_separator": 0}
+    settings = dataclasses.replace(
+        settings,
+        data=dataclasses.replace(settings.data, **data),
+        training=dataclasses.replace(settings.training, steps=1),
+    )
+    for _ in range(2):  # The second resumes.
+        assert train.train(settings, tmp_path / "run") == 0
+    assert "out.bin.json has ids below 256, but model.vocab_size is 128" in capsys.readouterr().err
+    assert workdir.read_config(tmp_path / "run").data.tokenizer == "byte"
+    assert generate.main([f"--workdir={tmp_path}/run", "--prompt=the quick", "--max_tokens=2"]) == 0
+    assert capsys.readouterr().out.startswith("the quick")
 
 
 @pytest.mark.parametrize(

@@ -59,11 +59,11 @@ def _recipe(
     """Returns the settings of tokenization, after checking that its ids and the separator are below `vocab_size`."""
     texts, separator = reading.holds_text(first, _column(config)), config.document_separator
     if texts:
-        tokenizer = tokenizer_lib.load(config.tokenizer, setting="data.tokenizer")
-        separator = tokenizer.separator if separator is None else separator
+        tokenizer = tokenizer_lib.load(config.text_tokenizer, setting="data.tokenizer")
+        separator = tokenizer.end_of_text(separator, setting="data.document_separator")
         if tokenizer.vocab_size > vocab_size:
             raise ValueError(
-                f"data.tokenizer {config.tokenizer} has {tokenizer.vocab_size} ids, but model.vocab_size is "
+                f"data.tokenizer {config.text_tokenizer} has {tokenizer.vocab_size} ids, but model.vocab_size is "
                 f"{vocab_size}; raise it to at least {tokenizer.vocab_size}"
             )
     if separator is not None and not 0 <= separator < vocab_size:
@@ -73,7 +73,7 @@ def _recipe(
         )
     return tokenizing.Recipe(
         column=_column(config),
-        tokenizer=tokenizer_lib.local_name(config.tokenizer) if texts else None,
+        tokenizer=tokenizer_lib.local_name(config.text_tokenizer) if texts else None,
         separator=separator,
         vocab_size=vocab_size,
         shortest=config.shortest_document,

@@ -124,9 +124,7 @@ def _prepared(
     The caller must remove the folder once its tokens are written; otherwise, the same command continues from it.
     """
     tokenizer = tokenizer_lib.load(options.tokenizer)
-    separator = tokenizer.separator if options.separator is None else options.separator
-    if separator is None:
-        raise ValueError(f"the tokenizer {tokenizer.name} names no end of text; set --separator to an id")
+    separator = tokenizer.end_of_text(options.separator, setting="--separator")
     vocab_size = max(tokenizer.vocab_size, separator + 1)
     encoding = pieces.Encoding(
         tokenizer=tokenizer_lib.local_name(options.tokenizer),
@@ -136,7 +134,8 @@ def _prepared(
         shortest_document=options.shortest_document,
     )
     summary = {
-        "tokenizer": tokenizer.name,
+        "tokenizer": tokenizer_lib.absolute_name(options.tokenizer),
+        "tokenizer_fingerprint": tokenizer.fingerprint,
         "vocab_size": vocab_size,
         "separator": separator,
         "token_dtype": encoding.token_dtype,
@@ -146,7 +145,6 @@ def _prepared(
         os.fsencode("".join(f"{name}\0{size}\0{_modified(name)}\0" for name, size in sources.files))
     )
     manifest = summary | {
-        "tokenizer_fingerprint": tokenizer.fingerprint,
         "text_column": options.text_column,
         "shortest_document": options.shortest_document,
         "files": len(sources.files),

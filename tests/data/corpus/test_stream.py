@@ -403,7 +403,7 @@ def test_bad_documents_met_in_training(tmp_path, workers):
     import pyarrow.parquet as pq
 
     pq.write_table(pa.table({"text": pa.array([b"good", b"\xff"])}), tmp_path / "a.parquet")
-    words = builders.write_words(tmp_path / "words.json", {"[UNK]": 0})
+    words = builders.write_words(tmp_path / "words.json", {"[UNK]": 0, "</s>": 1})
     config = dataclasses.replace(config, source="parquet", tokenizer=words)
     with pytest.raises(ValueError, match=r"a\.parquet \(row 1\) is not UTF-8 at byte 0; leave it out"):
         next(open_batches(config))
