@@ -10,12 +10,13 @@ runs can start from it with task.initial_run.
 
 import argparse
 import pathlib
+import shlex
 from collections.abc import Sequence
 
 from sympow_jax import config, hub, streams
 from sympow_jax.commands import command_line
-from sympow_jax.training import cli
-from sympow_jax.weights import files, runs
+from sympow_jax.training import cli, summary
+from sympow_jax.weights import families, files, runs
 
 __all__ = ["main"]
 
@@ -86,6 +87,15 @@ def main(arguments: Sequence[str], program: str = "sympow weights") -> int:
             streams.say(f"{known.out} has the {count:,} numbers of step {number} of {known.workdir}")
         else:
             path = hub.local_path(known.weights, hub.WEIGHTS)
-            count = runs.import_run(path, _read_settings(known, path), known.workdir)
+            settings = _read_settings(known, path)
+            count = runs.import_run(path, settings, known.workdir)
             streams.say(f"{known.workdir} is a run at step 0 with the {count:,} numbers of {path}")
+            streams.say(summary.next_command(settings, pathlib.Path(known.workdir), program))
+            if settings.data.paths == (families.TOKENS,):
+                streams.say(
+                    f"next: sympow eval --workdir={shlex.quote(known.workdir)} --config.data.source=tokens "
+                    f"--config.data.paths=FILES",
+                    f"data.paths of its config, {families.TOKENS}, is a placeholder; name files that `sympow prepare` "
+                    f"made with the model's tokenizer",
+                )
     return 0

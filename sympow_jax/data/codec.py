@@ -96,7 +96,7 @@ def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
             f"the run read data.source {source!r}, tokens without their text, and records no tokenizer; give the one "
             f"that made them as --tokenizer=FILE"
         )
-    if name is None and hub.is_remote(recorded):
+    if name is None and hub.is_remote(str(recorded)):
         raise ValueError(
             f"the run's data.tokenizer is {recorded}, which would be downloaded; if you trust it, name it again with "
             f"--tokenizer"

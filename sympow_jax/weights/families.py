@@ -8,7 +8,7 @@ from sympow_jax import config, spelling
 from sympow_jax.config import serialize
 from sympow_jax.weights import layouts
 
-__all__ = ["FAMILIES", "Family", "find", "function", "is_config", "settings", "values"]
+__all__ = ["FAMILIES", "TOKENS", "Family", "find", "function", "is_config", "settings", "values"]
 
 Values = Mapping[str, Any]
 
@@ -36,7 +36,7 @@ _LLAMA3 = {
 # Values of layer_types.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Placeholder for data.paths, since `config.json` names no data. `data.prepare` writes such files.
-_TOKENS = "data/train.bin"
+TOKENS = "data/train.bin"
 _BATCH_ROWS = 8
 
 
@@ -313,7 +313,7 @@ def settings(values: Values) -> config.Config:
         model=model,
         data=config.DataConfig(
             source="tokens",
-            paths=(_TOKENS,),
+            paths=(TOKENS,),
             token_dtype="uint16" if model.vocab_size <= 1 << 16 else "uint32",
             document_separator=end,
             context_length=length,

@@ -151,6 +151,8 @@ def settings_path(path: str | os.PathLike[str]) -> pathlib.Path:
 def read_settings(path: str | os.PathLike[str]) -> config.Config:
     """Returns the settings in a JSON file that `save` wrote, or in the `config.json` of a published model.
 
+    If a published model has a `tokenizer.json`, its folder is `data.tokenizer`.
+
     Raises:
         ValueError: the file does not exist, is not JSON or is of another kind, or the settings are not supported.
     """
@@ -161,7 +163,11 @@ def read_settings(path: str | os.PathLike[str]) -> config.Config:
         raise ValueError(f"cannot read the settings {path}: {error.strerror}") from error
     try:
         if families.is_config(values):
-            return families.settings(values)
+            settings = families.settings(values)
+            if not path.with_name("tokenizer.json").is_file():
+                return settings
+            tokenizer = os.path.abspath(path.parent)
+            return dataclasses.replace(settings, data=dataclasses.replace(settings.data, tokenizer=tokenizer))
         return serialize.from_dict(config.Config, values)
     except (TypeError, ValueError) as error:  # a TypeError if text is in place of a number
         raise ValueError(f"{path}: {error}") from error

@@ -35,6 +35,17 @@ def gpt2(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
+def test_what_a_published_model_lacks(tmp_path, capsys):
+    published.write(tmp_path / "gpt2")
+    (tmp_path / "gpt2" / "tokenizer.json").touch()
+    assert command.main(["import", f"--weights={tmp_path}/gpt2", f"--workdir={tmp_path}/run"]) == 0
+    assert workdir.read_config(tmp_path / "run").data.tokenizer == f"{tmp_path}/gpt2"
+    out = capsys.readouterr().out
+    assert f'next: sympow generate --workdir={tmp_path}/run --prompt="The "\n' in out
+    assert f"next: sympow eval --workdir={tmp_path}/run --config.data.source=tokens" in out
+    assert "data/train.bin, is a placeholder" in out
+
+
 def program(folder: pathlib.Path) -> training.Program:
     return training.Program(workdir.read_config(folder), sharding.whole_mesh())
 
@@ -51,6 +62,10 @@ def test_there_and_back(gpt2, tmp_path, capsys):
     count = sum(x.size for x in jax.tree.leaves(restored(gpt2 / "run")))
     assert capsys.readouterr().out == f"{out} has the {count:,} numbers of step 0 of {gpt2}/run\n"
     assert command.main(["import", f"--weights={out}", f"--workdir={tmp_path}/run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{tmp_path}/run is a run at step 0 with the {count:,} numbers of {out}"
+    assert lines[1] == f'next: sympow generate --workdir={tmp_path}/run --prompt="The " --tokenizer=FILE'
+    assert len(lines) == 2
     jax.tree.map(np.testing.assert_array_equal, restored(tmp_path / "run"), restored(gpt2 / "run"))
     assert workdir.read_config(tmp_path / "run") == workdir.read_config(gpt2 / "run")
 
