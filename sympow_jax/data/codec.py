@@ -47,7 +47,7 @@ class Codec:
                 f"tokenizer {self.tokenizer.name} finds no tokens in {name}; it must have at least one"
             )
         if beyond := sorted({token for token in tokens if token >= self.vocab_size}):
-            kind = "bytes" if self.is_bytes else "tokens"
+            kind = "bytes" if self.tokenizer.name == "byte" else "tokens"
             listed = ", ".join(map(str, beyond[:5])) + (", ..." if len(beyond) > 5 else "")
             raise ValueError(
                 f"{name} has {kind} that the model's vocabulary of {self.vocab_size} lacks: {listed}"
@@ -55,13 +55,17 @@ class Codec:
         return tokens if self.lead is None else [self.lead, *tokens]
 
     def decode(self, tokens: Sequence[int]) -> bytes:
-        """Returns the bytes of tokens, which need not be whole characters."""
-        return self.tokenizer.decode(tokens)
+        """Returns the bytes of tokens, which need not be whole characters.
 
-    @property
-    def is_bytes(self) -> bool:
-        """True if tokens are bytes."""
-        return self.tokenizer.name == "byte"
+        Raises:
+            ValueError: an id is outside the model's vocabulary.
+        """
+        if beyond := [token for token in tokens if not 0 <= token < self.vocab_size]:
+            raise ValueError(
+                f"{beyond[0]} is no token of the model, whose ids are 0 to {self.vocab_size - 1}; decode others with "
+                f"their own tokenizer"
+            )
+        return self.tokenizer.decode(tokens)
 
     @property
     def sampled_vocab_size(self) -> int:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib
+import itertools
 import os
 import pathlib
 import types
@@ -73,7 +74,7 @@ _BYTES = Tokenizer(
     separator=0,
     fingerprint="byte",
     encode=lambda document: np.frombuffer(document, np.uint8),
-    decode=lambda tokens: bytes(tokens),
+    decode=lambda tokens: bytes(token for token in tokens if token < 256),
 )
 
 # Names that tokenizers give to the token between documents, in order of preference.
@@ -135,8 +136,21 @@ def _from_json(path: pathlib.Path, option: str, *, name: str, end: str | None = 
         with _errors_as(f"tokenizer {name} cannot encode a text of {len(text)} characters"):
             return np.asarray(loaded.encode(text, add_special_tokens=False).ids, np.uint32)
 
+    # Byte fallback decodes adjacent bytes together, and loses all of them where one is no UTF-8. Bytes that are not are
+    # replaced first, so that a later byte changes no character before it.
+    ids = [vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)]
+    falls_back = None not in ids and loaded.decode([ids[65]]) == "A"
+    bytes_of = {token: byte for byte, token in enumerate(ids)} if falls_back else {}
+
     def decode(tokens: Sequence[int]) -> bytes:
-        return loaded.decode(list(tokens), skip_special_tokens=False).encode()
+        repaired: list[int] = []
+        for is_bytes, run in itertools.groupby(tokens, bytes_of.__contains__):
+            read = list(run)
+            if is_bytes:
+                text = bytes(map(bytes_of.__getitem__, read)).decode(errors="replace")
+                read = [ids[byte] for byte in text.encode()]
+            repaired += read
+        return loaded.decode(repaired, skip_special_tokens=False).encode()
 
     # Ids need not be contiguous.
     vocab_size = 1 + max(vocabulary.values())

@@ -1,6 +1,5 @@
 """Text of one row as its tokens arrive, in whole characters, up to the first stop string."""
 
-import codecs
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,10 +15,6 @@ class Decoder(Protocol):
     @property
     def end(self) -> int | None:
         """Id that ends a document; None for none."""
-
-    @property
-    def is_bytes(self) -> bool:
-        """True if tokens are bytes, so that a character may span several tokens."""
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         """Returns the bytes of tokens."""
@@ -40,7 +35,7 @@ class Transcript:
         self.done = False
         self._codec = codec
         self._prompt = list(prompt[-_PROMPT_TOKENS:])
-        self._before = len(codec.decode(self._prompt))
+        self._before = self._decode(self._prompt)
         self._left = max_tokens
         self._stops = tuple(stops)
         self._tokens: list[int] = []
@@ -69,11 +64,15 @@ class Transcript:
         return new
 
     def _decoded(self) -> str:
-        data = self._codec.decode([*self._prompt, *self._tokens])[self._before :]
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        text = decoder.decode(data, final=self.done)
-        # Tokenizers of text have already replaced the bytes of an incomplete character.
-        return text if self.done or self._codec.is_bytes else text.rstrip("\ufffd")
+        text = self._decode([*self._prompt, *self._tokens])
+        # The first tokens may complete a character that the prompt begins.
+        before = self._before if text.startswith(self._before) else self._before.rstrip("\ufffd")
+        text = text[len(before) :]
+        # Later tokens may complete a character that these end with.
+        return text if self.done else text.rstrip("\ufffd")
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._codec.decode(tokens).decode(errors="replace")
 
     def _pending(self, text: str) -> int:
         """Returns the number of last characters that may be the beginning of a stop string."""

@@ -65,6 +65,28 @@ def write_words(path: pathlib.Path, vocabulary: dict[str, int], special: Sequenc
     return str(path)
 
 
+def write_byte_fallback(path: pathlib.Path, *, begin: str | None = "<s>") -> str:
+    """Writes a `tokenizers` file like those of Llama 2 and Mistral, without merges; `begin` precedes every text."""
+    tokenizers = pytest.importorskip("tokenizers")
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdefgh"]
+    model = tokenizers.models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True)
+    built = tokenizers.Tokenizer(model)
+    built.normalizer = tokenizers.normalizers.Sequence(
+        [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+    )
+    decoders = tokenizers.decoders
+    built.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    built.add_special_tokens(names[:3])
+    if begin is not None:
+        built.post_processor = tokenizers.processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, names.index(begin))]
+        )
+    built.save(str(path))
+    return str(path)
+
+
 def write_parquet(
     path: pathlib.Path, documents: Sequence[Any], *, group: int = 5, column: str = "text"
 ) -> str:
