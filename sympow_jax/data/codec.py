@@ -18,7 +18,7 @@ class Codec:
     Attributes:
         tokenizer: converts bytes to ids and back.
         vocab_size: vocabulary size of the model, which must contain every token of a prompt.
-        lead: id before every document; None for none.
+        lead: id before every document and prompt; None for none.
         end: id after every document, at which generated text ends; None for none.
     """
 
@@ -46,13 +46,14 @@ class Codec:
             raise ValueError(
                 f"tokenizer {self.tokenizer.name} finds no tokens in {name}; it must have at least one"
             )
+        tokens = tokens if self.lead is None else [self.lead, *tokens]
         if beyond := sorted({token for token in tokens if token >= self.vocab_size}):
             kind = "bytes" if self.tokenizer.name == "byte" else "tokens"
             listed = ", ".join(map(str, beyond[:5])) + (", ..." if len(beyond) > 5 else "")
             raise ValueError(
                 f"{name} has {kind} that the model's vocabulary of {self.vocab_size} lacks: {listed}"
             )
-        return tokens if self.lead is None else [self.lead, *tokens]
+        return tokens
 
     def decode(self, tokens: Sequence[int]) -> bytes:
         """Returns the bytes of tokens, which need not be whole characters.
@@ -114,8 +115,8 @@ def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
             raise ValueError(f"the run's {error}; give the tokenizer as --tokenizer=FILE") from error
     if corpus:
         end = loaded.separator if separator is None else separator
-        return Codec(loaded, settings.model.vocab_size, end=end)
+        return Codec(loaded, settings.model.vocab_size, lead=loaded.begin, end=end)
     if source == "longcrawl64":
         separator = longcrawl64.DOCUMENT_START if separator is None else separator
         return Codec(loaded, settings.model.vocab_size, lead=separator, end=separator)
-    return Codec(loaded, settings.model.vocab_size, end=separator)
+    return Codec(loaded, settings.model.vocab_size, lead=loaded.begin, end=separator)

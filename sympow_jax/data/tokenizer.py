@@ -5,10 +5,12 @@ import dataclasses
 import hashlib
 import importlib
 import itertools
+import json
 import os
 import pathlib
 import types
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
@@ -27,9 +29,10 @@ class Tokenizer:
         name: name for errors and records.
         vocab_size: upper bound of the ids.
         separator: id that ends a document; None if the tokenizer has none.
+        begin: id that the tokenizer puts before a text, as Llama's does; None if it puts none.
         fingerprint: text that differs between tokenizers whose ids differ.
-        encode: converts bytes to ids. Raises UnicodeDecodeError if it reads text and the bytes are not UTF-8, and
-            ValueError if the tokenizer cannot encode the text.
+        encode: converts bytes to ids, without `begin`. Raises UnicodeDecodeError if it reads text and the bytes are
+            not UTF-8, and ValueError if the tokenizer cannot encode the text.
         decode: converts ids to bytes. The ids need not be whole characters. Unassigned ids give no bytes.
     """
 
@@ -39,6 +42,7 @@ class Tokenizer:
     fingerprint: str
     encode: Callable[[bytes], Integer[np.ndarray, " tokens"]]
     decode: Callable[[Sequence[int]], bytes]
+    begin: int | None = None
 
     def end_of_text(self, chosen: int | None, *, setting: str) -> int:
         """Returns the id that ends a document: `chosen`, which the user gave as `setting`, or else the separator.
@@ -51,20 +55,28 @@ class Tokenizer:
             raise ValueError(f"the tokenizer {self.name} names no end of text; set {setting} to an id")
         return end
 
-    def encode_document(self, document: bytes, *, name: str) -> Integer[np.ndarray, " tokens"]:
+    def encode_document(
+        self, document: bytes, *, name: str, begin: bool = True
+    ) -> Integer[np.ndarray, " tokens"]:
         """Returns the ids of a document, which errors call `name`.
+
+        With `begin`, the id of that name is the first, unless there are no others, or the separator before a document
+        is the same id.
 
         Raises:
             ValueError: the tokenizer reads text and the document is not UTF-8, or it cannot encode the text.
         """
         try:
-            return self.encode(document)
+            ids = self.encode(document)
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{name} is not UTF-8 at byte {error.start}; leave it out, convert it, or use the tokenizer `byte`"
             ) from None
         except ValueError as error:
             raise ValueError(f"{name}: {error}; leave it out") from error
+        if not begin or self.begin in (None, self.separator) or not len(ids):
+            return ids
+        return np.insert(ids, 0, self.begin)
 
 
 # The separator is byte 0, which text does not contain.
@@ -105,7 +117,9 @@ def _errors_as(message: str) -> Iterator[None]:
         raise ValueError(f"{message}: {spelling.cut(str(error), 200) or type(error).__name__}") from error
 
 
-def _from_json(path: pathlib.Path, option: str, *, name: str, end: str | None = None) -> Tokenizer:
+def _from_json(
+    path: pathlib.Path, option: str, *, name: str, end: str | None = None, begin: str | None = None
+) -> Tokenizer:
     """Returns the tokenizer of a `tokenizers` file.
 
     Args:
@@ -113,6 +127,7 @@ def _from_json(path: pathlib.Path, option: str, *, name: str, end: str | None = 
         option: setting and its value, for errors.
         name: name of the tokenizer.
         end: token that ends a document; None looks for one of the usual names.
+        begin: token before a text, if the file's post-processor puts none there.
     """
     library = _import("tokenizers", option)
     with _errors_as(f"{option} is not a `tokenizers` file"):
@@ -125,10 +140,11 @@ def _from_json(path: pathlib.Path, option: str, *, name: str, end: str | None = 
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise ValueError(f"{option} has no tokens; name the file of a trained tokenizer")
-    if end is not None and end not in vocabulary:
-        raise ValueError(
-            f"{option}: the eos_token {end!r} of tokenizer_config.json is no token of tokenizer.json; correct it"
-        )
+    for key, token in (("eos_token", end), ("bos_token", begin)):
+        if token is not None and token not in vocabulary:
+            raise ValueError(
+                f"{option}: the {key} {token!r} of tokenizer_config.json is no token of tokenizer.json; correct it"
+            )
     ends = (vocabulary.get(token) for token in ((end,) if end is not None else _END_NAMES))
 
     def encode(document: bytes) -> Integer[np.ndarray, " tokens"]:
@@ -155,12 +171,28 @@ def _from_json(path: pathlib.Path, option: str, *, name: str, end: str | None = 
     # Ids need not be contiguous.
     vocab_size = 1 + max(vocabulary.values())
     separator = next((token for token in ends if token is not None), None)
+    first = _template_begin(json.loads(loaded.to_str())["post_processor"])
+    first = vocabulary[begin] if first is None and begin is not None else first
     fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Tokenizer(name, vocab_size, separator, fingerprint, encode, decode)
+    fingerprint += "" if first is None else f" after {first}"
+    return Tokenizer(name, vocab_size, separator, fingerprint, encode, decode, first)
+
+
+def _template_begin(processor: dict[str, Any] | None) -> int | None:
+    """Returns the id that a post-processor of a `tokenizers` file puts before a text."""
+    for part in (processor or {}).get("processors", [processor or {}]):
+        if "cls" in part:
+            return part["cls"][1]
+        if special := (part.get("single") or [{}])[0].get("SpecialToken"):
+            return part["special_tokens"][special["id"]]["ids"][0]
+    return None
 
 
 def _from_folder(folder: pathlib.Path, option: str, *, name: str) -> Tokenizer:
-    """Returns the tokenizer of a folder in Hugging Face's layout, whose `eos_token`, if any, is the separator."""
+    """Returns the tokenizer of a folder in Hugging Face's layout.
+
+    The separator is its `eos_token`, and `bos_token` precedes a text if the folder says so.
+    """
     path, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not path.is_file():
         raise ValueError(
@@ -168,12 +200,16 @@ def _from_folder(folder: pathlib.Path, option: str, *, name: str) -> Tokenizer:
             f"SentencePiece models are not. transformers writes it: "
             f"AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
         )
-    end = serialize.read_object(settings).get("eos_token") if settings.is_file() else None
-    if isinstance(end, dict):
-        end = end.get("content")
-    if end is not None and not isinstance(end, str):
-        raise ValueError(f"{settings}: its eos_token is not a text; correct it")
-    return _from_json(path, option, name=name, end=end)
+    values = serialize.read_object(settings) if settings.is_file() else {}
+    ends: dict[str, str | None] = {}
+    for key in ("eos_token", "bos_token"):
+        token = values.get(key)
+        token = token.get("content") if isinstance(token, dict) else token
+        if token is not None and not isinstance(token, str):
+            raise ValueError(f"{settings}: its {key} is not a text; correct it")
+        ends[key] = token
+    begin = ends["bos_token"] if values.get("add_bos_token") is True else None
+    return _from_json(path, option, name=name, end=ends["eos_token"], begin=begin)
 
 
 def _from_tiktoken(name: str, option: str) -> Tokenizer:

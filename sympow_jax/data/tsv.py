@@ -242,7 +242,7 @@ class TsvExamples:
         line = self._lines[index]
         name = self._table.name(line)
         texts = [
-            self._tokenizer.encode_document(text, name=f"a text of {name}")
+            self._tokenizer.encode_document(text, name=f"a text of {name}", begin=False)
             for text in self._table.read(line)[0]
         ]
         # Before they are cut, because two joined texts have the separator even if both are empty.

@@ -49,6 +49,15 @@ def test_the_tokenizer_that_a_run_records(words, source):
         data_lib.codec_of_run(gone)
 
 
+@pytest.mark.parametrize("source", ["tokens", "jsonl"])
+def test_a_prompt_begins_as_the_tokenizer_begins_texts(tmp_path, source):
+    path = builders.write_byte_fallback(tmp_path / "tokenizer.json")
+    codec = data_lib.codec_of_run(run(source=source, paths=("x.jsonl",)), path)
+    assert codec.encode(b"ab") == [1, 259, 260, 261]
+    with pytest.raises(ValueError, match="vocabulary of 1 lacks: 1, 259"):
+        data_lib.Codec(codec.tokenizer, 1, lead=1).encode(b"ab")
+
+
 @pytest.mark.parametrize(
     ("codec", "prompt", "message"),
     [

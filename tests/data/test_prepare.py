@@ -65,6 +65,14 @@ def test_bin_of_bytes_round_trip(folder):
     assert sorted(os.listdir("deep")) == ["train.bin", "train.bin.json"]
 
 
+def test_documents_begin_as_the_tokenizer_begins_texts(folder):
+    name = builders.write_byte_fallback(folder / "fallback.json")
+    run("--format=bin", "--out=train.bin", f"--tokenizer={name}")
+    stored = np.fromfile("train.bin", "<u2").tolist()
+    ids = {text: tokenizer.load(name).encode(text).tolist() for text in TEXTS.values() if text}
+    assert stored == [token for text in ids.values() for token in (1, *text, 2)]
+
+
 def test_longcrawl64_of_bytes_round_trip(folder):
     run("--format=longcrawl64", "--out=train.zarr", "--row_tokens=8")
     description = json.loads((folder / "train.zarr/.zattrs").read_text())

@@ -184,3 +184,53 @@ def test_errors_name_the_document(folder):
     }.items():
         with pytest.raises(ValueError, match=message):
             loaded.encode_document(document, name="page 3")
+
+
+@pytest.mark.parametrize(
+    ("template", "settings", "begin"),
+    [
+        (True, None, 1),
+        (True, {"bos_token": "<s>", "add_bos_token": True}, 1),
+        (True, {"bos_token": "<s>", "add_bos_token": False}, 1),  # as `transformers` 5 reads it
+        (False, {"bos_token": "<s>"}, None),
+        (False, {"bos_token": {"content": "<s>"}, "add_bos_token": True}, 1),
+        (False, {"bos_token": None, "add_bos_token": True}, None),
+    ],
+)
+def test_the_begin_of_a_text(tmp_path, template, settings, begin):
+    builders.write_byte_fallback(tmp_path / "tokenizer.json", begin="<s>" if template else None)
+    if settings is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "</s>"}))
+    loaded = tokenizer.load(str(tmp_path))
+    assert (loaded.begin, loaded.separator) == (begin, 2)
+    plain = loaded.encode(b"ab").tolist()
+    assert plain == [259, 260, 261]
+    assert loaded.encode_document(b"ab", name="x").tolist() == [begin, *plain][begin is None :]
+    assert loaded.encode_document(b"", name="x").tolist() == []
+
+
+def test_other_post_processors(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    processors, path = tokenizers.processors, tmp_path / "tokenizer.json"
+    template = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    for processor, begin in [
+        (processors.BertProcessing(("</s>", 2), ("<s>", 1)), 1),
+        (
+            processors.Sequence(
+                [processors.ByteLevel(), processors.RobertaProcessing(("</s>", 2), ("<s>", 1))]
+            ),
+            1,
+        ),
+        (processors.ByteLevel(), None),
+        (template, None),
+        # The separator before a document is the same id.
+        (processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", 2)]), 2),
+    ]:
+        builders.write_byte_fallback(path, begin=None)
+        built = tokenizers.Tokenizer.from_file(str(path))
+        built.post_processor = processor
+        built.save(str(path))
+        loaded = tokenizer.load(str(path))
+        assert loaded.begin == begin
+        first = [1] if begin == 1 else []
+        assert loaded.encode_document(b"a", name="x").tolist() == [*first, 259, 260]

@@ -171,7 +171,8 @@ def evaluate_context_tasks(
     candidate_lengths = runs.lengths_of(first, heldout) if lengths is None else lengths
     _check_sizes(tasks, candidate_lengths, trials)
     text = _heldout_tokens(documents, _TEXT_CONTEXTS * max(candidate_lengths, default=0))
-    material = prompts.Material(text, codec, documents.lead)
+    lead = codec.lead if documents.lead is None and codec is not None else documents.lead
+    material = prompts.Material(text, codec, lead)
     lengths = _drop_short(tasks, candidate_lengths, material) if lengths is None else lengths
     _check_lengths(tasks, lengths, material)
     for path, config in zip(paths, configs):
