@@ -24,7 +24,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--num_fewshot", type=int, metavar="N", help="Examples before each question. Default: the task's."
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="Maximum number of documents of each task.")
+    parser.add_argument(
+        "--limit",
+        type=float,
+        metavar="N",
+        help="Maximum number of documents of each task; below 1 a fraction of them.",
+    )
     parser.add_argument(
         "--out",
         metavar="FILE",

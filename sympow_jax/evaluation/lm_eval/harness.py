@@ -1,5 +1,6 @@
 """Models of `lm-eval` for decoders and workdirs of this package."""
 
+import math
 import os
 import pathlib
 from collections.abc import Sequence
@@ -7,7 +8,7 @@ from typing import Any, cast
 
 import jax
 
-from sympow_jax import data, extras, models, training
+from sympow_jax import data, extras, generation, models, spelling, training
 from sympow_jax.evaluation.lm_eval import requests as requests_lib
 from sympow_jax.training import workdir as workdir_lib
 
@@ -20,6 +21,8 @@ with extras.required("lm_eval", __name__):
 __all__ = ["HarnessModel", "WorkdirModel", "evaluate"]
 
 _MAX_TOKENS = 256  # the harness's own default
+# Names of the maximum number of tokens; of several, the first counts, as in the harness.
+_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 class HarnessModel(model_lib.LM):
@@ -33,6 +36,10 @@ class HarnessModel(model_lib.LM):
     def __init__(self, decoder: models.DecoderLM, codec: data.Codec):
         super().__init__()
         self._text_model = requests_lib.TextModel(decoder, codec)
+
+    def check(self, options: dict[str, Any]) -> None:
+        """Raises ValueError unless the model can generate text with these options of a task."""
+        self._text_model.room(_generate_request("", options))
 
     def loglikelihood(self, requests: Sequence[instance.Instance]) -> list[tuple[float, bool]]:
         """Returns the log-likelihood of each continuation, and whether greedy decoding gives it."""
@@ -49,7 +56,7 @@ class HarnessModel(model_lib.LM):
         """Returns the continuation of each prompt before its first stop string.
 
         Raises:
-            ValueError: a request samples with an option that is not supported.
+            ValueError: a request has an option that is not supported, before any is continued.
         """
         with jax.default_matmul_precision("highest"):
             return self._text_model.generate([_generate_request(*request.args) for request in requests])
@@ -92,7 +99,7 @@ def evaluate(
     *,
     include_path: str | os.PathLike[str] | None = None,
     num_fewshot: int | None = None,
-    limit: int | None = None,
+    limit: float | None = None,
 ) -> dict[str, Any]:
     """Returns the results of `lm_eval.simple_evaluate`, without the samples.
 
@@ -101,12 +108,16 @@ def evaluate(
         tasks: names of tasks.
         include_path: folder with YAML files of further tasks.
         num_fewshot: number of examples before each question; None means that of the task.
-        limit: maximum number of documents of each task; None means all.
+        limit: maximum number of documents of each task, or below 1 the fraction of them; None means all.
 
     Raises:
-        ValueError: there is no such task.
+        ValueError: there is no such task, a task has an option that is not supported, or the limit is not above 0.
     """
-    manager = TaskManager(include_path=None if include_path is None else str(include_path))
+    if limit is not None and not 0 < limit < math.inf:
+        raise ValueError(
+            f"limit is {limit:g}; it must be a number of documents, or a fraction of them below 1"
+        )
+    manager = _Tasks(model, None if include_path is None else str(include_path))
     if unknown := sorted(set(tasks) - set(manager.all_tasks)):
         raise ValueError(
             f"there is no task {', '.join(unknown)} in lm-eval; `lm-eval ls tasks` lists its tasks"
@@ -123,17 +134,60 @@ def evaluate(
 
 
 def _generate_request(prompt: str, options: dict[str, Any]) -> requests_lib.GenerateRequest:
-    """Returns a request with the options of the harness; `do_sample=False` overrides a temperature."""
-    options = dict(options)
-    stops = options.pop("until", None) or ()
-    max_tokens = options.pop("max_gen_toks", _MAX_TOKENS)
-    temperature = options.pop("temperature", 0.0)
-    samples = options.pop("do_sample", temperature > 0)
-    if options:
-        raise ValueError(f"generation options {', '.join(sorted(options))} are not supported; remove them")
-    return requests_lib.GenerateRequest(
-        prompt,
-        int(max_tokens),
-        (stops,) if isinstance(stops, str) else tuple(stops),
-        float(temperature or 1.0) if samples else 0.0,
-    )
+    """Returns a request with the options of the harness, which are read as its own models read them.
+
+    Raises:
+        ValueError: an option is not supported, or has no valid value.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    stops = given.pop("until", [])
+    stops = [stops] if isinstance(stops, str) else stops
+    lengths = [given.pop(name) for name in _LENGTHS if name in given] or [_MAX_TOKENS]
+    temperature, samples = given.pop("temperature", None), given.pop("do_sample", None)
+    samples = bool(temperature) if samples is None else samples
+    if given.get("num_beams") == 1:
+        del given["num_beams"]
+    drawn = {
+        name: given.pop(name) for name in ("top_k", "top_p", "min_p", "repetition_penalty") if name in given
+    }
+    if given:
+        raise ValueError(
+            f"generation options {spelling.listed(f'{name}={value!r}' for name, value in sorted(given.items()))} are "
+            f"not supported; remove them"
+        )
+    # Of `transformers`, 0 is no limit.
+    if drawn.get("top_k", 1) in (0, -1):
+        del drawn["top_k"]
+    try:
+        if not all(isinstance(stop, str) for stop in stops):
+            raise ValueError("until is not a list of texts")
+        if int(lengths[0]) < 1:
+            raise ValueError("the maximum number of tokens is below 1")
+        sampling = generation.Sampling(
+            temperature=(1.0 if temperature is None else float(temperature)), **drawn
+        )
+    except (TypeError, ValueError) as error:
+        shown = spelling.shown(options)
+        raise ValueError(f"the generation options {shown} are not valid: {error}; correct them") from None
+    if not samples:
+        sampling = generation.Sampling(temperature=0.0, repetition_penalty=sampling.repetition_penalty)
+    # The harness's tasks write an empty stop for none.
+    return requests_lib.GenerateRequest(prompt, int(lengths[0]), tuple(filter(None, stops)), sampling)
+
+
+class _Tasks(TaskManager):
+    """Tasks of the harness, whose options are checked when they are loaded, before anything is scored."""
+
+    def __init__(self, model: model_lib.LM, include_path: str | None):
+        super().__init__(include_path=include_path)
+        self._model = model
+
+    def load(self, *arguments: Any, **options: Any) -> Any:
+        loaded = super().load(*arguments, **options)
+        for name, task in loaded["tasks"].items():
+            if isinstance(self._model, HarnessModel) and task.get_config("output_type") == "generate_until":
+                try:
+                    self._model.check(task.get_config("generation_kwargs") or {})
+                except ValueError as error:
+                    raise ValueError(f"task {name}: {error}") from error
+        return loaded

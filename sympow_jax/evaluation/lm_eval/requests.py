@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sympow_jax import data, generation, models
+from sympow_jax import data, generation, models, spelling
 from sympow_jax.evaluation.context_tasks import answers
 
 __all__ = ["GenerateRequest", "TextModel"]
@@ -14,6 +14,7 @@ __all__ = ["GenerateRequest", "TextModel"]
 # Limits of one batch of prompts: rows, and tokens with padding.
 _ROWS = 32
 _TOKENS = 16_384
+_GREEDY = generation.Sampling(temperature=0)
 
 
 class GenerateRequest(NamedTuple):
@@ -23,13 +24,13 @@ class GenerateRequest(NamedTuple):
         prompt: text to continue; may be empty.
         max_tokens: maximum number of tokens after it.
         stops: texts to end before.
-        temperature: temperature of the draws; 0 takes the likeliest token.
+        sampling: options of sampling.
     """
 
     prompt: str
     max_tokens: int
     stops: tuple[str, ...] = ()
-    temperature: float = 0.0
+    sampling: generation.Sampling = _GREEDY
 
 
 class TextModel:
@@ -55,16 +56,33 @@ class TextModel:
                 return token
         return self._codec.encode(b"\n")[-1]
 
+    def room(self, request: GenerateRequest) -> int | None:
+        """Returns the number of tokens that a prompt may have; None without learned positions.
+
+        Raises:
+            ValueError: `max_tokens` leaves none.
+        """
+        if self._longest is None:
+            return None
+        if self._longest <= request.max_tokens:
+            raise ValueError(
+                f"max_gen_toks is {request.max_tokens}, but the model's learned positions end at {self._longest}; "
+                f"make it smaller, so that there is room for a prompt"
+            )
+        return self._longest - request.max_tokens
+
     def continuation_log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Returns, for pairs of a context and a continuation, the log-likelihood of the latter in nats.
 
-        The second value is whether greedy decoding would give the continuation. Spaces at the end of a context are
-        scored with the continuation, as the tokens of words begin with them. Equal contexts are processed once.
+        The second value is whether greedy decoding would give the continuation. White space at the end of a context is
+        scored with the continuation, as the tokens of words begin with it. Where the last token belongs to both, it is
+        scored. Equal contexts are processed once.
         """
         rows = [self._encode_pair(*pair) for pair in pairs]
         by_context: dict[tuple[int, ...], list[int]] = {}
-        for index, (context, _) in enumerate(rows):
-            by_context.setdefault(context, []).append(index)
+        for index, (context, continuation) in enumerate(rows):
+            if continuation:
+                by_context.setdefault(context, []).append(index)
         cases = [
             answers.Case(context, [answers.Question([], rows[index][1]) for index in indices])
             for context, indices in by_context.items()
@@ -73,7 +91,7 @@ class TextModel:
         for indices, scores in zip(by_context.values(), answers.answer_scores(self._model, cases)):
             for index, score in zip(indices, scores):
                 by_pair[index] = (_log_likelihood(score), bool(score.correct.all()))
-        return [by_pair[index] for index in range(len(pairs))]
+        return [by_pair.get(index, (0.0, True)) for index in range(len(pairs))]
 
     def text_log_likelihoods(self, texts: Sequence[str]) -> list[float]:
         """Returns the log-likelihood of each whole text in nats, after `prefix`.
@@ -96,7 +114,7 @@ class TextModel:
         groups: dict[tuple, list[int]] = {}
         for index, (prompt, request) in enumerate(zip(prompts, requests)):
             groups.setdefault((self._padded_length(prompt, request), *request[1:]), []).append(index)
-        for (length, max_tokens, stops, temperature), indices in groups.items():
+        for (length, max_tokens, stops, sampling), indices in groups.items():
             size = min(_ROWS, max(1, _TOKENS // length), 1 << (len(indices) - 1).bit_length())
             for batch in itertools.batched(indices, size):
                 # Copies of the first prompt, whose texts are dropped, give all batches one shape.
@@ -107,7 +125,7 @@ class TextModel:
                     self._codec,
                     rows,
                     max_tokens=max_tokens,
-                    sampling=generation.Sampling(temperature=temperature),
+                    sampling=sampling,
                     stops=stops,
                     prompt_length=length,
                 )
@@ -118,16 +136,19 @@ class TextModel:
 
     def _encode(self, text: str) -> list[int]:
         """Returns the tokens of a text, with `prefix` before them."""
-        tokens = self._codec.encode(text.encode(), "a request") if text else []
+        name = f"the request {spelling.shown(text)}"
+        tokens = self._codec.encode(text.encode(), name) if text else []
         return [self.prefix, *(tokens if self._codec.lead is None else tokens[1:])]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[tuple[int, ...], list[int]]:
         """Returns the tokens of a context, cut to the learned positions, and those of its continuation."""
-        stripped = context.rstrip(" ")
-        before = self._encode(stripped)
-        after = self._encode(context + continuation)[len(before) :]
+        stripped = context.rstrip()
+        before, whole = self._encode(stripped), self._encode(context + continuation)
+        if len(before) >= len(whole) and before != whole:
+            before = whole[:-1]
+        after = whole[len(before) :]
         # A model without a lead has not learned to begin with one.
-        before = before[1:] if stripped and self._codec.lead is None else before
+        before = before[1:] if len(before) > 1 and self._codec.lead is None else before
         if self._longest is not None:
             before = before[-max(1, self._longest + 1 - len(after)) :]
         return tuple(before), after
@@ -147,19 +168,11 @@ class TextModel:
         """Returns the tokens of a prompt, cut to leave room for its continuation within the learned positions."""
         tokens = self._encode(request.prompt)
         tokens = tokens[1:] if request.prompt and self._codec.lead is None else tokens
-        if self._longest is None:
-            return tokens
-        room = self._longest - request.max_tokens
-        if room < 1:
-            raise ValueError(
-                f"max_gen_toks is {request.max_tokens}, but the model's learned positions end at {self._longest}; "
-                f"make it smaller, so that there is room for a prompt"
-            )
-        return tokens[-room:]
+        return tokens if (room := self.room(request)) is None else tokens[-room:]
 
     def _padded_length(self, prompt: Sequence[int], request: GenerateRequest) -> int:
-        length = answers.padded_length(len(prompt))
-        return length if self._longest is None else min(length, self._longest - request.max_tokens)
+        length, room = answers.padded_length(len(prompt)), self.room(request)
+        return length if room is None else min(length, room)
 
 
 def _log_likelihood(score: answers.Score) -> float:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from sympow_jax import config, data, models
+from sympow_jax import config, data, generation, models
 
 pytest.importorskip("lm_eval", reason="needs the extra lm_eval")
 pytest.importorskip("datasets")
@@ -84,11 +84,70 @@ def test_local_tasks(folder):
     assert found["local_generate"]["exact_match,none"] == 0.0
 
 
+def small_model(**options):
+    attention = config.preset("softmax", **options)
+    settings = config.ModelConfig(
+        vocab_size=128, layers=1, width=16, heads=2, dtype="float32", attention=attention
+    )
+    codec = data.Codec(data.tokenizer.load("byte"), vocab_size=128)
+    return harness.HarnessModel(models.DecoderLM(settings, rngs=0), codec)
+
+
+def test_a_limit_may_be_a_fraction(folder):
+    for limit, count in ((0.5, 2), (2, 2), (0.1, 1)):
+        found = harness.evaluate(small_model(), ["local_choice"], include_path=folder, limit=limit)
+        assert found["n-samples"]["local_choice"]["effective"] == count
+    with pytest.raises(ValueError, match="limit is 0; it must be"):
+        harness.evaluate(small_model(), ["local_choice"], include_path=folder, limit=0)
+
+
 def test_a_mistake_is_one_line(folder):
     with pytest.raises(ValueError, match="there is no task local_choise in lm-eval"):
         harness.evaluate(None, ["local_choise"], include_path=folder)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="generation options num_beams are not supported"):
-        harness._generate_request("a", {"num_beams": 4})
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (
+            "do_sample: false",
+            "num_beams: 4",
+            "task local_generate: generation options num_beams=4 are not supp",
+        ),
+        (
+            "max_gen_toks: 4",
+            "max_new_tokens: 40",
+            "task local_generate: max_gen_toks is 40, but .* end at 32",
+        ),
+        ("max_gen_toks: 4", "max_new_tokens: 0", "maximum number of tokens is below 1; correct"),
+        ("do_sample: false", "do_sample: true\n  top_p: 2", "top_p is 2; it must be above 0 and at most 1"),
+        ('["."]', "[1, 2]", "until is not a list of texts"),
+    ],
+)
+def test_options_are_checked_before_anything_is_scored(folder, monkeypatch, old, new, message):
+    model = small_model(position="learned_absolute", max_document_length=32)
+    monkeypatch.setattr(model, "loglikelihood", None)
+    file = folder / "local_generate.yaml"
+    file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(ValueError, match=message):
+        harness.evaluate(model, list(TASKS), include_path=folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "max_tokens", "stops", "sampling"),
+    [
+        ({}, 256, (), {"temperature": 0}),
+        ({"until": "\n", "max_new_tokens": 8, "num_beams": 1}, 8, ("\n",), {"temperature": 0}),
+        ({"until": [""], "do_sample": False, "temperature": 1}, 256, (), {"temperature": 0}),
+        ({"until": ["</s>", ""], "max_gen_toks": 3, "max_tokens": 9}, 3, ("</s>",), {"temperature": 0}),
+        ({"do_sample": True, "top_p": 0.95, "top_k": 0}, 256, (), {"temperature": 1, "top_p": 0.95}),
+        ({"temperature": 0.2, "top_k": 5, "until": None}, 256, (), {"temperature": 0.2, "top_k": 5}),
+        ({"do_sample": True, "temperature": 0.0}, 256, (), {"temperature": 0}),
+    ],
+)
+def test_options_of_generation(options, max_tokens, stops, sampling):
+    wanted = requests.GenerateRequest("a", max_tokens, stops, generation.Sampling(**sampling))
+    assert harness._generate_request("a", options) == wanted
 
 
 def test_the_harness_knows_the_model_by_name():

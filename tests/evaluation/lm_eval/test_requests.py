@@ -70,6 +70,8 @@ def test_continuations_of_shared_empty_and_spaced_contexts(free):
         ("cats", chr(likeliest)),
         ("a context that is longer", " x"),
         ("cats ", "sit"),
+        ("cats \n\n", "sit"),
+        ("cats", ""),
     ]
     found = requests.TextModel(free, BYTES).continuation_log_likelihoods(pairs)
     wanted = [
@@ -78,9 +80,26 @@ def test_continuations_of_shared_empty_and_spaced_contexts(free):
         expected(free, b"cats", bytes([likeliest])),
         expected(free, b"a context that is longer", b" x"),
         expected(free, b"cats", b" sit"),
+        expected(free, b"cats", b" \n\nsit"),
+        (0.0, True),
     ]
     assert_pairs(found, wanted)
-    assert [right for _, right in found] == [False, False, True, False, False]
+    assert [right for _, right in found] == [False, False, True, False, False, False, True]
+
+
+@pytest.mark.parametrize("lead", [None, 5])
+def test_a_token_of_both_sides_is_scored(free, tmp_path, lead):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"a": 0, "b": 1, "c": 2, "ab": 3, "\n": 4, "s": 5}
+    built = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("a", "b")]))
+    built.save(str(tmp_path / "merges.json"))
+    codec = data.Codec(data.tokenizer.load(str(tmp_path / "merges.json")), vocab_size=128, lead=lead)
+    found = requests.TextModel(free, codec).continuation_log_likelihoods(
+        [("a", "b"), ("ca", "b"), ("ca", "bc"), ("ca\n", "b")]
+    )
+    start = [] if lead is None else [lead]
+    contexts = [start or [4], [*start, 2], [*start, 2, 0], [*start, 2, 0]]
+    assert_pairs(found, [expected(free, *pair) for pair in zip(contexts, ([3], [3], [2], [4, 1]))])
 
 
 def test_a_lead_is_before_every_context(free):
