@@ -11,7 +11,7 @@ __all__ = ["TOKENIZER", "WEIGHTS", "is_remote", "local_path"]
 _SCHEME = "hf://"
 _NAME = re.compile(r"(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^@]+))?")
 # Names of files to download. Of a model: weights, settings and tokenizers, but no pickles.
-WEIGHTS = ("*.json", "*.safetensors", "tokenizer.model")
+WEIGHTS = ("*.json", "*.safetensors", "tokenizer.model", "merges.txt", "chat_template.jinja")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from sympow_jax import config, hub, streams
 from sympow_jax.commands import command_line
 from sympow_jax.training import cli, summary
-from sympow_jax.weights import families, files, runs
+from sympow_jax.weights import families, files, pretrained, runs
 
 __all__ = ["main"]
 
@@ -85,6 +85,11 @@ def main(arguments: Sequence[str], program: str = "sympow weights") -> int:
         if known.command == "export":
             number, count = runs.export_run(known.workdir, known.out, format=known.format, dtype=known.dtype)
             streams.say(f"{known.out} has the {count:,} numbers of step {number} of {known.workdir}")
+            if known.format == "huggingface" and not pretrained.companions(known.out):
+                streams.say(
+                    f"{known.out} has no tokenizer, because {known.workdir} has none to copy; add its files, and set "
+                    f"max_position_embeddings, bos_token_id and pad_token_id in config.json"
+                )
         else:
             path = hub.local_path(known.weights, hub.WEIGHTS)
             settings = _read_settings(known, path)

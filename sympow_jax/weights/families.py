@@ -6,6 +6,7 @@ from typing import Any
 
 from sympow_jax import config, spelling
 from sympow_jax.config import serialize
+from sympow_jax.training import hosts
 from sympow_jax.weights import layouts
 
 __all__ = ["FAMILIES", "TOKENS", "Family", "find", "function", "is_config", "settings", "values"]
@@ -35,6 +36,8 @@ _LLAMA3 = {
 }
 # Values of layer_types.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+# Keys that version 5 of `transformers` prefers to those that are written.
+_REPLACED = ("rope_parameters", "layer_types", "dtype")
 # Placeholder for data.paths, since `config.json` names no data. `data.prepare` writes such files.
 TOKENS = "data/train.bin"
 _BATCH_ROWS = 8
@@ -304,10 +307,18 @@ def settings(values: Values) -> config.Config:
     model, length = family.model(values), values[family.length]
     ends = values.get("eos_token_id")
     # Models that chat have several ends, of which the first ends a document.
-    end = next(iter(ends), None) if isinstance(ends, list) else ends
-    if end is not None and not (isinstance(end, int) and 0 <= end < model.vocab_size):
+    ids = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
+    if not all(isinstance(end, int) and not isinstance(end, bool) for end in ids):
         raise ValueError(
-            f"eos_token_id is {spelling.shown(end)}; it must be an id from 0 to {model.vocab_size - 1}, or null"
+            f"eos_token_id is {spelling.shown(ends)}; it must be an id from 0 to {model.vocab_size - 1}, or null"
+        )
+    end = next((end for end in ids if 0 <= end < model.vocab_size), None)
+    if ids and end is None:
+        # Some files have the default of a class for other vocabularies, such as PowerCoder's.
+        hosts.say(
+            f"warning: eos_token_id {spelling.shown(ends)} is outside the vocabulary of {model.vocab_size}; read as "
+            f"none",
+            error=True,
         )
     return config.Config(
         model=model,
@@ -346,16 +357,25 @@ def find(settings: config.Config) -> Family:
     )
 
 
-def values(settings: config.Config) -> tuple[Family, dict[str, Any]]:
+def values(settings: config.Config, original: Values) -> tuple[Family, dict[str, Any]]:
     """Returns the family of a model and the contents of its `config.json`.
+
+    Args:
+        settings: settings of the run.
+        original: contents of the `config.json` that the model comes from, or none. Keys that do not describe the model
+            stay, such as ids of tokens, and so does a longer context.
 
     Raises:
         ValueError: as `find`.
     """
     family, model = find(settings), _without_pattern(settings.model)
-    contents = {family.length: settings.data.context_length} | family.values(model)
-    if settings.data.document_separator is not None:
-        contents["eos_token_id"] = settings.data.document_separator
+    contents = {key: value for key, value in original.items() if key not in _REPLACED}
+    before = contents.get(family.length)
+    longest = max(before if _is_size(before) else 0, settings.data.context_length)
+    contents |= {family.length: longest} | family.values(model)
+    end, ends = settings.data.document_separator, contents.get("eos_token_id")
+    if end is not None and not (isinstance(ends, list) and end in ends):
+        contents["eos_token_id"] = end
     return family, contents
 
 

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 from collections.abc import Iterator, Mapping
 
 import jax
@@ -13,10 +14,25 @@ from jaxtyping import Shaped
 
 from sympow_jax import atomic, config, hub, models
 from sympow_jax.array_types import Array, Float
+from sympow_jax.config import serialize
 from sympow_jax.training import workdir
 from sympow_jax.weights import families, files, layouts, tensors
 
-__all__ = ["from_pretrained", "save_pretrained"]
+__all__ = ["companions", "from_pretrained", "save_pretrained"]
+
+# Files of a published model other than its weights and `config.json`.
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
 
 
 def from_pretrained(
@@ -49,6 +65,7 @@ def save_pretrained(
     *,
     dtype: str = "float32",
     max_file_bytes: int = 5_000_000_000,
+    original: str | os.PathLike[str] | None = None,
 ) -> int:
     """Writes a model as a folder that `transformers` opens; returns the number of elements.
 
@@ -62,22 +79,27 @@ def save_pretrained(
         dtype: dtype of the files: `float32`, from which `load` restores the model bit for bit, or `bfloat16`, which
             rounds.
         max_file_bytes: size above which there are several files and an index. A larger tensor has its own file.
+        original: folder of the published model that this one comes from. Its tokenizer's files are copied, and so are
+            values of its `config.json` that do not describe the model. None if there is none.
 
     Raises:
-        ValueError: no family describes the model, the settings are of another model, the folder has such files, or
-            `dtype` or `max_file_bytes` is not supported.
+        ValueError: no family describes the model, the settings are of another model, the folder has such files or those
+            to copy, or `dtype` or `max_file_bytes` is not supported.
         OSError: a file cannot be written.
     """
     folder = pathlib.Path(folder)
     files.check_dtype("dtype", dtype)
     if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         raise ValueError(f"max_file_bytes is {max_file_bytes!r}; it must be a number of bytes, at least 1")
-    family, values = families.values(settings)
+    copied = [] if original is None else companions(original)
+    before = {} if original is None else serialize.read_object(pathlib.Path(original, "config.json"))
+    family, values = families.values(settings, before)
     if families.function(model.config) != families.function(settings.model):
         raise ValueError(
             "settings.model is not the config of the model; pass the settings that it was made with"
         )
     outputs = [folder / "config.json", folder / tensors.INDEX, *sorted(folder.glob(f"*{tensors.SUFFIX}"))]
+    outputs += [folder / path.name for path in copied]
     if existing := [path for path in outputs if os.path.lexists(path)]:
         raise ValueError(f"{existing[0]} exists; remove it or choose another folder")
     arrays = files.named_arrays(model)
@@ -103,9 +125,17 @@ def save_pretrained(
             names.append(tensors.INDEX)
             (drafts / tensors.INDEX).write_text(workdir.json_text(index))
         (drafts / "config.json").write_text(workdir.json_text(values | {"torch_dtype": dtype}))
+        for path in copied:
+            names.append(path.name)
+            shutil.copyfile(path, drafts / path.name)
         for name in (*names, "config.json"):
             os.replace(drafts / name, folder / name)
     return sum(array.size for array in arrays.values())
+
+
+def companions(folder: str | os.PathLike[str]) -> list[pathlib.Path]:
+    """Returns the files of a published model in a folder, except its weights and `config.json`."""
+    return [path for name in _COMPANIONS if (path := pathlib.Path(folder, name)).is_file()]
 
 
 def _shards(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:

@@ -2,18 +2,22 @@
 
 import os
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sympow_jax import config, training
+from sympow_jax import atomic, config, training
+from sympow_jax.config import serialize
 from sympow_jax.training import checkpoint, optimizer, sharding, workdir
-from sympow_jax.weights import files, pretrained
+from sympow_jax.weights import families, files, pretrained
 
 __all__ = ["FORMATS", "export_run", "import_run"]
 
 FORMATS = ("sympow", "huggingface")
+# Folder of an imported run with files of the published model.
+_ORIGINAL = "original"
 
 
 def export_run(
@@ -39,12 +43,19 @@ def export_run(
     settings = workdir.read_config(pathlib.Path(folder))
     program = training.Program(settings, sharding.whole_mesh(jax.local_devices()[:1]))
     arrays, number = program.restore_arrays(pathlib.Path(folder))
-    write = files.save if format == "sympow" else pretrained.save_pretrained
-    return number, write(path, settings, program.merge(**arrays), dtype=dtype)
+    model = program.merge(**arrays)
+    if format == "sympow":
+        return number, files.save(path, settings, model, dtype=dtype)
+    original = pathlib.Path(folder, _ORIGINAL)
+    return number, pretrained.save_pretrained(
+        path, settings, model, dtype=dtype, original=original if original.is_dir() else None
+    )
 
 
 def import_run(path: str | os.PathLike[str], settings: config.Config, folder: str | os.PathLike[str]) -> int:
     """Creates a workdir with a run at step 0 from weights; returns the number of elements.
+
+    The `config.json` of a published model and its tokenizer's files are copied to the folder `original`, for exports.
 
     Raises:
         ValueError: as `files.load`, or the folder holds a run or cannot be written.
@@ -52,10 +63,18 @@ def import_run(path: str | os.PathLike[str], settings: config.Config, folder: st
     folder = pathlib.Path(folder)
     if workdir.holds_run(folder):
         raise ValueError(f"{folder} holds a run; import into another workdir")
+    published = files.settings_path(path)
+    is_published = published.is_file() and families.is_config(serialize.read_object(published))
     model = files.load(path, settings)
     params, statistics = (nnx.to_pure_dict(tree) for tree in nnx.split(model, nnx.Param, nnx.BatchStat)[1:])
     optimizer.parameter_options(settings.optimizer, params)  # raises its errors before there is a workdir
     workdir.open_workdir(folder, settings)
+    if is_published:
+        (folder / _ORIGINAL).mkdir(exist_ok=True)
+        copies = {file.name: file for file in pretrained.companions(published.parent)}
+        for name, file in (copies | {"config.json": published}).items():
+            with atomic.replace(folder / _ORIGINAL / name) as draft:
+                shutil.copyfile(file, draft)
     state = training.TrainState(step=jnp.int32(0), params=params, opt_state=(), statistics=statistics)
     with checkpoint.Checkpoints(folder, settings) as checkpoints:
         checkpoints.save(0, state, None)

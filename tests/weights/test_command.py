@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from sympow_jax.commands import evaluate, generate, train
 from sympow_jax.commands import weights as command
 from sympow_jax.training import checkpoint, sharding, workdir
 from tests import mistakes
-from tests.weights import published
+from tests.weights import originals, published
 
 DATA = "--config.data.paths={folder}/*.bin"
 
@@ -88,6 +89,30 @@ def test_folders_of_transformers_there_and_back(gpt2, tmp_path, capsys):
     jax.tree.map(np.testing.assert_array_equal, restored(tmp_path / "run"), restored(gpt2 / "run"))
     again = ["export", f"--workdir={gpt2}/run", "--format=huggingface", f"--out={out}"]
     assert f"{out}/config.json exists; remove it" in mistakes.line(command.main, again, capsys, at_once=False)
+
+
+def test_an_export_has_the_files_and_values_of_the_import(tmp_path, capsys):
+    folder, run, out = tmp_path / "llama", tmp_path / "run", tmp_path / "out"
+    shutil.copytree(originals.FIXTURES / "llama", folder)
+    ids = {"bos_token_id": 1, "pad_token_id": None, "eos_token_id": [2, 3]}
+    values = json.loads((folder / "config.json").read_text()) | ids | {"max_position_embeddings": 8192}
+    (folder / "config.json").write_text(json.dumps(values))
+    names = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "merges.txt"]
+    for name in names:
+        (folder / name).write_text(name)
+    imported = [f"--weights={folder}", f"--workdir={run}", "--config.data.context_length=128"]
+    assert command.main(["import", *imported, "--config.data.batch_tokens=128"]) == 0
+    shutil.rmtree(folder)
+    exported = ["export", f"--workdir={run}", "--format=huggingface"]
+    assert command.main([*exported, f"--out={out}"]) == 0
+    assert all((out / name).read_text() == name for name in names)
+    written = json.loads((out / "config.json").read_text())
+    assert written.items() >= (ids | {"max_position_embeddings": 8192, "vocab_size": 40}).items()
+    assert "has no tokenizer" not in capsys.readouterr().out
+    # A run that was not imported from there.
+    shutil.rmtree(run / "original")
+    assert command.main([*exported, f"--out={tmp_path}/bare"]) == 0
+    assert f"{tmp_path}/bare has no tokenizer, because {run} has none to copy" in capsys.readouterr().out
 
 
 def test_generated_tokens_are_those_of_the_formula(gpt2, capsys):

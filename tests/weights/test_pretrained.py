@@ -224,8 +224,8 @@ def test_slices_are_read_straight_to_a_mesh(tmp_path):
         ("starcoder2", {"use_bias": None}, "use_bias is None, not true or false"),
         ("llama", {"rms_norm_eps": 1e30}, "model.norm_epsilon is 1e+30; it must be at most 1.0"),
         ("llama", {"rms_norm_eps": float("nan")}, "model.norm_epsilon is nan; it must be a finite number"),
-        ("llama", {"eos_token_id": -1}, "eos_token_id is -1; it must be an id from 0 to "),
-        ("llama", {"eos_token_id": ["x"]}, "eos_token_id is 'x'; it must be an id from 0 to "),
+        ("llama", {"eos_token_id": True}, "eos_token_id is True; it must be an id from 0 to "),
+        ("llama", {"eos_token_id": ["x"]}, "eos_token_id is ['x']; it must be an id from 0 to "),
         (
             "qwen3",
             {"layer_types": ["full_attention"]},
@@ -255,13 +255,77 @@ def test_keys_of_older_configs(tmp_path):
     assert weights.read_settings(tmp_path / "config.json") == expected_
     assert expected_.model.attention.rope.scaling == "llama3"
     assert expected_.data.document_separator == 2
-    for ends, separator in ((0, 0), (None, None), ([], None), ([3, 2], 3)):
+    for ends, separator in ((0, 0), (None, None), ([], None), ([3, 2], 3), ([None, 99, 2], 2)):
         (tmp_path / "config.json").write_text(json.dumps(values | {"eos_token_id": ends}))
         assert weights.read_settings(tmp_path / "config.json").data.document_separator == separator
     values = {key: value for key, value in values.items() if key not in ("head_dim", "num_key_value_heads")}
     (tmp_path / "config.json").write_text(json.dumps(values))
     model = weights.read_settings(tmp_path / "config.json").model
     assert (model.kv_heads, model.head_dim) == (4, 4)
+
+
+POWERCODER = {
+    "architectures": ["PowerCoderForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 50256,
+    "dtype": "float32",
+    "embedding_dropout": 0.0,
+    "eos_token_id": 50256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_size": 3072,
+    "hybrid_exp": "none",
+    "initializer_range": 0.018042,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 4096,
+    "model_type": "powercoder",
+    "norm_epsilon": 1e-05,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 2,
+    "residual_dropout": 0.0,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "sliding_window": None,
+    "transformers_version": "4.57.0.dev0",
+    "use_bias": True,
+    "use_cache": True,
+    "vocab_size": 49152,
+}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"model_type": "starcoder2"}, {"eos_token_id": -1}, {"eos_token_id": [50256, None]}]
+)
+def test_an_end_outside_the_vocabulary_is_none(capsys, changes):
+    """The first is PowerCoder-3B's own `config.json`, with the default of its class."""
+    read = families.settings(POWERCODER | changes)
+    assert (read.model.vocab_size, read.data.document_separator, read.data.context_length) == (
+        49152,
+        None,
+        4096,
+    )
+    assert read.model.attention.kernel == ("softmax" if changes.get("model_type") else "power")
+    assert "is outside the vocabulary of 49152; read as none\n" in capsys.readouterr().err
+
+
+def test_values_of_the_original_config_stay():
+    original = POWERCODER | {
+        "pad_token_id": -1,
+        "eos_token_id": [7, 3],
+        "rope_parameters": {"rope_theta": 2.0},
+    }
+    read = families.settings(POWERCODER | {"eos_token_id": [7, 3]})
+    for length, written in ((128, 4096), (8192, 8192)):
+        settings = dataclasses.replace(
+            read, data=dataclasses.replace(read.data, context_length=length, batch_tokens=length)
+        )
+        values = families.values(settings, original)[1]
+        assert values["max_position_embeddings"] == written
+        same = ("bos_token_id", "pad_token_id", "eos_token_id", "initializer_range", "rope_theta")
+        assert {key: values[key] for key in same} == {key: original[key] for key in same}
+        assert not {"rope_parameters", "dtype"} & values.keys()
+    other = dataclasses.replace(read, data=dataclasses.replace(read.data, document_separator=5))
+    assert families.values(other, original)[1]["eos_token_id"] == 5
 
 
 @pytest.mark.parametrize(
@@ -353,7 +417,7 @@ def test_published_configs_are_the_sizes_and_presets_of_this_package(tmp_path, s
     )
     ours = dataclasses.replace(ours, mlp_width=ours.hidden_width)
     assert read.model == ours
-    family, written = families.values(read)
+    family, written = families.values(read, {})
     assert family.model_type == values["model_type"]
     assert written.items() >= {key: x for key, x in values.items() if key != "sliding_window"}.items()
 
