@@ -4,6 +4,7 @@ Prompts are processed in one pass. Then tokens are decoded one at a time from a 
 """
 
 import argparse
+import codecs
 import os
 import pathlib
 import sys
@@ -114,7 +115,8 @@ def _read_prompts(flags: argparse.Namespace) -> list[tuple[str, bytes]]:
             raise ValueError(
                 f"--prompts={flags.prompts} has more than {_PROMPTS_BYTES:,} bytes; use shorter files"
             )
-        text = content.decode()
+        # Editors of Windows begin a file with a mark, and end its lines with CRLF.
+        text = content.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts={flags.prompts} is not UTF-8 (byte {error.start + 1})") from error
     except OSError as error:

@@ -1,6 +1,7 @@
 """Draws what a trained model does with a text: `sympow inspect --workdir=runs/quickstart --text="def main():"`."""
 
 import argparse
+import codecs
 import os
 import pathlib
 from collections.abc import Sequence
@@ -39,7 +40,11 @@ def main(arguments: Sequence[str], program: str = "sympow inspect") -> int:
 
         # The bytes that the shell passed, whether UTF-8 or not.
         given = flags.text_file is None
-        text = os.fsencode(flags.text) if given else pathlib.Path(flags.text_file).read_bytes()
+        text = (
+            os.fsencode(flags.text)
+            if given
+            else pathlib.Path(flags.text_file).read_bytes().removeprefix(codecs.BOM_UTF8)
+        )
         name = "--text" if given else f"--text_file={flags.text_file}"
         streams.say(
             *inspect.inspect(

@@ -115,7 +115,7 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > _BYTES:
             raise ValueError(f"it has more than {_BYTES:,} bytes, unlike any JSON of settings or metadata")
-        return parse_object(path.read_text(encoding="utf-8"))
+        return parse_object(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -86,7 +86,7 @@ _BYTES = Tokenizer(
     separator=0,
     fingerprint="byte",
     encode=lambda document: np.frombuffer(document, np.uint8),
-    decode=lambda tokens: bytes(token for token in tokens if token < 256),
+    decode=lambda tokens: bytes(token for token in tokens if 0 <= token < 256),
 )
 
 # Names that tokenizers give to the token between documents, in order of preference.
@@ -166,6 +166,7 @@ def _from_json(
                 text = bytes(map(bytes_of.__getitem__, read)).decode(errors="replace")
                 read = [ids[byte] for byte in text.encode()]
             repaired += read
+        repaired = [token for token in repaired if 0 <= token < vocab_size]
         return loaded.decode(repaired, skip_special_tokens=False).encode()
 
     # Ids need not be contiguous.
@@ -230,7 +231,7 @@ def _from_tiktoken(name: str, option: str) -> Tokenizer:
     def token_bytes(token: int) -> bytes:
         try:
             return loaded.decode_single_token_bytes(token)
-        except KeyError:  # ids need not be contiguous
+        except (KeyError, OverflowError):  # ids need not be contiguous
             return b""
 
     def decode(tokens: Sequence[int]) -> bytes:

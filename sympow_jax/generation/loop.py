@@ -1,7 +1,7 @@
 """Generation loop over compiled blocks of tokens."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sympow_jax import models
+from sympow_jax import models, spelling
 from sympow_jax.array_types import Array, Bool, Float, Int, UInt32
 from sympow_jax.generation import batches, decoding
 from sympow_jax.generation import sampling as sampling_lib
 
-__all__ = ["Rows", "decode_block", "generate"]
+__all__ = ["Rows", "decode_block", "generate", "token_rows"]
 
 _SEEDS = 2**32
 # Positions are int32.
@@ -67,10 +67,11 @@ def generate(
             program; None means that of the longest.
 
     Raises:
-        ValueError: before the first block: there is no prompt, a prompt is empty or has a token outside the
-            vocabulary, `max_tokens` is outside [1, 2^31), `samples` is below 1, the tokens exceed learned positions,
-            or the seed is outside [0, 2^32). Later: logits are not finite.
+        ValueError: before the first block: there is no prompt, a prompt is empty, is no list of integers or has a token
+            outside the vocabulary, `max_tokens` is outside [1, 2^31), `samples` is below 1, the tokens exceed learned
+            positions, or the seed is outside [0, 2^32). Later: logits are not finite.
     """
+    prompts = token_rows(prompts)
     if not prompts or min(map(len, prompts)) == 0:
         raise ValueError(
             "there is no prompt" if not prompts else "a prompt is empty; it needs at least one token"
@@ -107,6 +108,20 @@ def generate(
         rows = batches.fork(rows, samples)
     seeds = np.tile((seed + np.arange(samples)) % _SEEDS, len(prompts)).astype(np.uint32)
     return _blocks(model, rows, seeds, samples, room, used, max_tokens, sampling, block)
+
+
+def token_rows(prompts: Iterable[Sequence[int]]) -> list[list[int]]:
+    """Returns the tokens of each prompt as lists; raises ValueError if they are no integers."""
+    try:
+        rows = [np.asarray(prompt) for prompt in prompts]
+    except (TypeError, ValueError):  # no prompts, or rows within one that differ in length
+        rows = [np.asarray(None)]
+    if not all(row.ndim == 1 and (not row.size or row.dtype.kind in "iu") for row in rows):
+        raise ValueError(
+            f"prompts is {spelling.shown(prompts)}; it must have the tokens of each prompt, such as [[1, 2], [3]]; "
+            f"encode texts, or call `complete`"
+        )
+    return [row.tolist() for row in rows]
 
 
 def _seen(prompts: Sequence[Sequence[int]], vocab_size: int) -> Bool[Array, "prompts V"]:

@@ -61,7 +61,8 @@ def complete(
         seed: seed of the draws.
 
     Raises:
-        ValueError: `codec` cannot encode a prompt, a stop is empty, or as `generate`.
+        ValueError: the prompts or stops are not lists of texts, `codec` cannot encode a prompt, a stop is empty, or as
+            `generate`.
 
     Examples:
         >>> from sympow_jax import config, data, generation, models
@@ -72,7 +73,8 @@ def complete(
         >>> len(texts)
         4
     """
-    tokens = [codec.encode(prompt.encode(), f"prompt {number}") for number, prompt in enumerate(prompts, 1)]
+    listed = transcript.texts(prompts, "prompts")
+    tokens = [codec.encode(prompt.encode(), f"prompt {number}") for number, prompt in enumerate(listed, 1)]
     texts = [""] * (len(tokens) * samples)
     for pieces in stream(
         model,
@@ -104,6 +106,7 @@ def stream(
 
     Arguments and errors are those of `complete`, but prompts are tokens. `prompt_length` is that of `generate`.
     """
+    prompts, stops = loop.token_rows(prompts), transcript.texts(stops, "stops")
     rows = [
         transcript.Transcript(codec, prompt, max_tokens=max_tokens, stops=stops)
         for prompt in prompts

@@ -1,12 +1,25 @@
 """Text of one row as its tokens arrive, in whole characters, up to the first stop string."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-__all__ = ["Decoder", "Transcript"]
+from sympow_jax import spelling
+
+__all__ = ["Decoder", "Transcript", "texts"]
 
 # Tokenizers decode a token depending on earlier ones. This many prompt tokens suffice for the first new token.
 _PROMPT_TOKENS = 16
+
+
+def texts(values: Iterable[str], name: str) -> list[str]:
+    """Returns texts as a list; raises ValueError, which calls them `name`, if they are no list of texts."""
+    try:
+        found = list(values)
+    except TypeError:
+        found = [None]
+    if isinstance(values, str) or not all(isinstance(text, str) for text in found):
+        raise ValueError(f"{name} is {spelling.shown(values)}; it must be a list of texts")
+    return found
 
 
 class Decoder(Protocol):
@@ -28,8 +41,9 @@ class Transcript:
     """
 
     def __init__(self, codec: Decoder, prompt: Sequence[int], *, max_tokens: int, stops: Sequence[str] = ()):
-        """Raises ValueError for an empty stop string."""
-        if "" in stops:
+        """Raises ValueError for an empty stop string, or if the stops are not a list of texts."""
+        self._stops = texts(stops, "stops")
+        if "" in self._stops:
             raise ValueError("a stop string is empty; it would stop everything")
         self.text = ""
         self.done = False
@@ -37,7 +51,6 @@ class Transcript:
         self._prompt = list(prompt[-_PROMPT_TOKENS:])
         self._before = self._decode(self._prompt)
         self._left = max_tokens
-        self._stops = tuple(stops)
         self._tokens: list[int] = []
 
     def add(self, tokens: Sequence[int]) -> str:

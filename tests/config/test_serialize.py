@@ -7,8 +7,9 @@ import pytest
 from sympow_jax.config import serialize
 
 
-def test_an_object_is_read(tmp_path):
-    (tmp_path / "a.json").write_text('{"a": [1, {"b": null}]}')
+@pytest.mark.parametrize("mark", ["", "\ufeff"])
+def test_an_object_is_read(tmp_path, mark):
+    (tmp_path / "a.json").write_text(mark + '{"a": [1, {"b": null}]}')
     assert serialize.read_object(tmp_path / "a.json") == {"a": [1, {"b": None}]}
 
 

@@ -48,7 +48,7 @@ def runs(tmp_path_factory):
         (folder / name / "config.json").write_text(json.dumps(changed))
         saved = json.loads((folder / "a" / "config.json").read_text())
     (folder / "tokens" / "checkpoints" / "2").mkdir(parents=True)
-    (folder / "prompts").write_text("the quick\nfox\r\nthe quick\n")
+    (folder / "prompts").write_text("\ufeffthe quick\nfox\r\nthe quick\n")
     (folder / "empty").write_text("")
     (folder / "gap").write_text("a\n\nb\n")
     (folder / "latin").write_bytes("caf\xe9\n".encode("latin-1"))

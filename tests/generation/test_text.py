@@ -2,6 +2,7 @@
 
 import functools
 
+import numpy as np
 import pytest
 
 from sympow_jax import config, data, generation, models
@@ -71,3 +72,32 @@ def test_mistakes():
     codec = data.Codec(data.tokenizer.load("byte"), vocab_size=64)
     with pytest.raises(ValueError, match="the model's vocabulary of 64 lacks: 100, 101, 102"):
         generation.complete(small.model("softmax"), codec, ["def "], max_tokens=1)
+
+
+def test_prompts_and_stops_may_be_arrays():
+    prompts = ["def ", "cla "]
+    assert complete(np.array(prompts), stops=np.array(["zzzz"])) == complete(prompts)
+    tokens = np.array([list(prompt.encode()) for prompt in prompts])
+    options = {"max_tokens": 40, "sampling": SAMPLING}
+    pieces = generation.stream(model(), BYTES, tokens, stops=iter(["zzzz"]), **options)
+    assert ["".join(piece.text for piece in row) for row in zip(*pieces)] == complete(prompts)
+
+
+@pytest.mark.parametrize("prompts", ["def", b"ab", [b"ab"], [5], None, 5, [["a"]], np.array("ab")])
+def test_prompts_and_stops_that_are_no_texts(prompts):
+    with pytest.raises(ValueError, match=r"prompts is .*; it must be a list of texts"):
+        complete(prompts)
+    with pytest.raises(ValueError, match=r"stops is .*; it must be a list of texts"):
+        complete(["a"], stops=prompts)
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    ["ab", ["ab"], [1, 2], np.array([1, 2]), [[1.5]], np.zeros((1, 2, 2), int), [None], None, [[1, [2]]]],
+)
+def test_prompts_that_are_no_tokens(prompts):
+    options = {"max_tokens": 4, "sampling": SAMPLING}
+    with pytest.raises(ValueError, match=r"prompts is .*; it must have the tokens of each prompt"):
+        generation.generate(model(), prompts, **options)
+    with pytest.raises(ValueError, match=r"prompts is .*; it must have the tokens of each prompt"):
+        generation.stream(model(), BYTES, prompts, **options)
