@@ -124,9 +124,9 @@ def measure_prefill(preset: str, sizes: dict, length: int, *, rounds: int) -> Pr
     model = _model(preset, sizes)
     row = np.random.default_rng(0).integers(sizes["vocab_size"], size=(1, length + 1), dtype=np.int32)
     batch = {"inputs": jnp.asarray(row[:, :-1]), "targets": jnp.asarray(row[:, 1:])}
-    training = nnx.jit(loss.sums)
+    program, training = generation.Program(model), nnx.jit(loss.sums)
     calls = {
-        "prefill": lambda: generation.prefill(model, batch["inputs"], np.array([length])),
+        "prefill": lambda: program.prefill(batch["inputs"], np.array([length])),
         "training": lambda: training(model, batch),
     }
     seconds = _timing.medians(calls, rounds)
@@ -142,11 +142,11 @@ class _Contender:
 
     def __init__(self, preset: str, length: int, sizes: dict):
         model = _model(preset, sizes)
-        self._graph, self._variables = nnx.split(model)
+        self._program = generation.Program(model)
         kept = model.kv_cache_lengths[0]
         # Chooses the kind of state as `generation.generate` does at the start of a long text.
         keeps = kept is None or length + BLOCK <= kept
-        state = generation.init_state(model, 1, max_length=(kept or length + BLOCK) if keeps else None)
+        state = self._program.init_state(1, max_length=(kept or length + BLOCK) if keeps else None)
         self.kept = isinstance(state.layers[0].memory, ops.KVCache)
         self.nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._rows = loop.Rows(
@@ -166,9 +166,7 @@ class _Contender:
     def _decode(self) -> None:
         # Blocks simply continue the same context: each reads the same number of keys and folds equally often.
         greedy, seeds = generation.Sampling(temperature=0), np.zeros(1, np.uint32)
-        self._rows, tokens, _ = loop.decode_block(
-            self._graph, self._variables, greedy, BLOCK, seeds, self._rows
-        )
+        self._rows, tokens, _ = loop.decode_block(self._program, greedy, BLOCK, seeds, self._rows)
         jax.block_until_ready(tokens)
 
 

@@ -117,19 +117,22 @@ def decoded(
     """Returns the logits after each token but the last, decoded one by one, and the bytes of the state of a row."""
     batch, time = tokens.shape
     length = time if None in model.kv_cache_lengths else None
-    state = generation.init_state(model, batch, max_length=length)
+    program = generation.Program(model)
+    state = program.init_state(batch, max_length=length)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state)) // batch
 
     @jax.jit
-    def run(state: models.DecoderState, tokens: Int[Array, "T B"]) -> Float[Array, "T B V"]:
+    def run(
+        program: generation.Program, state: models.DecoderState, tokens: Int[Array, "T B"]
+    ) -> Float[Array, "T B V"]:
         def step(state, token):
-            logits, state = generation.decode(model, state, token)
+            logits, state = program.decode(state, token)
             return state, logits
 
         return jax.lax.scan(step, state, tokens)[1]
 
     with jax.default_matmul_precision("highest"):
-        logits = run(state, jnp.asarray(tokens[:, :-1].T))
+        logits = run(program, state, jnp.asarray(tokens[:, :-1].T))
     return np.asarray(logits).swapaxes(0, 1), size
 
 

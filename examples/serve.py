@@ -42,11 +42,11 @@ class Engine(threading.Thread):
 
     def __init__(self, model, codec, *, slots, max_length, sampling):
         super().__init__(daemon=True)
-        self.model, self.codec, self.max_length = model, codec, max_length
+        self.program, self.codec, self.max_length = generation.Program(model), codec, max_length
         self.sampling = dataclasses.replace(sampling, vocab_size=codec.sampled_vocab_size)
         self.waiting: queue.Queue[Request] = queue.Queue()
         self.requests: list[Request | None] = [None] * slots
-        state = generation.init_state(model, slots, max_length=max_length)
+        state = self.program.init_state(slots, max_length=max_length)
         logits = jnp.zeros((slots, model.config.vocab_size))
         self.batch = {"logits": logits, "state": state}
         self.seeds, self.positions = np.zeros(slots, np.uint32), np.zeros(slots, np.int32)
@@ -83,8 +83,8 @@ class Engine(threading.Thread):
             # Padding to a power of two, so that there are few programs. It leaves the state unchanged.
             tokens = np.zeros((1, 1 << (len(request.tokens) - 1).bit_length()), np.int32)
             tokens[0, : len(request.tokens)] = request.tokens
-            logits, state = generation.prefill(
-                self.model, tokens, np.array([len(request.tokens)]), max_length=self.max_length
+            logits, state = self.program.prefill(
+                tokens, np.array([len(request.tokens)]), max_length=self.max_length
             )
             self.batch = self.insert(self.batch, np.int32(slot), {"logits": logits, "state": state})
             self.requests[slot], self.seeds[slot] = request, request.seed
@@ -95,7 +95,7 @@ class Engine(threading.Thread):
         tokens = generation.sample(
             self.batch["logits"], self.sampling, seed=self.seeds, position=self.positions
         )
-        logits, state = generation.decode(self.model, self.batch["state"], tokens)
+        logits, state = self.program.decode(self.batch["state"], tokens)
         self.batch = {"logits": logits, "state": state}
         self.positions = self.positions + 1  # not in place, since JAX may still be reading it
         for slot, (request, token) in enumerate(zip(self.requests, np.asarray(tokens))):

@@ -4,7 +4,7 @@ States can be saved. They are pytrees of arrays whose first axis is the batch. E
 """
 
 from sympow_jax.generation.batches import fork, insert, take
-from sympow_jax.generation.decoding import decode, fold, init_state, prefill
+from sympow_jax.generation.decoding import Program
 from sympow_jax.generation.loop import generate
 from sympow_jax.generation.sampling import Sampling, sample
 from sympow_jax.generation.state_file import restore_state, save_state
@@ -14,16 +14,13 @@ from sympow_jax.generation.transcript import Transcript
 __all__ = [
     "Codec",
     "Piece",
+    "Program",
     "Sampling",
     "Transcript",
     "complete",
-    "decode",
-    "fold",
     "fork",
     "generate",
-    "init_state",
     "insert",
-    "prefill",
     "restore_state",
     "sample",
     "save_state",

@@ -7,132 +7,167 @@ use the mesh in scope.
 """
 
 import contextlib
-import functools
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
+from sympow_jax import config as configs
 from sympow_jax import models, ops
 from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.ops._shared import arguments
 
-__all__ = ["cache_sizes", "decode", "fold", "init_state", "mesh_in_scope", "prefill", "require_state"]
+__all__ = ["Program", "cache_sizes", "mesh_in_scope", "require_state"]
 
 # A prompt and its continuation are one document. Padding after shorter prompts leaves the state unchanged.
 _SEGMENT, _PADDING = 0, -1
 
 
-def init_state(model: models.DecoderLM, batch: int, *, max_length: int | None = None) -> models.DecoderState:
-    """Returns the state before any token.
+@jax.tree_util.register_pytree_node_class
+class Program:
+    """Prefill and decoding of a model, whose parameters are flattened once instead of once per token.
 
-    A layer uses a KV cache if `max_length` tokens fit in no more memory than its recurrent state, or if it has no
-    recurrent state. The cache has room for `max_length` tokens per row, including the prompt. Outputs beyond are NaN.
-    To continue beyond, `fold` the caches first, if every layer has a recurrent state or a window. The cache of a
-    sliding window needs room for window - 1 tokens only; with that, outputs are never NaN. If `max_length` is None,
-    layers use the fixed-size recurrent state or the cache of a whole window.
-
-    Raises:
-        ValueError: `max_length` is None and a layer has neither a recurrent state nor a window, or the recurrent state
-            would exceed the memory of the device.
-    """
-    limits = model.kv_cache_lengths
-    if max_length is None:
-        kernels = [block.attention.kernel for block in model.blocks]
-        growing = [
-            kernel.attention.kernel
-            for kernel, limit in zip(kernels, limits)
-            if limit is None and kernel.cache_limit is None
-        ]
-        if growing:
-            raise ValueError(
-                f"attention of kernel {growing[0]!r} uses a KV cache, which has a fixed length; pass max_length, the "
-                f"longest prompt plus the tokens after it"
-            )
-        max_length = max(kernel.cache_limit or 1 for kernel in kernels)
-        kv_cache = [limit is None for limit in limits]
-    elif max_length < 1:
-        raise ValueError(f"max_length is {max_length}; it must be at least 1")
-    else:
-        kv_cache = [limit is None or max_length <= limit for limit in limits]
-    with mesh_in_scope(nnx.state(model)):
-        return model.init_state(batch, max_length=max_length, kv_cache=kv_cache)
-
-
-def prefill(
-    model: models.DecoderLM,
-    tokens: Int[Array | np.ndarray, "B T"],
-    lengths: Int[Array | np.ndarray, " B"],
-    *,
-    max_length: int | None = None,
-    state: models.DecoderState | None = None,
-) -> tuple[Float[Array, "B V"], models.DecoderState]:
-    """Returns the logits of the token that follows each row, in float32, and the state after the rows.
-
-    Rows are independent of each other. Logits are computed for the last token of each row only.
+    It has the parameters that the model had when it was made. It is a pytree of them, which `jax.jit` takes as an
+    argument. All methods are pure functions, and may be called in `jax.jit`.
 
     Args:
-        model: the decoder.
-        tokens: row b is the first `lengths[b]` tokens; later tokens are ignored.
-        lengths: number of tokens of each row, from 1 to T.
-        max_length: argument of `init_state` if `state` is None.
-        state: state after earlier tokens, for instance after a long context. None starts with
-            `init_state(model, B, max_length=max_length)`.
+        model: the decoder, with its blocks in a list.
 
     Raises:
-        ValueError: a row is empty, is longer than T or exceeds the model's learned positions, a token is not in the
-            vocabulary, the state is of another model or batch size, or `max_length` is missing (`init_state`).
+        ValueError: it is no such model.
+
+    Examples:
+        >>> import numpy as np
+        >>> from sympow_jax import config, generation, models
+        >>> settings = config.ModelConfig(vocab_size=256, layers=1, width=32, heads=2)
+        >>> program = generation.Program(models.DecoderLM(settings, rngs=0))
+        >>> logits, state = program.prefill(np.array([[5, 6, 7]]), np.array([3]))
+        >>> logits, state = program.decode(state, logits.argmax(-1))
+        >>> logits.shape
+        (1, 256)
     """
-    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
-        raise ValueError(
-            f"tokens have shape {tokens.shape} and lengths {lengths.shape}; they must be [B, T] and [B]"
-        )
-    for name, array in {"tokens": tokens, "lengths": lengths}.items():
-        if not jnp.issubdtype(array.dtype, jnp.integer):
-            raise ValueError(f"{name} have dtype {array.dtype}; it must be an integer dtype")
-    if not isinstance(lengths, jax.core.Tracer):
-        _check_rows(model, tokens, np.asarray(lengths))
-        _check_places(model, np.asarray(lengths), state)
-    if state is None:
-        state = init_state(model, tokens.shape[0], max_length=max_length)
-    graph, variables = nnx.split(model)
-    with mesh_in_scope(variables):
-        return _prefill(graph, variables, jnp.asarray(tokens), jnp.asarray(lengths), state)
+
+    def __init__(self, model: models.DecoderLM):
+        if not isinstance(model, models.DecoderLM):
+            raise ValueError(f"model is a {type(model).__name__}; it must be a models.DecoderLM")
+        self.config = model.config
+        self.leaves, self._structure = jax.tree.flatten(model)
+
+    def tree_flatten(self) -> tuple[list[Array], tuple[configs.ModelConfig, Any]]:
+        """Returns the parameters, and the settings and structure of the model."""
+        return self.leaves, (self.config, self._structure)
+
+    @classmethod
+    def tree_unflatten(cls, static: tuple[configs.ModelConfig, Any], leaves: list[Array]) -> Self:
+        """Returns the program of a model with these settings, structure and parameters."""
+        program = object.__new__(cls)
+        program.leaves, (program.config, program._structure) = leaves, static
+        return program
+
+    @property
+    def model(self) -> models.DecoderLM:
+        """The model."""
+        model: models.DecoderLM = jax.tree.unflatten(self._structure, self.leaves)
+        return model
+
+    def init_state(self, batch: int, *, max_length: int | None = None) -> models.DecoderState:
+        """Returns the state before any token.
+
+        A layer uses a KV cache if `max_length` tokens fit in no more memory than its recurrent state, or if it has no
+        recurrent state. The cache has room for `max_length` tokens per row, including the prompt. Outputs beyond are
+        NaN. To continue beyond, `fold` the caches first, if every layer has a recurrent state or a window. The cache of
+        a sliding window needs room for window - 1 tokens only; with that, outputs are never NaN. If `max_length` is
+        None, layers use the fixed-size recurrent state or the cache of a whole window.
+
+        Raises:
+            ValueError: `max_length` is None and a layer has neither a recurrent state nor a window, or the recurrent
+                state would exceed the memory of the device.
+        """
+        model, kv_cache = self.model, None
+        if max_length is not None:
+            max_length = arguments.check_integer("max_length", max_length, 1)
+            kv_cache = [limit is None or max_length <= limit for limit in model.kv_cache_lengths]
+        with mesh_in_scope(self.leaves):
+            return model.init_state(batch, max_length=max_length, kv_cache=kv_cache)
+
+    def prefill(
+        self,
+        tokens: Int[Array | np.ndarray, "B T"],
+        lengths: Int[Array | np.ndarray, " B"],
+        *,
+        max_length: int | None = None,
+        state: models.DecoderState | None = None,
+    ) -> tuple[Float[Array, "B V"], models.DecoderState]:
+        """Returns the logits of the token that follows each row, in float32, and the state after the rows.
+
+        Rows are independent of each other. Logits are computed for the last token of each row only.
+
+        Args:
+            tokens: row b is the first `lengths[b]` tokens; later tokens are ignored.
+            lengths: number of tokens of each row, from 1 to T.
+            max_length: argument of `init_state` if `state` is None.
+            state: state after earlier tokens, for instance after a long context. None starts with
+                `init_state(B, max_length=max_length)`.
+
+        Raises:
+            ValueError: a row is empty, is longer than T or exceeds the model's learned positions, a token is not in the
+                vocabulary, the state is of another model or batch size, or `max_length` is missing (`init_state`).
+        """
+        arguments.check_array("tokens", tokens)
+        arguments.check_array("lengths", lengths)
+        if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+            raise ValueError(
+                f"tokens have shape {tokens.shape} and lengths {lengths.shape}; they must be [B, T] and [B]"
+            )
+        for name, array in {"tokens": tokens, "lengths": lengths}.items():
+            if not jnp.issubdtype(array.dtype, jnp.integer):
+                raise ValueError(f"{name} have dtype {array.dtype}; it must be an integer dtype")
+        if not isinstance(lengths, jax.core.Tracer):
+            _check_rows(self.config, tokens, np.asarray(lengths))
+            _check_places(self.config, np.asarray(lengths), state)
+        if state is None:
+            state = self.init_state(tokens.shape[0], max_length=max_length)
+        with mesh_in_scope(self.leaves):
+            return _prefill(self, jnp.asarray(tokens), jnp.asarray(lengths), state)
+
+    def decode(
+        self, state: models.DecoderState, token: Int[Array | np.ndarray, " B"]
+    ) -> tuple[Float[Array, "B V"], models.DecoderState]:
+        """Returns the logits of the token after `token`, in float32, and the state after `token`.
+
+        `state` is not modified. Logits are NaN beyond the capacity of a KV cache and beyond learned absolute positions,
+        and for a token outside the vocabulary, which is not checked where it would wait for the device.
+
+        Raises:
+            ValueError: the state is of another model or batch size, or the tokens are not integers of shape [B] or, in
+                a NumPy array, not in the vocabulary.
+        """
+        arguments.check_array("token", token)
+        if token.ndim != 1 or not jnp.issubdtype(token.dtype, jnp.integer):
+            raise ValueError(f"token is {token.dtype} {list(token.shape)}; it must be integers of shape [B]")
+        if isinstance(token, np.ndarray):
+            _check_rows(self.config, token[:, None], np.ones(len(token), int))
+        with mesh_in_scope(self.leaves):
+            return _decode(self, state, jnp.asarray(token))
+
+    def fold(self, state: models.DecoderState) -> models.DecoderState:
+        """Converts a KV cache to the recurrent state of its tokens, which does not grow.
+
+        Decoding continues with the same results. Recurrent states are returned unchanged, and so are caches of layers
+        that have no recurrent state. Rows that have already exceeded the capacity of a cache that is converted become
+        NaN.
+
+        Raises:
+            ValueError: the state is of another model, or no layer has a recurrent state.
+        """
+        with mesh_in_scope(self.leaves):
+            return _fold(self, state)
 
 
-def decode(
-    model: models.DecoderLM, state: models.DecoderState, token: Int[Array | np.ndarray, " B"]
-) -> tuple[Float[Array, "B V"], models.DecoderState]:
-    """Returns the logits of the token after `token`, in float32, and the state after `token`.
-
-    `state` is not modified. Logits are NaN beyond the capacity of a KV cache and beyond learned absolute positions.
-
-    Raises:
-        ValueError: the state is of another model or batch size.
-    """
-    graph, variables = nnx.split(model)
-    with mesh_in_scope(variables):
-        return _decode(graph, variables, state, jnp.asarray(token))
-
-
-def fold(model: models.DecoderLM, state: models.DecoderState) -> models.DecoderState:
-    """Converts a KV cache to the recurrent state of its tokens, which does not grow.
-
-    Decoding continues with the same results. Recurrent states are returned unchanged, and so are caches of layers that
-    have no recurrent state. Rows that have already exceeded the capacity of a cache that is converted become NaN.
-
-    Raises:
-        ValueError: the state is of another model, or no layer has a recurrent state.
-    """
-    graph, variables = nnx.split(model)
-    with mesh_in_scope(variables):
-        return _fold(graph, variables, state)
-
-
-def mesh_in_scope(variables: nnx.State) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context with the mesh of a model's variables in scope, which is kept if they are traced."""
-    parameter: Any = jax.tree.leaves(variables)[0]
+def mesh_in_scope(leaves: list[Array]) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context with the mesh of a model's parameters in scope, which is kept if they are traced."""
+    parameter: Any = leaves[0]
     mesh = None if isinstance(parameter, jax.core.Tracer) else getattr(parameter.sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.Mesh) or mesh.size == 1:
         return contextlib.nullcontext()
@@ -142,7 +177,7 @@ def mesh_in_scope(variables: nnx.State) -> contextlib.AbstractContextManager[Any
 def require_state(model: models.DecoderLM, state: models.DecoderState, batch: int | None = None) -> None:
     """Raises ValueError unless `state` is a state of this model with `batch` rows, or any number if None."""
     if not isinstance(state, models.DecoderState) or not state.layers:
-        raise ValueError(f"the state is a {type(state).__name__}; make it with generation.prefill")
+        raise ValueError(f"the state is a {type(state).__name__}; make it with prefill of generation.Program")
     rows = jax.tree.leaves(state.layers[0].memory)[0].shape[0]
     if batch is not None and rows != batch:
         raise ValueError(f"the state has {rows} rows and there are tokens for {batch}; they must be equal")
@@ -184,8 +219,8 @@ def _described(leaf: tuple[tuple[int, ...], str] | None) -> str:
     return "absent" if leaf is None else f"{leaf[1]} {list(leaf[0])}"
 
 
-def _check_rows(model: models.DecoderLM, tokens: Array | np.ndarray, lengths: np.ndarray) -> None:
-    time, vocab_size = tokens.shape[1], model.config.vocab_size
+def _check_rows(config: configs.ModelConfig, tokens: Array | np.ndarray, lengths: np.ndarray) -> None:
+    time, vocab_size = tokens.shape[1], config.vocab_size
     for row, length in enumerate(lengths):
         if not 1 <= length <= time:
             raise ValueError(
@@ -203,8 +238,10 @@ def _check_rows(model: models.DecoderLM, tokens: Array | np.ndarray, lengths: np
         )
 
 
-def _check_places(model: models.DecoderLM, lengths: np.ndarray, state: models.DecoderState | None) -> None:
-    longest = model.config.longest_document
+def _check_places(
+    config: configs.ModelConfig, lengths: np.ndarray, state: models.DecoderState | None
+) -> None:
+    longest = config.longest_document
     position = None if state is None else state.position
     if longest is None or isinstance(position and position.position, jax.core.Tracer):
         return
@@ -217,9 +254,9 @@ def _check_places(model: models.DecoderLM, lengths: np.ndarray, state: models.De
         )
 
 
-@functools.partial(jax.jit, static_argnames="graph")
-def _prefill(graph, variables, tokens, lengths, state):
-    model = nnx.merge(graph, variables)
+@jax.jit
+def _prefill(program, tokens, lengths, state):
+    model = program.model
     require_state(model, state, tokens.shape[0])
     inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
     segment_ids = jnp.where(inside, _SEGMENT, _PADDING).astype(jnp.int32)
@@ -229,16 +266,17 @@ def _prefill(graph, variables, tokens, lengths, state):
     return model.unembed(last)[:, 0], state
 
 
-@functools.partial(jax.jit, static_argnames="graph")
-def _decode(graph, variables, state, token):
-    model = nnx.merge(graph, variables)
+@jax.jit
+def _decode(program, state, token):
+    model = program.model
     require_state(model, state, token.shape[0])
     logits, state = model(token[:, None], state=state, return_state=True)
-    return logits[:, 0], state
+    is_known = (token >= 0) & (token < model.config.vocab_size)
+    return jnp.where(is_known[:, None], logits[:, 0], jnp.nan), state
 
 
-@functools.partial(jax.jit, static_argnames="graph")
-def _fold(graph, variables, state):
-    model = nnx.merge(graph, variables)
+@jax.jit
+def _fold(program, state):
+    model = program.model
     require_state(model, state)
     return model.fold(state)

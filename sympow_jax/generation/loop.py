@@ -7,7 +7,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from sympow_jax import models, spelling
 from sympow_jax.array_types import Array, Bool, Float, Int, UInt32
@@ -101,13 +100,14 @@ def generate(
     used = padded
     total = used + -(-max_tokens // block) * block
     room = _room(model.kv_cache_lengths, used + block, total)
-    logits, state = decoding.prefill(model, tokens, lengths, max_length=room)
+    program = decoding.Program(model)
+    logits, state = program.prefill(tokens, lengths, max_length=room)
     seen = _seen(prompts, logits.shape[-1]) if sampling.uses_seen else None
     rows = Rows(logits, state, jnp.asarray(lengths), seen)
     if samples > 1:
         rows = batches.fork(rows, samples)
     seeds = np.tile((seed + np.arange(samples)) % _SEEDS, len(prompts)).astype(np.uint32)
-    return _blocks(model, rows, seeds, samples, room, used, max_tokens, sampling, block)
+    return _blocks(program, rows, seeds, samples, room, used, max_tokens, sampling, block)
 
 
 def token_rows(prompts: Iterable[Sequence[int]]) -> list[list[int]]:
@@ -140,13 +140,12 @@ def _room(kv_cache_lengths: Sequence[int | None], least: int, total: int) -> int
     return min(*lengths, total) if least <= min(lengths) else None
 
 
-def _blocks(model, rows, seeds, samples, room, used, max_tokens, sampling, block):
-    graph, variables = nnx.split(model)
+def _blocks(program, rows, seeds, samples, room, used, max_tokens, sampling, block):
     for left in range(max_tokens, 0, -block):
         if room is not None and used + block > room:
-            rows, room = rows._replace(state=decoding.fold(model, rows.state)), None
-        with decoding.mesh_in_scope(variables):
-            rows, tokens, finite = decode_block(graph, variables, sampling, block, seeds, rows)
+            rows, room = rows._replace(state=program.fold(rows.state)), None
+        with decoding.mesh_in_scope(program.leaves):
+            rows, tokens, finite = decode_block(program, sampling, block, seeds, rows)
         used += block
         tokens, finite = np.asarray(tokens)[:, :left], np.asarray(finite)[:, :left]
         if not finite.all():
@@ -157,10 +156,9 @@ def _blocks(model, rows, seeds, samples, room, used, max_tokens, sampling, block
         yield tokens
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "sampling", "block"), donate_argnames="rows")
+@functools.partial(jax.jit, static_argnames=("sampling", "block"), donate_argnames="rows")
 def decode_block(
-    graph: nnx.GraphDef,
-    variables: nnx.State,
+    program: decoding.Program,
     sampling: sampling_lib.Sampling,
     block: int,
     seeds: UInt32[Array, " B"],
@@ -173,7 +171,7 @@ def decode_block(
     Returns:
         The rows after these tokens, the tokens, and whether the logits that each token was sampled from are finite.
     """
-    model = nnx.merge(graph, variables)
+    model = program.model
 
     def step(rows, _):
         token = sampling_lib.sample(rows.logits, sampling, seed=seeds, position=rows.position, seen=rows.seen)

@@ -131,20 +131,20 @@ class DecoderLM(trunk.TokenTrunk):
         return (x, DecoderState(layers=tuple(layer_states), position=position)) if return_state else x
 
     def init_state(
-        self, batch: int, *, max_length: int, kv_cache: bool | Sequence[bool] | None = None
+        self, batch: int, *, max_length: int | None = None, kv_cache: bool | Sequence[bool] | None = None
     ) -> DecoderState:
         """Returns the state before any token.
 
         Args:
             batch: number of rows.
             max_length: capacity of a KV cache, in tokens of a document over all calls; at least 1. Outputs beyond are
-                NaN.
+                NaN. None for memories that do not grow: recurrent states, and caches of a whole window.
             kv_cache: whether layers use a KV cache instead of the recurrent state, for all layers or for each. None
                 chooses the cheaper one for each layer.
 
         Raises:
-            ValueError: the recurrent state would exceed memory, the attention of a layer does not support `kv_cache`,
-                or `kv_cache` is for another number of layers.
+            ValueError: the recurrent state would exceed memory, the attention of a layer does not support `kv_cache` or
+                needs `max_length`, or `kv_cache` is for another number of layers.
         """
         choices = kv_cache if isinstance(kv_cache, Sequence) else [kv_cache] * len(self.blocks)
         if len(choices) != len(self.blocks):

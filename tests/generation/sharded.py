@@ -50,6 +50,7 @@ def with_heads(preset: str, kv_heads: int) -> models.DecoderLM:
 def compare(preset: str, kv_heads: int, rows: int, sizes: dict) -> dict:
     one = with_heads(preset, kv_heads)
     model = on_mesh(one, sizes)
+    program = generation.Program(model)
     prompts = [row[:length].tolist() for row, length in zip(small.tokens(rows, 40), LENGTHS)]
     sampling = generation.Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.1)
     options = {"max_tokens": 24, "sampling": sampling, "samples": 2, "block": 8}
@@ -57,12 +58,12 @@ def compare(preset: str, kv_heads: int, rows: int, sizes: dict) -> dict:
         np.concatenate(list(generation.generate(x, prompts, **options)), axis=1) for x in (one, model)
     )
     # A KV cache where there is one.
-    states = [generation.init_state(model, rows, max_length=24)]
+    states = [program.init_state(rows, max_length=24)]
     lengths = np.array(LENGTHS[:rows])
-    logits, state = generation.prefill(model, small.tokens(rows, 21), lengths, state=states[0])
-    states += [state, generation.decode(model, state, logits.argmax(-1))[1]]
+    logits, state = program.prefill(small.tokens(rows, 21), lengths, state=states[0])
+    states += [state, program.decode(state, logits.argmax(-1))[1]]
     if None not in model.kv_cache_lengths:
-        states.append(generation.fold(model, state))
+        states.append(program.fold(state))
     specs = [
         {jax.tree_util.keystr(path[2:]): spec(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
         for state in states

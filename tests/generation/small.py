@@ -55,7 +55,7 @@ def tokens(batch: int, time: int, seed: int = 1) -> np.ndarray:
 @functools.cache
 def prefilled(preset: str, max_length: int | None = None):
     """Returns logits and state after ragged prompts, the first `LENGTHS` of `tokens(ROWS, TIME)`; compiled once."""
-    return generation.prefill(model(preset), tokens(ROWS, TIME), LENGTHS, max_length=max_length)
+    return generation.Program(model(preset)).prefill(tokens(ROWS, TIME), LENGTHS, max_length=max_length)
 
 
 @nnx.jit

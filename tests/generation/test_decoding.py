@@ -1,8 +1,10 @@
 """Tests of prefill and decoding against one call of the model, for every kind of state."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from sympow_jax import generation, ops
 from tests.generation import small
@@ -14,9 +16,10 @@ BOUND = 1e-5
 
 def decoded(model, tokens, state, logits):
     """Returns the logits before and after each of `tokens`, [B, T + 1, V]."""
+    program = generation.Program(model)
     actual = [logits]
     for index in range(tokens.shape[1]):
-        logits, state = generation.decode(model, state, tokens[:, index])
+        logits, state = program.decode(state, tokens[:, index])
         actual.append(logits)
     return jnp.stack(actual, axis=1)
 
@@ -71,15 +74,16 @@ def test_padding_takes_no_cache_slots():
 
 def test_a_kv_cache_is_folded():
     model = small.model("conformal")
+    program = generation.Program(model)
     # Two key heads, each with 36 features of 9 elements and 8 slots of 17, against 17 elements per position and its id.
     assert set(model.kv_cache_lengths) == {4 * 2 * (36 * 9 + 8 * 17) // (4 * 2 * 17 + 4)}
     lengths = np.array([20, 11, 21])
     tokens = small.tokens(small.ROWS, small.TIME)
-    logits, state = generation.prefill(model, tokens[:, :21], lengths, max_length=25)
+    logits, state = program.prefill(tokens[:, :21], lengths, max_length=25)
     assert keeps(state)
-    folded = generation.fold(model, state)
+    folded = program.fold(state)
     assert not keeps(folded)
-    expected_logits, expected = generation.prefill(model, tokens, lengths)
+    expected_logits, expected = program.prefill(tokens, lengths)
     assert cases.error(logits, expected_logits) < BOUND
     following = small.tokens(small.ROWS, 4, seed=2)
     wanted = decoded(model, following, expected, logits)
@@ -90,52 +94,78 @@ def test_a_kv_cache_is_folded():
 
 def test_a_cache_that_lost_tokens_is_not_folded():
     model = small.model("conformal")
-    logits, state = generation.prefill(
-        model, small.tokens(small.ROWS, 21), np.array([21, 11, 21]), max_length=25
-    )
+    program = generation.Program(model)
+    logits, state = program.prefill(small.tokens(small.ROWS, 21), np.array([21, 11, 21]), max_length=25)
     for token in small.tokens(5, small.ROWS):  # rows 0 and 2 have room for 4
-        _, state = generation.decode(model, state, token)
-    actual = decoded(model, small.tokens(small.ROWS, 1), generation.fold(model, state), logits)
+        _, state = program.decode(state, token)
+    actual = decoded(model, small.tokens(small.ROWS, 1), program.fold(state), logits)
     np.testing.assert_array_equal(np.isnan(actual[:, 1]).all(-1), [True, False, True])
 
 
 def test_a_context_is_continued():
     model, following = small.model("conformal"), small.tokens(small.ROWS, small.TIME, seed=2)
     _, state = small.prefilled("conformal")
-    actual, _ = generation.prefill(model, following, np.full(small.ROWS, small.TIME), state=state)
+    actual, _ = generation.Program(model).prefill(following, np.full(small.ROWS, small.TIME), state=state)
     row = np.concatenate([small.tokens(small.ROWS, small.TIME)[0], following[0]])
     expected = small.whole(model, np.tile(row, (small.ROWS, 1)))[0, -1]
     assert cases.error(actual[0], expected) < BOUND
 
 
+def test_a_token_outside_the_vocabulary_on_the_device():
+    program, (_, state) = generation.Program(small.model("conformal")), small.prefilled("conformal")
+    logits, _ = program.decode(state, jnp.array([3, 64, -1]))
+    np.testing.assert_array_equal(np.isnan(logits).all(-1), [False, True, True])
+
+
+def test_a_program_is_an_argument_of_a_jitted_function():
+    """It has the parameters that the model had when it was made."""
+    model = nnx.clone(small.model("conformal"))
+    program, token = generation.Program(model), small.tokens(small.ROWS, 1)[:, 0]
+    model.final_norm.scale[...] *= 2
+    (_, state), step = (
+        small.prefilled("conformal"),
+        jax.jit(lambda program, *inputs: program.decode(*inputs)[0]),
+    )
+    expected, _ = generation.Program(small.model("conformal")).decode(state, token)
+    assert cases.error(step(program, state, token), expected) < BOUND
+    assert cases.error(step(generation.Program(model), state, token), expected) > 0.1
+
+
 def test_mistakes():
     model, softmax = small.model("conformal"), small.model("softmax")
+    program = generation.Program(model)
     tokens = small.tokens(2, 8)
     beyond = tokens.copy()
     beyond[0, 3] = 64
     rows = np.array([8, 8])
-    state = generation.init_state(model, 2)
+    state = program.init_state(2)
     for message, mistake in {
-        "pass max_length": lambda: generation.prefill(softmax, tokens, rows),
-        "max_length is 0": lambda: generation.prefill(softmax, tokens, rows, max_length=0),
-        "row 1 has length 0": lambda: generation.prefill(model, tokens, np.array([8, 0])),
-        "row 0 has length 9": lambda: generation.prefill(model, tokens, np.array([9, 1])),
-        "must be [B, T]": lambda: generation.prefill(model, tokens, rows[:1]),
-        "lengths have dtype float64": lambda: generation.prefill(model, tokens, rows.astype(float)),
-        "token 64 at position 3 of row 0": lambda: generation.prefill(model, beyond, rows),
-        "2 rows and there are tokens for 1": lambda: generation.decode(model, state, tokens[:1, 0]),
-        "another model: it is recurrent": lambda: generation.decode(softmax, state, tokens[:, 0]),
-        "another model: it has 1 layers, this one 2": lambda: generation.decode(
-            small.model("conformal", layers=2), state, tokens[:, 0]
-        ),
-        "another model: .layers[0].memory.keys": lambda: generation.decode(
-            small.model("conformal", exact_window=8), state, tokens[:, 0]
-        ),
-        "another model: .layers[0].position": lambda: generation.fold(small.model("sympow"), state),
+        "pass max_length": lambda: generation.Program(softmax).prefill(tokens, rows),
+        "max_length is 0": lambda: generation.Program(softmax).prefill(tokens, rows, max_length=0),
+        "row 1 has length 0": lambda: program.prefill(tokens, np.array([8, 0])),
+        "row 0 has length 9": lambda: program.prefill(tokens, np.array([9, 1])),
+        "must be [B, T]": lambda: program.prefill(tokens, rows[:1]),
+        "lengths have dtype float64": lambda: program.prefill(tokens, rows.astype(float)),
+        "token 64 at position 3 of row 0": lambda: program.prefill(beyond, rows),
+        "2 rows and there are tokens for 1": lambda: program.decode(state, tokens[:1, 0]),
+        "another model: it is recurrent": lambda: generation.Program(softmax).decode(state, tokens[:, 0]),
+        "another model: it has 1 layers, this one 2": lambda: generation.Program(
+            small.model("conformal", layers=2)
+        ).decode(state, tokens[:, 0]),
+        "another model: .layers[0].memory.keys": lambda: generation.Program(
+            small.model("conformal", exact_window=8)
+        ).decode(state, tokens[:, 0]),
+        "another model: .layers[0].position": lambda: generation.Program(small.model("sympow")).fold(state),
         "no recurrent state for its KV cache; keep the cache, with a larger max_length": lambda: (
-            generation.fold(softmax, generation.init_state(softmax, 1, max_length=8))
+            generation.Program(softmax).fold(softmax.init_state(1, max_length=8))
         ),
-        "make it with generation.prefill": lambda: generation.decode(model, (), tokens[:, 0]),
+        "make it with prefill": lambda: program.decode((), tokens[:, 0]),
+        "tokens is a list; it must be an array": lambda: program.prefill(tokens.tolist(), rows),
+        "token is a int": lambda: program.decode(state, 3),
+        "token is int32 [2, 8]": lambda: program.decode(state, tokens),
+        "token is float32 [2]": lambda: program.decode(state, np.zeros(2, np.float32)),
+        "token 64 at position 0 of row 0": lambda: program.decode(state, beyond[:, 3]),
+        "model is a Linear; it must be": lambda: generation.Program(nnx.Linear(2, 2, rngs=nnx.Rngs(0))),
     }.items():
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             mistake()

@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 from sympow_jax import generation
-from sympow_jax.generation import decoding
 from tests.generation import small
 
 GREEDY = generation.Sampling(temperature=0)
@@ -32,8 +31,8 @@ def generated(model, rows, *, max_tokens, sampling, block=8, **settings):
 def test_greedy_tokens_are_those_of_the_model_without_a_state(monkeypatch):
     """The first 25 positions stay in the KV cache (`test_decoding`); then the recurrent state is updated with them."""
     folds = []
-    fold = decoding.fold
-    monkeypatch.setattr(decoding, "fold", lambda *arguments: folds.append(1) or fold(*arguments))
+    fold = generation.Program.fold
+    monkeypatch.setattr(generation.Program, "fold", lambda *arguments: folds.append(1) or fold(*arguments))
     # Shapes are those of `test_decoding`, whose programs these are.
     model, rows = small.model("conformal"), prompts(21, 3, 11)
     actual = generated(model, rows, max_tokens=30, sampling=GREEDY, block=4)

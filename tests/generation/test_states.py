@@ -40,15 +40,16 @@ def test_a_fork_repeats_each_row(prefilled):
 
 def test_a_slot_changes_alone(prefilled):
     model, state = prefilled
+    program = generation.Program(model)
     capacity = 200 if None in model.kv_cache_lengths else None
-    empty = generation.init_state(model, 3, max_length=capacity)
+    empty = program.init_state(3, max_length=capacity)
     changed = jax.jit(generation.insert)(empty, 1, generation.take(state, 2))
     same(generation.take(changed, 1), generation.take(state, 2))
     for slot in (0, 2):
         same(generation.take(changed, slot), generation.take(empty, slot))
     # A row continues in a slot as it would have in any other slot.
-    actual, _ = generation.decode(model, changed, np.array([3, 4, 5]))
-    expected, _ = generation.decode(model, state, np.array([0, 0, 4]))
+    actual, _ = program.decode(changed, np.array([3, 4, 5]))
+    expected, _ = program.decode(state, np.array([0, 0, 4]))
     np.testing.assert_allclose(actual[1], expected[2], rtol=1e-5, atol=1e-5)
 
 
@@ -63,7 +64,7 @@ def test_a_slot_outside_the_batch(prefilled, slot):
 
 def test_a_row_that_does_not_fit(prefilled):
     _, state = prefilled
-    other = generation.init_state(small.model("softmax"), 1, max_length=201)
+    other = generation.Program(small.model("softmax")).init_state(1, max_length=201)
     with pytest.raises(ValueError, match="does not fit the batch"):
         generation.insert(state, 0, other)
     with pytest.raises(ValueError, match="does not fit the batch"):
@@ -81,7 +82,7 @@ def test_saved_and_restored(prefilled, tmp_path):
 
 def test_bfloat16_keys_are_saved_and_restored(tmp_path):
     model = small.model("softmax", dtype="bfloat16")
-    state = jax.tree.map(lambda x: x + x.dtype.type(1), generation.init_state(model, 2, max_length=5))
+    state = jax.tree.map(lambda x: x + x.dtype.type(1), generation.Program(model).init_state(2, max_length=5))
     assert state.layers[0].memory.key.dtype == "bfloat16"
     generation.save_state(tmp_path / "context", model, state)
     restored = generation.restore_state(tmp_path / "context", model)
@@ -91,14 +92,15 @@ def test_bfloat16_keys_are_saved_and_restored(tmp_path):
 
 def test_recurrent_states_in_bfloat16_are_saved_and_restored(tmp_path):
     model = small.model("conformal", state_dtype="bfloat16")
-    state = generation.prefill(model, small.tokens(2, 21), np.array([21, 9]))[1]
+    program = generation.Program(model)
+    state = program.prefill(small.tokens(2, 21), np.array([21, 9]))[1]
     assert state.layers[0].memory.kv.dtype == "bfloat16"
     generation.save_state(tmp_path / "context", model, state)
     same(generation.restore_state(tmp_path / "context", model), state)
     # A KV cache is used while it is smaller, and is folded into a state of this dtype.
     assert model.kv_cache_lengths < small.model("conformal").kv_cache_lengths
-    cache = generation.prefill(model, small.tokens(2, 9), np.array([9, 5]), max_length=9)[1]
-    assert generation.fold(model, cache).layers[0].memory.kv.dtype == "bfloat16"
+    cache = program.prefill(small.tokens(2, 9), np.array([9, 5]), max_length=9)[1]
+    assert program.fold(cache).layers[0].memory.kv.dtype == "bfloat16"
     with pytest.raises(
         ValueError, match=r"another model: state_dtype is 'bfloat16' there and 'float32' here"
     ):

@@ -48,10 +48,11 @@ def in_form(model, form):
 @nnx.jit
 def by_steps(model, tokens):
     """Returns the logits after each token, decoded one token at a time."""
-    state = generation.init_state(model, 1)
+    program = generation.Program(model)
+    state = program.init_state(1)
 
     def step(state, token):
-        logits, state = generation.decode(model, state, token[None])
+        logits, state = program.decode(state, token[None])
         return state, logits[0]
 
     return jax.lax.scan(step, state, tokens)[1]

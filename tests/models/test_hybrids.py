@@ -110,19 +110,20 @@ def test_a_pattern_of_one_preset_is_that_preset():
 
 
 def test_each_layer_has_its_own_kind_of_state(model):
-    state = generation.init_state(model, 2, max_length=1000)
+    program = generation.Program(model)
+    state = program.init_state(2, max_length=1000)
     assert [isinstance(layer.memory, ops.KVCache) for layer in state.layers] == [
         x == "softmax" for x in KERNELS
     ]
     assert state.layers[2].memory.capacity == 1000
-    short = generation.init_state(model, 2, max_length=10)
+    short = program.init_state(2, max_length=10)
     assert all(isinstance(layer.memory, ops.KVCache) for layer in short.layers)
-    folded = generation.fold(model, short)
+    folded = program.fold(short)
     assert [isinstance(layer.memory, ops.KVCache) for layer in folded.layers] == [
         x == "softmax" for x in KERNELS
     ]
     with pytest.raises(ValueError, match=r"attention of kernel 'softmax' uses a KV cache.*pass max_length"):
-        generation.init_state(model, 2)
+        program.init_state(2)
     with pytest.raises(ValueError, match="kv_cache is for 2 layers; the model has 5"):
         model.init_state(2, max_length=4, kv_cache=[True, False])
     with pytest.raises(ValueError, match="kv_cache is False, which this attention of kernel 'softmax'"):
@@ -159,21 +160,22 @@ def test_ragged_prompts_are_continued_as_by_whole_calls(model):
 
 
 def test_rows_and_files_of_states(model, tmp_path):
-    _, state = generation.prefill(model, small.tokens(3, 40), np.array([40, 7, 20]), max_length=50)
+    program = generation.Program(model)
+    _, state = program.prefill(small.tokens(3, 40), np.array([40, 7, 20]), max_length=50)
     generation.save_state(tmp_path / "state", model, state)
     restored = generation.restore_state(tmp_path / "state", model)
     jax.tree.map(np.testing.assert_array_equal, restored, state)
-    moved = generation.insert(generation.init_state(model, 3, max_length=50), 1, generation.take(state, 2))
+    moved = generation.insert(program.init_state(3, max_length=50), 1, generation.take(state, 2))
     forked = generation.fork(state, 2)
     token = np.array([1, 2, 3])
-    expected, _ = generation.decode(model, state, token)
-    in_slot, _ = generation.decode(model, moved, np.array([0, 3, 0]))
-    copies, _ = generation.decode(model, forked, np.repeat(token, 2))
+    expected, _ = program.decode(state, token)
+    in_slot, _ = program.decode(moved, np.array([0, 3, 0]))
+    copies, _ = program.decode(forked, np.repeat(token, 2))
     np.testing.assert_allclose(in_slot[1], expected[2], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(copies[4], expected[2], rtol=1e-5, atol=1e-5)
     other = small.model("conformal", layers=5, attention_pattern=("softmax", "conformal"))
     with pytest.raises(ValueError, match="the state is of another model"):
-        generation.decode(other, state, token)
+        generation.Program(other).decode(state, token)
     with pytest.raises(ValueError, match="state of another model: attention_pattern is"):
         generation.restore_state(tmp_path / "state", other)
 
@@ -181,24 +183,23 @@ def test_rows_and_files_of_states(model, tmp_path):
 @pytest.mark.slow
 def test_windows_and_recurrent_states_need_no_length(tmp_path):
     model = small.model("conformal", layers=2, attention_pattern=("conformal", "sliding_window"))
+    program = generation.Program(model)
     prompts, following = small.tokens(2, 60), small.tokens(2, 40, seed=2)
     expected = small.whole(model, np.concatenate([prompts, following], axis=1))[:, 59:]
     lengths = np.array([60, 60])
-    logits, state = generation.prefill(model, prompts, lengths)
+    logits, state = program.prefill(prompts, lengths)
     assert state.layers[1].memory.capacity == 29
     generation.save_state(tmp_path / "state", model, state)
     jax.tree.map(np.testing.assert_array_equal, generation.restore_state(tmp_path / "state", model), state)
     # From caches for the first 10 tokens alone, which are then folded.
-    _, short = generation.prefill(model, prompts[:, :10], np.array([10, 10]), max_length=10)
+    _, short = program.prefill(prompts[:, :10], np.array([10, 10]), max_length=10)
     assert [layer.memory.capacity for layer in short.layers] == [10] * 2
-    continued, folded = generation.prefill(
-        model, prompts[:, 10:], lengths - 10, state=generation.fold(model, short)
-    )
+    continued, folded = program.prefill(prompts[:, 10:], lengths - 10, state=program.fold(short))
     assert jax.tree.map(np.shape, folded) == jax.tree.map(np.shape, state)
     for first, after in ((logits, state), (continued, folded)):
         parts = [first]
         for token in following.T:
-            last, after = generation.decode(model, after, token)
+            last, after = program.decode(after, token)
             parts.append(last)
         assert cases.error(np.stack(parts, axis=1), expected) < BOUND
     assert np.std(expected) > 0.1

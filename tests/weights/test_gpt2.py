@@ -40,14 +40,15 @@ def test_logits_are_those_of_the_formula(loaded):
 
 def test_tokens_one_at_a_time(loaded):
     """Decodes a prompt, then steps, up to the last position."""
+    program = generation.Program(loaded)
     expected = published.forward(published.weights(), tokens())
     lengths = np.array([9, 5])
-    actual, state = generation.prefill(loaded, tokens(), lengths, max_length=published.LENGTH)
+    actual, state = program.prefill(tokens(), lengths, max_length=published.LENGTH)
     for _ in range(11):
         assert cases.error(actual, expected[[0, 1], lengths - 1]) <= BOUND
-        actual, state = generation.decode(loaded, state, tokens()[[0, 1], lengths])
+        actual, state = program.decode(state, tokens()[[0, 1], lengths])
         lengths = lengths + 1
-    actual, _ = generation.decode(loaded, state, np.array([0, 0]))
+    actual, _ = program.decode(state, np.array([0, 0]))
     assert np.isnan(actual[0]).all()
     assert np.isfinite(actual[1]).all()
 

@@ -40,11 +40,12 @@ def test_logits_in_one_pass_and_token_by_token(original):
     tokens = originals.tokens()
     expected = originals.logits(model, tokens)
     _, ours = weights.from_pretrained(folder)
+    program = generation.Program(ours)
     assert cases.error(logits(ours, tokens), expected) <= BOUND
-    actual, state = generation.prefill(ours, tokens[:, :1], np.array([1, 1]), max_length=originals.TIME)
+    actual, state = program.prefill(tokens[:, :1], np.array([1, 1]), max_length=originals.TIME)
     for time in range(1, originals.TIME):
         assert cases.error(actual, expected[:, time - 1]) <= BOUND
-        actual, state = generation.decode(ours, state, tokens[:, time])
+        actual, state = program.decode(state, tokens[:, time])
 
 
 @pytest.mark.parametrize("max_file_bytes", [5_000, 10**9], ids=["shards", "one file"])

@@ -56,16 +56,15 @@ def copy(folder: pathlib.Path, name: str = "llama", **changes) -> pathlib.Path:
 def test_logits_are_those_of_transformers(name):
     """In one pass, and token by token after a prompt."""
     _, model = weights.from_pretrained(originals.FIXTURES / name)
+    program = generation.Program(model)
     tokens, original = expected(name)
     assert np.std(original) > 0.5
     assert cases.error(logits(model, tokens), original) <= BOUND
     start = 4
-    actual, state = generation.prefill(
-        model, tokens[:, :start], np.array([start] * 2), max_length=originals.TIME
-    )
+    actual, state = program.prefill(tokens[:, :start], np.array([start] * 2), max_length=originals.TIME)
     for time in range(start, originals.TIME):
         assert cases.error(actual, original[:, time - 1]) <= BOUND
-        actual, state = generation.decode(model, state, tokens[:, time])
+        actual, state = program.decode(state, tokens[:, time])
 
 
 @EACH

@@ -180,7 +180,7 @@ def _good_index() -> inputs.Files:
 
 
 def _good_state() -> inputs.Files:
-    state = generation.init_state(_model(), 2)
+    state = generation.Program(_model()).init_state(2)
     return _made(lambda folder: generation.save_state(folder / "state", _model(), state))
 
 
@@ -378,7 +378,7 @@ def _prompts(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int | None]:
 
 def _read_prompts(prompts: tuple[np.ndarray, np.ndarray, int | None]) -> None:
     rows, lengths, longest = prompts
-    generation.prefill(_model(), rows, lengths, max_length=longest)
+    generation.Program(_model()).prefill(rows, lengths, max_length=longest)
 
 
 # A reader of another format is one more row.

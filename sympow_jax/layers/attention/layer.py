@@ -225,7 +225,7 @@ class Attention(nnx.Module):
         if (return_state or state is not None) and not self.kernel.attention.causal:
             raise ValueError("attention that is not causal has no state; leave out state and return_state")
         if return_state and state is None:
-            state = self._first_state(x.shape[0])
+            state = self.init_state(x.shape[0])
         batch, time, _ = x.shape
         if segment_ids is not None:
             segment_ids = partitioning.gather_time(segment_ids)
@@ -237,7 +237,7 @@ class Attention(nnx.Module):
         (out,) = initializers.project(mixed.reshape(batch, time, -1), self.out)
         if not return_state:
             return out
-        assert state is not None  # given, or made by `_first_state`
+        assert state is not None  # given, or made by `init_state`
         return out, state
 
     def maps(
@@ -260,33 +260,43 @@ class Attention(nnx.Module):
         )
         return AttentionMaps(weights=jnp.swapaxes(weights, 1, 2), log_decay=heads.log_decay, rate=heads.rate)
 
-    def init_state(self, batch: int, *, max_length: int, kv_cache: bool | None = None) -> AttentionState:
+    def init_state(
+        self, batch: int, *, max_length: int | None = None, kv_cache: bool | None = None
+    ) -> AttentionState:
         """Returns the state before any token.
 
         Args:
             batch: number of rows.
             max_length: capacity of a KV cache, in positions; at least 1. A kernel with a window has a smaller cache if
-                fewer positions suffice.
+                fewer positions suffice. None for a memory that does not grow: the recurrent state, or the cache of a
+                whole window.
             kv_cache: whether to use a KV cache. None uses one if attending to it costs less than the recurrent state,
                 or if the kernel or its form requires it.
 
         Raises:
-            ValueError: the recurrent state would exceed memory, or the kernel does not support `kv_cache`.
+            ValueError: the recurrent state would exceed memory, the kernel does not support `kv_cache`, or the memory
+                is a KV cache that grows and `max_length` is None.
         """
-        max_length = arguments.check_integer("max_length", max_length, 1)
+        if max_length is not None:
+            max_length = arguments.check_integer("max_length", max_length, 1)
         if kv_cache is None:
-            kv_cache = self.kernel.prefers_cache(max_length)
+            required = self.kernel.cache_policy is kernels.CachePolicy.ALWAYS
+            kv_cache = required if max_length is None else self.kernel.prefers_cache(max_length)
         elif not self.kernel.supports_memory(kv_cache=kv_cache):
             name = self.kernel.attention.kernel
             raise ValueError(
                 f"kv_cache is {kv_cache}, which this attention of kernel {name!r} does not support; pass "
                 f"kv_cache={not kv_cache}"
             )
-        if not kv_cache:
-            return self._recurrent_state(batch)
-        limit = self.kernel.cache_limit
-        capacity = max_length if limit is None else min(max_length, limit)
-        return self._sharded_state(batch, self.kernel.init_cache(batch, capacity))
+        sizes = [size for size in (max_length, self.kernel.cache_limit) if size is not None]
+        if kv_cache and not sizes:
+            raise ValueError(
+                f"attention of kernel {self.kernel.attention.kernel!r} uses a KV cache, whose state needs a length; "
+                f"pass max_length, the longest prompt plus the tokens after it, to init_state"
+            )
+        memory = self.kernel.init_cache(batch, min(sizes)) if kv_cache else self.kernel.init_state(batch)
+        state = AttentionState(memory=memory, position=self.positions.init_state(batch))
+        return jax.tree.map(partitioning.constrain, state, _state_specs(state))
 
     @property
     def kv_cache_length(self) -> int | None:
@@ -327,25 +337,6 @@ class Attention(nnx.Module):
             )
         arguments.check_floating("x", x)
         return x, arguments.to_segment_ids(segment_ids, x.shape[:2])
-
-    def _first_state(self, batch: int) -> AttentionState:
-        if self.kernel.cache_limit is not None:
-            return self.init_state(batch, max_length=self.kernel.cache_limit)
-        if self.kernel.cache_policy is kernels.CachePolicy.ALWAYS:
-            attention = self.kernel.attention
-            raise ValueError(
-                f"return_state is set without a state, but kernel {attention.kernel!r} in form "
-                f"{attention.form or 'attention'!r} uses a KV cache; pass state=init_state(batch, max_length=...)"
-            )
-        return self._recurrent_state(batch)
-
-    def _recurrent_state(self, batch: int) -> AttentionState:
-        return self._sharded_state(batch, self.kernel.init_state(batch))
-
-    def _sharded_state(self, batch: int, memory: kernels.Memory) -> AttentionState:
-        """Returns the state before any token with this memory, sharded over the mesh in scope."""
-        state = AttentionState(memory=memory, position=self.positions.init_state(batch))
-        return jax.tree.map(partitioning.constrain, state, _state_specs(state))
 
     def _project(self, x) -> "_Heads":
         """Returns queries, keys and values per head, and decays and rotation rates per key/value head."""
