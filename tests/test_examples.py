@@ -1,14 +1,21 @@
 """Tests that the examples run unchanged and print the expected results."""
 
+import asyncio
 import concurrent.futures
+import contextlib
+import json
 import os
 import pathlib
 import re
 import runpy
+import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.error
+import urllib.request
 
 import numpy as np
 import pytest
@@ -95,42 +102,163 @@ def test_meshes_of_one_device(name):
     run_on_devices(name, 1)
 
 
+def small_model(preset="conformal"):
+    """Returns a model and its codec."""
+    settings = config.ModelConfig(
+        vocab_size=256, layers=1, width=16, heads=2, dtype="float32", attention=config.preset(preset)
+    )
+    return models.DecoderLM(settings, rngs=0), data.Codec(data.tokenizer.load("byte"), vocab_size=256)
+
+
+SAMPLING = generation.Sampling(temperature=0.8, min_p=0.001)
+
+
+@contextlib.contextmanager
+def serving(serve, engine):
+    """Serves on a free port, which it yields, until the end."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    running = {}
+
+    async def main():
+        running["loop"], running["task"] = asyncio.get_running_loop(), asyncio.current_task()
+        with contextlib.suppress(asyncio.CancelledError):
+            await serve["serve"](engine, port)
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            with contextlib.suppress(ConnectionError):
+                socket.create_connection(("localhost", port)).close()
+                break
+        yield port
+    finally:
+        running["loop"].call_soon_threadsafe(running["task"].cancel)
+        thread.join()
+
+
+def ask(port, body, **options):
+    """Returns the text for a prompt, or the status and error for a body that is refused."""
+    if isinstance(body, str):
+        body = json.dumps({"prompt": body, **options}).encode()
+    try:
+        with urllib.request.urlopen(f"http://localhost:{port}", body, timeout=100) as answer:
+            return json.load(answer)["text"]
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)["error"]
+
+
 @pytest.mark.parametrize("preset", ["conformal", pytest.param("softmax", marks=pytest.mark.slow)])
 def test_a_server_of_concurrent_requests(preset):
     """Five requests share two slots; each text is that of its prompt alone."""
     serve = runpy.run_path(str(EXAMPLES / "serve.py"))
-    settings = config.ModelConfig(
-        vocab_size=256, layers=1, width=16, heads=2, dtype="float32", attention=config.preset(preset)
-    )
-    model = models.DecoderLM(settings, rngs=0)
-    codec = data.Codec(data.tokenizer.load("byte"), vocab_size=256)
-    sampling = generation.Sampling(temperature=0.8, min_p=0.001)
-    engine = serve["Engine"](model, codec, slots=2, max_length=64, sampling=sampling)
-    server = serve["make_server"](engine, 0)
-    port = server.server_address[1]
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    model, codec = small_model(preset)
+    engine = serve["Engine"](model, codec, slots=2, max_length=64, sampling=SAMPLING)
     requests = [("def ", 40, 1), ("a", 9, 2), ("def ", 40, 1), ("class A:", 25, 3), ("é", 30, 4)]
-    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+    with serving(serve, engine) as port, concurrent.futures.ThreadPoolExecutor(5) as pool:
         calls = [
-            pool.submit(serve["ask"], port, prompt, max_tokens=count, seed=seed)
-            for prompt, count, seed in requests
+            pool.submit(ask, port, prompt, max_tokens=count, seed=seed) for prompt, count, seed in requests
         ]
         texts = [call.result(timeout=100) for call in calls]
-    for text, (prompt, count, seed) in zip(texts, requests):
-        options = {"max_tokens": count, "sampling": sampling, "seed": seed}
-        assert [text] == generation.complete(model, codec, [prompt], **options)
-    stop = texts[0][5:7]
-    assert serve["ask"](port, "def ", max_tokens=40, seed=1, stops=[stop]) == texts[0][: texts[0].index(stop)]
-    for mistake in (
-        {"prompt": "def ", "max_tokens": 61},
-        {"prompt": 3},
-        {"prompt": "a", "top": 1},
-        {"prompt": ""},
-    ):
-        with pytest.raises(urllib.error.HTTPError, match="400"):
-            serve["ask"](port, **mistake)
-    server.shutdown()
-    server.server_close()
+        for text, (prompt, count, seed) in zip(texts, requests):
+            options = {"max_tokens": count, "sampling": SAMPLING, "seed": seed}
+            assert [text] == generation.complete(model, codec, [prompt], **options)
+        stop = texts[0][5:7]
+        stopped = ask(port, "def ", max_tokens=40, seed=1, stops=[stop])
+        assert stopped == texts[0][: texts[0].index(stop)]
+
+
+def test_a_server_survives_its_requests(monkeypatch):
+    serve = runpy.run_path(str(EXAMPLES / "serve.py"))
+    monkeypatch.setitem(serve["handle"].__globals__, "SECONDS", 0.5)
+    engine = serve["Engine"](*small_model(), slots=1, max_length=100_000, sampling=SAMPLING)
+    with serving(serve, engine) as port:
+        text = ask(port, "def ", max_tokens=20)
+
+        def send(content):
+            """Sends bytes, and returns the connection."""
+            connection = socket.create_connection(("localhost", port), timeout=100)
+            connection.sendall(content)
+            return connection
+
+        for body, fault in [
+            *(
+                (b'{"prompt": "a", "stops": %s}' % x, "'stops' is wrong")
+                for x in (b"[1]", b'"a"', b'[""]', b"null")
+            ),
+            *(
+                (b'{"prompt": "a", "max_tokens": %s}' % x, "'max_tokens' is wrong")
+                for x in (b"NaN", b"Infinity", b"true", b"2.0", b'"2"', b"0", b"-1", b"100000", b"1" * 4000)
+            ),
+            *(
+                (b'{"prompt": "a", "seed": %s}' % x, "'seed' is wrong")
+                for x in (b"-1", b"4294967296", b"1e999")
+            ),
+            (b'{"prompt": "a", "max_tokens": %s}' % (b"1" * 5000), "limit"),
+            (b'{"prompt": 3}', "'prompt' is wrong"),
+            (b'{"prompt": "\\ud800"}', "surrogates"),
+            (b'{"prompt": ""}', "prompt is empty"),
+            (b'{"prompt": "a", "temperature": NaN}', "'temperature' is wrong"),
+            (b'{"prompt": "%s"}' % (b"a" * 99_990), "together they may be"),
+            (b"{}", "with a prompt"),
+            (b'["prompt"]', "with a prompt"),
+            (b"", "Expecting value"),
+            (b"\xff", "decode"),
+            (b"[" * 100_000, "recursion"),
+        ]:
+            status, error = ask(port, body)
+            assert status == 400
+            assert fault in error
+            assert "\n" not in error
+        for content, status in {
+            b"POST / HTTP/1.1\r\nContent-Length: 200000000\r\n\r\n": b"400",
+            b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n": b"400",
+            b"GET / HTTP/1.1\r\n\r\n": b"400",
+            b"x" * 100_000: b"400",
+            b"POST / HTTP/1.1\r\nContent-Length: 100\r\n\r\n{": b"408",  # half of a request
+            b"POST /": b"408",
+        }.items():
+            with send(content) as connection:
+                assert connection.recv(100).split()[1] == status
+        # The only slot and the queue are free again once their clients leave.
+        body = b'{"prompt": "def ", "max_tokens": 90000}'
+        long = [send(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)) for _ in "ab"]
+        for connection in long:
+            connection.close()
+        assert ask(port, "def ", max_tokens=20) == text
+        # An error of the engine is that of its request.
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "insert", None)
+            assert ask(port, "def ") == (500, "TypeError: 'NoneType' object is not callable")
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "sample", None)
+            assert ask(port, "def ")[0] == 500
+        assert ask(port, "def ", max_tokens=20) == text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wait", [0.1, 15], ids=["compiling", "decoding"])
+def test_a_server_ends_at_an_interrupt(wait):
+    code = (
+        "import runpy, sys; from sympow_jax import data, training; from tests import test_examples as tests\n"
+        "training.restore_exact = lambda _: (None, tests.small_model()[0], None)\n"
+        "data.codec_of_run = lambda _: tests.small_model()[1]\n"
+        "sys.argv = ['serve.py', '--workdir=x', '--port=0', '--max_length=100000']\n"
+        "runpy.run_path(str(tests.EXAMPLES / 'serve.py'), run_name='__main__')"
+    )
+    body = json.dumps({"prompt": "def ", "max_tokens": 90_000}).encode()
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as server:
+        port = int(server.stdout.readline().split()[-1])
+        with socket.create_connection(("localhost", port)) as connection:
+            connection.sendall(b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+            time.sleep(wait)
+            server.send_signal(signal.SIGINT)
+            assert server.communicate(timeout=60) == ("", "")
+    assert server.returncode == 130
 
 
 def test_every_example_is_tested():
