@@ -1,12 +1,18 @@
 """Copies, extracts and inserts rows of a running batch.
 
-The functions take any pytree whose leaves have the batch as their first axis: states, logits, tokens.
+The functions take any pytree whose leaves have the batch as their first axis: states, logits, tokens. On a mesh with
+Explicit axes, results keep the sharding of the batch, except that a single row is on all devices along the axes that
+shard rows.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Int
+from sympow_jax.layers import partitioning
+from sympow_jax.ops._shared import arguments
 
 __all__ = ["fork", "insert", "take"]
 
@@ -19,9 +25,8 @@ def fork[Tree](state: Tree, copies: int) -> Tree:
     Raises:
         ValueError: `copies` is below 1.
     """
-    if copies < 1:
-        raise ValueError(f"copies is {copies}; it must be at least 1")
-    return jax.tree.map(lambda x: jnp.repeat(x, copies, axis=0), state)
+    copies = arguments.check_integer("copies", copies, 1)
+    return jax.tree.map(lambda x: _on_mesh(lambda x: jnp.repeat(x, copies, axis=0), x), state)
 
 
 def take[Tree](state: Tree, slot: int | Int[Array, ""]) -> Tree:
@@ -31,7 +36,11 @@ def take[Tree](state: Tree, slot: int | Int[Array, ""]) -> Tree:
         ValueError: there is no such slot.
     """
     _require_slot(state, slot)
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis=0), state)
+
+    def row(x, slot):
+        return jax.lax.dynamic_slice_in_dim(x, slot, 1, axis=0)
+
+    return jax.tree.map(lambda x: _on_mesh(row, x, jnp.asarray(slot), is_row=True), state)
 
 
 def insert[Tree](state: Tree, slot: int | Int[Array, ""], row: Tree) -> Tree:
@@ -56,13 +65,24 @@ def insert[Tree](state: Tree, slot: int | Int[Array, ""], row: Tree) -> Tree:
                 f"the row does not fit the batch: {jax.tree_util.keystr(path)} differs; both must be states of one "
                 f"model, made with one max_length or folded, and the row a batch of one"
             )
-    return jax.tree.map(
-        lambda batch, x: jax.lax.dynamic_update_slice_in_dim(batch, x, slot, axis=0), state, row
-    )
+
+    def update(batch, x, slot):
+        return jax.lax.dynamic_update_slice_in_dim(batch, x, slot, axis=0)
+
+    return jax.tree.map(lambda batch, x: _on_mesh(update, batch, x, jnp.asarray(slot)), state, row)
 
 
 def _require_slot(state, slot) -> None:
     slots = jax.tree.leaves(state)[0].shape[0]
     # A traced slot cannot be checked; XLA clamps it to the nearest one.
-    if not isinstance(slot, jax.core.Tracer) and not 0 <= int(slot) < slots:
-        raise ValueError(f"slot is {int(slot)}; the batch has slots 0 to {slots - 1}")
+    if not isinstance(slot, jax.core.Tracer) and arguments.check_integer("slot", slot) not in range(slots):
+        raise ValueError(f"slot is {slot}; the batch has slots 0 to {slots - 1}")
+
+
+def _on_mesh(f: Callable[..., Array], *arrays: Array, is_row: bool = False) -> Array:
+    """Returns f of the arrays, sharded like the first; rows are not sharded if the result is one row."""
+    if not partitioning.is_explicit(*arrays):
+        return f(*arrays)
+    rows, *rest = partitioning.explicit_spec(arrays[0])
+    sharding = partitioning.explicit_sharding((() if is_row else rows, *rest), *arrays)
+    return jax.sharding.auto_axes(f, out_sharding=sharding)(*arrays)

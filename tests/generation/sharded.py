@@ -4,17 +4,20 @@
 
 The arguments are a preset, the number of key/value heads, the number of prompts, and a mesh shape, on as many of the
 devices. Prints a line of JSON for each: whether tokens equal those of one device, and the partition specs of the states
-after `init_state`, `prefill`, `decode` and `fold`, each once. Runs in a separate process, since it needs more devices
-than the other tests have.
+after `init_state`, `prefill`, `decode` and `fold`, each once, or, for the argument `"rows"`, what `move_rows`
+returns. Runs in a separate process, since it needs more devices than the other tests have.
 """
 
+import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -71,6 +74,34 @@ def compare(preset: str, kv_heads: int, rows: int, sizes: dict) -> dict:
     return {"equal": bool((actual == expected).all()), "varied": len(np.unique(actual)), "specs": specs}
 
 
+def move_rows() -> list:
+    """Returns a case, the types of its results, and whether these equal those of one device, for each kind of mesh."""
+    tree = {"logits": np.arange(32, dtype=np.float32).reshape(4, 8), "position": np.arange(4, dtype=np.int32)}
+    calls = {
+        "fork": lambda x: generation.fork(x, 2),
+        "take": lambda x: generation.take(x, 2),
+        "take_traced": lambda x: generation.take(x, jnp.int32(2)),
+        "insert": lambda x: generation.insert(x, 2, generation.take(x, 1)),
+        "insert_from_host": lambda x: generation.insert(x, 2, jax.tree.map(lambda y: y[1:2], tree)),
+    }
+    results = []
+    for kind, (name, call) in itertools.product(jax.sharding.AxisType.__members__.values(), calls.items()):
+        if kind is jax.sharding.AxisType.Manual:
+            continue
+        mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+        shardings = {"logits": jax.P("data", "tensor"), "position": jax.P("data")}
+        placed = {
+            field: jax.device_put(x, jax.NamedSharding(mesh, shardings[field])) for field, x in tree.items()
+        }
+        expected = call(tree)
+        for scope, jitted in itertools.product((contextlib.nullcontext(), jax.set_mesh(mesh)), (False, True)):
+            with scope:
+                actual = (jax.jit(call) if jitted else call)(placed)
+            equal = all(np.array_equal(actual[field], expected[field]) for field in tree)
+            results.append([kind.name, name, [str(jax.typeof(x)) for x in actual.values()], equal])
+    return results
+
+
 def spec(x: jax.Array) -> list:
     """Returns the axes that shard each dimension, without a tail of None."""
     axes = list(x.sharding.spec)
@@ -82,4 +113,5 @@ def spec(x: jax.Array) -> list:
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     for text in sys.argv[1:]:
-        print(json.dumps(compare(*json.loads(text))), flush=True)
+        case = json.loads(text)
+        print(json.dumps(move_rows() if case == "rows" else compare(*case)), flush=True)

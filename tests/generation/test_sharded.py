@@ -53,6 +53,20 @@ def check(case, rows, heads):
             assert specs[".position.whole"] == [axis for axis in (rows, heads) if axis]
 
 
+def test_rows_are_moved_on_every_kind_of_mesh():
+    (results,) = run(["rows"])
+    assert len(results) == 2 * 5 * 2 * 2
+    types = {
+        "fork": ["float32[8@data,8@tensor]", "int32[8@data]"],
+        "take": ["float32[1,8@tensor]", "int32[1]"],
+        "insert": ["float32[4@data,8@tensor]", "int32[4@data]"],
+    }
+    for kind, name, actual, equal in results:
+        assert equal, (kind, name)
+        if kind == "Explicit":
+            assert actual == types[name.partition("_")[0]]
+
+
 @pytest.mark.slow
 def test_a_kv_cache_and_a_recurrent_state():
     check(("conformal", 2, 4, {D: 4, T: 2}), D, T)
