@@ -59,7 +59,7 @@ def _layer_maps(model: models.DecoderLM | models.Encoder, layer: int, x: Float[A
         weights=np.asarray(maps.weights[0]),
         half_life=None if maps.log_decay is None else _half_life(_heads_first(maps.log_decay)),
         rate=None if maps.rate is None else _heads_first(maps.rate),
-        theta=attention.positions.theta(),
+        theta=attention.positions.theta,
     )
 
 

@@ -73,9 +73,9 @@ class DecoderLM(trunk.TokenTrunk):
         NaN.
 
         Raises:
-            ValueError: a document has more tokens than there are learned absolute positions (`stem`), the state is of
-                a model with another number of layers, or `return_state` is set without a state and the attention needs
-                a KV cache (start from `init_state`).
+            ValueError: a document has more tokens than there are learned absolute positions, the state is of a model
+                with another number of layers, or `return_state` is set without a state and the attention needs a KV
+                cache (start from `init_state`).
         """
         if not return_state:
             return self.unembed(self.hidden(tokens, segment_ids=segment_ids, state=state))
@@ -120,7 +120,7 @@ class DecoderLM(trunk.TokenTrunk):
                 f"init_state"
             )
         segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
-        x, position = self.stem(x, segment_ids, None if state is None else state.position)
+        x, position = self._stem(x, segment_ids, None if state is None else state.position)
         x = trunk.shard_tokens(x)
         layer_states: list[Any] = []
         for index, block in enumerate(self.blocks):

@@ -78,10 +78,10 @@ class AttentionMatcher(trunk.TokenTrunk):
         The mean over tokens is 1 if the new layers output zeros. Only the new attention has gradients.
 
         Raises:
-            ValueError: as `TokenTrunk.embed` and `stem`.
+            ValueError: as `TokenTrunk.embed`, or a document is longer than learned positions.
         """
         segment_ids = arguments.to_segment_ids(segment_ids, tokens.shape)
-        x, _ = self.stem(self.embed(tokens), segment_ids)
+        x, _ = self._stem(self.embed(tokens), segment_ids)
         x = jax.lax.stop_gradient(x)
 
         def step(
@@ -92,5 +92,5 @@ class AttentionMatcher(trunk.TokenTrunk):
             return x, carry[1] + error
 
         zeros = jnp.zeros(x.shape[:2], jnp.float32)
-        _, total = self.over_blocks(step, (trunk.shard_tokens(x), zeros))
+        _, total = self._over_blocks(step, (trunk.shard_tokens(x), zeros))
         return total / len(self.config.replaced_layers)

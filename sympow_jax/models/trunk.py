@@ -139,11 +139,11 @@ class Trunk(nnx.Module, abc.ABC):
         `config.remat` selects the values that the backward pass recomputes.
         """
         segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
-        x, _ = self.stem(x, segment_ids)
-        x = self.over_blocks(lambda block, x: block(x, segment_ids=segment_ids)[0], shard_tokens(x))
+        x, _ = self._stem(x, segment_ids)
+        x = self._over_blocks(lambda block, x: block(x, segment_ids=segment_ids)[0], shard_tokens(x))
         return layers.normalize(self.final_norm, x, segment_ids)
 
-    def over_blocks[Carry](self, step: Callable[[Block, Carry], Carry], carry: Carry) -> Carry:
+    def _over_blocks[Carry](self, step: Callable[[Block, Carry], Carry], carry: Carry) -> Carry:
         """Returns `carry` after `step(block, carry)` for each block in order.
 
         Args:
@@ -166,7 +166,7 @@ class Trunk(nnx.Module, abc.ABC):
         scan = nnx.scan(apply, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=_LAYER_AXIS)
         return scan(self.stacked_blocks, carry)
 
-    def stem(
+    def _stem(
         self,
         x: Float[Array, "B T M"],
         segment_ids: Int[Array, "B T"] | None,

@@ -82,7 +82,7 @@ def test_outputs_are_values_by_weights(attention):
     assert error < 2e-6
     assert (maps.log_decay is None) == (attention.decay == "none")
     assert (maps.rate is None) == (not attention.position.startswith("learned_rope"))
-    assert (layer.positions.theta() is None) == (maps.rate is None)
+    assert (layer.positions.theta is None) == (maps.rate is None)
 
 
 @pytest.mark.slow

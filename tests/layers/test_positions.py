@@ -214,6 +214,6 @@ def test_rates_of_a_layer():
     turns = 100.0 ** (-np.arange(0, 8, 2) / 8) * 32 / (2 * np.pi)
     kept = np.clip((turns - 1) / 3, 0, 1)
     expected = turns * 2 * np.pi / 32 * (kept + (1 - kept) / 4)
-    np.testing.assert_allclose(make("learned, of Llama").positions.theta(), expected, rtol=1e-14)
-    papers = make("rates of pairs").positions.theta()
+    np.testing.assert_allclose(make("learned, of Llama").positions.theta, expected, rtol=1e-14)
+    papers = make("rates of pairs").positions.theta
     np.testing.assert_allclose(papers, 2 * np.pi * 65_536.0 ** (-np.arange(0, 8, 2) / 8), rtol=1e-14)

@@ -29,7 +29,7 @@ def tokens(time=LENGTH):
 
 @nnx.jit
 def stem(model, x, segment_ids):
-    return model.stem(x, segment_ids)[0]
+    return model._stem(x, segment_ids)[0]
 
 
 @pytest.mark.parametrize("embedding_norm", [False, True])

@@ -79,7 +79,7 @@ def test_errors_are_those_of_each_new_layer_on_hidden_states_of_the_original(mat
     segment_ids = segment_ids if padded else None
     counts = np.ones((2, TIME), bool) if segment_ids is None else segment_ids >= 0
     decoder, expected = _original(matcher), np.zeros((2, TIME))
-    x, _ = decoder.stem(decoder.embed(tokens()), segment_ids)
+    x, _ = decoder._stem(decoder.embed(tokens()), segment_ids)
     for layer, block in enumerate(decoder.blocks):
         if layer in (0, 2):
             normed = layers.normalize(block.attention_norm, x, segment_ids)

@@ -246,7 +246,7 @@ class Attention(nnx.Module):
         """Returns the attention weights, decays and rates for x; takes T x T elements per head."""
         x, segment_ids = self._checked(x, segment_ids)
         heads = self._project(x)
-        query, key, rotate, _ = self.positions(
+        query, key, rotate, _ = self.positions._apply(
             heads.query,
             heads.key,
             rate=heads.rate,
@@ -400,7 +400,7 @@ class Attention(nnx.Module):
 
         `arrays` are the `head_arrays` of the positions. `axis_name` is the mesh axis that shards time, if any.
         """
-        query, key, rotate, position = self.positions(
+        query, key, rotate, position = self.positions._apply(
             heads.query,
             heads.key,
             rate=heads.rate,

@@ -33,12 +33,12 @@ def rotates(attention: configs.AttentionConfig) -> bool:
 
 def encoded_dim(attention: configs.AttentionConfig, size: int) -> int:
     """Returns the size of encoded vectors, from the `size` before."""
-    return _CLASSES[attention.position].encoded_dim(attention, size)
+    return _CLASSES[attention.position]._encoded_dim(attention, size)
 
 
 def num_rates(attention: configs.AttentionConfig, size: int) -> int:
     """Returns the number of rotation rates per key/value head that a layer computes from its input."""
-    return _CLASSES[attention.position].num_rates(size)
+    return _CLASSES[attention.position]._num_rates(size)
 
 
 def make(
@@ -59,7 +59,10 @@ def make(
 
 
 class Positions(nnx.Module):
-    """Identity on queries and keys, for no position and for positions that are added to the embedding."""
+    """Identity on queries and keys, for no position and for positions that are added to the embedding.
+
+    `nnx.tabulate` compiles every public method that a call uses, so those with other values than arrays are private.
+    """
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class Positions(nnx.Module):
         self.init_parameters(rngs)
 
     @staticmethod
-    def encoded_dim(attention: configs.AttentionConfig, size: int) -> int:
+    def _encoded_dim(attention: configs.AttentionConfig, size: int) -> int:
         """Returns the size of encoded vectors, from the `size` before."""
         return size
 
@@ -83,7 +86,7 @@ class Positions(nnx.Module):
         """Creates the parameters, if there are any."""
 
     @staticmethod
-    def num_rates(size: int) -> int:
+    def _num_rates(size: int) -> int:
         """Returns the number of rotation rates per key/value head that the layer computes from its input."""
         return 0
 
@@ -95,15 +98,16 @@ class Positions(nnx.Module):
         """Returns parameters and constants by name; their first axis is the key/value heads."""
         return {}
 
+    @property
     def theta(self) -> np.ndarray | None:
-        """Returns the angle in radians that each pair rotates by at rate 1; None unless rates are learned."""
+        """Angle in radians that each pair rotates by at rate 1; None unless rates are learned."""
         return None
 
     def init_state(self, batch: int) -> PositionState | None:
         """Returns the position before any token; None if none is needed."""
         return None
 
-    def __call__(
+    def _apply(
         self,
         query: Float[Array, "B T N D"],
         key: Float[Array, "B T K D"],
@@ -133,7 +137,7 @@ class _Rotating(Positions, abc.ABC):
     """Positions that rotate single vectors: queries and keys, or features of them."""
 
     @abc.abstractmethod
-    def rotation(
+    def _rotation(
         self,
         rate: Float[Array, "B T K ..."] | None,
         head_arrays: HeadArrays,
@@ -143,9 +147,9 @@ class _Rotating(Positions, abc.ABC):
     ) -> tuple[Rotation, PositionState]:
         """Returns the rotation of each token's vectors, and the new state."""
 
-    def __call__(self, query, key, *, rate, head_arrays, segment_ids, state, axis_name):
+    def _apply(self, query, key, *, rate, head_arrays, segment_ids, state, axis_name):
         segment_ids = _continued(query, state) if segment_ids is None else segment_ids
-        rotation, state = self.rotation(rate, head_arrays, segment_ids, state, axis_name)
+        rotation, state = self._rotation(rate, head_arrays, segment_ids, state, axis_name)
         if self.of_features:
             return query, key, rotation, state
         return rotation(query), rotation(key), None, state
@@ -157,7 +161,7 @@ class _Rotating(Positions, abc.ABC):
 class Rope(_Rotating):
     """Rotary position embeddings, which rotate pairs by the position times a fixed rate."""
 
-    def rotation(self, rate, head_arrays, segment_ids, state, axis_name):
+    def _rotation(self, rate, head_arrays, segment_ids, state, axis_name):
         places, state = _places(segment_ids, state, axis_name)
         theta, layout = _theta(self.attention, self.size), self.attention.rope.layout
         return functools.partial(rotary.rope, positions=places, theta=theta, layout=layout), state
@@ -167,23 +171,24 @@ class LearnedRope(_Rotating):
     """Rotary embeddings whose position moves by 1 + tanh(W x) per token and head (Kumar et al. 2025, section 3)."""
 
     @staticmethod
-    def num_rates(size):
+    def _num_rates(size):
         return 1
 
     def rate(self, projected):
         return 1 + jnp.tanh(projected)
 
+    @property
     def theta(self):
         return _theta(self.attention, self.size)
 
     def init_state(self, batch):
         return rotary.RotaryState.zeros(batch, self.num_kv_heads)
 
-    def rotation(self, rate, head_arrays, segment_ids, state, axis_name):
+    def _rotation(self, rate, head_arrays, segment_ids, state, axis_name):
         angles, state = rotary.learned_angles(
             rate,
             self.size,
-            theta=self.theta(),
+            theta=self.theta,
             segment_ids=segment_ids,
             state=state,
             axis_name=axis_name,
@@ -195,7 +200,7 @@ class LearnedRopePairs(LearnedRope):
     """`LearnedRope` with a separate rate for each pair of dimensions."""
 
     @staticmethod
-    def num_rates(size):
+    def _num_rates(size):
         return size // 2
 
     def rate(self, projected):
@@ -209,7 +214,7 @@ class Lrpe(_Rotating):
     """Linearized relative positional encoding; `config.LrpeConfig` has its options."""
 
     @staticmethod
-    def encoded_dim(attention, size):
+    def _encoded_dim(attention, size):
         # A complex number takes two real ones.
         complex_valued = attention.lrpe.core == "unitary" or attention.lrpe.basis == "fourier"
         return 2 * size if complex_valued else size
@@ -233,7 +238,7 @@ class Lrpe(_Rotating):
             arrays["permutation"] = jnp.asarray(permutations, jnp.int32)
         return arrays
 
-    def rotation(self, rate, head_arrays, segment_ids, state, axis_name):
+    def _rotation(self, rate, head_arrays, segment_ids, state, axis_name):
         places, state = _places(segment_ids, state, axis_name)
         options = self.attention.lrpe
         fixed: dict[str, Any] = {
@@ -268,7 +273,7 @@ class Spe(Positions):
     """
 
     @staticmethod
-    def encoded_dim(attention, size):
+    def _encoded_dim(attention, size):
         return attention.spe.realizations
 
     def init_parameters(self, rngs):
@@ -288,7 +293,7 @@ class Spe(Positions):
     def init_state(self, batch):
         return documents.PositionState.zeros(batch)
 
-    def __call__(self, query, key, *, rate, head_arrays, segment_ids, state, axis_name):
+    def _apply(self, query, key, *, rate, head_arrays, segment_ids, state, axis_name):
         segment_ids = _continued(query, state) if segment_ids is None else segment_ids
         places, state = _places(segment_ids, state, axis_name)
         kv_heads, head_dim, sines = head_arrays["phases"].shape

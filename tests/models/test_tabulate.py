@@ -1,0 +1,58 @@
+"""Tests that `nnx.tabulate` summarizes every layer and model: it compiles each public method that a call uses."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from sympow_jax import config, layers, models
+from sympow_jax.config import attention as attention_lib
+from tests.models import families
+
+SIZES = {"vocab_size": 32, "layers": 2, "width": 16, "heads": 2, "dtype": "float32"}
+X, TOKENS, IMAGES = jnp.ones((2, 8, 16)), jnp.zeros((2, 8), jnp.int32), jnp.ones((2, 8, 8, 3))
+SLOW = pytest.mark.slow
+
+
+def decoder(preset, *, stacked=False, **changes):
+    settings = config.ModelConfig(**SIZES | changes, attention=config.preset(preset))
+    return models.DecoderLM(settings, rngs=0, stacked=stacked)
+
+
+def encoder(**changes):
+    task = config.TaskConfig(name="classification", classes=3, dual_encoder=changes.pop("dual", False))
+    settings = config.ModelConfig(**SIZES | changes, attention=config.lrpe_method("type2", causal=False))
+    return models.make(settings, task, rngs=0)
+
+
+def matcher():
+    settings = families.settings("qwen3", layers=2, attention_pattern=("conformal", "shared"))
+    return models.AttentionMatcher(dataclasses.replace(settings, dtype="float32"), rngs=0)
+
+
+@pytest.mark.parametrize("position", attention_lib.LAYER_POSITIONS)
+@pytest.mark.parametrize("layer", [layers.LinearAttention, pytest.param(layers.PowerAttention, marks=SLOW)])
+def test_layers(layer, position):
+    assert f"{layer.__name__} Summary" in nnx.tabulate(layer(16, 2, position=position, rngs=0), X)
+
+
+@pytest.mark.parametrize(
+    ("make", "method", "inputs"),
+    [
+        (lambda: decoder("gpt2"), "__call__", TOKENS),
+        (lambda: decoder("linear", stacked=True), "__call__", TOKENS),
+        (lambda: encoder(dual=True), "classify", TOKENS),
+        (matcher, "errors", TOKENS),
+        pytest.param(lambda: encoder(patch_size=4, vocab_size=0), "classify", IMAGES, marks=SLOW),
+        pytest.param(lambda: encoder(), "hidden", TOKENS, marks=SLOW),
+        pytest.param(lambda: decoder("conformal", remat="full"), "__call__", TOKENS, marks=SLOW),
+        pytest.param(lambda: decoder("conformal", remat="full", stacked=True), "hidden", TOKENS, marks=SLOW),
+        pytest.param(lambda: decoder("sliding_window", activation="swiglu"), "__call__", TOKENS, marks=SLOW),
+        pytest.param(lambda: decoder("qwen3", norm="rms"), "__call__", TOKENS, marks=SLOW),
+    ],
+)
+def test_models(make, method, inputs):
+    model = make()
+    texts = {"segment_ids": inputs} if isinstance(model, models.DualEncoder) else {}
+    assert f"{type(model).__name__} Summary" in nnx.tabulate(model, inputs, method=method, **texts)
