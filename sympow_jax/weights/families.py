@@ -370,9 +370,9 @@ def values(settings: config.Config, original: Values) -> tuple[Family, dict[str,
     """
     family, model = find(settings), _without_pattern(settings.model)
     contents = {key: value for key, value in original.items() if key not in _REPLACED}
-    before = contents.get(family.length)
-    longest = max(before if _is_size(before) else 0, settings.data.context_length)
-    contents |= {family.length: longest} | family.values(model)
+    before, length = contents.get(family.length), settings.data.context_length
+    contents[family.length] = max(before, length) if isinstance(before, int) else length
+    contents |= family.values(model)
     end, ends = settings.data.document_separator, contents.get("eos_token_id")
     if end is not None and not (isinstance(ends, list) and end in ends):
         contents["eos_token_id"] = end
