@@ -12,6 +12,9 @@ from sympow_jax.training import cli, machine
 
 __all__ = ["main"]
 
+# A file may be infinite. So much text has more tokens than are drawn.
+_TEXT_BYTES = 1 << 20
+
 
 def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     parser = command_line.Parser(
@@ -40,11 +43,11 @@ def main(arguments: Sequence[str], program: str = "sympow inspect") -> int:
 
         # The bytes that the shell passed, whether UTF-8 or not.
         given = flags.text_file is None
-        text = (
-            os.fsencode(flags.text)
-            if given
-            else pathlib.Path(flags.text_file).read_bytes().removeprefix(codecs.BOM_UTF8)
-        )
+        if given:
+            text = os.fsencode(flags.text)
+        else:
+            with pathlib.Path(flags.text_file).open("rb") as stream:
+                text = stream.read(_TEXT_BYTES).removeprefix(codecs.BOM_UTF8)
         name = "--text" if given else f"--text_file={flags.text_file}"
         streams.say(
             *inspect.inspect(

@@ -1,8 +1,11 @@
 """Settings as flat mappings and back, their differences, and the JSON files that hold them."""
 
+import contextlib
 import dataclasses
 import json
+import os
 import pathlib
+import stat
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 from sympow_jax import spelling
 from sympow_jax.config import fields
 
-__all__ = ["differences", "flatten", "from_dict", "parse_object", "read_object"]
+__all__ = ["differences", "flatten", "from_dict", "parse_object", "read_object", "require_file"]
 
 # Levels of the JSON that is read. What this project writes has 5; deeper values would exhaust the stack elsewhere.
 _LEVELS = 32
@@ -109,15 +112,24 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
     Raises:
-        ValueError: as `parse_object`, or the file is not UTF-8 or larger than 64 MiB.
+        ValueError: as `parse_object` and `require_file`, or the file is not UTF-8 or larger than 64 MiB.
         OSError: the file cannot be read.
     """
+    require_file(path)
     try:
         if path.stat().st_size > _BYTES:
             raise ValueError(f"it has more than {_BYTES:,} bytes, unlike any JSON of settings or metadata")
         return parse_object(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def require_file(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError for a pipe, a socket or a device, whose content may never come, or never end."""
+    with contextlib.suppress(OSError):  # which opening the file raises again
+        mode = os.stat(path).st_mode
+        if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+            raise ValueError(f"{path} is a pipe or a device; put a file in its place, or remove it")
 
 
 def _has_no_default(field: dataclasses.Field) -> bool:

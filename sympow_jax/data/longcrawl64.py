@@ -95,7 +95,14 @@ def _open(setting: str, paths: tuple[str, ...], dtype: str, shortest: int) -> te
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
     # Without fill_missing_data_reads=False, a missing chunk reads as zeros.
     reading = {**spec(paths[0]), "fill_missing_data_reads": False}
+    store = reading["kvstore"]
     try:
+        if not isinstance(store, str) and os.path.isdir(store["path"]):
+            # As it is listed, without a call for each of up to millions of chunks.
+            with os.scandir(store["path"]) as entries:
+                for entry in entries:
+                    if not entry.is_file() and not entry.is_dir():
+                        serialize.require_file(entry.path)
         # With metadata of many levels or of gigabytes, TensorStore would end the process.
         read_object(paths[0], _METADATA)
         array = tensorstore.open(reading, context=context, open=True, read=True).result()

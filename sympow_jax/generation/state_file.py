@@ -75,6 +75,7 @@ def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> mode
         OSError: the file cannot be read.
     """
     path = pathlib.Path(path)
+    serialize.require_file(path)
     with contextlib.ExitStack() as stack:
         with _readable(path):
             archive = stack.enter_context(zipfile.ZipFile(path))

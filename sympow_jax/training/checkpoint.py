@@ -37,6 +37,7 @@ from orbax.checkpoint import v1 as ocp
 
 from sympow_jax import config, spelling
 from sympow_jax.array_types import Array, Int
+from sympow_jax.config import serialize
 from sympow_jax.training import hosts, workdir
 from sympow_jax.training.state import Params, TrainState
 
@@ -65,9 +66,12 @@ class Checkpoints:
         """Opens the checkpoints in the workdir `folder`; the newest `training.keep_checkpoints` are kept.
 
         Raises:
-            ValueError: the metadata of a checkpoint is nested so deeply that Orbax fails to read it.
+            ValueError: the metadata of a checkpoint is nested so deeply that Orbax fails to read it, or as
+                `workdir.checkpoint_steps` and `serialize.require_file`.
         """
         self._folder = folder.absolute() / workdir.CHECKPOINTS
+        for number in workdir.checkpoint_steps(folder):
+            _require_files(self._folder / str(number))
         self._settings = settings
         try:
             self._orbax = ocp.training.Checkpointer(
@@ -354,6 +358,7 @@ def _load(
         OSError: a file cannot be read.
     """
     path = folder / str(number)
+    _require_files(path)
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     subset = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=partial))
@@ -409,6 +414,13 @@ def _is_malformed(error: BaseException) -> bool:
     return (isinstance(error, _MALFORMED) or type(error) is Exception) and (
         status is None or status[1] in _MALFORMED_STATUSES
     )
+
+
+def _require_files(path: pathlib.Path) -> None:
+    """Raises ValueError if a step has a pipe or a device, for which TensorStore would wait."""
+    for folder, _, names in os.walk(path):
+        for name in names:
+            serialize.require_file(os.path.join(folder, name))
 
 
 def _read_files(path: pathlib.Path) -> None:

@@ -159,6 +159,7 @@ def require_wandb() -> None:
 
 
 def _cut(path: pathlib.Path, last_step: int) -> None:
+    serialize.require_file(path)
     lines = path.read_text().splitlines() if path.exists() else []
     # Written in any case, so that the file that is appended to later is never the target of a link.
     with atomic.replace(path) as draft:

@@ -1,6 +1,7 @@
 """Tests of the JSON that settings and metadata are read from."""
 
 import json
+import os
 
 import pytest
 
@@ -47,3 +48,11 @@ def test_a_huge_file_is_not_read(tmp_path):
         stream.truncate(1 << 40)
     with pytest.raises(ValueError, match=r"a\.json: it has more than 67,108,864 bytes"):
         serialize.read_object(tmp_path / "a.json")
+
+
+def test_pipes_and_devices_are_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("pipe", "zero"):
+        with pytest.raises(ValueError, match="is a pipe or a device; put a file in its place"):
+            serialize.read_object(tmp_path / name)

@@ -380,6 +380,18 @@ def test_longcrawl64_lead_id_may_be_set(tmp_path):
         data.train_dataset(builders.data_config(source="longcrawl64", paths=(path,)), vocab_size=256)
 
 
+@pytest.mark.parametrize("name", [".zarray", "0.0"])
+def test_longcrawl64_of_pipes(tmp_path, name):
+    path = builders.write_zarr(tmp_path / "a.zarr", zarr_values(rows=64), chunks=(8, 16))
+    (tmp_path / "a.zarr" / name).unlink()
+    os.mkfifo(tmp_path / "a.zarr" / name)
+    with pytest.raises(ValueError, match="is a pipe or a device"):
+        data.train_dataset(
+            config_lib.DataConfig(source="longcrawl64", paths=(path,), context_length=16, batch_tokens=64),
+            vocab_size=256,
+        )
+
+
 def test_longcrawl64_urls():
     assert longcrawl64.spec("gs://bucket/train.zarr")["kvstore"] == "gs://bucket/train.zarr/"
     assert longcrawl64.spec("/data/train.zarr")["kvstore"] == {"driver": "file", "path": "/data/train.zarr/"}

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import tracemalloc
 import warnings
 import zipfile
@@ -133,6 +134,13 @@ def test_a_state_of_an_earlier_version(prefilled, tmp_path):
     with path.open("wb") as opened:
         np.savez(opened, **(arrays | {"header": np.array(json.dumps(header))}))
     same(generation.restore_state(path, model), state)
+
+
+def test_a_state_that_is_a_pipe(prefilled, tmp_path):
+    model, _ = prefilled
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="is a pipe or a device"):
+        generation.restore_state(tmp_path / "pipe", model)
 
 
 def test_a_state_of_another_model(prefilled, tmp_path):

@@ -128,6 +128,20 @@ def test_the_newest_are_kept(tmp_path, settings):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
 
 
+@pytest.mark.parametrize(
+    "pattern", ["_CHECKPOINT_METADATA", "params/manifest.ocdbt", "params/ocdbt.process_0/d/*"]
+)
+def test_a_pipe_in_a_step_is_not_waited_for(tmp_path, settings, pattern):
+    _save(tmp_path, settings)
+    path = _files(tmp_path, 2, pattern)[0]
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="is a pipe or a device"):
+        _restore(tmp_path, settings)
+    with pytest.raises(ValueError, match=r"step 2 .* cannot be read, .* is a pipe or a device"):
+        training.restore_model(tmp_path)
+
+
 @pytest.mark.parametrize("damage", [_truncate, _flip, pathlib.Path.unlink])
 @pytest.mark.parametrize(
     "pattern", ["params/ocdbt.process_0/d/*", "opt_state/manifest.ocdbt", "_CHECKPOINT_METADATA"]

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.machinery
 import json
+import os
 import sys
 import types
 
@@ -47,6 +48,12 @@ def wandb(monkeypatch):
     module.init = init
     monkeypatch.setitem(sys.modules, "wandb", module)
     return module
+
+
+def test_metrics_that_are_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is a pipe or a device"):
+        writers.JsonLines(tmp_path / "metrics.jsonl", start=0)
 
 
 def test_one_run_for_all_starts(tmp_path, with_training, wandb):

@@ -246,7 +246,7 @@ def write_bin(
         _require_absent(sidecar)
     with _prepared(path, paths, options or Options(), report) as (folder, summary):
         # If the folder was there, the sidecar may be of a stopped command, or the user's.
-        if os.path.lexists(sidecar) and sidecar.read_text() != _json(summary):
+        if os.path.lexists(sidecar) and not (sidecar.is_file() and sidecar.read_text() == _json(summary)):
             _require_absent(sidecar)
         with atomic.replace(sidecar) as draft:
             draft.write_text(_json(summary))
