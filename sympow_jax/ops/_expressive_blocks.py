@@ -96,7 +96,15 @@ def _attend_fwd(settings, blocks):
 
 
 def _attend_bwd(settings, residuals, dout):
-    blocks, out, denominator, largest = residuals
+    return (_gradients(settings, *residuals, dout),)
+
+
+attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gradients(settings, blocks, out, denominator, largest, dout) -> Blocks:
+    """Returns the gradients of `attend`, which have none of their own."""
     pairs = _Pairs(settings, blocks)
 
     def row(carry, i):
@@ -142,10 +150,14 @@ def _attend_bwd(settings, residuals, dout):
         totals = dsums.sum(-1)
         later = jnp.cumsum(totals[::-1], 0)[::-1] - totals
         dhalf = 2 * (decays.sums_from(dsums) + later[..., None])
-    return (Blocks(dquery, dkey, dvalue, dhalf, None, None, None),)
+    return Blocks(dquery, dkey, dvalue, dhalf, None, None, None)
 
 
-attend.defvjp(_attend_fwd, _attend_bwd)
+@_gradients.defjvp
+def _gradients_jvp(settings, primals, tangents):
+    raise NotImplementedError(
+        "expressive_attention has no second derivatives by implementation 'xla'; use implementation='reference'"
+    )
 
 
 class _Rows(NamedTuple):

@@ -404,8 +404,8 @@ def _with_gradient(axis_name, by_pair, angles, rate, starts, theta):
 
 
 def _with_gradient_forward(axis_name, by_pair, angles, rate, starts, theta):
-    del axis_name, by_pair, rate
-    return angles, (starts, theta)
+    # Not `angles` itself, which is constant in the rates, so that second derivatives are right too.
+    return _with_gradient(axis_name, by_pair, angles, rate, starts, theta), (starts, theta)
 
 
 def _with_gradient_backward(axis_name, by_pair, residuals, gradient):

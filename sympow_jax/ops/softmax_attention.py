@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents, fixed_point
@@ -359,24 +360,19 @@ def _attend(steps: Int[Array, " T"], queries, keys, plan, scale: float) -> Float
         return jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _decays(log_decay: Float[Array, "B S K"]) -> tuple[Int[Array, "B S K"], Float[Array, "B S K"]]:
     """Returns -G as a whole part and a fraction, exact, so that differences are right to rounding.
 
-    A plain float32 sum above 1e4 loses the small steps after it. The gradient with respect to the fraction stands for
-    that of -G.
+    A plain float32 sum above 1e4 loses the small steps after it. The derivative of the fraction stands for that of -G.
     """
     least = -(2.0**31) / log_decay.shape[1]
     whole, fraction = fixed_point.running_sum(-jnp.clip(log_decay, least + 1, 0))
     return whole, fraction.astype(jnp.float32) * 2.0**-32
 
 
-def _decays_forward(log_decay):
-    return _decays(log_decay), None
-
-
-def _decays_backward(_, gradients):
-    return (-jax.lax.cumsum(gradients[1], axis=1, reverse=True),)
-
-
-_decays.defvjp(_decays_forward, _decays_backward)
+@_decays.defjvp
+def _decays_jvp(primals, tangents):
+    whole, fraction = _decays(*primals)
+    no_tangent = np.zeros(whole.shape, jax.dtypes.float0)
+    return (whole, fraction), (no_tangent, -jax.lax.cumsum(tangents[0], axis=1))

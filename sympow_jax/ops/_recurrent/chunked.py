@@ -269,7 +269,8 @@ class _Blocks:
         if self.has_decay:
             coarse, fine = jax.lax.optimization_barrier((self.coarse[index], self.fine[index]))
             between = (coarse[exact_window:, None] - coarse) + (fine[exact_window:, None] - fine)
-            in_window = jnp.where(visible, decays.exp(between), 0)
+            # Masked before `exp`, which would overflow and make second derivatives NaN.
+            in_window = decays.exp(jnp.where(visible, between, -jnp.inf))
             to_query, to_state, carry = (
                 self.to_query[index],
                 self.to_state[index] * enters_state,

@@ -66,11 +66,20 @@ def _sums(plan, query, key, value, log_decay, first):
 
 
 def _sums_fwd(plan, query, key, value, log_decay, first):
-    return _sums(plan, query, key, value, log_decay, first), (query, key, value, log_decay, first)
+    return sums(plan, query, key, value, log_decay, first), (query, key, value, log_decay, first)
 
 
 def _sums_bwd(plan, residuals, dsums):
-    query, key, value, log_decay, first = residuals
+    *arrays, first = residuals
+    return *_gradients(plan, *arrays, dsums, first), None
+
+
+sums.defvjp(_sums_fwd, _sums_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradients(plan, query, key, value, log_decay, dsums, first):
+    """Returns the gradients of `sums`, whose own gradients are those of all pairs at once."""
     pairs = _Pairs(plan, query, key, value, log_decay)
     block, dtype = plan.chunk, pairs.dtype
     rows = query.shape[-1] // block
@@ -133,11 +142,33 @@ def _sums_bwd(plan, residuals, dsums):
         dkey.astype(key.dtype),
         dvalue.astype(value.dtype),
         ddecay.reshape(-1),
-        None,
     )
 
 
-sums.defvjp(_sums_fwd, _sums_bwd)
+def _gradients_fwd(plan, *arrays):
+    return _gradients(plan, *arrays), arrays[:-1]
+
+
+def _gradients_bwd(plan, arrays, cotangents):
+    def gradients(*arrays):
+        return jax.vjp(functools.partial(_all_pairs, plan), *arrays[:-1])[1](arrays[-1])
+
+    return *jax.vjp(gradients, *arrays)[1](cotangents), None
+
+
+_gradients.defvjp(_gradients_fwd, _gradients_bwd)
+
+
+def _all_pairs(plan, query, key, value, log_decay):
+    """Computes `sums` with a T x X array of weights."""
+    query, key, value = (x.astype(log_decay.dtype) for x in (query, key, value))
+    coarse, fine = decays.split(log_decay)
+    earlier = len(log_decay) - query.shape[-1]
+    between = (coarse[earlier:, None] - coarse) + (fine[earlier:, None] - fine)
+    visible = jnp.tri(*between.shape, earlier, dtype=bool)
+    scores = jnp.einsum("gdq,dk->gqk", query, key, precision=plan.precision)
+    decay = decays.exp(jnp.where(visible, between, -jnp.inf))
+    return _product(plan, value, decay * jax.lax.integer_pow(scores, plan.power))
 
 
 class _Pairs:
@@ -167,7 +198,7 @@ class _Pairs:
         """Returns the decay from each key to each query of the diagonal block, zero where the key is later."""
         coarse, fine = self.coarse[i + self.offset], self.fine[i + self.offset]
         between = (coarse[:, None] - coarse) + (fine[:, None] - fine)
-        return jnp.where(jnp.tri(len(coarse), dtype=bool), decays.exp(between), 0)
+        return decays.exp(jnp.where(jnp.tri(len(coarse), dtype=bool), between, -jnp.inf))
 
     def to_end(self, j, between):
         """Returns the decay from each key of block j over the blocks after it, whose log decays sum to `between`."""
