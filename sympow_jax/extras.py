@@ -8,6 +8,12 @@ __all__ = ["required"]
 _OWN = ("sympow_jax", "pallas_kernels")
 
 
+class _MissingError(ModuleNotFoundError):
+    """Error of a package that an extra has."""
+
+    extra: str
+
+
 @contextlib.contextmanager
 def required(extra: str, user: str, *, exits: bool = False) -> Iterator[None]:
     """Makes the error of a failed import name the extra to install.
@@ -26,7 +32,11 @@ def required(extra: str, user: str, *, exits: bool = False) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] in _OWN:
             raise
+        # Of nested blocks, the innermost knows which extra has the package.
+        extra = error.extra if isinstance(error, _MissingError) else extra
         line = f"{user} needs {error.name}, which is not installed: pip install 'sympow-jax[{extra}]'"
         if exits:
             raise SystemExit(f"error: {line}") from None
-        raise ModuleNotFoundError(line, name=error.name) from error
+        missing = _MissingError(line, name=error.name)
+        missing.extra = extra
+        raise missing from error

@@ -48,6 +48,17 @@ def test_something_missing_names_the_extra(monkeypatch):
     assert stopped.value.code == "error: " + expected.replace("sympow_jax.data", "train.py")
 
 
+def test_the_innermost_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with (
+        pytest.raises(SystemExit) as stopped,
+        extras.required("train", "train.py", exits=True),
+        extras.required("corpora", "sympow_jax.data.corpus"),
+    ):
+        importlib.import_module("pyarrow")
+    assert stopped.value.code.endswith("pip install 'sympow-jax[corpora]'")
+
+
 def test_a_fault_of_the_package_is_none_of_the_users():
     fault = pytest.raises(ModuleNotFoundError, match=r"^No module named 'sympow_jax\.nothing'$")
     with fault, extras.required("train", "train.py", exits=True):
