@@ -1,7 +1,7 @@
 """A byte model of your own files: `--config='configs/text.py:books/*.txt'`.
 
-Separate several globs, files or folders with commas. A tenth of the files is held out, or the end of an only file; the
-run ends with the loss on it by context length.
+Separate several globs, files or folders with commas. Of a file that is named, the last tenth is held out, and of a glob
+or folder, a tenth of the files. The run ends with the loss on it by context length.
 """
 
 from sympow_jax import config

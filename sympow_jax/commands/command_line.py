@@ -17,7 +17,7 @@ from sympow_jax import config, spelling
 from sympow_jax.config import fields, loading
 from sympow_jax.training import hosts, workdir
 
-__all__ = ["Parser", "parse_training", "read_settings"]
+__all__ = ["Parser", "changed_settings", "parse_training", "read_settings"]
 
 _HELP = {"-h", "--help"}
 # Forms of values that are paths. An empty one would be the current folder.
@@ -87,18 +87,24 @@ class Parser(argparse.ArgumentParser):
             "`tokenizer.json`, `hf://ORG/NAME`, or the name of a tiktoken encoding. Default: the run's data.tokenizer.",
         )
 
-    def add_settings(self, values: config.Config | None = None, *, hidden: bool = False) -> None:
-        """Adds an option `--config.a.b` for each setting, which `read_settings` reads.
+    def add_settings(
+        self, values: config.Config | None = None, *, hidden: bool = False, only: str | None = None
+    ) -> None:
+        """Adds an option `--config.a.b` for each setting, which `changed_settings` reads.
 
         Args:
             values: config whose values are printed as defaults; None prints those of the dataclasses.
             hidden: whether `--help` does not list them.
+            only: path of the one group whose settings may be changed, from the values of a run; None for all groups.
         """
         for group in fields.groups(config.Config):
+            if only not in (None, group.path):
+                continue
             summary = " ".join((inspect.getdoc(group.kind) or "").partition("\n\n")[0].split())
             section = self if hidden else self.add_argument_group(group.path, summary)
             for setting in group.settings:
-                text = argparse.SUPPRESS if hidden else _describe(setting, values).replace("%", "%%")
+                text = argparse.SUPPRESS if hidden else _describe(setting, values, of_run=only is not None)
+                text = text.replace("%", "%%")
                 metavar = setting.form + ("|none" if setting.optional else "")
                 section.add_argument(f"--config.{setting.path}", metavar=metavar, help=text)
 
@@ -116,6 +122,8 @@ class Parser(argparse.ArgumentParser):
         options = self._option_string_actions
         has_settings = any(option.startswith("--config.") for option in options)
         if has_settings and name.startswith("config."):
+            if name.partition("=")[0] in _all_settings():
+                self.error(f"--{name} cannot be changed here")
             raise ValueError(loading.unknown_setting(name.removeprefix("config.")))
         near = spelling.nearest(argument, options)
         if near is None and has_settings:
@@ -125,6 +133,10 @@ class Parser(argparse.ArgumentParser):
         if near is None:
             self.error(f"{what} {argument!r}")
         raise ValueError(f"{what} {argument!r}; did you mean {near}?")
+
+
+def _all_settings() -> set[str]:
+    return {f"config.{x.path}" for group in fields.groups(config.Config) for x in group.settings}
 
 
 def _with_underscores(arguments: Iterable[str]) -> list[str]:
@@ -140,18 +152,29 @@ def _with_underscores(arguments: Iterable[str]) -> list[str]:
     return converted + arguments[end:]
 
 
-def _describe(setting: fields.Setting, values: config.Config | None) -> str:
+def _describe(setting: fields.Setting, values: config.Config | None, *, of_run: bool) -> str:
     parts = [setting.help]
-    if setting.resumable:
+    if setting.resumable and not of_run:
         parts.append("May change when a run is resumed.")
     if setting.choices:
         parts.append(f"One of {', '.join(setting.choices)}.")
     if setting.form == fields.form(tuple[str, ...]):
         parts.append(fields.QUOTING)
+    if of_run:
+        return " ".join(parts)
     default = setting.default if values is None else operator.attrgetter(setting.path)(values)
     required = default is dataclasses.MISSING
     parts.append("Every config sets it." if required else f"Default: {fields.written(default)}.")
     return " ".join(parts)
+
+
+def changed_settings(known: argparse.Namespace) -> dict[str, str]:
+    """Returns the texts of the given options of `Parser.add_settings`, by the paths of their settings."""
+    return {
+        name.removeprefix("config."): text
+        for name, text in vars(known).items()
+        if name.startswith("config.") and text is not None
+    }
 
 
 def read_settings(known: argparse.Namespace, base: config.Config) -> config.Config:
@@ -160,10 +183,7 @@ def read_settings(known: argparse.Namespace, base: config.Config) -> config.Conf
     Raises:
         ValueError: a value has the wrong type, or settings contradict each other.
     """
-    options = {
-        name.removeprefix("config."): x for name, x in vars(known).items() if name.startswith("config.")
-    }
-    return config.override(base, {path: text for path, text in options.items() if text is not None})
+    return config.override(base, changed_settings(known))
 
 
 def parse_training(

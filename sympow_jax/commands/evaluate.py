@@ -11,10 +11,10 @@ import argparse
 import pathlib
 from collections.abc import Sequence
 
-from sympow_jax import streams
+from sympow_jax import config, streams
 from sympow_jax.commands import command_line
 from sympow_jax.config import loading
-from sympow_jax.training import cli, machine
+from sympow_jax.training import cli, machine, workdir
 
 __all__ = ["main"]
 
@@ -30,7 +30,10 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         "heldout.json.\n\n"
         "With --tasks, asks decoders for something earlier in the context instead, and writes tasks.csv, tasks.json, "
         "tasks.png and tasks.pdf. `recall` asks for the value of a key among pairs, `needle` for numbers that are "
-        "hidden in held-out text, `variables` for the variables of one value, and `copy` for random tokens once more.",
+        "hidden in held-out text, `variables` for the variables of one value, and `copy` for random tokens once "
+        "more.\n\n"
+        "The held-out data is that of the first run's config. Each --config.data.NAME=VALUE replaces a setting of it: "
+        "with --config.data.heldout_paths=PATH, runs are evaluated on all of PATH.",
     )
     parser.add_argument(
         "--workdir",
@@ -69,6 +72,7 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         help="Minimum number of questions of each task at each context length. Default: 64.",
     )
     parser.add_tokenizer()
+    parser.add_settings(only="data")
     return parser.parse_args(arguments)
 
 
@@ -85,17 +89,18 @@ def main(arguments: Sequence[str], program: str = "sympow eval") -> int:
         machine.cache_programs()
         # Imported only now, because it takes seconds and needs the extra `train`, which `--help` does not.
         from sympow_jax import evaluation
-        from sympow_jax.evaluation import workdirs as workdirs_lib
 
         workdirs = flags.workdir.split(",")
+        changes = command_line.changed_settings(flags)
         # The data is that of the first run.
-        loading.require_named(workdirs_lib.read_runs(workdirs)[1][0], (), workdirs[0])
+        first = config.override(workdir.read_config(pathlib.Path(workdirs[0])), changes)
+        loading.require_named(first, changes, workdirs[0])
         lengths = None if flags.context_lengths is None else evaluation.parse_lengths(flags.context_lengths)
         # Not the workdir itself, which has the evaluation at the end of training.
         out = pathlib.Path(workdirs[0], "evaluation") if flags.out is None else pathlib.Path(flags.out)
         if flags.tasks is None:
             _reject(flags, ("trials", "tokenizer"), "for --tasks, which is not given")
-            evaluation.evaluate(workdirs, lengths, out=out, documents=flags.documents)
+            evaluation.evaluate(workdirs, lengths, out=out, documents=flags.documents, changes=changes)
         else:
             _reject(flags, ("documents",), "for losses by position, not for --tasks")
             evaluation.evaluate_context_tasks(
@@ -105,6 +110,7 @@ def main(arguments: Sequence[str], program: str = "sympow eval") -> int:
                 out=out,
                 trials=flags.trials,
                 tokenizer=flags.tokenizer,
+                changes=changes,
             )
         streams.say(f"the results are in {out}")
         return 0

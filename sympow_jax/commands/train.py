@@ -24,9 +24,9 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
         config = prepared.with_tokenizer(config)
         for line in prepared.contradictions(config):  # before errors that they explain
             hosts.say(f"warning: {line}", error=True)
+        data.require_outside_runs(config.data, folder)
         rows = data.train_dataset(config.data, task=config.task, vocab_size=config.model.vocab_size)
         heldout = data.HeldoutData(config.data, config.task, vocab_size=config.model.vocab_size)
-        data.require_held_apart(config.data)
         evaluation.check_settings(config, heldout)
         metrics.check_settings(config)
         mesh = sharding.make_mesh(config)
@@ -48,6 +48,8 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
         if start > steps:
             raise ValueError(f"{folder} is at step {start}, past training.steps={steps}; ask for more steps")
         plan = summary.describe(program, traced, description, folder)
+        if heldout.rows is None and (config.data.heldout_paths or config.data.heldout_fraction):
+            plan.append(f"warning: nothing is held out, so nothing is evaluated: {heldout.cause_of_absence}")
         hosts.say(*plan)
         advice = verdict.advice(mesh.devices.flat[0])
         if advice and any(x.kernel == "power" and x.implementation is None for x in config.model.attentions):

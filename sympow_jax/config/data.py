@@ -71,7 +71,11 @@ class DataConfig:
         ),
     )
     heldout_fraction: float = dataclasses.field(
-        default=0.1, metadata=fields.about("Fraction that is held out if there are no `heldout_paths`.")
+        default=0.1,
+        metadata=fields.about(
+            "Fraction that is held out if there are no `heldout_paths`: of the documents, or of the bytes of each "
+            "`text` file that `paths` names itself."
+        ),
     )
     token_dtype: str = dataclasses.field(
         default="uint16",

@@ -18,6 +18,7 @@ from sympow_jax.config import fields, run, serialize
 
 __all__ = [
     "describe_configs",
+    "is_remote",
     "load",
     "nearest_setting",
     "override",
@@ -81,6 +82,11 @@ def read(path: pathlib.Path) -> run.Config:
         raise ValueError(f"{path}: {error}") from error
 
 
+def is_remote(path: str) -> bool:
+    """Returns whether a path of data is a URL on another host, or one that may lead to one."""
+    return re.search(":(//|:)", path.removeprefix("file://")) is not None
+
+
 def require_named(config: run.Config, named: Collection[str], source: str) -> None:
     """Raises ValueError if data of settings from a file is on another host, unless the user named it again.
 
@@ -92,7 +98,7 @@ def require_named(config: run.Config, named: Collection[str], source: str) -> No
     for path in ("data.paths", "data.heldout_paths", "data.tokenizer"):
         value = getattr(config.data, path.removeprefix("data."))
         places = (value,) if isinstance(value, str) else value
-        if path not in named and any(re.search(":(//|:)", x.removeprefix("file://")) for x in places):
+        if path not in named and any(map(is_remote, places)):
             raise ValueError(
                 f"{path} of {source} is {spelling.shown(fields.written(value))}, on another host; if you trust it, "
                 f"name it again with --config.{path}"

@@ -5,7 +5,13 @@ from sympow_jax import extras
 with extras.required("train", __name__):
     from sympow_jax.data.codec import Codec, codec_of_run
     from sympow_jax.data.documents import HeldoutDocuments
-    from sympow_jax.data.pipeline import HeldoutData, describe, require_held_apart, train_dataset
+    from sympow_jax.data.pipeline import (
+        HeldoutData,
+        describe,
+        require_held_apart,
+        require_outside_runs,
+        train_dataset,
+    )
 
 __all__ = [
     "Codec",
@@ -14,5 +20,6 @@ __all__ = [
     "codec_of_run",
     "describe",
     "require_held_apart",
+    "require_outside_runs",
     "train_dataset",
 ]

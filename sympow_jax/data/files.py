@@ -1,6 +1,7 @@
 """Finds the files that a setting names, and splits documents into training and held-out ones."""
 
 import dataclasses
+import fnmatch
 import glob
 import hashlib
 import os
@@ -9,7 +10,7 @@ import re
 from collections.abc import Buffer, Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
-from jaxtyping import Bool, Float64, Int64, UInt64
+from jaxtyping import Bool, Int64
 
 from sympow_jax import config as config_lib
 
@@ -20,11 +21,14 @@ __all__ = [
     "find",
     "find_all",
     "held_out",
-    "index_hashes",
-    "key_hashes",
     "located",
-    "position_hashes",
+    "root_of",
+    "side",
+    "would_find",
 ]
+
+_SAMPLES = 64
+_SAMPLE_BYTES = 1 << 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,17 +36,19 @@ class File:
     """A file and its key.
 
     The key is the path relative to the folder, or to the fixed part of the glob pattern, that matched the file. Order
-    and hold-out depend on the key only, so that they do not change when the folder is moved.
+    and hold-out depend on the key only, so that they do not change when the folder is moved. `named` says whether a
+    path is that of the file itself.
     """
 
     path: pathlib.Path
     key: str
     size: int
+    named: bool = dataclasses.field(default=False, kw_only=True)
 
 
-def _file(path: str, root: str) -> File:
+def _file(path: str, root: str, *, named: bool = False) -> File:
     key = pathlib.Path(os.path.relpath(path, root)).as_posix()
-    return File(path=pathlib.Path(path), key=key, size=os.path.getsize(path))
+    return File(path=pathlib.Path(path), key=key, size=os.path.getsize(path), named=named)
 
 
 def below(root: str, *, suffix: str = "", skip: Collection[str] = ()) -> list[File]:
@@ -69,13 +75,40 @@ def _refuse(error: OSError) -> None:
     raise ValueError(f"cannot read the folder {error.filename}: {error.strerror}") from error
 
 
-def _matching(pattern: str) -> list[File]:
+def _split(pattern: str) -> tuple[str, list[str]]:
+    """Returns the fixed part of a glob, and the other parts."""
     parts = pathlib.Path(pattern).parts
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-    root = os.path.join("", *parts[:fixed]) or "."
     # Other stars in a row are one star, and `**` at the end is all files.
     rest = [part if part == "**" else re.sub(r"\*+", "*", part) for part in parts[fixed:]]
     rest += ["*"] if rest[-1] == "**" else []
+    return os.path.join("", *parts[:fixed]) or ".", rest
+
+
+def root_of(path: str) -> str | None:
+    """Returns the folder that a path or glob is searched from, without links; None for a single file and a URL."""
+    path = os.path.expanduser(path.removeprefix("file://"))
+    if "://" in path or os.path.isfile(path):
+        return None
+    return os.path.realpath(_split(path)[0] if glob.has_magic(path) and not os.path.isdir(path) else path)
+
+
+def would_find(path: str, file: str) -> bool:
+    """Returns whether a folder, or a glob, stands for a file, which need not exist."""
+    root, path = root_of(path), os.path.expanduser(path.removeprefix("file://"))
+    if root is None or os.path.commonpath([root, file]) != root:
+        return False
+    if root == os.path.realpath(path):
+        return True
+    rest = _split(path)[1]
+    key = os.path.relpath(file, root)
+    # In `fnmatch`, a star crosses folders, as only `**` may.
+    same_depth = "**" in rest or len(rest) == 1 + key.count(os.sep)
+    return same_depth and fnmatch.fnmatchcase(key, "/".join(rest).replace("**/", "*"))
+
+
+def _matching(pattern: str) -> list[File]:
+    root, rest = _split(pattern)
     # By pathlib, whose `**` does not follow links to folders. `glob` follows them, around loops too.
     found = [path for path in pathlib.Path(root).glob("/".join(rest)) if path.is_file()]
     if not _is_hidden(rest):
@@ -102,9 +135,10 @@ def find(setting: str, paths: Sequence[str], *, suffix: str = "") -> list[File]:
         ValueError: a path matches no file.
     """
     matches: dict[str, File] = {}
-    for path in map(os.path.expanduser, paths):
+    # Named files first, so that the key of one does not depend on the folders and patterns that it is in.
+    for path in sorted(map(os.path.expanduser, paths), key=lambda path: not os.path.isfile(path)):
         if os.path.isfile(path):
-            files = [_file(path, os.path.dirname(path) or ".")]
+            files = [_file(path, os.path.dirname(path) or ".", named=True)]
         elif os.path.isdir(path):
             files = below(path, suffix=suffix)
         elif glob.has_magic(path):
@@ -144,56 +178,59 @@ def find_all(config: config_lib.DataConfig, *, suffix: str) -> list[File]:
     return found
 
 
-def digest(files: Iterable[File], read: Callable[[File], Iterable[Buffer]]) -> str:
-    """Returns the SHA-256 of every file's key, size and the parts of its content that `read` returns, in order."""
+def digest(files: Sequence[File], read: Callable[[File], Iterable[Buffer]], *, samples: bool = False) -> str:
+    """Returns the SHA-256 of every file's key, size and the parts of its content that `read` returns, in order.
+
+    `samples` adds 4 KiB at each of 64 evenly spaced places of all files, because the contents may be too large to read.
+    """
     total = hashlib.sha256()
     for file in files:
         total.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
         for part in read(file):
             total.update(part)
+    ends = np.cumsum([file.size for file in files])
+    for place in np.linspace(0, ends[-1], _SAMPLES, endpoint=False).astype(np.int64) if samples else ():
+        number = int(np.searchsorted(ends, place, side="right"))
+        file = files[number]
+        start = min(place - ends[number] + file.size, max(0, file.size - _SAMPLE_BYTES))
+        try:
+            with file.path.open("rb") as stream:
+                stream.seek(start)
+                total.update(stream.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise ValueError(f"cannot read {file.path}: {error.strerror}") from error
     return total.hexdigest()
 
 
-def key_hashes(keys: Sequence[str]) -> Float64[np.ndarray, " documents"]:
-    """Returns the SHA-256 of each key, scaled to [0, 1)."""
-    digests = (hashlib.sha256(os.fsencode(key)).digest() for key in keys)
-    return np.array([int.from_bytes(digest[:6], "big") for digest in digests], np.float64) / 2.0**48
+def side(config: config_lib.DataConfig, *, heldout: bool) -> tuple[str, tuple[str, ...]]:
+    """Returns the name and the value of the setting whose paths have the training or the held-out documents."""
+    if heldout and config.heldout_paths:
+        return "data.heldout_paths", config.heldout_paths
+    return "data.paths", config.paths
 
 
-def index_hashes(count: int) -> Float64[np.ndarray, " documents"]:
-    """Returns SplitMix64 of 0 .. count - 1, scaled to [0, 1) (Steele, Lea and Flood, 2014)."""
-    return _splitmix(np.arange(count, dtype=np.uint64))
+def held_out(
+    keys: Sequence[str], positions: Int64[np.ndarray, "#documents"], fraction: float
+) -> Bool[np.ndarray, " documents"]:
+    """Returns a mask of the documents whose hash is below `fraction`.
 
+    The hash is a function of the key of a document's file and of its position there. So a document stays on its side
+    when other files are added or removed. It is the SHA-256 of the key plus SplitMix64 of the position (Steele, Lea and
+    Flood, 2014), which is 0 at position 0.
 
-def position_hashes(
-    key: str, positions: Int64[np.ndarray, " documents"]
-) -> Float64[np.ndarray, " documents"]:
-    """Returns SplitMix64 of positions in a file, seeded by the SHA-256 of its key, scaled to [0, 1)."""
-    origin = int.from_bytes(hashlib.sha256(os.fsencode(key)).digest()[:8], "big")
-    return _splitmix(positions.astype(np.uint64) + np.uint64(origin))
-
-
-def _splitmix(mixed: UInt64[np.ndarray, " _"]) -> Float64[np.ndarray, " _"]:
+    Args:
+        keys: key of each document's file, or of the one file of all documents.
+        positions: position of each document in its file, or of all documents in theirs.
+        fraction: fraction of the documents that is held out.
+    """
+    mixed = positions.astype(np.uint64)
     # In place, because there may be 10^8 documents.
-    mixed += np.uint64(1)
     mixed *= np.uint64(0x9E3779B97F4A7C15)
     mixed ^= mixed >> np.uint64(30)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(27)
     mixed *= np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
-    return (mixed >> np.uint64(11)) / 2.0**53
-
-
-def held_out(hashes: Float64[np.ndarray, " documents"], fraction: float) -> Bool[np.ndarray, " documents"]:
-    """Returns a mask of the documents whose hash is below `fraction`.
-
-    So a document stays on its side when others are added or removed, with two exceptions, so that small corpora have
-    both sides. Unless `fraction` is 0, the document of the lowest hash is held out. The one of the highest hash never
-    is, and neither is an only document.
-    """
-    mask = hashes < fraction
-    if fraction > 0 and len(hashes):
-        mask[np.argmin(hashes)] = True
-        mask[np.argmax(hashes)] = False
-    return mask
+    digests = (hashlib.sha256(os.fsencode(key)).digest() for key in keys)
+    hashes = mixed + np.array([int.from_bytes(digest[:8], "big") for digest in digests], np.uint64)
+    return (hashes >> np.uint64(11)) / 2.0**53 < fraction

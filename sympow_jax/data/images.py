@@ -97,14 +97,15 @@ def _below(setting: str, paths: tuple[str, ...], classes: list[str]) -> list[_Im
     return list(unique.values())
 
 
-def _sides(config: config_lib.DataConfig, classes: list[str]) -> tuple[list[_Image], list[_Image]]:
-    """Returns the training and the held-out images."""
-    images = _below("data.paths", config.paths, classes)
+def _side(config: config_lib.DataConfig, classes: list[str], *, heldout: bool) -> list[_Image]:
+    """Returns the training or the held-out images."""
+    images = _below(*files.side(config, heldout=heldout), classes)
     if config.heldout_paths:
-        return images, _below("data.heldout_paths", config.heldout_paths, classes)
-    mask = files.held_out(files.key_hashes([image.key for image in images]), config.heldout_fraction)
-    train = [image for image, out in zip(images, mask) if not out]
-    return train, [image for image, out in zip(images, mask) if out]
+        return images
+    mask = files.held_out(
+        [image.key for image in images], np.zeros(1, np.int64), config.heldout_fraction
+    ).tolist()
+    return [image for image, out in zip(images, mask) if out == heldout]
 
 
 def _unreadable(path: pathlib.Path, error: Exception) -> ValueError:
@@ -246,7 +247,7 @@ def open_examples(
     """
     classes = _classes(config)
     # Before the classes are counted, because a superfluous folder is most often an empty one.
-    images = _sides(config, classes)[heldout]
+    images = _side(config, classes, heldout=heldout)
     if task.name != "classification" or task.classes != len(classes):
         raise ValueError(
             f"task.name is {task.name!r} and task.classes {task.classes}, but {config.paths[0]} holds folders of "
@@ -266,15 +267,15 @@ def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfi
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """Returns counts, bytes, and the SHA-256 of names and sizes; reading contents would delay the start."""
+    """Returns counts, bytes, and a SHA-256 as `digest_of` says; reading all contents would delay the start."""
     classes = _classes(config)
-    train, heldout = _sides(config, classes)
+    train, heldout = (_side(config, classes, heldout=side) for side in (False, True))
     return {
         "classes": len(classes),
         "files": len(train) + len(heldout),
         "bytes": sum(image.size for image in [*train, *heldout]),
         "examples": len(train),
         "heldout_examples": len(heldout),
-        "digest": files.digest([*train, *heldout], lambda _: ()),
-        "digest_of": "names and sizes",
+        "digest": files.digest([*train, *heldout], lambda _: (), samples=True),
+        "digest_of": "names, sizes and 64 samples of the contents",
     }

@@ -1,5 +1,6 @@
 """LongCrawl64's layout: a Zarr v2 array of token ids, one document per row, local or in an object store."""
 
+import contextlib
 import hashlib
 import json
 import math
@@ -37,6 +38,9 @@ _METADATA = ".zarray"
 # LongCrawl64 has Blosc's LZ4. Gzip has a checksum: of 200 bits that were flipped in the data of such chunks, it found
 # all, and LZ4 found 24. It reads as fast, and the chunks are smaller.
 _COMPRESSOR = {"id": "gzip", "level": 1}
+
+# Chunks whose last bytes enter the digest, and the number of these bytes.
+_SAMPLES, _SAMPLE_BYTES = 32, 16
 
 # Bytes of the largest chunk that is read, which is held in memory whole. LongCrawl64's chunks have 2^23.
 _CHUNK_BYTES = 1 << 28
@@ -172,24 +176,6 @@ class ZarrDocuments:
         return f"{self._path} (row {self._rows[document]})"
 
 
-def _sides(config: config_lib.DataConfig) -> tuple[ZarrDocuments, ZarrDocuments]:
-    """Returns the training and the held-out documents."""
-    array = _open("data.paths", config.paths, config.token_dtype, config.shortest_document)
-    lead = DOCUMENT_START if config.document_separator is None else config.document_separator
-    everything = np.arange(array.shape[0])
-    if config.heldout_paths:
-        other = _open(
-            "data.heldout_paths", config.heldout_paths, config.token_dtype, config.shortest_document
-        )
-        test = ZarrDocuments(other, config.heldout_paths[0], rows=np.arange(other.shape[0]), lead=lead)
-        return ZarrDocuments(array, config.paths[0], rows=everything, lead=lead), test
-    mask = files.held_out(files.index_hashes(len(everything)), config.heldout_fraction)
-    train, test = (
-        ZarrDocuments(array, config.paths[0], rows=everything[side], lead=lead) for side in (~mask, mask)
-    )
-    return train, test
-
-
 def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> ZarrDocuments:
     """Returns the training or the held-out documents, one per row.
 
@@ -198,7 +184,14 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> ZarrDocum
     Raises:
         ValueError: there is no array, or its shape, chunks or dtype are wrong.
     """
-    return _sides(config)[heldout]
+    setting, paths = files.side(config, heldout=heldout)
+    array = _open(setting, paths, config.token_dtype, config.shortest_document)
+    rows = np.arange(array.shape[0])
+    if not config.heldout_paths:
+        # Of one array, a row is known by its number alone.
+        rows = rows[files.held_out([""], rows, config.heldout_fraction) == heldout]
+    lead = DOCUMENT_START if config.document_separator is None else config.document_separator
+    return ZarrDocuments(array, paths[0], rows=rows, lead=lead)
 
 
 def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
@@ -211,14 +204,26 @@ def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfi
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """Returns sizes of the arrays, and the SHA-256 of their metadata; reading terabytes would delay the start."""
-    train, test = _sides(config)
+    """Returns sizes of the arrays, and a SHA-256 as `digest_of` says; reading terabytes would delay the start."""
+    train, test = (open_documents(config, heldout=side) for side in (False, True))
     arrays = [
         _open(setting, paths, config.token_dtype, config.shortest_document)
         for setting, paths in (("data.paths", config.paths), ("data.heldout_paths", config.heldout_paths))
         if paths
     ]
-    described = [array.spec().to_json()["metadata"] for array in arrays]
+    digest = hashlib.sha256()
+    for array in arrays:
+        stored = array.spec().to_json()["metadata"]
+        digest.update(json.dumps(stored, sort_keys=True).encode())
+        shape = [-(-size // chunk) for size, chunk in zip(stored["shape"], stored["chunks"])]
+        places = np.linspace(0, math.prod(shape), _SAMPLES, endpoint=False).astype(np.int64)
+        indices = np.stack(np.unravel_index(np.unique(places), shape), -1).tolist()
+        keys = [stored.get("dimension_separator", ".").join(map(str, index)) for index in indices]
+        # Of gzip, these are a checksum and the size of the content.
+        ends = [array.kvstore.read(key, byte_range=slice(-_SAMPLE_BYTES, None)) for key in keys]
+        for end in ends:
+            with contextlib.suppress(ValueError):  # a chunk of fewer bytes
+                digest.update(end.result().value)
     return {
         "files": len(arrays),
         "bytes": sum(int(np.prod(array.shape)) * array.dtype.numpy_dtype.itemsize for array in arrays),
@@ -226,6 +231,6 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
         "tokens": int(train.lengths.sum()),
         "heldout_documents": len(test.lengths),
         "heldout_tokens": int(test.lengths.sum()),
-        "digest": hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest(),
-        "digest_of": "the arrays' metadata",
+        "digest": digest.hexdigest(),
+        "digest_of": f"metadata, and the ends of {_SAMPLES} chunks of each array",
     }

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import importlib
+import os
+import pathlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,9 +13,16 @@ import numpy as np
 from sympow_jax import config as config_lib
 from sympow_jax import spelling
 from sympow_jax.config import data as data_config
-from sympow_jax.data import documents, longcrawl64, masking, rows, shuffle, text, tokens
+from sympow_jax.config import loading
+from sympow_jax.data import documents, files, longcrawl64, masking, rows, shuffle, text, tokens
 
-__all__ = ["HeldoutData", "describe", "require_held_apart", "train_dataset"]
+__all__ = [
+    "HeldoutData",
+    "describe",
+    "require_held_apart",
+    "require_outside_runs",
+    "train_dataset",
+]
 
 _DOCUMENTS = {"text": text, "tokens": tokens, "longcrawl64": longcrawl64}
 
@@ -35,6 +44,18 @@ _EXAMPLES = {
     "images": _Labeled(("classification",)),
     "listops": _Labeled(("classification",), has_heldout=True),
 }
+# Files that a run writes into its workdir, one of each kind. A folder with the first two is taken for one.
+_OF_RUNS = (
+    "config.json",
+    "environment.json",
+    "metrics.jsonl",
+    "lock",
+    "context_loss.csv",
+    "context_loss.png",
+    "events.out.tfevents.1",
+    "checkpoints/1/commit_success.txt",
+    "checkpoints/1/params/manifest.ocdbt",
+)
 _DOCUMENT_TASKS = ("next_token", "match_attention", "masked_token")
 
 
@@ -119,6 +140,12 @@ def train_dataset(
         pack = functools.partial(_rows, config=config, task=task, vocab_size=vocab_size)
         return _source(config.source).open_rows(config, pack, vocab_size=vocab_size)
     opened = _open(config, task, vocab_size=vocab_size, heldout=False)
+    count = len(opened.lengths) if isinstance(opened, documents.Documents) else len(opened)
+    if not count and config.heldout_fraction and not config.heldout_paths:
+        raise ValueError(
+            f"nothing is left to train on: data.heldout_fraction {config.heldout_fraction} holds out all that "
+            f"data.paths names; lower it, name more data, or name held-out files in data.heldout_paths"
+        )
     return shuffle.ShuffledRows(_rows(opened, config, task, vocab_size=vocab_size), seed=config.seed)
 
 
@@ -180,8 +207,8 @@ class HeldoutData:
                 f"more; lower it, or name other files"
             )
         return (
-            f"data.heldout_paths is empty and data.heldout_fraction is {config.heldout_fraction}; name held-out files, "
-            f"or hold out a part of at least two documents"
+            f"data.heldout_paths is empty and data.heldout_fraction is {config.heldout_fraction}, which holds out "
+            f"nothing here; name held-out files in data.heldout_paths, or raise the fraction"
         )
 
     def batches(self, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
@@ -231,21 +258,84 @@ def _uncounted(row: rows.Row) -> rows.Row:
     return {**row, answer: np.full_like(row[answer], none)}
 
 
-def require_held_apart(config: config_lib.DataConfig) -> None:
-    """Raises ValueError if a file is both trained on and held out, by whatever paths, patterns or symbolic links.
+def require_held_apart(
+    config: config_lib.DataConfig, trained: config_lib.DataConfig, *, name: str = "the run"
+) -> bool:
+    """Raises ValueError if held-out files were trained on, by whatever paths, patterns or symbolic links.
 
     Copies and hard links are not noticed.
+
+    Args:
+        config: settings that hold out.
+        trained: settings of the data that a run was trained on.
+        name: name of that run, for errors.
+
+    Returns:
+        False if it cannot be found out, because the paths that were trained on cannot be read.
     """
-    if not config.heldout_paths:
-        return
-    locations = _source(config.source).locations
-    trained = locations("data.paths", config.paths, config)
-    if shared := sorted(trained & locations("data.heldout_paths", config.heldout_paths, config)):
+    if "listops" in (config.source, trained.source) or _holds_out_less(config, trained):
+        return True
+    if trained.paths != config.paths and any(map(loading.is_remote, trained.paths)):
+        return False  # not opened, because they may be anybody's
+    try:
+        found = _source(trained.source).locations("data.paths", trained.paths, trained)
+    except ValueError:
+        return False
+    setting, paths = files.side(config, heldout=True)
+    if shared := sorted(found & _source(config.source).locations(setting, paths, config)):
         example = spelling.cut(shared[0], spelling.LINE)
-        raise ValueError(
-            f"data.paths and data.heldout_paths share {len(shared)} of what they name, such as {example}; change one "
-            f"of them, or leave data.heldout_paths empty, so that data.heldout_fraction of the data is held out"
+        remedy = (
+            "change one of them, or leave data.heldout_paths empty, so that a part of the data is held out"
         )
+        if trained != config:
+            remedy = "it was trained on what is held out here: hold out other files, or what it held out, as it did"
+        raise ValueError(
+            f"data.paths{'' if trained == config else f' of {name}'} and {setting} share {len(shared)} of what they "
+            f"name, such as {example}; {remedy}"
+        )
+    return True
+
+
+def _holds_out_less(config: config_lib.DataConfig, trained: config_lib.DataConfig) -> bool:
+    """Returns whether all that `config` holds out by hash was held out from `trained` too."""
+    sides = [
+        (
+            x.source,
+            [path if "://" in path else os.path.realpath(os.path.expanduser(path)) for path in x.paths],
+            # What a document is; in other sources, they follow from the file.
+            (x.document_separator, x.token_dtype) if x.source == "tokens" else None,
+            x.heldout_paths,
+        )
+        for x in (config, trained)
+    ]
+    by_hash = not config.heldout_paths and sides[0] == sides[1]
+    return by_hash and config.heldout_fraction <= trained.heldout_fraction
+
+
+def require_outside_runs(config: config_lib.DataConfig, workdir: pathlib.Path) -> None:
+    """Raises ValueError if a folder or pattern of the data stands for files of `workdir`, or of another run's workdir.
+
+    A workdir is a folder with a `config.json` and an `environment.json`.
+    """
+    written = [os.path.join(os.path.realpath(workdir), name) for name in _OF_RUNS]
+    for setting, paths in (("data.paths", config.paths), ("data.heldout_paths", config.heldout_paths)):
+        roots = {root: path for path in paths if (root := files.root_of(path)) is not None}
+        for path in paths:
+            if any(files.would_find(path, file) for file in written):
+                raise ValueError(
+                    f"{setting}: {path!r} stands for what the run writes into --workdir {workdir} too; choose another "
+                    f"--workdir, or a narrower path or pattern"
+                )
+        found = _source(config.source).locations(setting, paths, config) if roots else ()
+        folders = {os.path.dirname(location) for location in found}
+        folders |= {str(parent) for folder in folders for parent in pathlib.PurePath(folder).parents}
+        for folder in sorted(folders):
+            inside = [path for root, path in roots.items() if os.path.commonpath([root, folder]) == root]
+            if inside and all(os.path.isfile(os.path.join(folder, name)) for name in _OF_RUNS[:2]):
+                raise ValueError(
+                    f"{setting}: {inside[0]!r} stands for files in {folder}, the workdir of a run; choose a narrower "
+                    f"path or pattern, or move the run"
+                )
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:

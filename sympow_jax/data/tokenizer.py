@@ -44,6 +44,11 @@ class Tokenizer:
     decode: Callable[[Sequence[int]], bytes]
     begin: int | None = None
 
+    @property
+    def identity(self) -> str:
+        """Text for records, which differs between tokenizers that make other tokens of the same documents."""
+        return f"{self.fingerprint}, separator {self.separator}"
+
     def end_of_text(self, chosen: int | None, *, setting: str) -> int:
         """Returns the id that ends a document: `chosen`, which the user gave as `setting`, or else the separator.
 

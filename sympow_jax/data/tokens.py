@@ -98,7 +98,16 @@ def _all_ends(
     return ends
 
 
-def _all_documents(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> documents.Spans:
+def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents.Spans:
+    """Returns the training or the held-out documents of the `.bin` files.
+
+    `data.document_separator` is the last token of every document. Without a separator, every file is one document.
+
+    Raises:
+        ValueError: nothing matches, a file is empty, truncated or of another dtype, or there are more than 2^28
+            documents.
+    """
+    setting, paths = files.side(config, heldout=heldout)
     matches = files.find(setting, paths, suffix=".bin")
     separator = config.document_separator
     arrays = [_map(file, config) for file in matches]
@@ -117,30 +126,14 @@ def _all_documents(setting: str, paths: tuple[str, ...], config: config_lib.Data
         starts=np.concatenate(ends) - lengths,
         lengths=lengths,
     )
-    if config.shortest_document > 1:
-        return spans.select(np.flatnonzero(lengths >= config.shortest_document))
-    return spans
-
-
-def _sides(config: config_lib.DataConfig) -> tuple[documents.Spans, documents.Spans]:
-    """Returns the training and the held-out documents."""
-    spans = _all_documents("data.paths", config.paths, config)
-    if config.heldout_paths:
-        return spans, _all_documents("data.heldout_paths", config.heldout_paths, config)
-    mask = files.held_out(files.index_hashes(len(spans.lengths)), config.heldout_fraction)
-    return spans.select(np.flatnonzero(~mask)), spans.select(np.flatnonzero(mask))
-
-
-def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents.Spans:
-    """Returns the training or the held-out documents of the `.bin` files.
-
-    `data.document_separator` is the last token of every document. Without a separator, every file is one document.
-
-    Raises:
-        ValueError: nothing matches, a file is empty, truncated or of another dtype, or there are more than 2^28
-            documents.
-    """
-    return _sides(config)[heldout]
+    chosen = lengths >= config.shortest_document
+    if not config.heldout_paths:
+        masks = (
+            files.held_out([file.key], np.arange(len(end)), config.heldout_fraction)
+            for file, end in zip(matches, ends)
+        )
+        chosen &= np.concatenate([*masks]) == heldout
+    return spans if chosen.all() else spans.select(np.flatnonzero(chosen))
 
 
 def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
@@ -149,8 +142,8 @@ def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfi
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """Returns counts of files, documents and tokens, and a SHA-256 of keys, sizes, first and last MiB of files."""
-    train, heldout = (side.lengths for side in _sides(config))
+    """Returns counts of files, documents and tokens, and a SHA-256 as `digest_of` says."""
+    train, heldout = (open_documents(config, heldout=side).lengths for side in (False, True))
     matches = files.find_all(config, suffix=".bin")
 
     def ends(file: files.File) -> Iterator[bytes]:
@@ -166,6 +159,6 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
         "tokens": int(train.sum()),
         "heldout_documents": len(heldout),
         "heldout_tokens": int(heldout.sum()),
-        "digest": files.digest(matches, ends),
-        "digest_of": "names, sizes, first and last MiB of each file",
+        "digest": files.digest(matches, ends, samples=True),
+        "digest_of": "names, sizes, first and last MiB of each file, and 64 samples of all",
     }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, Integer, Shaped
+from jaxtyping import Bool, Int64, Integer, Shaped
 
 from sympow_jax import config as config_lib
 from sympow_jax import spelling
@@ -30,6 +30,7 @@ class _File(NamedTuple):
     """A memory-mapped file, and the range of each of its examples, without the line ending."""
 
     path: str
+    key: str  # as in `files.File`
     content: mmap.mmap
     columns: _Columns
     starts: Int64[np.ndarray, " lines"]
@@ -101,7 +102,7 @@ def _open(file: files.File, config: config_lib.DataConfig) -> _File:
     starts = starts[int(header) :]
     if len(starts) < 2:
         raise ValueError(f"{file.path} has no examples, only a header; name a file that has some")
-    return _File(str(file.path), content, columns, starts[:-1], starts[1:] - 1, 1 + header)
+    return _File(str(file.path), file.key, content, columns, starts[:-1], starts[1:] - 1, 1 + header)
 
 
 def _label_reader(
@@ -153,6 +154,11 @@ class Table:
     def __len__(self) -> int:
         return len(self._line)
 
+    def held_out(self, fraction: float) -> Bool[np.ndarray, " lines"]:
+        """Returns a mask of the lines that are held out by their hashes."""
+        masks = (files.held_out([file.key], np.arange(len(file.starts)), fraction) for file in self._files)
+        return np.concatenate([*masks])
+
     def name(self, line: int) -> str:
         """Returns the file and the number of a line, for errors."""
         return self._files[self._file[line]].name(self._line[line])
@@ -164,16 +170,12 @@ class Table:
         return [fields[column] for column in file.columns.texts], fields[file.columns.label]
 
 
-def _sides(
-    config: config_lib.DataConfig,
-) -> tuple[tuple[Table, Int64[np.ndarray, " n"]], tuple[Table, Int64[np.ndarray, " n"]]]:
-    """Returns the training and the held-out lines, each as a table and line indices."""
-    table = Table("data.paths", config.paths, config)
+def _lines(config: config_lib.DataConfig, *, heldout: bool) -> tuple[Table, Int64[np.ndarray, " n"]]:
+    """Returns the table that has the training or the held-out lines, and their indices."""
+    table = Table(*files.side(config, heldout=heldout), config)
     if config.heldout_paths:
-        other = Table("data.heldout_paths", config.heldout_paths, config)
-        return (table, np.arange(len(table))), (other, np.arange(len(other)))
-    mask = files.held_out(files.index_hashes(len(table)), config.heldout_fraction)
-    return (table, np.flatnonzero(~mask)), (table, np.flatnonzero(mask))
+        return table, np.arange(len(table))
+    return table, np.flatnonzero(table.held_out(config.heldout_fraction) == heldout)
 
 
 class TsvExamples:
@@ -278,7 +280,7 @@ def open_examples(
             repeated, a line has a different number of columns or no text, a label is not a class or not a number, or
             the tokenizer does not exist.
     """
-    table, lines = _sides(config)[heldout]
+    table, lines = _lines(config, heldout=heldout)
     return TsvExamples(table, lines, config, task, vocab_size=vocab_size)
 
 
@@ -288,14 +290,15 @@ def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfi
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """Returns counts of files, bytes and examples, and the SHA-256 of every file's key, size and bytes."""
-    (_, train), (_, heldout) = _sides(config)
+    """Returns counts, the tokenizer, and the SHA-256 of every file's key, size and bytes."""
+    train, heldout = (_lines(config, heldout=side)[1] for side in (False, True))
     matches = files.find_all(config, suffix=".tsv")
     return {
         "files": len(matches),
         "bytes": sum(file.size for file in matches),
         "examples": len(train),
         "heldout_examples": len(heldout),
+        "tokenizer": tokenizer_lib.load(config.tokenizer, setting="data.tokenizer").identity,
         "digest": files.digest(matches, lambda file: [_map(file)]),
         "digest_of": "names, sizes and contents",
     }

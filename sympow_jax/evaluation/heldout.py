@@ -94,6 +94,7 @@ def evaluate_heldout(
     *,
     out: str | os.PathLike[str],
     heldout: data.HeldoutData | None = None,
+    changes: Mapping[str, str] | None = None,
     console: rich.console.Console | None = None,
 ) -> dict[str, dict[str, float]]:
     """Evaluates the newest checkpoint of every run on the same held-out rows.
@@ -105,6 +106,7 @@ def evaluate_heldout(
         workdirs: workdirs of the runs.
         out: folder to write to.
         heldout: held-out data of the first run; None opens it.
+        changes: settings of the data to replace in the runs' configs, such as {"data.heldout_paths": "a.bin,b.bin"}.
         console: console to print to.
 
     Returns:
@@ -116,7 +118,7 @@ def evaluate_heldout(
             `out` cannot be written.
     """
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
-    paths, configs = workdirs_lib.read_runs(workdirs)
+    paths, configs = workdirs_lib.read_runs(workdirs, changes)
     workdirs_lib.require_comparable(paths, [_fixed(config) for config in configs])
     for path in paths:
         checkpoint.require_checkpoint(path)

@@ -5,7 +5,7 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -101,6 +101,7 @@ def evaluate_runs(
     out: str | os.PathLike[str],
     documents: int | None = None,
     heldout: data.HeldoutData | None = None,
+    changes: Mapping[str, str] | None = None,
     console: rich.console.Console | None = None,
 ) -> list[report.Row]:
     """Evaluates the newest checkpoint of every run and writes `context_loss.{csv,json,png,pdf}` into `out`.
@@ -114,6 +115,7 @@ def evaluate_runs(
         out: folder to write to.
         documents: maximum number of documents; None means that of the first run's `evaluation` settings.
         heldout: held-out data of the first run; None opens it.
+        changes: settings of the data to replace in the runs' configs, such as {"data.heldout_paths": "a.bin,b.bin"}.
         console: console to print to.
 
     Returns:
@@ -124,7 +126,7 @@ def evaluate_runs(
             every document or a model's learned positions, or `out` cannot be written.
     """
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
-    paths, configs = workdirs_lib.read_runs(workdirs)
+    paths, configs = workdirs_lib.read_runs(workdirs, changes)
     require_same_documents(paths, configs)
     for path in paths:  # checked before hours are spent on earlier runs
         checkpoint.require_checkpoint(path)
@@ -151,8 +153,8 @@ def evaluate_runs(
     rows: list[report.Row] = []
     runs = []
     for name, path, config in zip(workdirs_lib.run_names(paths, configs), paths, configs):
-        means, step = _evaluate(console, name, path, tokens, lengths, chosen.first_position)
-        rows += report.make_rows(workdirs_lib.describe_run(name, path, config, step), means)
+        means, step, trained = _evaluate(console, name, path, tokens, lengths, chosen.first_position)
+        rows += report.make_rows(workdirs_lib.describe_run(name, path, trained, step), means)
         runs.append({"run": name, "workdir": str(path), "step": step, "config": dataclasses.asdict(config)})
     workdirs_lib.warn_of_different_training(console, rows)
     diverged = sorted({row.run for row in rows if not math.isfinite(row.loss)})
@@ -173,10 +175,10 @@ def _evaluate(
     tokens: Sequence[Int[np.ndarray, " length"]],
     lengths: Sequence[int],
     first_position: int,
-) -> tuple[list[buckets.Bucket], int]:
-    """Returns the buckets and the step of one run; its model is freed after this call."""
+) -> tuple[list[buckets.Bucket], int, config_lib.Config]:
+    """Returns the buckets, the step and the config of one run; its model is freed after this call."""
     started = time.perf_counter()
-    _, restored, step = training.restore_model(path)
+    trained, restored, step = training.restore_model(path)
     model = cast(models.DecoderLM, restored)  # the task is 'next_token'
     count = len(tokens)
     with workdirs_lib.progress(console, name, count * lengths[-1]) as advance:
@@ -186,7 +188,7 @@ def _evaluate(
         f"{name}: step {step:,}, {count} documents of {lengths[-1]:,} tokens, "
         f"{time.perf_counter() - started:.1f} s",
     )
-    return means, step
+    return means, step, trained
 
 
 def lengths_of(config: config_lib.Config, opened: data.HeldoutData) -> tuple[int, ...]:

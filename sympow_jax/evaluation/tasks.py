@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
@@ -14,6 +14,7 @@ __all__ = ["check_settings", "evaluate", "finish"]
 
 def check_settings(config: config_lib.Config, opened: data.HeldoutData) -> None:
     """Raises ValueError, before hours of training, if a run could not be evaluated at its end on its held-out data."""
+    workdirs_lib.require_held_apart(config.data, config)
     if lengths := config.evaluation.context_lengths:  # otherwise they are chosen to fit model and documents
         runs.require_places(config, lengths, "the model")
         runs.select_documents(config, opened, lengths, config.evaluation.documents)
@@ -45,6 +46,7 @@ def evaluate(
     *,
     out: str | os.PathLike[str],
     documents: int | None = None,
+    changes: Mapping[str, str] | None = None,
 ) -> None:
     """Calls `evaluate_runs` for runs that predict the next token, and `evaluate_heldout` for others.
 
@@ -52,13 +54,13 @@ def evaluate(
         ValueError: as these functions; or the runs' tasks differ, or lengths or documents are given for runs that do
             not predict the next token; or they are first stages of retrofits.
     """
-    paths, configs = workdirs_lib.read_runs(workdirs)
+    paths, configs = workdirs_lib.read_runs(workdirs, changes)
     tasks = [config.task.name for config in configs]
     if len(set(tasks)) > 1:
         named = ", ".join(f"{path} ({task})" for path, task in zip(paths, tasks))
         raise ValueError(f"the runs are of different tasks: {named}; evaluate them apart")
     if tasks[0] == "next_token":
-        runs.evaluate_runs(workdirs, lengths, out=out, documents=documents)
+        runs.evaluate_runs(workdirs, lengths, out=out, documents=documents, changes=changes)
         return
     if tasks[0] == "match_attention":
         raise ValueError(
@@ -69,4 +71,4 @@ def evaluate(
             f"--context_lengths and --documents are for runs that predict the next token; {paths[0]} is of the task "
             f"{tasks[0]!r}: leave them out"
         )
-    heldout.evaluate_heldout(workdirs, out=out)
+    heldout.evaluate_heldout(workdirs, out=out, changes=changes)

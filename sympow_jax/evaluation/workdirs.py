@@ -25,6 +25,7 @@ __all__ = [
     "progress",
     "read_runs",
     "require_comparable",
+    "require_held_apart",
     "run_names",
     "say",
     "warn",
@@ -39,12 +40,17 @@ _LINE_SECONDS = 30.0
 
 
 def read_runs(
-    workdirs: Sequence[str | os.PathLike[str]],
+    workdirs: Sequence[str | os.PathLike[str]], changes: Mapping[str, str] | None = None
 ) -> tuple[list[pathlib.Path], list[config_lib.Config]]:
     """Returns the workdirs and the settings of their runs.
 
+    Args:
+        workdirs: workdirs of the runs.
+        changes: settings of the data to replace in all of them, as for `config.override`.
+
     Raises:
-        ValueError: no workdir is given, one is an empty name or given twice, or one holds no run.
+        ValueError: no workdir is given, one is an empty name or given twice, or one holds no run. Or a setting cannot
+            be replaced, or a run was trained on what is held out.
     """
     if not workdirs:
         raise ValueError("no workdir is given")
@@ -56,7 +62,47 @@ def read_runs(
     for path in paths:
         if resolved[os.path.realpath(path)] > 1:
             raise ValueError(f"workdir {path} is given more than once")
-    return paths, configs
+    changed = [config_lib.override(config, changes) if changes else config for config in configs]
+    for path, config in zip(paths, configs):
+        require_held_apart(changed[0].data, config, path)
+    return paths, changed
+
+
+def require_held_apart(
+    source: config_lib.DataConfig, config: config_lib.Config, path: pathlib.Path | None = None
+) -> None:
+    """Raises ValueError if held-out data was trained on by a run, or by one that it began from.
+
+    Prints a warning if that cannot be found out, because the data of the training is gone.
+
+    Args:
+        source: settings of the held-out data.
+        config: config of the run.
+        path: its workdir; None if it is still to be trained.
+    """
+    name, seen = "the run" if path is None else str(path), {path}
+    while True:
+        known = data.require_held_apart(source, config.data, name=name)
+        # An import has no record, and its config may be without its data.
+        if not known and (path is None or (path / "data.json").is_file()):
+            hosts.say(
+                f"warning: {name} was trained on {', '.join(config.data.paths)}, which cannot be read; nothing checks "
+                f"that the held-out data was not in it",
+                error=True,
+            )
+        if config.task.initial_run is None or (path := pathlib.Path(config.task.initial_run)) in seen:
+            return
+        name = str(path)
+        seen.add(path)
+        try:
+            config = workdir.read_config(path)
+        except ValueError:
+            hosts.say(
+                f"warning: {name}, from which the run began, is gone; nothing checks that the held-out data was not in "
+                f"its data",
+                error=True,
+            )
+            return
 
 
 def require_comparable(paths: Sequence[pathlib.Path], settings: Sequence[Mapping[str, Any]]) -> None:
@@ -85,10 +131,18 @@ def open_heldout(
 def warn_of_changed_data(
     console: rich.console.Console, paths: Sequence[pathlib.Path], config: config_lib.Config
 ) -> None:
-    """Warns of runs whose data has changed since training; all runs are evaluated on the data as it is now."""
-    digest = data.describe(config.data)["digest"]
-    for path in paths:
-        if _data_digest(path) not in (None, digest):
+    """Warns of runs whose data has changed since training; all runs are evaluated on the data as it is now.
+
+    A run that was trained with other settings of the data, or whose weights were imported, is left out.
+    """
+    records = [
+        (path, serialize.read_object(path / "data.json"))
+        for path in paths
+        if (path / "data.json").is_file() and workdir.read_config(path).data == config.data
+    ]
+    description = data.describe(config.data) if records else {}
+    for path, record in records:
+        if any(record.get(name) != description.get(name) for name in ("digest", "tokenizer")):
             warn(console, f"the data has changed since {path} was trained on it; see its data.json")
 
 

@@ -47,7 +47,7 @@ def describe(
         f"{parameters:,} parameters, {model.dtype}",
         *_attention(program, traced),
         *([_decoding(program)] if config.task.name == "next_token" else []),
-        _data(config, data),
+        *_data(config, data),
         f"batch: {config.data.batch_tokens:,} tokens per step, {rows} rows of {config.data.context_length:,}"
         f"{accumulated}",
         f"devices: {sharding.describe(mesh)}",
@@ -115,14 +115,18 @@ def _nbytes(make: Callable[..., Any], *arguments: int) -> int:
     return jax.eval_shape(functools.partial(make, *arguments)).nbytes
 
 
-def _data(config: config_lib.Config, data: Mapping[str, Any]) -> str:
+def _data(config: config_lib.Config, data: Mapping[str, Any]) -> Iterator[str]:
     unit = "tokens" if "tokens" in data else "examples"
     heldout = data[f"heldout_{unit}"]
     kept = f"{heldout:,} held out" if heldout else "nothing held out"
     kept += f" ({data['heldout_note']})" if "heldout_note" in data else ""
     count = f"{data[unit]:,} {unit} to train on"
     count += f" ({data['tokens_note']})" if "tokens_note" in data else ""
-    return f"data: {config.data.source}, {count}, {kept}"
+    yield f"data: {config.data.source}, {count}, {kept}"
+    batch = config.data.batch_tokens if unit == "tokens" else config.data.batch_size
+    # An estimate of 0 is of an unknown number.
+    if 0 < data[unit] < batch:
+        yield f"warning: a batch has {batch:,} {unit}, more than there are to train on, so that it repeats them"
 
 
 def memory(

@@ -107,40 +107,44 @@ def test_no_matching_files(folder, name, message):
         files.find("data.paths", [str(folder / "a.txt"), str(folder / name)])
 
 
+ZERO = np.zeros(1, np.int64)
+
+
+def test_a_file_that_is_named_and_in_a_folder_has_one_key(folder):
+    named = str(folder / "deep/er/c.txt")
+    for paths in ([named, str(folder)], [str(folder), named], [f"{folder}/**/*.txt", named]):
+        (file,) = (x for x in files.find("data.paths", paths) if x.path.name == "c.txt")
+        assert (file.key, file.named) == ("c.txt", True)
+
+
 def test_hold_out_does_not_depend_on_the_path_of_the_folder(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "elsewhere" / "copy")
-    hashes = [
-        files.key_hashes(keys(files.find("data.paths", [str(root)])))
-        for root in (folder, tmp_path / "elsewhere" / "copy")
-    ]
-    np.testing.assert_array_equal(*hashes)
+    roots = (folder, tmp_path / "elsewhere" / "copy")
+    masks = [files.held_out(keys(files.find("data.paths", [str(root)])), ZERO, 0.5) for root in roots]
+    np.testing.assert_array_equal(*masks)
+
+
+@pytest.mark.parametrize("keys", [["a.bin"], [f"{i}.py" for i in range(20_000)]])
+def test_hashes_are_uniform(keys):
+    positions = np.arange(20_000) if len(keys) == 1 else ZERO
+    below = np.array([files.held_out(keys, positions, fraction) for fraction in np.arange(1, 10) / 10])
+    # Four standard deviations of a tenth of 20,000 draws.
+    counts = np.diff(below.sum(1), prepend=0)
+    assert abs(counts - 2000).max() < 4 * np.sqrt(20_000 * 0.1 * 0.9)
+    ranks = below.sum(0)
+    assert abs(np.corrcoef(ranks[1:], ranks[:-1])[0, 1]) < 4 / np.sqrt(20_000)
 
 
 @pytest.mark.parametrize(
-    "hashes", [files.index_hashes(20_000), files.key_hashes([f"{i}.py" for i in range(20_000)])]
+    ("key", "position", "value"), [("abc.py", 0, 0.769194722847125), ("abc.py", 1, 0.6525055310607693)]
 )
-def test_hashes_are_uniform(hashes):
-    # Four standard deviations of a tenth of 20,000 draws.
-    counts, _ = np.histogram(hashes, bins=10, range=(0, 1))
-    assert abs(counts - 2000).max() < 4 * np.sqrt(20_000 * 0.1 * 0.9)
-    assert abs(np.corrcoef(hashes[1:], hashes[:-1])[0, 1]) < 4 / np.sqrt(20_000)
-
-
-def test_hashes_are_those_of_earlier_releases():
+def test_the_hash_is_what_existing_runs_were_split_by(key, position, value):
     # A change here would move documents from held-out to training in existing runs.
-    np.testing.assert_allclose(files.key_hashes(["abc.py"]), [0.769194722847125], rtol=1e-12)
-    np.testing.assert_allclose(files.index_hashes(2), [0.8833108082136427, 0.43152799704851], rtol=1e-12)
+    masks = [files.held_out([key], np.array([position]), value + change) for change in (-1e-12, 1e-12)]
+    assert np.concatenate(masks).tolist() == [False, True]
 
 
-def test_small_corpora_have_both_sides():
-    for count in range(2, 30):
-        mask = files.held_out(files.index_hashes(count), 0.1)
-        assert 0 < mask.sum() < count
-    assert not files.held_out(files.index_hashes(1), 0.9).any()
-    assert not files.held_out(files.index_hashes(30), 0.0).any()
-    assert files.held_out(files.index_hashes(0), 0.1).shape == (0,)
-
-
-def test_other_documents_do_not_move_a_document():
-    few, many = (files.held_out(files.index_hashes(count), 0.1) for count in (1000, 5000))
-    assert (few != many[:1000]).sum() <= 2  # the lowest and the highest hash of the few
+def test_nothing_and_all_may_be_held_out():
+    assert not files.held_out(["a"], np.arange(30), 0.0).any()
+    assert files.held_out(["abc.py"], ZERO, 0.8).all()
+    assert files.held_out([], ZERO, 0.1).shape == (0,)

@@ -204,6 +204,10 @@ def test_fraction_held_out_and_description(tmp_path):
     batches = list(data.HeldoutData(config, TASK, vocab_size=256).batches(16))
     assert sum((batch["labels"] != -1).sum() for batch in batches) == description["heldout_examples"]
     assert data.describe(config) == description
+    write(tmp_path, {f"a/{i}.png": encoded(random_pixels(0, 8, 8)[::-1]) for i in range(100)})
+    assert os.path.getsize(tmp_path / "a" / "7.png") == len(pixels)
+    assert data.describe(config)["digest"] != description["digest"]
+    description = data.describe(config)
     os.remove(tmp_path / "a" / "7.png")
     assert data.describe(config)["digest"] != description["digest"]
 

@@ -132,7 +132,7 @@ def test_heldout_documents(tmp_path):
 
 def test_nothing_held_out(tmp_path):
     path = builders.write_bin(tmp_path / "a.bin", [[1, 2, 3]])
-    for fraction in (0.0, 0.5):
+    for fraction in (0.0, 1e-3):
         config = builders.data_config(source="tokens", paths=(path,), heldout_fraction=fraction)
         assert data.train_dataset(config, vocab_size=256)[0]["targets"].tolist() == [2, 3, *[-1] * 6]
         assert data.HeldoutData(config, vocab_size=256).documents is None
@@ -230,17 +230,90 @@ def test_the_held_out_batch_is_shared_and_padded(task_and_data):
     assert sorted(map(bytes, whole["inputs"][:3])) == sorted(map(bytes, rows["inputs"]))
 
 
+def write_sixty(folder, source, name):
+    """Writes 60 documents such as `a07`: files of `text`, or documents of one file."""
+    texts = [f"{name}{i:02}" for i in range(60)]
+    path = folder / f"{name}.{ {'tokens': 'bin'}.get(source, source) }"
+    if source == "text":
+        builders.write_files(folder, {f"{text}.txt": text.encode() for text in texts})
+    elif source == "tokens":
+        builders.write_bin(path, [[*text.encode(), 0] for text in texts])
+    elif source == "tsv":
+        path.write_text("".join(["text\tlabel\n", *(f"{text}\t1\n" for text in texts)]))
+    else:
+        (builders.write_jsonl if source == "jsonl" else builders.write_parquet)(path, texts)
+
+
+@pytest.mark.parametrize("source", ["text", "tokens", "tsv", "jsonl", "parquet"])
+def test_a_document_stays_on_its_side_when_files_are_added(tmp_path, source):
+    skip_without_package(source)
+    config = builders.data_config(
+        source=source,
+        paths=(str(tmp_path),),
+        document_separator=0,
+        text_columns=("text",) if source == "tsv" else (),
+        heldout_fraction=0.3,
+    )
+    task = config_lib.TaskConfig(name="regression" if source == "tsv" else "next_token")
+
+    def held_out():
+        opened = data.HeldoutData(config, task, vocab_size=256)
+        rows = (row for batch in opened.batches(1) for row in batch["inputs"])
+        found = rows if opened.documents is None else opened.documents
+        return {bytes(one.astype(np.uint8)).rstrip(b"\0") for one in found}
+
+    write_sixty(tmp_path, source, "b")
+    before = held_out()
+    assert 5 < len(before) < 35
+    write_sixty(tmp_path, source, "a")
+    after = held_out()
+    assert {one for one in after if one.startswith(b"b")} == before < after
+    # The shortest document that is read does not change the side of the others.
+    if source != "tsv":
+        config = dataclasses.replace(config, shortest_document=4 if source != "text" else 3)
+        write_sixty(tmp_path, source, "c")
+        assert {one for one in held_out() if one[:1] in b"ab"} == after
+
+
+def test_named_files_and_found_ones(tmp_path):
+    """The end of a file that a path names is held out, whatever other files there are."""
+    files = {f"{name}.txt": name.encode() * 1000 for name in "abcd"}
+    builders.write_files(tmp_path, files)
+
+    def held_out(*paths):
+        config = builders.data_config(paths=tuple(f"{tmp_path}/{path}" for path in paths), context_length=100)
+        opened = data.HeldoutData(config, vocab_size=256).documents
+        return b"".join(bytes(one.astype(np.uint8)) for one in opened or ())
+
+    assert held_out("a.txt") == b"a" * 100
+    assert held_out("b.txt", "a.txt") == b"a" * 100 + b"b" * 100
+    assert held_out("?.txt", "a.txt") == b"a" * 100 + held_out("?.txt").replace(b"a", b"")
+    assert held_out("", "a.txt") == b"a" * 100 + held_out("").replace(b"a", b"")
+
+
+@pytest.mark.parametrize("source", ["text", "tokens", "tsv"])
+def test_all_of_the_data_may_be_held_out(tmp_path, source):
+    write_sixty(tmp_path, source, "a")
+    config = builders.data_config(
+        source=source, paths=(str(tmp_path),), text_columns=("text",) if source == "tsv" else ()
+    )
+    config = dataclasses.replace(config, heldout_fraction=1 - 1e-9)
+    task = config_lib.TaskConfig(name="regression" if source == "tsv" else "next_token")
+    with pytest.raises(ValueError, match=r"nothing is left to train on: .*; lower it, name more data, or"):
+        data.train_dataset(config, task=task, vocab_size=256)
+
+
 @pytest.mark.parametrize(("size", "pieces"), [(4000, 20), (400, 5), (100, 1)])
-def test_the_end_of_an_only_file_is_held_out(tmp_path, size, pieces):
+def test_the_end_of_a_named_file_is_held_out(tmp_path, size, pieces):
     text = bytes(np.random.default_rng(0).integers(0, 256, size).astype(np.uint8))
     (tmp_path / "a.txt").write_bytes(text)
-    config = builders.data_config(paths=(str(tmp_path),), heldout_fraction=0.1, packing="documents")
+    config = builders.data_config(paths=(str(tmp_path / "a.txt"),), heldout_fraction=0.1, packing="documents")
     held = data.HeldoutData(config, vocab_size=256).documents
     assert len(held) == pieces
     assert b"".join(bytes(one.astype(np.uint8)) for one in held) == text[size * 9 // 10 :]
     described = data.describe(config)
     assert (described["tokens"], described["heldout_tokens"]) == (size * 9 // 10, size // 10)
-    assert described["heldout_note"] == "the end of the only file"
+    assert described["heldout_note"] == "the end of each file that data.paths names"
     # Nothing is held out of a file too short to be cut, or if nothing is to be held out.
     for fraction in (0.0, 1 / size):
         without = dataclasses.replace(config, heldout_fraction=fraction)
@@ -310,8 +383,9 @@ def test_no_file_is_both_trained_on_and_held_out(tmp_path, source, name):
         builders.write_files(root, {name: b"ab"} if name else {})
     more = {"images": {"image_size": 8}, "tsv": {"text_columns": ("a",)}}.get(source, {})
     settings = builders.data_config(source=source, paths=(str(trained),), heldout_fraction=0.0, **more)
-    data.require_held_apart(settings)
-    data.require_held_apart(dataclasses.replace(settings, heldout_paths=(str(other),)))
+    data.require_held_apart(settings, settings)
+    apart = dataclasses.replace(settings, heldout_paths=(str(other),))
+    data.require_held_apart(apart, apart)
     link = tmp_path / f"link{pathlib.Path(name).suffix}"
     link.symlink_to(trained if source in ("images", "longcrawl64") else trained / name)
     shared = trained / ("a/1.png" if source == "images" else name)
@@ -319,8 +393,9 @@ def test_no_file_is_both_trained_on_and_held_out(tmp_path, source, name):
     message = (
         f"^data.paths and data.heldout_paths share {count} of what they name, such as {shared}; change one"
     )
+    both = dataclasses.replace(settings, heldout_paths=(str(other), str(link)))
     with pytest.raises(ValueError, match=message):
-        data.require_held_apart(dataclasses.replace(settings, heldout_paths=(str(other), str(link))))
+        data.require_held_apart(both, both)
 
 
 def test_no_remote_file_is_both_trained_on_and_held_out():
@@ -334,8 +409,90 @@ def test_no_remote_file_is_both_trained_on_and_held_out():
     with pytest.raises(
         ValueError, match=r"share 1 of what they name, such as memory:///apart/val-0\.jsonl; change"
     ):
-        data.require_held_apart(settings)
-    data.require_held_apart(dataclasses.replace(settings, paths=("memory://apart/train-*.jsonl",)))
+        data.require_held_apart(settings, settings)
+    apart = dataclasses.replace(settings, paths=("memory://apart/train-*.jsonl",))
+    data.require_held_apart(apart, apart)
+
+
+SAME = {"document_separator": 0, "heldout_fraction": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("trained", "evaluated", "apart"),
+    [
+        (SAME, SAME, True),
+        (SAME, {**SAME, "heldout_fraction": 0.05}, True),
+        (SAME, {**SAME, "heldout_fraction": 0.2}, False),
+        (SAME, {**SAME, "document_separator": 1}, False),
+        (SAME, {**SAME, "paths": ("{}/a/a.bin",)}, False),
+        (SAME, {**SAME, "paths": ("{}/b",)}, True),
+        (SAME, {**SAME, "paths": ("{}/a/../a/",)}, True),
+        (SAME, {"heldout_paths": ("{}/b",)}, True),
+        (SAME, {"heldout_paths": ("{}/a/a.bin",)}, False),
+        (SAME, {"source": "text", "heldout_paths": ("{}/a/a.bin",)}, False),
+        ({"heldout_paths": ("{}/b",)}, {"heldout_paths": ("{}/b",)}, True),
+        ({"heldout_paths": ("{}/b",)}, SAME, False),
+        ({"paths": ("{}/gone",)}, SAME, None),
+    ],
+)
+def test_an_evaluation_holds_out_what_was_not_trained_on(tmp_path, trained, evaluated, apart):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        builders.write_bin(tmp_path / name / f"{name}.bin", [[1, 2, 0]])
+
+    def settings(changes):
+        changes = {"source": "tokens", "paths": ("{}/a",), **changes}
+        return builders.data_config(
+            **{
+                key: tuple(x.format(tmp_path) for x in value) if isinstance(value, tuple) else value
+                for key, value in changes.items()
+            }
+        )
+
+    if apart is not False:
+        assert data.require_held_apart(settings(evaluated), settings(trained)) is (apart or False)
+        return
+    with pytest.raises(ValueError, match=r"^data\.paths of runs/a and data\.\w+ share 1 .*such as .*a\.bin"):
+        data.require_held_apart(settings(evaluated), settings(trained), name="runs/a")
+
+
+@pytest.mark.parametrize(
+    ("paths", "workdir", "found"),
+    [
+        (".", "runs/a", "'.' stands for what the run writes into --workdir .*runs/a too"),
+        ("text", "text", "stands for what the run writes"),
+        ("link", "text/a", "stands for what the run writes"),
+        ("text", "link/a", "stands for what the run writes"),
+        ("**/*.txt", "runs/a", "stands for what the run writes"),
+        ("**/*.json*", "runs/a", "stands for what the run writes"),
+        ("runs/*/*", "runs/a", "stands for what the run writes"),
+        ("**/*.md", "runs/a", None),
+        ("*.txt", "runs/a", None),
+        ("runs/*.txt", "runs/a", None),
+        ("text", "runs/a", None),
+        ("text", "text2", None),
+        ("text/1.txt", "text", None),
+        ("old", "runs/a", "'old' stands for files in .*old/run, the workdir of a run"),
+        ("**/*.log", "runs/a", "stands for files in .*old/run, the workdir of a run"),
+        ("old/run/1.log", "runs/a", None),
+        ("memory://old", "runs/a", None),
+    ],
+)
+@pytest.mark.parametrize("setting", ["paths", "heldout_paths"])
+def test_no_run_reads_its_own_or_another_workdir(tmp_path, monkeypatch, setting, paths, workdir, found):
+    names = ("1.txt", "text/1.txt", "text/README.md", "text/config.json", "runs/1.txt", "old/run/1.log")
+    workdir_files = ("old/run/config.json", "old/run/environment.json")
+    builders.write_files(tmp_path, dict.fromkeys((*names, *workdir_files), b"text"))
+    (tmp_path / "link").symlink_to(tmp_path / "text")
+    monkeypatch.chdir(tmp_path)
+    settings = builders.data_config(**{"paths": ("text/1.txt",), setting: (paths,)})
+    if "//" in paths:
+        settings = dataclasses.replace(settings, source="jsonl")
+    if found is None:
+        data.require_outside_runs(settings, pathlib.Path(workdir))
+        return
+    with pytest.raises(ValueError, match=rf"^data\.{setting}: .*{found}"):
+        data.require_outside_runs(settings, pathlib.Path(workdir))
 
 
 @pytest.mark.parametrize("spelling", ["{}/", "file://{}", "file://{}//", "{}/../a.zarr"])
@@ -346,7 +503,7 @@ def test_an_array_has_one_location(tmp_path, spelling):
         source="longcrawl64", paths=(path,), heldout_paths=(spelling.format(path),)
     )
     with pytest.raises(ValueError, match=rf"share 1 of what they name, such as {path}; change"):
-        data.require_held_apart(settings)
+        data.require_held_apart(settings, settings)
 
 
 @pytest.mark.parametrize("source", ["text", "jsonl"])

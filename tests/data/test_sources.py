@@ -67,8 +67,9 @@ def test_text_description(corpus):
 def test_text_by_default_is_the_standard_library():
     root = sysconfig.get_paths()["stdlib"]
     config = builders.data_config()
-    train, heldout = ({file.key for file in side} for side in text._sides(config))
-    sizes = {file.key: file.size for side in text._sides(config) for file in side}
+    sides = [text._documents(config, heldout=side) for side in (False, True)]
+    train, heldout = ({file.key for file, _, _ in side} for side in sides)
+    sizes = {file.key: file.size for side in sides for file, _, _ in side}
     assert {"argparse.py", "json/decoder.py", "asyncio/base_events.py"} <= train | heldout
     assert all(key.endswith(".py") and "site-packages" not in key for key in sizes)
     assert all(os.path.getsize(os.path.join(root, key)) == size > 0 for key, size in sizes.items())
@@ -366,7 +367,7 @@ def test_longcrawl64_holds_out_a_fraction_of_rows(tmp_path):
     config = builders.data_config(source="longcrawl64", paths=(f"file://{path}",))
     train, heldout = (contents(longcrawl64.open_documents(config, heldout=side)) for side in (False, True))
     assert sorted(train + heldout) == sorted(values.tolist())
-    mask = files.held_out(files.index_hashes(500), 0.1)
+    mask = files.held_out([""], np.arange(500), 0.1)
     assert heldout == values[mask].tolist()
 
 
@@ -564,6 +565,22 @@ def test_text_digest_is_of_names_sizes_and_contents(tmp_path):
     builders.write_files(tmp_path, {"a": b"one", "b": b"three"})
     config = builders.data_config(paths=(str(tmp_path),), heldout_fraction=0.0)
     assert data.describe(config)["digest"] == hashlib.sha256(b"a\x003\0oneb\x005\0three").hexdigest()
+
+
+def test_a_digest_notices_contents_of_the_same_size(tmp_path):
+    array = np.arange(1, 1 + 4096 * 8, dtype=np.uint16).reshape(-1, 8)
+    content = np.zeros(3 << 20, np.uint16)  # 6 MiB, whose ends are equal
+
+    def described(value):
+        array[2000:3000], content[1 << 20 : 2 << 20] = value, value
+        builders.write_bin(tmp_path / "a.bin", [content])
+        zarr = builders.write_zarr(tmp_path / f"{value}.zarr", array, chunks=(64, 8))
+        paths = {"tokens": str(tmp_path / "a.bin"), "longcrawl64": zarr}
+        configs = (builders.data_config(source=source, paths=(path,)) for source, path in paths.items())
+        return {config.source: data.describe(config)["digest"] for config in configs}
+
+    one, other = described(7), described(8)
+    assert all(one[source] != other[source] for source in one)
 
 
 def test_short_documents_are_left_out_of_every_source(tmp_path, corpus):

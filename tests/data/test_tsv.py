@@ -155,7 +155,7 @@ def test_several_files_and_a_fraction_held_out(tmp_path):
         write(tmp_path / "train", f"sentence\tlabel\n{lines}", f"{name}.tsv")
     builders.write_files(tmp_path / "train", {"README.md": b"not read"})
     config = settings(tmp_path / "train", heldout_fraction=0.1)
-    mask = files.held_out(files.index_hashes(1000), 0.1)
+    mask = np.concatenate([files.held_out([f"{name}.tsv"], np.arange(500), 0.1) for name in "ab"])
     description = data.describe(config)
     assert (description["files"], description["examples"], description["heldout_examples"]) == (
         2,
@@ -210,6 +210,16 @@ def test_named_held_out_files_are_parts(tmp_path):
     ) as e:
         data.HeldoutData(gone, BINARY, vocab_size=256)
     assert "\n" not in str(e.value)
+
+
+def test_another_tokenizer_at_the_same_path_is_another_description(tmp_path):
+    path = write(tmp_path, "sentence\tlabel\na b\t1\n")
+    found = []
+    for vocabulary in ({"[UNK]": 0, "a": 1, "b": 2}, {"[UNK]": 0, "a": 2, "b": 1}):
+        words = builders.write_words(tmp_path / "words.json", vocabulary)
+        found.append(data.describe(settings(path, tokenizer=words)))
+    assert found[0]["tokenizer"] != found[1]["tokenizer"]
+    assert found[0]["digest"] == found[1]["digest"]
 
 
 def test_description_is_of_the_contents(tmp_path):

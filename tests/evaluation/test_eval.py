@@ -174,6 +174,10 @@ def test_a_mistake_creates_no_folder(trained, capsys, name):
             ["--workdir={runs}/a", "--context_length=8"],
             "unknown option '--context_length'; did you mean --context_lengths?",
         ),
+        (["--workdir={runs}/a", "--config.model.layers=2"], "--config.model.layers cannot be changed here"),
+        (["--workdir={runs}/a", "--config.data.path=x"], "did you mean --config.data.paths?"),
+        (["--workdir={runs}/a", "--config.data.heldout_fraction=0.9"], "it was trained on what is held out"),
+        (["--workdir={runs}/a", "--config.data.heldout_paths={runs}/none"], "there is no file or folder"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_1(trained, tmp_path, capsys, arguments, message):
@@ -195,4 +199,7 @@ def test_help_names_every_flag(capsys):
         eval_program.main(["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
-    assert all(flag in text for flag in ("--workdir", "--context_lengths", "--out", "--documents", "--tasks"))
+    assert all(
+        flag in text
+        for flag in ("--workdir", "--context_lengths", "--out", "--documents", "--config.data.paths")
+    )

@@ -213,7 +213,7 @@ def test_nothing_held_out_is_an_error(runs, tmp_path):
     shutil.copytree(runs / "classes", folder)
     written = (folder / "config.json").read_text()
     (folder / "config.json").write_text(written.replace('"heldout_fraction": 0.4', '"heldout_fraction": 0.0'))
-    with pytest.raises(ValueError, match=r"no example is held out .*heldout_fraction is 0\.0; name"):
+    with pytest.raises(ValueError, match=r"no example is held out .*heldout_fraction is 0\.0, .*; name"):
         evaluation.evaluate_heldout([folder], out=tmp_path)
 
 

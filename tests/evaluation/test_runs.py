@@ -1,6 +1,7 @@
 """Tests of whole evaluations: names, documents, files, warnings and errors, with models of known loss."""
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -95,7 +96,7 @@ def test_longcrawl64_predicts_position_1_from_the_lead_id(corpus, tmp_path):
     ).result()
     array[...] = np.tile(fakes.counting_documents(2, length)[1], (rows, 1)).astype(np.uint16)  # 1, 2, 3, ...
     run = make_run(
-        corpus, "a", source="longcrawl64", paths=(path,), heldout_paths=(path,), document_separator=0
+        corpus, "a", source="longcrawl64", paths=("gone.zarr",), heldout_paths=(path,), document_separator=0
     )
     evaluated, text = evaluate([run], (1, 8, length), out=tmp_path / "out")
     # Position t is predicted from t tokens, including the leading one.
@@ -198,6 +199,52 @@ def test_data_that_changed_since_training_is_a_warning(corpus, tmp_path):
     assert f"warning: the data has changed since {run} was trained on it" in text
 
 
+def test_other_data_than_the_runs_is_evaluated(corpus, tmp_path, capsys):
+    """The model was imported: it has no record of data, and its config has a path that does not exist."""
+    run = make_run(corpus, "a", paths=("data/train.bin",), heldout_paths=())
+    with pytest.raises(ValueError, match=r"data\.paths: there is no file or folder 'data/train\.bin'"):
+        evaluate([run], (4,), out=tmp_path / "out")
+    changes = {"data.heldout_paths": str(corpus / "heldout29.bin")}
+    rows, text = evaluate([run], (4, 68), out=tmp_path / "out", changes=changes)
+    assert [row.documents for row in rows] == [1, 1]
+    assert {row.train_context for row in rows} == {16}
+    assert "has changed" not in text
+    assert not capsys.readouterr().err
+    # A trained run, whose data is gone, may have been trained on anything.
+    workdir.record_data(run, {})
+    evaluate([run], (4,), out=tmp_path / "out", changes=changes)
+    assert "warning: " in (error := capsys.readouterr().err)
+    assert "was trained on data/train.bin, which cannot be read" in error
+
+
+@pytest.mark.parametrize(
+    ("data", "changes"),
+    [
+        ({}, {"data.heldout_paths": "{}/train.bin"}),
+        ({}, {"data.heldout_paths": ""}),
+        ({"heldout_paths": (), "heldout_fraction": 0.1}, {"data.heldout_fraction": "0.2"}),
+        ({"heldout_paths": ()}, {"data.document_separator": "3"}),
+    ],
+)
+@pytest.mark.parametrize("initial", [False, True])
+def test_what_a_run_or_its_initial_run_was_trained_on_is_not_evaluated(
+    corpus, tmp_path, data, changes, initial
+):
+    run, trained = make_run(corpus, "a", **data), corpus / "a"
+    if initial:
+        other = {"paths": (str(corpus / "heldout00.bin"),), "heldout_paths": (str(corpus / "heldout01.bin"),)}
+        run = make_run(corpus, "b", **other)
+        settings = workdir.read_config(run)
+        task = dataclasses.replace(settings.task, initial_run=str(trained))
+        workdir.open_workdir(run, dataclasses.replace(settings, task=task))
+        changes = {"data.paths": "{}/train.bin", "data.heldout_paths": "", **changes}
+    changes = {name: text.format(corpus) for name, text in changes.items()}
+    with pytest.raises(
+        ValueError, match=rf"^data\.paths of {trained} and .* share 1 .*train\.bin; it was trained"
+    ):
+        evaluate([run], (4,), out=tmp_path / "out", changes=changes)
+
+
 def test_a_diverged_model_is_reported_not_hidden(corpus, tmp_path, monkeypatch):
     class Diverging(fakes.CountingModel):
         def unembed(self, hidden):
@@ -247,7 +294,7 @@ def test_errors_come_before_the_work(corpus, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="number of documents is 0"):
         evaluate([run], (8,), out=tmp_path / "out", documents=0)
     nothing = make_run(corpus, "nothing held out", heldout_paths=(), heldout_fraction=0.0)
-    with pytest.raises(ValueError, match=r"no document is held out: .*heldout_fraction is 0\.0; name"):
+    with pytest.raises(ValueError, match=r"no document is held out: .*heldout_fraction is 0\.0, .*; name"):
         evaluate([nothing], (8,), out=tmp_path / "out")
     short = make_run(corpus, "too short", shortest_document=1 << 20)
     with pytest.raises(

@@ -12,6 +12,7 @@ from jaxtyping import Integer
 
 from sympow_jax import config as config_lib
 from sympow_jax.data import documents
+from sympow_jax.data import files as data_files
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.corpus import files, reading, stream, tokenizing
 
@@ -29,7 +30,7 @@ _HELDOUT_GROUPS = 64
 _SAMPLE_BYTES = 1 << 20
 # Pieces of the first file that are read at most until one has documents.
 _SAMPLE_PIECES = 16
-# Last bytes of a file that enter the digest, for this number of files.
+# Bytes at the middle and at the end of a file that enter the digest, for about this number of files.
 _DIGEST_BYTES = 1 << 16
 _DIGEST_FILES = 16
 
@@ -42,11 +43,7 @@ def _column(config: config_lib.DataConfig) -> str:
 
 
 def _find(config: config_lib.DataConfig, *, heldout: bool) -> list[files.CorpusFile]:
-    uses_heldout_paths = heldout and bool(config.heldout_paths)
-    setting, paths = (
-        ("data.heldout_paths", config.heldout_paths) if uses_heldout_paths else ("data.paths", config.paths)
-    )
-    return files.find(setting, paths, format=config.source)
+    return files.find(*data_files.side(config, heldout=heldout), format=config.source)
 
 
 def _groups(corpus: list[files.CorpusFile], config: config_lib.DataConfig) -> list[stream.Group]:
@@ -164,8 +161,7 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     """Returns counts of files and bytes, an estimate of the tokens, and a SHA-256.
 
     The training text is sampled; held-out documents are read as in `open_heldout`. The digest is of the names and
-    sizes of all files, the ends of the first 16, and the tokens of about a MiB of text, so that another tokenizer has
-    another digest.
+    sizes of all files, middles and ends of about 16, and the tokens of about a MiB of text.
     """
     corpus = _find(config, heldout=False)
     heldout = (
@@ -189,17 +185,19 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     digest = hashlib.sha256(tokens.astype("<u4").tobytes())
     for number, file in enumerate(matches):
         digest.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
-        if number < _DIGEST_FILES:
-            digest.update(_end(file))
+        if number % -(-len(matches) // _DIGEST_FILES) == 0:
+            digest.update(_sampled(file))
+    named = recipe.tokenizer and tokenizer_lib.load(recipe.tokenizer, setting="data.tokenizer").identity
     return {
         "files": len(matches),
         "bytes": sum(file.size for file in matches),
+        **({"tokenizer": named} if named else {}),
         "tokens": estimate,
         "tokens_note": note,
         "heldout_documents": 0 if heldout is None else len(heldout.lengths),
         "heldout_tokens": 0 if heldout is None else int(heldout.lengths.sum()),
         "digest": digest.hexdigest(),
-        "digest_of": "names and sizes of all files, ends of the first, and tokens of a sample",
+        "digest_of": "names and sizes of all files, middles and ends of some, and tokens of a sample",
     }
 
 
@@ -217,7 +215,9 @@ def _sample(
     return np.empty(0, np.int32), len(sample) / len(pieces)
 
 
-def _end(file: files.CorpusFile) -> bytes:
+def _sampled(file: files.CorpusFile) -> bytes:
     with files.CorpusStream(file.url) as opened:
+        opened.seek(file.size // 2)
+        middle = opened.read(_DIGEST_BYTES)
         opened.seek(max(0, file.size - _DIGEST_BYTES))
-        return opened.read(_DIGEST_BYTES)
+        return middle + opened.read(_DIGEST_BYTES)

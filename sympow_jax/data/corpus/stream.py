@@ -202,6 +202,6 @@ class BatchIterator:
             if empty == 2 * self._corpus.groups_per_epoch:
                 raise ValueError(
                     f"no part of the data has the {self._corpus.length + 1} tokens of a whole row; name more data in "
-                    f"data.paths, or set a shorter data.context_length or data.shortest_document"
+                    f"data.paths, or lower data.context_length, data.shortest_document or data.heldout_fraction"
                 )
         return self._makers

@@ -91,7 +91,7 @@ class PieceTokenizer:
 
     def _documents(self, piece: corpus_files.Piece) -> Iterator[Integer[np.ndarray, " tokens"]]:
         recipe, block = self._recipe, self._reader.read(piece)
-        heldout = files.position_hashes(piece.file.key, block.positions) < recipe.heldout_fraction
+        heldout = files.held_out([piece.file.key], block.positions, recipe.heldout_fraction)
         end = np.array([] if recipe.separator is None else [recipe.separator], np.int32)
         for index in np.flatnonzero(heldout == recipe.heldout).tolist():
             ids = self._ids(block.documents[index], block.name(index))

@@ -5,7 +5,7 @@ import functools
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -124,6 +124,7 @@ def evaluate_context_tasks(
     out: str | os.PathLike[str],
     trials: int | None = None,
     tokenizer: str | None = None,
+    changes: Mapping[str, str] | None = None,
     console: rich.console.Console | None = None,
 ) -> list[results.Row]:
     """Evaluates the newest checkpoint of every run and writes `tasks.{csv,json,png}` into `out`.
@@ -138,6 +139,7 @@ def evaluate_context_tasks(
         out: folder to write to.
         trials: minimum number of questions of each task at each length; None means 64.
         tokenizer: name of the tokenizer, as for `data.codec_of_run`.
+        changes: settings of the data to replace in the runs' configs, such as {"data.heldout_paths": "a.bin,b.bin"}.
         console: console to print to.
 
     Returns:
@@ -150,7 +152,7 @@ def evaluate_context_tasks(
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
     trials = _TRIALS if trials is None else trials
     _check(tasks, trials)
-    paths, configs = workdirs_lib.read_runs(workdirs)
+    paths, configs = workdirs_lib.read_runs(workdirs, changes)
     for path, config in zip(paths, configs):
         if config.task.name != "next_token":
             raise ValueError(
@@ -184,7 +186,7 @@ def evaluate_context_tasks(
     records = []
     for name, path, config in zip(workdirs_lib.run_names(paths, configs), paths, configs):
         started = time.perf_counter()
-        _, model, step = training.restore_model(path)
+        trained, model, step = training.restore_model(path)
         with workdirs_lib.progress(console, name, len(tasks) * len(lengths)) as advance:
             task_results = context_task_results(
                 cast(models.DecoderLM, model),
@@ -195,7 +197,7 @@ def evaluate_context_tasks(
                 on_result=functools.partial(advance, 1),
             )
         workdirs_lib.say(console, f"{name}: step {step:,}, {time.perf_counter() - started:.1f} s")
-        rows += results.make_rows(workdirs_lib.describe_run(name, path, config, step), task_results)
+        rows += results.make_rows(workdirs_lib.describe_run(name, path, trained, step), task_results)
         records.append(
             {"run": name, "workdir": str(path), "step": step, "config": dataclasses.asdict(config)}
         )
