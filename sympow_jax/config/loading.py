@@ -213,10 +213,29 @@ def override(base: run.Config, texts: Mapping[str, str]) -> run.Config:
         raise ValueError(spelling.cut(str(error), spelling.LINE)) from error
 
 
+# Names in other codebases, of settings whose names here are not similar.
+_SYNONYMS = {
+    "model.layers": ("n_layer", "n_layers", "num_layers", "depth"),
+    "model.width": ("d_model", "dim", "embed_dim", "hidden_size", "n_embd"),
+    "model.heads": ("n_head", "n_heads", "num_heads"),
+    "data.context_length": ("block_size", "seq_len", "seq_length", "sequence_length", "max_seq_len"),
+    "data.batch_tokens": ("batch", "batch_size", "micro_batch_size"),
+    "optimizer.learning_rate": ("lr", "max_lr"),
+    "optimizer.weight_decay": ("wd",),
+    "optimizer.clip_norm": ("grad_clip", "gradient_clip", "max_grad_norm"),
+    "optimizer.b1": ("beta1",),
+    "optimizer.b2": ("beta2",),
+    "optimizer.accumulate": ("grad_accum", "gradient_accumulation_steps"),
+    "training.steps": ("max_iters", "max_steps", "num_steps", "train_steps"),
+}
+
+
 def nearest_setting(path: str) -> str | None:
     """Returns the setting that is most similar to one that does not exist, or None if none is similar."""
     group, _, name = path.rpartition(".")
     names = _names_by_group()
+    if synonym := next((known for known, others in _SYNONYMS.items() if name in others), None):
+        return synonym
     if same := [f"{x}.{name}" for x in names if name in names[x]]:
         return spelling.nearest(path, same, similarity=0)
     if group in names:
@@ -338,6 +357,16 @@ def _items(text: str) -> list[str]:
     return [_plain(piece.strip()) for piece in _pieces(text) if piece.strip()]
 
 
+def _whole(text: str) -> int:
+    """Parses an integer, also one that is written as a float, such as 1e3."""
+    try:
+        return int(text)
+    except ValueError:
+        if not (value := float(text)).is_integer():
+            raise ValueError(f"{text!r} is not whole") from None
+        return int(value)
+
+
 def _truth(text: str) -> bool:
     """Parses a boolean as written in Python or in shells."""
     values = {"true": True, "1": True, "false": False, "0": False}
@@ -347,4 +376,4 @@ def _truth(text: str) -> bool:
         raise ValueError(f"{text!r} is neither true nor false") from None
 
 
-_READERS: Mapping[type, Callable[[str], Any]] = {bool: _truth, int: int, float: float, str: str}
+_READERS: Mapping[type, Callable[[str], Any]] = {bool: _truth, int: _whole, float: float, str: str}
