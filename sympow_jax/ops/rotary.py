@@ -191,7 +191,7 @@ def learned_angles(
     *,
     theta: Float[np.ndarray, " pairs"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
-    state: RotaryState | None = None,
+    initial_state: RotaryState | None = None,
     axis_name: str | None = None,
 ) -> tuple[Float[Array, "B T K {head_dim//2}"], RotaryState]:
     """Returns the angles mu_i = mu_{i-1} + beta_i theta and the position after the last token.
@@ -206,8 +206,8 @@ def learned_angles(
     1. Angles are float64 if `rate` is, or if the state is one of float64 angles. Then beta is rounded to a multiple of
     2^-64. The gradient is that of the unrounded sum, d mu_i / d beta_j = theta for j <= i. No gradient flows through
     the state, which is integers. `axis_name` is a manual mesh axis over which time is sharded, in order. With it,
-    `state` is the state before the first device's tokens, and the returned position is the one after this device's
-    tokens. Without segment ids, the tokens continue the document of the state. `theta` is as in `rope_angles`.
+    `initial_state` is the state before the first device's tokens, and the returned position is the one after this
+    device's tokens. Without segment ids, the tokens continue the document of the state. `theta` is as in `rope_angles`.
 
     Raises:
         ValueError: the head size is odd, theta is not [D/2] rates, or shapes do not match.
@@ -222,14 +222,14 @@ def learned_angles(
     """
     rates = _checked_rates(theta, head_dim)
     rate, segment_ids = arguments.to_arrays(rate=rate, segment_ids=segment_ids)
-    _require_heads_or_pairs(rate, len(rates), state)
+    _require_heads_or_pairs(rate, len(rates), initial_state)
     arguments.check_floating("rate", rate)
     if segment_ids is not None:
         arguments.check_segment_ids(segment_ids, rate.shape[:2])
     if axis_name is not None:
         arguments.check_axis_name(axis_name)
     plan = _Angles(tuple(rates.tolist()), rate.ndim == 4, axis_name)
-    return _learned_angles(plan, rate=rate, segment_ids=segment_ids, state=state)
+    return _learned_angles(plan, rate=rate, segment_ids=segment_ids, state=initial_state)
 
 
 class _Angles(NamedTuple):

@@ -162,7 +162,7 @@ def learned_positions():
     """Returns angles of learned rates, with the state after them."""
 
     def call(rate, segment_ids, state):
-        return rotary.learned_angles(rate, HEAD_DIM, segment_ids=segment_ids, state=state)
+        return rotary.learned_angles(rate, HEAD_DIM, segment_ids=segment_ids, initial_state=state)
 
     rate = jnp.abs(drawn()["log_decay"])
     ids = drawn()["segment_ids"]

@@ -85,7 +85,7 @@ def test_any_split_is_identical_to_the_bit():
 
     @jax.jit
     def angles(rate, segment_ids, state):
-        return rotary.learned_angles(rate, 8, segment_ids=segment_ids, state=state)
+        return rotary.learned_angles(rate, 8, segment_ids=segment_ids, initial_state=state)
 
     whole, end = angles(rate, segment_ids, rotary.RotaryState.zeros(2, 3))
     for splits in ((1,), (110, 150)):
@@ -131,7 +131,7 @@ def test_a_split_of_pairs_is_identical_to_the_bit():
     parts, state = [], rotary.RotaryState.zeros(2, 3, pairs=4)
     for begin in (0, 100):
         own = slice(begin, begin + 100)
-        part, state = learned_angles(rate[:, own], 8, segment_ids=segment_ids[:, own], state=state)
+        part, state = learned_angles(rate[:, own], 8, segment_ids=segment_ids[:, own], initial_state=state)
         parts.append(part)
     whole, end = learned_angles(rate, 8, segment_ids=segment_ids)
     np.testing.assert_array_equal(jnp.concatenate(parts, 1), whole)
@@ -247,8 +247,8 @@ def test_learned_angles_of_float64_rates(split):
             angles, state = learned_angles(rate, 8)
         else:
             # Of the float32 kind, as a layer makes it.
-            first, state = learned_angles(rate[:, :split], 8, state=rotary.RotaryState.zeros(1, 1))
-            rest, state = learned_angles(rate[:, split:], 8, state=state)
+            first, state = learned_angles(rate[:, :split], 8, initial_state=rotary.RotaryState.zeros(1, 1))
+            rest, state = learned_angles(rate[:, split:], 8, initial_state=state)
             angles = jnp.concatenate([first, rest], 1)
         assert (state.fraction.dtype, angles.dtype) == (jnp.uint64, jnp.float64)
     exact = rational_angles(reached[::97], 8)
@@ -357,4 +357,4 @@ def test_rates_of_other_shapes_are_an_error():
     with pytest.raises(
         ValueError, match=r"positions \(1, 3\); make the state with RotaryState.zeros\(1, 3, 4\)"
     ):
-        rotary.learned_angles(jnp.ones((1, 2, 3, 4)), 8, state=rotary.RotaryState.zeros(1, 3))
+        rotary.learned_angles(jnp.ones((1, 2, 3, 4)), 8, initial_state=rotary.RotaryState.zeros(1, 3))

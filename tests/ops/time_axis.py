@@ -219,7 +219,7 @@ def angles(ids, devices, pairs=()):
 
         def loss(rate):
             result, end = rotary.learned_angles(
-                rate, 8, segment_ids=segments, state=state, axis_name=axis_name
+                rate, 8, segment_ids=segments, initial_state=state, axis_name=axis_name
             )
             return (result * arrays["weight"]).sum(), (result, end)
 

@@ -190,7 +190,7 @@ class LearnedRope(_Rotating):
             self.size,
             theta=self.theta,
             segment_ids=segment_ids,
-            state=state,
+            initial_state=state,
             axis_name=axis_name,
         )
         return functools.partial(rotary.rotate, angles=angles, layout=self.attention.rope.layout), state
