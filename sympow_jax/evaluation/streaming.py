@@ -73,7 +73,7 @@ def _call_losses(
     if state is None:
         hidden = model.hidden(inputs)
     else:
-        hidden, state = model.hidden(inputs, state=state, return_state=True)
+        hidden, state = model.hidden(inputs, initial_state=state, return_state=True)
     return losses_and_hits(model, hidden, targets)[0], state
 
 

@@ -97,7 +97,7 @@ class Program:
         lengths: Int[Array | np.ndarray, " B"],
         *,
         max_length: int | None = None,
-        state: models.DecoderState | None = None,
+        initial_state: models.DecoderState | None = None,
     ) -> tuple[Float[Array, "B V"], models.DecoderState]:
         """Returns the logits of the token that follows each row, in float32, and the state after the rows.
 
@@ -106,8 +106,8 @@ class Program:
         Args:
             tokens: row b is the first `lengths[b]` tokens; later tokens are ignored.
             lengths: number of tokens of each row, from 1 to T.
-            max_length: argument of `init_state` if `state` is None.
-            state: state after earlier tokens, for instance after a long context. None starts with
+            max_length: argument of `init_state` if `initial_state` is None.
+            initial_state: state after earlier tokens, for instance after a long context. None starts with
                 `init_state(B, max_length=max_length)`.
 
         Raises:
@@ -125,11 +125,11 @@ class Program:
                 raise ValueError(f"{name} have dtype {array.dtype}; it must be an integer dtype")
         if not isinstance(lengths, jax.core.Tracer):
             _check_rows(self.config, tokens, np.asarray(lengths))
-            _check_places(self.config, np.asarray(lengths), state)
-        if state is None:
-            state = self.init_state(tokens.shape[0], max_length=max_length)
+            _check_places(self.config, np.asarray(lengths), initial_state)
+        if initial_state is None:
+            initial_state = self.init_state(tokens.shape[0], max_length=max_length)
         with mesh_in_scope(self.leaves):
-            return _prefill(self, jnp.asarray(tokens), jnp.asarray(lengths), state)
+            return _prefill(self, jnp.asarray(tokens), jnp.asarray(lengths), initial_state)
 
     def decode(
         self, state: models.DecoderState, token: Int[Array | np.ndarray, " B"]
@@ -261,7 +261,7 @@ def _prefill(program, tokens, lengths, state):
     inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
     segment_ids = jnp.where(inside, _SEGMENT, _PADDING).astype(jnp.int32)
     tokens = jnp.where(inside, tokens, 0)
-    hidden, state = model.hidden(tokens, segment_ids=segment_ids, state=state, return_state=True)
+    hidden, state = model.hidden(tokens, segment_ids=segment_ids, initial_state=state, return_state=True)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
     return model.unembed(last)[:, 0], state
 
@@ -270,7 +270,7 @@ def _prefill(program, tokens, lengths, state):
 def _decode(program, state, token):
     model = program.model
     require_state(model, state, token.shape[0])
-    logits, state = model(token[:, None], state=state, return_state=True)
+    logits, state = model(token[:, None], initial_state=state, return_state=True)
     is_known = (token >= 0) & (token < model.config.vocab_size)
     return jnp.where(is_known[:, None], logits[:, 0], jnp.nan), state
 

@@ -176,7 +176,7 @@ def decode_block(
     def step(rows, _):
         token = sampling_lib.sample(rows.logits, sampling, seed=seeds, position=rows.position, seen=rows.seen)
         finite = jnp.isfinite(rows.logits).all(axis=-1)
-        logits, state = model(token[:, None], state=rows.state, return_state=True)
+        logits, state = model(token[:, None], initial_state=rows.state, return_state=True)
         seen = None if rows.seen is None else rows.seen.at[jnp.arange(len(token)), token].set(True)
         return Rows(logits[:, 0], state, rows.position + 1, seen), (token, finite)
 

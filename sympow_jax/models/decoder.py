@@ -44,7 +44,7 @@ class DecoderLM(trunk.TokenTrunk):
         tokens: Int[Array, "B T"],
         *,
         segment_ids: Int[Array, "B T"] | None = None,
-        state: DecoderState | None = None,
+        initial_state: DecoderState | None = None,
         return_state: Literal[False] = False,
     ) -> Float[Array, "B T V"]: ...
 
@@ -54,7 +54,7 @@ class DecoderLM(trunk.TokenTrunk):
         tokens: Int[Array, "B T"],
         *,
         segment_ids: Int[Array, "B T"] | None = None,
-        state: DecoderState | None = None,
+        initial_state: DecoderState | None = None,
         return_state: Literal[True],
     ) -> tuple[Float[Array, "B T V"], DecoderState]: ...
 
@@ -63,23 +63,25 @@ class DecoderLM(trunk.TokenTrunk):
         tokens: Int[Array, "B T"],
         *,
         segment_ids: Int[Array, "B T"] | None = None,
-        state: DecoderState | None = None,
+        initial_state: DecoderState | None = None,
         return_state: bool = False,
     ) -> Float[Array, "B T V"] | tuple[Float[Array, "B T V"], DecoderState]:
         """Returns float32 logits of the next tokens and, with `return_state`, the state after `tokens`.
 
-        Consecutive calls, each given the previous state, equal one call. A document starts wherever the segment id
-        changes. A negative id is padding, whose logits are meaningless. Logits beyond learned absolute positions are
-        NaN.
+        `initial_state` is the state after earlier tokens. Consecutive calls, each given the previous state, equal one
+        call. A document starts wherever the segment id changes. A negative id is padding, whose logits are meaningless.
+        Logits beyond learned absolute positions are NaN.
 
         Raises:
             ValueError: a document has more tokens than there are learned absolute positions, the state is of a model
-                with another number of layers, or `return_state` is set without a state and the attention needs a KV
-                cache (start from `init_state`).
+                with another number of layers, or `return_state` is set without an initial state and the attention needs
+                a KV cache (start from `init_state`).
         """
         if not return_state:
-            return self.unembed(self.hidden(tokens, segment_ids=segment_ids, state=state))
-        hidden, state = self.hidden(tokens, segment_ids=segment_ids, state=state, return_state=True)
+            return self.unembed(self.hidden(tokens, segment_ids=segment_ids, initial_state=initial_state))
+        hidden, state = self.hidden(
+            tokens, segment_ids=segment_ids, initial_state=initial_state, return_state=True
+        )
         return self.unembed(hidden), state
 
     @overload
@@ -88,7 +90,7 @@ class DecoderLM(trunk.TokenTrunk):
         tokens: Int[Array, "B T"],
         *,
         segment_ids: Int[Array, "B T"] | None = None,
-        state: DecoderState | None = None,
+        initial_state: DecoderState | None = None,
         return_state: Literal[False] = False,
     ) -> Float[Array, "B T M"]: ...
 
@@ -98,7 +100,7 @@ class DecoderLM(trunk.TokenTrunk):
         tokens: Int[Array, "B T"],
         *,
         segment_ids: Int[Array, "B T"] | None = None,
-        state: DecoderState | None = None,
+        initial_state: DecoderState | None = None,
         return_state: Literal[True],
     ) -> tuple[Float[Array, "B T M"], DecoderState]: ...
 
@@ -107,11 +109,12 @@ class DecoderLM(trunk.TokenTrunk):
         tokens: Int[Array, "B T"],
         *,
         segment_ids: Int[Array, "B T"] | None = None,
-        state: DecoderState | None = None,
+        initial_state: DecoderState | None = None,
         return_state: bool = False,
     ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], DecoderState]:
         """Returns the final normalized hidden states instead of the logits that `unembed` computes from them."""
         x = self.embed(tokens)
+        state = initial_state
         if state is None and not return_state:
             return self.encode(x, segment_ids)
         if state is not None and len(state.layers) != len(self.blocks):
@@ -125,7 +128,9 @@ class DecoderLM(trunk.TokenTrunk):
         layer_states: list[Any] = []
         for index, block in enumerate(self.blocks):
             layer_state = None if state is None else state.layers[index]
-            x, layer_state = block(x, segment_ids=segment_ids, state=layer_state, return_state=return_state)
+            x, layer_state = block(
+                x, segment_ids=segment_ids, initial_state=layer_state, return_state=return_state
+            )
             layer_states.append(layer_state)
         x = layers.normalize(self.final_norm, x, segment_ids)
         return (x, DecoderState(layers=tuple(layer_states), position=position)) if return_state else x

@@ -59,15 +59,16 @@ class Block(nnx.Module):
         x: Float[Array, "B T M"],
         *,
         segment_ids: Int[Array, "B T"] | None,
-        state: layers.AttentionState | None = None,
+        initial_state: layers.AttentionState | None = None,
         return_state: bool = False,
     ) -> tuple[Float[Array, "B T M"], layers.AttentionState | None]:
         """Returns the new residual stream and, with `return_state`, the layer's state."""
         normed = layers.normalize(self.attention_norm, x, segment_ids)
+        inputs: dict[str, Any] = {"segment_ids": segment_ids, "initial_state": initial_state}
         if return_state:
-            mixed, state = self.attention(normed, segment_ids=segment_ids, state=state, return_state=True)
+            mixed, state = self.attention(normed, **inputs, return_state=True)
         else:
-            mixed, state = self.attention(normed, segment_ids=segment_ids, state=state), None
+            mixed, state = self.attention(normed, **inputs), None
         x = x + mixed
         return x + self.mlp(layers.normalize(self.mlp_norm, x, segment_ids)), state
 

@@ -63,7 +63,7 @@ def compare(preset: str, kv_heads: int, rows: int, sizes: dict) -> dict:
     # A KV cache where there is one.
     states = [program.init_state(rows, max_length=24)]
     lengths = np.array(LENGTHS[:rows])
-    logits, state = program.prefill(small.tokens(rows, 21), lengths, state=states[0])
+    logits, state = program.prefill(small.tokens(rows, 21), lengths, initial_state=states[0])
     states += [state, program.decode(state, logits.argmax(-1))[1]]
     if None not in model.kv_cache_lengths:
         states.append(program.fold(state))

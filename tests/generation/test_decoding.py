@@ -105,7 +105,9 @@ def test_a_cache_that_lost_tokens_is_not_folded():
 def test_a_context_is_continued():
     model, following = small.model("conformal"), small.tokens(small.ROWS, small.TIME, seed=2)
     _, state = small.prefilled("conformal")
-    actual, _ = generation.Program(model).prefill(following, np.full(small.ROWS, small.TIME), state=state)
+    actual, _ = generation.Program(model).prefill(
+        following, np.full(small.ROWS, small.TIME), initial_state=state
+    )
     row = np.concatenate([small.tokens(small.ROWS, small.TIME)[0], following[0]])
     expected = small.whole(model, np.tile(row, (small.ROWS, 1)))[0, -1]
     assert cases.error(actual[0], expected) < BOUND

@@ -29,13 +29,13 @@ def inputs(batch=1, time=TIME, dtype=jnp.float32):
 
 
 @nnx.jit
-def run(layer, x, segment_ids=None, state=None):
-    return layer(x, segment_ids=segment_ids, state=state)
+def run(layer, x, segment_ids=None, initial_state=None):
+    return layer(x, segment_ids=segment_ids, initial_state=initial_state)
 
 
 @nnx.jit
 def run_on(layer, x, state, segment_ids=None):
-    return layer(x, segment_ids=segment_ids, state=state, return_state=True)
+    return layer(x, segment_ids=segment_ids, initial_state=state, return_state=True)
 
 
 def sizes(layer):
@@ -215,8 +215,8 @@ def test_a_state_without_tokens():
     x = inputs()
     layer = make("sympow")
     _, state = run_on(layer, x[:, :12], None)
-    np.testing.assert_allclose(run(layer, x[:, 12:], state=state), run(layer, x)[:, 12:], atol=1e-5)
-    with pytest.raises(ValueError, match="pass state=init_state"):
+    np.testing.assert_allclose(run(layer, x[:, 12:], initial_state=state), run(layer, x)[:, 12:], atol=1e-5)
+    with pytest.raises(ValueError, match="pass max_length"):
         make("softmax")(x, return_state=True)
 
 

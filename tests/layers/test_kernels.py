@@ -160,7 +160,9 @@ def test_a_layer_streams_in_pieces(name):
     kernel = KERNELS[name].kernel(name, position="rope")
     layer = layers.Attention(16, kernel, rngs=0)
     x = 3 * jax.random.normal(jax.random.key(1), (BATCH, TIME, 16))
-    call = nnx.jit(lambda layer, x, ids, state: layer(x, segment_ids=ids, state=state, return_state=True))
+    call = nnx.jit(
+        lambda layer, x, ids, state: layer(x, segment_ids=ids, initial_state=state, return_state=True)
+    )
     state = layer.init_state(BATCH, max_length=TIME)
     assert type(state.memory) is KERNELS[name].memory
     parts = []

@@ -107,7 +107,7 @@ def test_mistakes(kind, arguments, message):
 def test_a_prompt_and_a_step():
     layer = layers.PowerAttention(WIDTH, HEADS, form="chunked", rngs=0)
     x = inputs()
-    resume = nnx.jit(lambda layer, x, state: layer(x, state=state, return_state=True))
+    resume = nnx.jit(lambda layer, x, state: layer(x, initial_state=state, return_state=True))
     _, state = resume(layer, x[:, :-1], layer.init_state(2, max_length=TIME))
     last, _ = resume(layer, x[:, -1:], state)
     np.testing.assert_allclose(last, nnx.jit(lambda layer, x: layer(x))(layer, x)[:, -1:], atol=1e-6)

@@ -90,7 +90,7 @@ def run(layer, x, segment_ids=None):
 
 @nnx.jit
 def run_on(layer, x, state):
-    return layer(x, state=state, return_state=True)
+    return layer(x, initial_state=state, return_state=True)
 
 
 @functools.cache

@@ -29,7 +29,7 @@ def inputs(dtype="float32", time=TIME):
 
 @nnx.jit
 def resume(layer, x, segment_ids, state):
-    return layer(x, segment_ids=segment_ids, state=state, return_state=True)
+    return layer(x, segment_ids=segment_ids, initial_state=state, return_state=True)
 
 
 @nnx.jit

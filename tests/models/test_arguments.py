@@ -65,7 +65,7 @@ def test_states(model):
         softmax.init_state(1, max_length=4, kv_cache=False)
     state = model.init_state(1, max_length=4)
     with pytest.raises(ValueError, match="the state has 0 layers and the model 1; make it with this model's"):
-        model(jnp.zeros((1, 2), jnp.int32), state=dataclasses.replace(state, layers=()))
+        model(jnp.zeros((1, 2), jnp.int32), initial_state=dataclasses.replace(state, layers=()))
 
 
 @pytest.mark.parametrize(

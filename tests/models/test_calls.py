@@ -48,8 +48,8 @@ def test_a_second_call_compiles_nothing(preset, changes):
     model, tokens = small(preset, **changes), jnp.zeros((2, 24), jnp.int32)
     assert events(lambda: model(tokens)) == []
     state = model.init_state(2, max_length=32)
-    assert events(lambda: model(tokens, state=state, return_state=True)) == []
-    assert events(lambda: model(tokens[:, :1], state=state, return_state=True)) == []
+    assert events(lambda: model(tokens, initial_state=state, return_state=True)) == []
+    assert events(lambda: model(tokens[:, :1], initial_state=state, return_state=True)) == []
 
 
 def test_a_layer_is_about_as_fast_as_a_jitted_one():

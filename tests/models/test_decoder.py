@@ -36,7 +36,7 @@ def run(model, tokens, segment_ids=None):
 
 @nnx.jit
 def run_on(model, tokens, segment_ids, state):
-    return model(tokens, segment_ids=segment_ids, state=state, return_state=True)
+    return model(tokens, segment_ids=segment_ids, initial_state=state, return_state=True)
 
 
 def tokens(batch=2, time=TIME):

@@ -52,7 +52,7 @@ def test_logits_are_those_of_the_formula_in_one_call_and_streamed(name):
 
     @nnx.jit
     def resume(model, tokens, state):
-        return model(tokens, state=state, return_state=True)
+        return model(tokens, initial_state=state, return_state=True)
 
     state, parts = model.init_state(1, max_length=TIME), []
     for start, stop in itertools.pairwise((0, 14, 28, 29, TIME)):

@@ -143,7 +143,7 @@ def test_parts_of_a_row_equal_one_call(model):
 
 @nnx.jit
 def resume(model, tokens, state):
-    return model(tokens, state=state, return_state=True)
+    return model(tokens, initial_state=state, return_state=True)
 
 
 def test_ragged_prompts_are_continued_as_by_whole_calls(model):
@@ -194,7 +194,7 @@ def test_windows_and_recurrent_states_need_no_length(tmp_path):
     # From caches for the first 10 tokens alone, which are then folded.
     _, short = program.prefill(prompts[:, :10], np.array([10, 10]), max_length=10)
     assert [layer.memory.capacity for layer in short.layers] == [10] * 2
-    continued, folded = program.prefill(prompts[:, 10:], lengths - 10, state=program.fold(short))
+    continued, folded = program.prefill(prompts[:, 10:], lengths - 10, initial_state=program.fold(short))
     assert jax.tree.map(np.shape, folded) == jax.tree.map(np.shape, state)
     for first, after in ((logits, state), (continued, folded)):
         parts = [first]

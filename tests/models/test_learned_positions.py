@@ -76,7 +76,7 @@ def test_beyond_the_table():
     state = program.init_state(2, max_length=20)
     state = dataclasses.replace(state, position=documents.PositionState(jnp.array([6, 5]), jnp.zeros(2, int)))
     with pytest.raises(ValueError, match="row 0 has 3 tokens after 6 others"):
-        program.prefill(tokens(3), np.array([3, 1]), state=state)
+        program.prefill(tokens(3), np.array([3, 1]), initial_state=state)
     with pytest.raises(
         ValueError, match="prompt has 6 tokens and max_tokens is 3, but the model's learned positions end"
     ):

@@ -135,7 +135,7 @@ def test_parameters_of_bfloat16(name):
     assert actual.dtype == jnp.float32
     assert cases.error(actual, logits(exact, tokens)) <= BOUND
     state = model.init_state(2, max_length=originals.TIME)
-    streamed, _ = model(tokens[:, :5], state=state, return_state=True)
+    streamed, _ = model(tokens[:, :5], initial_state=state, return_state=True)
     assert cases.error(streamed, actual[:, :5]) <= BOUND
 
 

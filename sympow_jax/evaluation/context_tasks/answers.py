@@ -324,7 +324,7 @@ def _advance(
     segment_ids: Int[Array, "B T"],
 ) -> PyTree:
     model = nnx.merge(graph, variables)
-    return model.hidden(tokens, segment_ids=segment_ids, state=state, return_state=True)[1]
+    return model.hidden(tokens, segment_ids=segment_ids, initial_state=state, return_state=True)[1]
 
 
 @functools.partial(jax.jit, static_argnames="graph")
@@ -338,7 +338,7 @@ def _score(
     targets: Int[Array, "B A"],
 ) -> tuple[Float[Array, "B A"], Bool[Array, "B A"]]:
     model = nnx.merge(graph, variables)
-    hidden = model.hidden(tokens, segment_ids=segment_ids, state=state)
+    hidden = model.hidden(tokens, segment_ids=segment_ids, initial_state=state)
     return _losses_and_hits_at(model, hidden, positions, targets)
 
 
@@ -353,7 +353,7 @@ def _score_and_advance(
     targets: Int[Array, "B A"],
 ) -> tuple[tuple[Float[Array, "B A"], Bool[Array, "B A"]], PyTree]:
     model = nnx.merge(graph, variables)
-    hidden, state = model.hidden(tokens, segment_ids=segment_ids, state=state, return_state=True)
+    hidden, state = model.hidden(tokens, segment_ids=segment_ids, initial_state=state, return_state=True)
     return _losses_and_hits_at(model, hidden, positions, targets), state
 
 

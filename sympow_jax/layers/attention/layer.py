@@ -191,7 +191,7 @@ class Attention(nnx.Module):
         x: Float[Array, "B T M"],
         *,
         segment_ids: Int[Array, "B T"] | None = None,
-        state: AttentionState | None = None,
+        initial_state: AttentionState | None = None,
         return_state: Literal[False] = False,
     ) -> Float[Array, "B T M"]: ...
 
@@ -201,7 +201,7 @@ class Attention(nnx.Module):
         x: Float[Array, "B T M"],
         *,
         segment_ids: Int[Array, "B T"] | None = None,
-        state: AttentionState | None = None,
+        initial_state: AttentionState | None = None,
         return_state: Literal[True],
     ) -> tuple[Float[Array, "B T M"], AttentionState]: ...
 
@@ -210,20 +210,24 @@ class Attention(nnx.Module):
         x: Float[Array, "B T M"],
         *,
         segment_ids: Int[Array, "B T"] | None = None,
-        state: AttentionState | None = None,
+        initial_state: AttentionState | None = None,
         return_state: bool = False,
     ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], AttentionState]:
         """Returns the output and, with `return_state`, the state after x.
 
-        Consecutive calls, each given the previous state, equal one call.
+        `initial_state` is the state after earlier tokens. Consecutive calls, each given the previous state, equal one
+        call.
 
         Raises:
-            ValueError: `return_state` is set without a state, but the kernel needs a KV cache that grows, whose
-                capacity only `init_state` can set; or attention is not causal and a state is given or requested.
+            ValueError: `return_state` is set without an initial state, but the kernel needs a KV cache that grows,
+                whose capacity only `init_state` can set; or attention is not causal and a state is given or requested.
         """
         x, segment_ids = self._checked(x, segment_ids)
+        state = initial_state
         if (return_state or state is not None) and not self.kernel.attention.causal:
-            raise ValueError("attention that is not causal has no state; leave out state and return_state")
+            raise ValueError(
+                "attention that is not causal has no state; leave out initial_state and return_state"
+            )
         if return_state and state is None:
             state = self.init_state(x.shape[0])
         batch, time, _ = x.shape
@@ -415,7 +419,7 @@ class Attention(nnx.Module):
         if isinstance(state.memory, ops.KVCache):
             mixed, memory = self._extend(query, key, heads.value, **options, cache=state.memory)
         else:
-            mixed, memory = self.kernel.recur(query, key, heads.value, **options, state=state.memory)
+            mixed, memory = self.kernel.recur(query, key, heads.value, **options, initial_state=state.memory)
         return mixed, AttentionState(memory=memory, position=position)
 
     def _extend(self, query, key, value, rotate, log_decay, segment_ids, cache):

@@ -83,9 +83,9 @@ class Reader(nnx.Module):
     def init_state(self, batch, *, max_length):
         return {"tokens": jnp.zeros((batch, max_length), jnp.int32), "length": jnp.zeros((batch,), jnp.int32)}
 
-    def hidden(self, tokens, *, segment_ids, state=None, return_state=False):
+    def hidden(self, tokens, *, segment_ids, initial_state=None, return_state=False):
         batch, size = tokens.shape
-        state = self.init_state(batch, max_length=size) if state is None else state
+        state = self.init_state(batch, max_length=size) if initial_state is None else initial_state
         positions = state["length"][:, None] + jnp.arange(size)
         # Padding is at the end, where later tokens replace it.
         history = state["tokens"].at[jnp.arange(batch)[:, None], positions].set(tokens)
@@ -131,9 +131,9 @@ class Uniform(nnx.Module):
     def init_state(self, batch, *, max_length):
         return jnp.zeros((batch, 1))
 
-    def hidden(self, tokens, *, segment_ids, state=None, return_state=False):
+    def hidden(self, tokens, *, segment_ids, initial_state=None, return_state=False):
         hidden = jnp.zeros((*tokens.shape, 1))
-        return (hidden, state) if return_state else hidden
+        return (hidden, initial_state) if return_state else hidden
 
     def unembed(self, hidden):
         return jnp.zeros((*hidden.shape[:-1], self.config.vocab_size))

@@ -157,7 +157,7 @@ class Kernel(abc.ABC):
         rotate: positions.Rotation | None,
         log_decay: Float[Array, "B T K ..."] | None,
         segment_ids: Int[Array, "B T"] | None,
-        state: Memory,
+        initial_state: Memory,
     ) -> tuple[Float[Array, "B T N E"], Memory]:
         """Returns the output from a recurrent state, and the state after it; arguments as for `attend`."""
         raise ValueError(f"kernel {self.attention.kernel!r} has no recurrent state; use a KV cache")
@@ -276,14 +276,15 @@ class RecurrentKernel(Kernel):
     def flop_shape(self) -> tuple[int, int, int]:
         """(D, E, p) of the op whose pairs and features are counted as FLOPs."""
 
-    def recur(self, query, key, value, *, rotate, log_decay, segment_ids, state):
+    def recur(self, query, key, value, *, rotate, log_decay, segment_ids, initial_state):
         """Returns the output from a recurrent state, and the state after it; uses `step` for a single token."""
         tokens = {"log_decay": log_decay, "segment_ids": segment_ids}
         # The reference has no step.
         if query.shape[1] > 1 or self.attention.implementation == "reference":
-            return self.op(rotate)(query, key, value, **tokens, initial_state=state, return_state=True)
+            inputs = {**tokens, "initial_state": initial_state}
+            return self.op(rotate)(query, key, value, **inputs, return_state=True)
         token = {name: None if x is None else x[:, 0] for name, x in tokens.items()}
-        out, state = self.step(rotate)(query[:, 0], key[:, 0], value[:, 0], state=state, **token)
+        out, state = self.step(rotate)(query[:, 0], key[:, 0], value[:, 0], state=initial_state, **token)
         return out[:, None], state
 
     def state_bytes(self, *, bytes_per_element=4, feature_map="symmetric", normalizer=True):

@@ -79,7 +79,7 @@ class PowerKernel(kernel.RecurrentKernel):
         batch = len(cache.segment)
         # The output for these queries is discarded. Under `jax.jit`, XLA does not compute it.
         query = jnp.zeros((batch, cache.capacity, self.num_heads, self.encoded_dim), cache.key.dtype)
-        _, state = self.recur(query, **cache.tokens(), rotate=None, state=self.init_state(batch))
+        _, state = self.recur(query, **cache.tokens(), rotate=None, initial_state=self.init_state(batch))
         kv = jnp.where(cache.complete[:, None, None, None], state.kv, jnp.nan)
         return dataclasses.replace(state, kv=kv, segment=cache.segment)
 
