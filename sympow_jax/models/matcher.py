@@ -72,10 +72,10 @@ class AttentionMatcher(trunk.TokenTrunk):
 
     def errors(
         self, tokens: Int[Array, "B T"], *, segment_ids: Int[Array, "B T"] | None = None
-    ) -> Float[Array, "B T"]:
-        """Returns the relative squared error of each token, averaged over the new layers.
+    ) -> Float[Array, "B T layers"]:
+        """Returns the relative squared error of each token in each new layer.
 
-        The mean over tokens is 1 if the new layers output zeros. Only the new attention has gradients.
+        The mean over tokens is 1 if a new layer outputs zeros. Only the new attention has gradients.
 
         Raises:
             ValueError: as `TokenTrunk.embed`, or a document is longer than learned positions.
@@ -85,12 +85,13 @@ class AttentionMatcher(trunk.TokenTrunk):
         x = jax.lax.stop_gradient(x)
 
         def step(
-            block: trunk.Block, carry: tuple[Float[Array, "B T M"], Float[Array, "B T"]]
-        ) -> tuple[Float[Array, "B T M"], Float[Array, "B T"]]:
+            block: trunk.Block, carry: tuple[Float[Array, "B T M"], Float[Array, "B T layers"]]
+        ) -> tuple[Float[Array, "B T M"], Float[Array, "B T layers"]]:
             assert isinstance(block, _MatchedBlock)
-            x, error = block.match(carry[0], segment_ids)
-            return x, carry[1] + error
+            (x, errors), is_new = carry, block.original is not None
+            x, error = block.match(x, segment_ids)
+            # The first in is the first after all blocks, because there is a place for each new layer.
+            return x, jnp.concatenate([errors[..., 1:], error[..., None]], axis=-1) if is_new else errors
 
-        zeros = jnp.zeros(x.shape[:2], jnp.float32)
-        _, total = self._over_blocks(step, (trunk.shard_tokens(x), zeros))
-        return total / len(self.config.replaced_layers)
+        zeros = jnp.zeros((*x.shape[:2], len(self.config.replaced_layers)), jnp.float32)
+        return self._over_blocks(step, (trunk.shard_tokens(x), zeros))[1]

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from sympow_jax import config as configs
 from sympow_jax import models
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.layers import parallel, partitioning
 
-__all__ = ["Batch", "Sums", "count", "label_sums", "predict", "sums", "token_sums", "zeros"]
+__all__ = ["Batch", "Sums", "count", "label_sums", "layer_names", "predict", "sums", "token_sums", "zeros"]
 
 Batch = Mapping[str, Array]
 
@@ -27,11 +28,13 @@ class Sums(NamedTuple):
         loss: cross-entropies in nats, or squared errors, which for `AttentionMatcher` are relative.
         correct: number of rows whose class has the largest logit; 0 if no classes are predicted.
         z: squared log-normalizers of the tokens' probabilities; None if there is no z-loss.
+        layers: relative squared errors of each new layer of `AttentionMatcher`, whose mean is `loss`; else None.
     """
 
     loss: Float[Array, ""]
     correct: Float[Array, ""]
     z: Float[Array, ""] | None = None
+    layers: Float[Array, " layers"] | None = None
 
 
 def sums(model: models.Model, batch: Batch, *, z_loss: bool = False) -> Sums:
@@ -43,7 +46,8 @@ def sums(model: models.Model, batch: Batch, *, z_loss: bool = False) -> Sums:
     inputs, segment_ids = batch["inputs"], batch.get("segment_ids")
     if isinstance(model, models.AttentionMatcher):
         errors = model.errors(inputs, segment_ids=segment_ids)
-        return Sums(jnp.sum(errors, where=_counts(batch["targets"])), jnp.float32(0))
+        layers = jnp.sum(errors, axis=(0, 1), where=_counts(batch["targets"])[..., None])
+        return Sums(layers.mean(), jnp.float32(0), layers=layers)
     if "targets" in batch:
         assert not isinstance(model, models.ImageClassifier)
         hidden = model.hidden(inputs, segment_ids=segment_ids)
@@ -53,9 +57,16 @@ def sums(model: models.Model, batch: Batch, *, z_loss: bool = False) -> Sums:
     return label_sums(predict(model, batch), batch["labels"])
 
 
-def zeros(*, z_loss: bool = False) -> Sums:
+def zeros(*, z_loss: bool = False, layers: int = 0) -> Sums:
     """Returns the sums over no targets or labels."""
-    return Sums(jnp.float32(0), jnp.float32(0), jnp.float32(0) if z_loss else None)
+    z, errors = jnp.float32(0) if z_loss else None, jnp.zeros(layers) if layers else None
+    return Sums(jnp.float32(0), jnp.float32(0), z, errors)
+
+
+def layer_names(config: configs.Config) -> list[str]:
+    """Returns the names of the metrics of `Sums.layers`; empty for another task than `match_attention`."""
+    layers = config.model.replaced_layers if config.task.name == "match_attention" else ()
+    return [f"loss_layer_{layer}" for layer in sorted(layers)]
 
 
 def label_sums(outputs: Float[Array, "B outputs"], labels: Array) -> Sums:

@@ -12,7 +12,7 @@ import rich.console
 import rich.progress
 
 from sympow_jax import config
-from sympow_jax.training import flops, profile, writers
+from sympow_jax.training import flops, loss, profile, writers
 
 __all__ = ["Reporter", "check_settings"]
 
@@ -68,7 +68,7 @@ class Reporter:
             ValueError: Weights & Biases is requested, but is not installed or refuses the run.
         """
         training, devices = settings.training, list(devices)
-        self._max_skips = training.max_skips
+        self._max_skips, self._layers = training.max_skips, loss.layer_names(settings)
         self._start, self._steps, self._log_every = start, training.steps, training.log_every
         self._tokens_per_step = settings.data.batch_tokens
         self._flops_per_step = self._tokens_per_step * flops.model_flops_per_token(
@@ -147,7 +147,7 @@ class Reporter:
         if step == self._start + 1:
             self._first = now
         self._check(step, values)
-        loss = values["loss"]
+        shown = values["loss"]
         if values.get("skipped_in_a_row"):
             # JSON has no number that is not finite.
             values = {name: value for name, value in values.items() if math.isfinite(value)}
@@ -160,7 +160,11 @@ class Reporter:
         if step % self._log_every == 0 or step == self._steps or rows:
             for writer in self._every:
                 writer.write(step, values)
-            self._show(step, loss, rows, now)
+            self._show(step, shown, rows, now)
+        layers = [(values[name], name) for name in self._layers if name in values]
+        if step == self._steps and layers:
+            highest, name = max(layers)
+            print(f"worst layer: {name} {highest:.4f}", flush=True)
 
     def _check(self, step: int, values: Mapping[str, float]) -> None:
         """Raises ValueError if the run cannot continue after an update with these metrics."""

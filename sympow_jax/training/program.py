@@ -346,6 +346,7 @@ class Program:
         metrics are:
 
         * `loss`, and `accuracy` if classes are predicted
+        * `loss_layer_N` of each new layer N, for the task `match_attention`
         * `grad_norm`, before clipping
         * `parameter_norm`, after the update, which is finite only if every parameter is
         * `update_norm`, the norm of the change of the parameters
@@ -384,6 +385,8 @@ class Program:
                 "update_norm": optax.tree.norm(changes),
                 "learning_rate": jnp.asarray(rate(done), jnp.float32),
             }
+            if sums.layers is not None:
+                metrics |= dict(zip(loss.layer_names(settings), sums.layers / count, strict=True))
             if sums.z is not None:
                 metrics["z_loss"] = settings.optimizer.z_loss * sums.z / count
             if settings.training.skips_updates:
@@ -407,7 +410,8 @@ class Program:
                 return jax.tree.map(jnp.add, total, more), None
 
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                total, _ = jax.lax.scan(add, loss.zeros(), self._micro_batches(batch))
+                zeros = loss.zeros(layers=len(loss.layer_names(self.config)))
+                total, _ = jax.lax.scan(add, zeros, self._micro_batches(batch))
             return self._means(total, loss.count(batch))
 
         return jax.jit(means, out_shardings=sharding.replicated(self.mesh))
@@ -444,7 +448,7 @@ class Program:
             return (*jax.tree.map(jnp.add, (sums, grads), (more, more_grads)), statistics), None
 
         zeros = (
-            loss.zeros(z_loss=self.config.optimizer.z_loss > 0),
+            loss.zeros(z_loss=self.config.optimizer.z_loss > 0, layers=len(loss.layer_names(self.config))),
             jax.tree.map(jnp.zeros_like, state.params),
         )
         return jax.lax.scan(add, (*zeros, state.statistics), self._micro_batches(batch))[0]

@@ -78,16 +78,17 @@ def test_errors_are_those_of_each_new_layer_on_hidden_states_of_the_original(mat
     segment_ids[1, 20:] = -1
     segment_ids = segment_ids if padded else None
     counts = np.ones((2, TIME), bool) if segment_ids is None else segment_ids >= 0
-    decoder, expected = _original(matcher), np.zeros((2, TIME))
+    decoder, expected = _original(matcher), []
     x, _ = decoder._stem(decoder.embed(tokens()), segment_ids)
     for layer, block in enumerate(decoder.blocks):
         if layer in (0, 2):
             normed = layers.normalize(block.attention_norm, x, segment_ids)
             old = np.asarray(block.attention(normed, segment_ids=segment_ids), np.float64)
             new = np.asarray(matcher.blocks[layer].attention(normed, segment_ids=segment_ids), np.float64)
-            expected += ((new - old) ** 2).sum(-1) / (old**2).sum(-1)[counts].mean() / 2
+            expected.append(((new - old) ** 2).sum(-1) / (old**2).sum(-1)[counts].mean())
         x, _ = block(x, segment_ids=segment_ids)
     found = matcher.errors(tokens(), segment_ids=segment_ids)
+    expected = np.stack(expected, axis=-1)
     np.testing.assert_allclose(found[counts], expected[counts], rtol=1e-4)
     assert expected[counts].min() > 1e-3
 
@@ -111,6 +112,8 @@ def test_updates_lower_the_error_and_keep_all_else(scan_layers):
     for _ in range(8):
         state, metrics = program.update(state, batch())
         errors.append(float(metrics["loss"]))
+        layers = [float(metrics[f"loss_layer_{layer}"]) for layer in (0, 2)]
+        assert np.mean(layers) == pytest.approx(errors[-1], rel=1e-5)
     assert errors[-1] < 0.9 * errors[0]
     after = program.by_layer(state).params
     for path, leaf in jax.tree_util.tree_leaves_with_path(after):
@@ -147,6 +150,9 @@ def test_a_retrofit_in_two_stages(tmp_path, capsys):
     assert train.train(base, tmp_path / "base") == 0
     first = run(task=config.TaskConfig(name="match_attention", initial_run=str(tmp_path / "base")))
     assert train.train(first, tmp_path / "first") == 0
+    last = json.loads((tmp_path / "first" / "metrics.jsonl").read_text().splitlines()[-1])
+    worst = max(("loss_layer_0", "loss_layer_2"), key=last.__getitem__)
+    assert f"{worst} {last[worst]:.4f}\n" in capsys.readouterr().out
     half = dataclasses.replace(first, training=dataclasses.replace(first.training, steps=2))
     assert train.train(half, tmp_path / "halves") == 0
     assert train.train(first, tmp_path / "halves") == 0
