@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from sympow_jax import config, hub, streams
 from sympow_jax.commands import command_line
-from sympow_jax.training import cli, summary
+from sympow_jax.training import cli, summary, workdir
 from sympow_jax.weights import families, files, pretrained, runs
 
 __all__ = ["main"]
@@ -91,6 +91,7 @@ def main(arguments: Sequence[str], program: str = "sympow weights") -> int:
                     f"max_position_embeddings, bos_token_id and pad_token_id in config.json"
                 )
         else:
+            workdir.require_path("--workdir", known.workdir)
             path = hub.local_path(known.weights, hub.WEIGHTS)
             settings = _read_settings(known, path)
             count = runs.import_run(path, settings, known.workdir)

@@ -212,6 +212,10 @@ def test_evaluation(gpt2, tmp_path, capsys):
             "cannot read the settings {folder}/config.json",
         ),
         (
+            ["import", "--weights=hf://a/b", "--workdir={out}/a[1]"],
+            "need a path without [: rename the folder",
+        ),
+        (
             ["import", "--weights=hf://gpt2", "--workdir={out}/run"],
             "hf://gpt2 is no name of a repository; write hf://ORG/",
         ),
