@@ -15,7 +15,11 @@ from sympow_jax import config, layers
 WIDTH, HEADS, KV_HEADS, TIME = 32, 4, 2, 19
 
 PLAIN = {
-    layers.PowerAttention: ("conformal", {"power": 4, "exact_window": 8}, {"power": 4, "exact_window": 8}),
+    layers.PowerAttention: (
+        "conformal",
+        {"power": 4, "exact_window": 8, "decay_bias": 4.0},
+        {"power": 4, "exact_window": 8, "decay_bias": 4.0},
+    ),
     layers.LinearAttention: (
         "linear",
         {"feature_map": "symmetric", "normalizer": "rotated", "decay": "learned", "position": "rope"},

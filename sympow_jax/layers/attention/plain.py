@@ -26,6 +26,8 @@ class PowerAttention(layer.Attention):
             x head_dim elements per key/value head.
         decay: "none"; per head "alibi" or "permuteformer", fixed, "constant", trained, or "learned", sigmoid(W x); or
             per value channel "channel_fixed", "channel_constant" or "channel_learned".
+        decay_bias: initial value of a bias b of learned decays, which are then sigmoid(W x + b). At 4 a head at first
+            forgets 2 % per token, and at None, without a bias, half.
         position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
         form: "attention", quadratic in time; "chunked"; or "recurrent". If None, the cheapest for the shapes.
         implementation: implementation of the op. If None, the op chooses.
@@ -62,6 +64,7 @@ class PowerAttention(layer.Attention):
         head_dim: int | None = None,
         power: int = 2,
         decay: str = "learned",
+        decay_bias: float | None = None,
         position: str = "learned_rope",
         form: str | None = None,
         implementation: str | None = None,
@@ -86,6 +89,7 @@ class PowerAttention(layer.Attention):
             kernel="power",
             power=power,
             decay=decay,
+            decay_bias=decay_bias,
             position=position,
             form=form,
             implementation=implementation,
@@ -115,6 +119,7 @@ class LinearAttention(layer.Attention):
         power: degree of the feature maps "symmetric" and "tensor".
         normalizer: "unrotated" or "rotated", the features that the denominator uses.
         decay: "none"; "alibi" or "permuteformer", fixed per head; or "learned", sigmoid(W x) per head.
+        decay_bias: initial value of a bias b of learned decays, which are then sigmoid(W x + b). None for no bias.
         position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
         causal: whether a token attends only to itself and earlier tokens; if False, to its whole document.
         form: "attention", quadratic in time; "chunked"; or "recurrent". If None, the cheapest for the shapes.
@@ -153,6 +158,7 @@ class LinearAttention(layer.Attention):
         power: int = 2,
         normalizer: str = "unrotated",
         decay: str = "none",
+        decay_bias: float | None = None,
         position: str = "rope",
         causal: bool = True,
         form: str | None = None,
@@ -180,6 +186,7 @@ class LinearAttention(layer.Attention):
             power=power,
             normalizer=normalizer,
             decay=decay,
+            decay_bias=decay_bias,
             position=position,
             causal=causal,
             form=form,
@@ -205,6 +212,7 @@ class SoftmaxAttention(layer.Attention):
         num_kv_heads: number of key/value heads; it must divide `num_heads`. If None, `num_heads`.
         head_dim: size of a head. If None, `width // num_heads`.
         decay: "none"; "alibi" or "permuteformer", fixed per head; or "learned", sigmoid(W x) per head.
+        decay_bias: initial value of a bias b of learned decays, which are then sigmoid(W x + b). None for no bias.
         position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
         causal: whether a token attends only to itself and earlier tokens; if False, to its whole document.
         window: number of tokens of its document that a token attends to, itself and those directly before it. If None,
@@ -239,6 +247,7 @@ class SoftmaxAttention(layer.Attention):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         decay: str = "none",
+        decay_bias: float | None = None,
         position: str = "rope",
         causal: bool = True,
         window: int | None = None,
@@ -261,6 +270,7 @@ class SoftmaxAttention(layer.Attention):
             dtype,
             **({"kernel": "softmax"} if window is None else {"kernel": "sliding_window", "window": window}),
             decay=decay,
+            decay_bias=decay_bias,
             position=position,
             causal=causal,
             implementation=implementation,
@@ -283,6 +293,7 @@ class ExpressiveAttention(layer.Attention):
         num_kv_heads: number of key/value heads; it must divide `num_heads`. If None, `num_heads`.
         head_dim: size of a head. If None, `width // num_heads`.
         decay: "none"; "alibi" or "permuteformer", fixed per head; or "learned", sigmoid(W x) per head.
+        decay_bias: initial value of a bias b of learned decays, which are then sigmoid(W x + b). None for no bias.
         position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
         causal: whether a token attends only to itself and earlier tokens; if False, to its whole document.
         implementation: implementation of the op. If None, the op chooses.
@@ -315,6 +326,7 @@ class ExpressiveAttention(layer.Attention):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         decay: str = "none",
+        decay_bias: float | None = None,
         position: str = "rope",
         causal: bool = True,
         implementation: str | None = None,
@@ -336,6 +348,7 @@ class ExpressiveAttention(layer.Attention):
             dtype,
             kernel="expressive",
             decay=decay,
+            decay_bias=decay_bias,
             position=position,
             causal=causal,
             implementation=implementation,
