@@ -213,6 +213,8 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     ]
     digest = hashlib.sha256()
     for array in arrays:
+        store = array.kvstore
+        assert store is not None  # of the driver `zarr`
         stored = array.spec().to_json()["metadata"]
         digest.update(json.dumps(stored, sort_keys=True).encode())
         shape = [-(-size // chunk) for size, chunk in zip(stored["shape"], stored["chunks"])]
@@ -220,7 +222,7 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
         indices = np.stack(np.unravel_index(np.unique(places), shape), -1).tolist()
         keys = [stored.get("dimension_separator", ".").join(map(str, index)) for index in indices]
         # Of gzip, these are a checksum and the size of the content.
-        ends = [array.kvstore.read(key, byte_range=slice(-_SAMPLE_BYTES, None)) for key in keys]
+        ends = [store.read(key, byte_range=slice(-_SAMPLE_BYTES, None)) for key in keys]
         for end in ends:
             with contextlib.suppress(ValueError):  # a chunk of fewer bytes
                 digest.update(end.result().value)

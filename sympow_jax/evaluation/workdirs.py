@@ -90,7 +90,10 @@ def require_held_apart(
                 f"that the held-out data was not in it",
                 error=True,
             )
-        if config.task.initial_run is None or (path := pathlib.Path(config.task.initial_run)) in seen:
+        if config.task.initial_run is None:
+            return
+        path = pathlib.Path(config.task.initial_run)
+        if path in seen:
             return
         name = str(path)
         seen.add(path)
