@@ -18,7 +18,7 @@ __all__ = ["FIGURES"]
 
 LENGTHS = [2**n for n in range(8, 21)]
 BLUE, RED, GREEN, PINK, YELLOW, *_ = figures.COLORS
-((SOFTMAX, _),) = figures.styles(["softmax"])
+(SOFTMAX,) = (color for color, _ in figures.styles(["softmax"]))
 
 
 def flops() -> matplotlib.figure.Figure:

@@ -17,7 +17,7 @@ from sympow_jax.evaluation import figures
 __all__ = ["FIGURES"]
 
 BLUE, RED, GREEN, PINK, *_ = figures.COLORS
-(SOFTMAX, _), (EXPRESSIVE, _) = figures.styles(["softmax", "expressive"])
+SOFTMAX, EXPRESSIVE = (color for color, _ in figures.styles(["softmax", "expressive"]))
 
 
 def kernels() -> matplotlib.figure.Figure:

@@ -293,8 +293,8 @@ def _draw_run(
     """Draws the two lines of a run; returns the solid one, which has its name."""
     lengths = np.array([row.context_length for row in run])
     exact = np.array([row.exact_match for row in run])
-    ends = [[getattr(row, f"exact_match_{end}") for row in run] for end in ("low", "high")]
-    axes.fill_between(lengths, *ends, color=color, alpha=0.13, linewidth=0)
+    low, high = [row.exact_match_low for row in run], [row.exact_match_high for row in run]
+    axes.fill_between(lengths, low, high, color=color, alpha=0.13, linewidth=0)
     axes.plot(lengths, [row.token_accuracy for row in run], color=color, linewidth=1.2, linestyle="--")
     (line,) = axes.plot(
         lengths,
