@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from sympow_jax.array_types import Array, Float
@@ -55,7 +56,7 @@ def linear(
         size_out,
         names=names,
         use_bias=use_bias and not exact,
-        dtype=jnp.promote_types(dtype, jnp.float32) if exact else jnp.dtype(dtype),
+        dtype=np.promote_types(dtype, jnp.float32) if exact else jnp.dtype(dtype),
         precision=jax.lax.Precision.HIGHEST if exact else None,
         scale=scale,
         rngs=rngs,

@@ -10,6 +10,7 @@ from flax import nnx
 from sympow_jax import config as configs
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["MOMENTUM", "Norm", "make_norm", "normalize", "rms_norm"]
 
@@ -50,6 +51,7 @@ def rms_norm(size: int, *, epsilon: float, dtype: Any, rngs: nnx.Rngs) -> nnx.RM
     return nnx.RMSNorm(size, epsilon=epsilon, dtype=dtype, promote_dtype=_unchanged, rngs=rngs)
 
 
+@by_default_rules
 def normalize(
     norm: Norm, x: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None
 ) -> Float[Array, "B T M"]:

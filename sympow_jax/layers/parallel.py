@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import partitioning
@@ -63,7 +64,7 @@ def _products_bwd(spec, kinds, residuals, dresults):
     tokens = partitioning.dividing(partitioning.TOKENS, x.shape)
 
     def local(x, matrices, dresults):
-        nothing = jnp.zeros((), jnp.promote_types(x.dtype, jnp.float32))
+        nothing = jnp.zeros((), np.promote_types(x.dtype, jnp.float32))
         dx, gradients = {True: nothing, False: nothing}, []
         for matrix, dresult, axes, kind, part in zip(matrices, dresults, divided, kinds, partial):
             dtype, precision = kind

@@ -228,7 +228,7 @@ class TokenTrunk(Trunk):
                 f"tokens has dtype {tokens.dtype}; it must be an integer dtype; pass token ids, not embeddings"
             )
         rows = parallel.lookup(self.embedding[...], tokens)
-        return rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
+        return rows.astype(np.promote_types(rows.dtype, jnp.float32))
 
     def unembed(self, hidden: Float[Array, "B T M"]) -> Float[Array, "B T V"]:
         """Returns logits in float32: hidden states times the transpose of `output_table`."""

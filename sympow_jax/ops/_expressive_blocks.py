@@ -16,6 +16,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops._shared import decay as decays
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["Blocks", "Settings", "attend"]
 
@@ -99,7 +100,7 @@ def _attend_bwd(settings, residuals, dout):
     return (_gradients(settings, *residuals, dout),)
 
 
-attend.defvjp(_attend_fwd, _attend_bwd)
+attend.defvjp(*map(by_default_rules, (_attend_fwd, _attend_bwd)))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -154,6 +155,7 @@ def _gradients(settings, blocks, out, denominator, largest, dout) -> Blocks:
 
 
 @_gradients.defjvp
+@by_default_rules
 def _gradients_jvp(settings, primals, tangents):
     raise NotImplementedError(
         "expressive_attention has no second derivatives by implementation 'xla'; use implementation='reference'"

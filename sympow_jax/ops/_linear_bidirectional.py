@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import documents
@@ -69,7 +70,7 @@ def _attend(plan, query, key, value, segment_ids):
     power, division, implementation, chunk_size = plan
     finite = nonfinite.remove(query, key, value, None, segment_ids, causal=False)
     query, key, value = finite[:3]
-    dtype, kv_heads = jnp.promote_types(query.dtype, jnp.float32), key.shape[2]
+    dtype, kv_heads = np.promote_types(query.dtype, jnp.float32), key.shape[2]
     if division is not means.Division.NONE:
         query = rows.unit_scale(query)
     document = None

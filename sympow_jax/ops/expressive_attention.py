@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import _expressive_blocks, documents
@@ -118,7 +119,7 @@ def _call(plan, query, key, value, log_decay, segment_ids, scale):
 
 def _reference(causal, scale, query, key, value, log_decay, segment_ids):
     """Computes equation 2 with decays, in the dtype of the query or float32."""
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    dtype = np.promote_types(query.dtype, jnp.float32)
     group, before = query.shape[2] // key.shape[2], key.shape[1] - query.shape[1]
     query, keys, values = (x.astype(dtype) for x in (query, key, value))
     keys, values = jnp.repeat(keys, group, axis=2), jnp.repeat(values, group, axis=2)
@@ -149,7 +150,7 @@ def _reference(causal, scale, query, key, value, log_decay, segment_ids):
 def _blockwise(block_size, causal, scale, query, key, value, log_decay, segment_ids):
     batch, time, heads, _ = query.shape
     key_time, kv_heads = key.shape[1:3]
-    dtype, out_dtype = jnp.promote_types(query.dtype, jnp.float32), value.dtype
+    dtype, out_dtype = np.promote_types(query.dtype, jnp.float32), value.dtype
     settings = _expressive_blocks.Settings(causal, cost.precision_of(key.dtype))
     # Queries are padded at their end, unless one block holds them all. Keys are also padded at their start, so that
     # the last blocks of both end together.

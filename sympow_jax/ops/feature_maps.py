@@ -15,6 +15,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float
 from sympow_jax.ops._shared import arguments, target
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = [
     "elu_plus_one",
@@ -71,6 +72,7 @@ def _require_size(head_dim: int, power: int, needed: Callable[[], int]) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@by_default_rules
 def _tensor_power(power, x):
     features = x
     for _ in range(power - 1):
@@ -104,6 +106,7 @@ def symmetric_power(x: Float[Array, "*batch D"], power: int) -> Float[Array, "*b
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@by_default_rules
 def _symmetric_power(power, x):
     weight = jnp.asarray(np.sqrt(multiplicities(x.shape[-1], power)), x.dtype)
     return jnp.moveaxis(monomials(jnp.moveaxis(x, -1, 0), power), 0, -1) * weight
@@ -147,6 +150,7 @@ def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@by_default_rules
 def _monomials(power, x):
     features = x
     for degree in range(2, power + 1):
@@ -222,6 +226,7 @@ def symmetric_power_rotation(rotation: Float[Array, "D D"], power: int) -> Float
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@by_default_rules
 def _rotation_of_features(power, rotation):
     head_dim = rotation.shape[0]
     isometry = jnp.asarray(_isometry(head_dim, power), rotation.dtype)
@@ -257,6 +262,7 @@ def elu_plus_one(x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:
 
 
 @jax.jit
+@by_default_rules
 def _elu_plus_one(x):
     # exp(x) rather than elu(x) + 1, which rounds small features to zero. Its overflow for positive x would make
     # gradients NaN; `minimum(x, 0)` would halve that at zero.

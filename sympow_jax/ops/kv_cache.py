@@ -5,11 +5,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents, fixed_point
 from sympow_jax.ops._recurrent import cost
 from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["KVCache"]
 
@@ -235,7 +237,7 @@ def _step(weigh, state, query, key, value, log_decay, segment_ids):
     slot = jnp.where(valid, state.next, state.capacity)
     put = jax.vmap(lambda slots, slot, x: slots.at[:, slot].set(x, mode="drop"))
     put_id = jax.vmap(lambda ids, slot, x: ids.at[slot].set(x, mode="drop"))
-    dtype = jnp.promote_types(old_ids.dtype, segment_ids.dtype)
+    dtype = np.promote_types(old_ids.dtype, segment_ids.dtype)
     cache = KVCache(
         **{name: put(getattr(state, name), slot, x) for name, x in token.items()},
         segment_ids=put_id(old_ids.astype(dtype), slot, segment_ids.astype(dtype)),
@@ -249,7 +251,7 @@ def _step(weigh, state, query, key, value, log_decay, segment_ids):
 def _attend(weigh, query, token, state, cached, decay):
     """Returns the output [B, N, E] of one token by its own key and those of `cached` slots [B, S]."""
     key, value = state.key, state.value
-    dtype = jnp.promote_types(key.dtype, jnp.float32)
+    dtype = np.promote_types(key.dtype, jnp.float32)
     exact = {"precision": cost.precision_of(key.dtype), "preferred_element_type": dtype}
     query = query.astype(key.dtype).reshape(*token["key"].shape[:2], -1, query.shape[-1])
     scores = jnp.einsum("bkgd,bksd->bkgs", query, key, **exact)
@@ -329,7 +331,7 @@ def _decays_to_end_bwd(start, cotangent):
     return before - at_start + jnp.where(newer, last, 0), None
 
 
-_decays_to_end.defvjp(_decays_to_end_fwd, _decays_to_end_bwd)
+_decays_to_end.defvjp(*map(by_default_rules, (_decays_to_end_fwd, _decays_to_end_bwd)))
 
 
 def _before(total: Array, start: Int[Array, " B"]) -> Array:

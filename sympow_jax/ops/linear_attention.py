@@ -21,6 +21,7 @@ from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import plan as plans
 from sympow_jax.ops._recurrent import state as power_state
 from sympow_jax.ops._shared import arguments, calls, nonfinite
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["LinearState", "linear_attention", "linear_attention_step"]
 
@@ -365,11 +366,13 @@ def _without_padding(plan, query, key, segment_ids):
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@by_default_rules
 def _mapped(kernel, x):
     return kernel.map(x)
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@by_default_rules
 def _expanded(plan, x):
     """Returns x after the map, scaled if requested, and its features."""
     kernel, scaled = plan
@@ -379,6 +382,7 @@ def _expanded(plan, x):
 
 
 @functools.partial(jax.jit, static_argnums=0)
+@by_default_rules
 def _divided(plan, values, weights):
     """Returns the mean from sums of weighted values and sums of weights.
 

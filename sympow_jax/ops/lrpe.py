@@ -17,6 +17,7 @@ import numpy as np
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import phase, rotary
 from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["BASES", "CORES", "KINDS", "encode", "householder", "permutation", "rates"]
 
@@ -136,7 +137,7 @@ def _array(static: tuple) -> np.ndarray:
 @calls.op({"x": "B T N D", "positions": "B T"}, lambda plan: "B T N D")
 def _encode(plan, x, positions, rates, householder, permutation):
     core = plan.core
-    parts = _transformed(x.astype(jnp.promote_types(x.dtype, jnp.float32)), plan.basis, householder)
+    parts = _transformed(x.astype(np.promote_types(x.dtype, jnp.float32)), plan.basis, householder)
     if core == "permutation":
         cycles = _cycles(permutation if plan.permutation is None else _array(plan.permutation))
         parts = [_permuted(part, positions, cycles) for part in parts]
@@ -406,7 +407,7 @@ def _permuted_backward(residuals, gradient):
     return _gathered(gradient, *residuals, -1), None, None
 
 
-_permuted.defvjp(_permuted_forward, _permuted_backward)
+_permuted.defvjp(*map(by_default_rules, (_permuted_forward, _permuted_backward)))
 
 
 def _gathered(x, positions, cycles: _Cycles, direction: int):

@@ -15,6 +15,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int, UInt, UInt32
 from sympow_jax.ops import fixed_point
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["fixed", "learned", "words"]
 
@@ -35,6 +36,7 @@ def fixed(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+@by_default_rules
 def _fixed(rates, shape, dtype, positions):
     fraction = words(np.array(rates).reshape(shape), _word_count(dtype))
     return _angles(positions, fraction, dtype)
@@ -87,13 +89,14 @@ def _learned(unit, dtype, positions, rates):
 
 
 @_learned.defjvp
+@by_default_rules
 def _learned_jvp(unit, dtype, primals, tangents):
     positions, rates = primals
     slope = _with_trailing_axes(positions, rates.ndim).astype(dtype) * (2 * np.pi if unit == "turns" else 1)
     return _learned(unit, dtype, positions, rates), slope * tangents[1].astype(dtype)
 
 
-_learned_call = jax.jit(_learned, static_argnums=(0, 1))
+_learned_call = jax.jit(by_default_rules(_learned), static_argnums=(0, 1))
 
 
 def _fraction(rates: Float[Array, "*rates"], unit: str, count: int) -> list[UInt32[Array, "*rates"]]:

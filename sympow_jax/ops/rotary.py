@@ -20,6 +20,7 @@ import numpy as np
 from sympow_jax.array_types import Array, Float, Int, UInt
 from sympow_jax.ops import documents, fixed_point, phase
 from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = [
     "LAYOUTS",
@@ -103,7 +104,7 @@ def rope(
     """
     x = arguments.to_array("x", x)
     arguments.check_axes("x", x, "[B, T, N, D]")
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = np.promote_types(x.dtype, jnp.float32)
     return rotate(x, rope_angles(positions, x.shape[-1], theta=theta, dtype=dtype), layout=layout)
 
 
@@ -310,7 +311,7 @@ def _rotate(layout, x, angles):
     The backward pass computes sines and cosines again, which on a GPU takes less time than reading them.
     """
     batch, time, heads, head_dim = x.shape
-    pairs = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    pairs = x.astype(np.promote_types(x.dtype, jnp.float32))
     split, axis = ((head_dim // 2, 2), -1) if layout == "pairs" else ((2, head_dim // 2), -2)
     pairs = pairs.reshape(batch, time, angles.shape[2], -1, *split)
     cos, sin = (jnp.expand_dims(f(angles)[:, :, :, None], axis) for f in (jnp.cos, jnp.sin))
@@ -418,4 +419,4 @@ def _with_gradient_backward(axis_name, by_pair, residuals, gradient):
     return None, drate, None, None
 
 
-_with_gradient.defvjp(_with_gradient_forward, _with_gradient_backward)
+_with_gradient.defvjp(*map(by_default_rules, (_with_gradient_forward, _with_gradient_backward)))

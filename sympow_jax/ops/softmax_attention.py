@@ -12,6 +12,7 @@ import numpy as np
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents, fixed_point
 from sympow_jax.ops._shared import calls, layout, nonfinite, pairwise, target, time_axis
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["alibi_slopes", "softmax_attention"]
 
@@ -372,6 +373,7 @@ def _decays(log_decay: Float[Array, "B S K"]) -> tuple[Int[Array, "B S K"], Floa
 
 
 @_decays.defjvp
+@by_default_rules
 def _decays_jvp(primals, tangents):
     whole, fraction = _decays(*primals)
     no_tangent = np.zeros(whole.shape, jax.dtypes.float0)

@@ -7,6 +7,7 @@ dot product weighted in every dimension d by a template P_d of the distance.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import phase
@@ -88,7 +89,7 @@ def encode(
 
 @calls.op({"query": "B T N D", "key": "B S K D"}, lambda _: ("B T N R", "B S K R"))
 def _encode(_, query, key, positions, key_positions, frequencies, phases, gains, noise):
-    dtype = jnp.promote_types(jnp.promote_types(query.dtype, key.dtype), jnp.float32)
+    dtype = np.promote_types(np.promote_types(query.dtype, key.dtype), jnp.float32)
     # Phases rotate the noise of the queries, so that queries and keys can use the same cosines and sines.
     cos, sin = (wave(phases.astype(dtype))[..., None] for wave in (jnp.cos, jnp.sin))
     even, odd = jnp.split(noise.astype(dtype), 2, axis=2)

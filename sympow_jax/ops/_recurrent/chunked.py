@@ -22,6 +22,7 @@ from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import plan as plans
 from sympow_jax.ops._shared import decay as decays
 from sympow_jax.ops._shared import layout
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["chunked"]
 
@@ -121,7 +122,7 @@ def _chunked_bwd(plan, residuals, cotangents):
     )
 
 
-chunked.defvjp(_chunked_fwd, _chunked_bwd)
+chunked.defvjp(*map(by_default_rules, (_chunked_fwd, _chunked_bwd)))
 
 
 def _query_gradients_from_state(

@@ -15,6 +15,7 @@ from sympow_jax.array_types import Array, Bool, Float
 from sympow_jax.ops._recurrent import features
 from sympow_jax.ops._shared import decay as decays
 from sympow_jax.ops._shared import layout, time_axis
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["combined", "log_decay_over", "sums_from_earlier_state", "with_halo"]
 
@@ -156,7 +157,9 @@ def _sums_from_earlier_state_bwd(power, precision, residuals, dsums):
     return features.weighted(dstate, weights), dquery.astype(query.dtype), dlog
 
 
-sums_from_earlier_state.defvjp(_sums_from_earlier_state_fwd, _sums_from_earlier_state_bwd)
+sums_from_earlier_state.defvjp(
+    *map(by_default_rules, (_sums_from_earlier_state_fwd, _sums_from_earlier_state_bwd))
+)
 
 
 def _weights(state, query, power):

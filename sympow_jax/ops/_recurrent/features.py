@@ -20,6 +20,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float
 from sympow_jax.ops import feature_maps
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["fold", "from_canonical", "query", "query_vjp", "to_canonical", "weighted", "weights", "zeros"]
 
@@ -137,7 +138,7 @@ def _outer_bwd(factors, cotangent):
     return _sum(cotangent * right[None], 1), _sum(cotangent * left[:, None], 0)
 
 
-_outer.defvjp(lambda left, right: (_outer(left, right), (left, right)), _outer_bwd)
+_outer.defvjp(lambda left, right: (_outer(left, right), (left, right)), by_default_rules(_outer_bwd))
 
 
 def _sum(x, axis):

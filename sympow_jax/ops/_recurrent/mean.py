@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import ad_checkpoint
 
 from sympow_jax.array_types import Array, Float
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["SAVED_AS", "STATES_SAVED_AS", "Division", "mean", "mean_vjp", "of_sums"]
 
@@ -83,4 +84,4 @@ def _mean_bwd(axis, division, residuals, dout):
     return mean_vjp(*residuals, dout, axis, division)
 
 
-mean.defvjp(_mean_fwd, _mean_bwd)
+mean.defvjp(*map(by_default_rules, (_mean_fwd, _mean_bwd)))

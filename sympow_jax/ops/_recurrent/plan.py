@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sympow_jax.ops._recurrent import cost
 from sympow_jax.ops._recurrent import mean as means
@@ -104,7 +105,7 @@ def make(
                 f"out chunk_size, or use form='chunked'"
             )
     return_state = arguments.check_flag("return_state", return_state)
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    dtype = np.promote_types(query.dtype, jnp.float32)
     per_channel = _per_channel(log_decay, value, state)
     if state is not None:
         arguments.check_state(
@@ -245,7 +246,7 @@ def make_step(
         may_lack_values=no_values,
     )
     arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    dtype = np.promote_types(query.dtype, jnp.float32)
     per_channel = _per_channel(log_decay, value, state)
     arguments.check_state(state, power_state.PowerState, dtype, power=power, segment_ids=segment_ids, **sizes)
     if implementation == "reference":

@@ -15,6 +15,7 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops._recurrent import plan as plans
 from sympow_jax.ops._shared import decay as decays
 from sympow_jax.ops._shared import layout
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["sums"]
 
@@ -74,7 +75,7 @@ def _sums_bwd(plan, residuals, dsums):
     return *_gradients(plan, *arrays, dsums, first), None
 
 
-sums.defvjp(_sums_fwd, _sums_bwd)
+sums.defvjp(*map(by_default_rules, (_sums_fwd, _sums_bwd)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -156,7 +157,7 @@ def _gradients_bwd(plan, arrays, cotangents):
     return *jax.vjp(gradients, *arrays)[1](cotangents), None
 
 
-_gradients.defvjp(_gradients_fwd, _gradients_bwd)
+_gradients.defvjp(*map(by_default_rules, (_gradients_fwd, _gradients_bwd)))
 
 
 def _all_pairs(plan, query, key, value, log_decay):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import feature_maps
@@ -130,7 +131,7 @@ def _tokens(plan, key, value, log_decay, segment_ids, state) -> _Tokens:
         before = jnp.where(before < 0, 0, before)
         segment_ids = jnp.broadcast_to(before[:, None], (batch, time))
     # Use the wider dtype of the two: ids that wrapped around could be equal.
-    ids_dtype = jnp.result_type(segment_ids, before)
+    ids_dtype = np.promote_types(segment_ids.dtype, before.dtype)
     segment_ids, before = segment_ids.astype(ids_dtype), before.astype(ids_dtype)
     arrays = [x.astype(plan.dtype) for x in (key, value, log_decay)]
     if state is not None:

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents, feature_maps
@@ -121,7 +122,7 @@ def zeros(
     features = feature_maps.symmetric_power_dim(head_dim, power)
     slots = 2 * exact_window
     channels = (value_dim,) if per_channel else ()
-    exact = jnp.promote_types(dtype, jnp.float32)
+    exact = np.promote_types(dtype, jnp.float32)
     return PowerState(
         kv=jnp.zeros((batch, kv_heads, features, value_dim), dtype),
         norm=jnp.zeros((batch, kv_heads, features, *channels), exact),
@@ -179,7 +180,7 @@ class Sequence:
         start = jnp.concatenate([jnp.zeros_like(in_use), start], 1)
 
         def joined(window, new):
-            both = jnp.concatenate([window.astype(jnp.result_type(window, new)), new], 1)
+            both = jnp.concatenate([window.astype(np.promote_types(window.dtype, new.dtype)), new], 1)
             return jnp.where(layout.with_rank(valid, new.ndim), both, 0)
 
         return cls(

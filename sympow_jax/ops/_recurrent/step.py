@@ -14,6 +14,7 @@ from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import rows as rows_of
 from sympow_jax.ops._shared import decay as decays
 from sympow_jax.ops._shared import layout
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["StateOps", "step", "step_by"]
 
@@ -121,7 +122,7 @@ def _in_place_bwd(f, residuals, cotangent):
     return None, *jax.vjp(conditional, state)[1](cotangent)
 
 
-_in_place.defvjp(_in_place_fwd, _in_place_bwd)
+_in_place.defvjp(*map(by_default_rules, (_in_place_fwd, _in_place_bwd)))
 
 
 def _emptied(active, state):

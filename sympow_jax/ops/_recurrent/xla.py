@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sympow_jax.array_types import Array
 from sympow_jax.ops._recurrent import chunked as chunked_core
@@ -88,7 +89,7 @@ def _over_heads(plan, rows):
     """Runs the chunked form of every head; returns its results [B, X, N, L] and the state over plain monomials."""
     batch, time, kv_heads, head_dim = rows.key.shape
     if rows.kv is None:
-        dtype = jnp.promote_types(rows.query.dtype, jnp.float32)
+        dtype = np.promote_types(rows.query.dtype, jnp.float32)
         state = features.zeros(
             rows.value, (batch, kv_heads), head_dim, rows.value.shape[-1] + 1, plan.power, dtype
         )

@@ -309,7 +309,7 @@ def check_linear_state(
             raise ValueError(
                 f"the state's {name}.kv has shape {kv.shape}; these inputs need {shape}; {remedy}"
             )
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    dtype = np.promote_types(query.dtype, jnp.float32)
     if state.numerator.kv.dtype not in (dtype, jnp.bfloat16):
         raise ValueError(
             f"the state has dtype {state.numerator.kv.dtype}; it must be {dtype}, in which inputs of this dtype "

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["ATTENTION", "STEP", "on_any_mesh", "op", "same_variation", "static_or_traced", "varying_over"]
 
@@ -50,7 +51,7 @@ def op[**P, R](
         def call(plan, **arrays):
             spec = _Specs(layouts, arrays)
             out_types = jax.tree.map(spec, outputs(plan))
-            return on_any_mesh(functools.partial(f, plan), arrays, out_types)
+            return on_any_mesh(functools.partial(by_default_rules(f), plan), arrays, out_types)
 
         return call
 

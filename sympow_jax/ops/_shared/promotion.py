@@ -1,0 +1,23 @@
+"""Rules of JAX for arrays of different ranks and dtypes, which callers may have made stricter."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+
+__all__ = ["by_default_rules"]
+
+
+def by_default_rules[**P, R](f: Callable[P, R]) -> Callable[P, R]:
+    """Makes f compute by JAX's default rules of promotion, whatever `jax_numpy_rank_promotion` is.
+
+    The same holds for `jax_numpy_dtype_promotion`. JAX traces derivative rules on their own, so that these need the
+    decorator in addition to the functions that use them.
+    """
+
+    @functools.wraps(f)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            return f(*args, **kwargs)
+
+    return call
