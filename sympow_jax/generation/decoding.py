@@ -17,6 +17,7 @@ from sympow_jax import config as configs
 from sympow_jax import models, ops
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops._shared import arguments
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["Program", "cache_sizes", "mesh_in_scope", "require_state"]
 
@@ -255,6 +256,7 @@ def _check_places(
 
 
 @jax.jit
+@by_default_rules
 def _prefill(program, tokens, lengths, state):
     model = program.model
     require_state(model, state, tokens.shape[0])
@@ -267,6 +269,7 @@ def _prefill(program, tokens, lengths, state):
 
 
 @jax.jit
+@by_default_rules
 def _decode(program, state, token):
     model = program.model
     require_state(model, state, token.shape[0])
@@ -276,6 +279,7 @@ def _decode(program, state, token):
 
 
 @jax.jit
+@by_default_rules
 def _fold(program, state):
     model = program.model
     require_state(model, state)

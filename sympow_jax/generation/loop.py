@@ -12,6 +12,7 @@ from sympow_jax import models, spelling
 from sympow_jax.array_types import Array, Bool, Float, Int, UInt32
 from sympow_jax.generation import batches, decoding
 from sympow_jax.generation import sampling as sampling_lib
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["Rows", "decode_block", "generate", "token_rows"]
 
@@ -157,6 +158,7 @@ def _blocks(program, rows, seeds, samples, room, used, max_tokens, sampling, blo
 
 
 @functools.partial(jax.jit, static_argnames=("sampling", "block"), donate_argnames="rows")
+@by_default_rules
 def decode_block(
     program: decoding.Program,
     sampling: sampling_lib.Sampling,

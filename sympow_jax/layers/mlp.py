@@ -10,6 +10,7 @@ from flax import nnx
 from sympow_jax import config as configs
 from sympow_jax.array_types import Array, Float
 from sympow_jax.layers import initializers
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["MLP", "GatedMLP", "make_mlp", "num_weights"]
 
@@ -56,6 +57,7 @@ class MLP(nnx.Module):
             hidden_width, width, names=("mlp", "embed"), scale=out_scale, **options
         )
 
+    @by_default_rules
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         (hidden,) = initializers.project(x, self.up)
         (out,) = initializers.project(self.activation(hidden), self.down)
@@ -93,6 +95,7 @@ class GatedMLP(MLP):
         super().__init__(width, hidden_width, activation=activation, out_scale=out_scale, **options)
         self.gate = initializers.linear(width, hidden_width, names=("embed", "mlp"), **options)
 
+    @by_default_rules
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         gate, hidden = initializers.project(x, self.gate, self.up)
         (out,) = initializers.project(self.activation(gate) * hidden, self.down)

@@ -16,6 +16,7 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers, parallel, partitioning
 from sympow_jax.ops import documents, rotary
 from sympow_jax.ops._shared import arguments
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["Block", "TokenTrunk", "Trunk", "logits", "shard_tokens"]
 
@@ -54,6 +55,7 @@ class Block(nnx.Module):
         self.mlp_norm = layers.make_norm(config, dtype, rngs=rngs)
         self.mlp = layers.make_mlp(config, rngs=rngs)
 
+    @by_default_rules
     def __call__(
         self,
         x: Float[Array, "B T M"],

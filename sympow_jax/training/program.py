@@ -18,6 +18,7 @@ from sympow_jax import config as config_lib
 from sympow_jax import models
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.layers import partitioning
+from sympow_jax.ops._shared.promotion import by_default_rules
 from sympow_jax.training import (
     checkpoint,
     hosts,
@@ -358,6 +359,7 @@ class Program:
         rate = optimizer.learning_rate(settings.optimizer, settings.training.steps)
         ema_decay = settings.optimizer.ema_decay
 
+        @by_default_rules
         def update(state: TrainState, batch: loss.Batch) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
             # Kernels shard themselves over the mesh in scope, because the partitioner cannot.
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
@@ -404,6 +406,7 @@ class Program:
         that it needs no more memory.
         """
 
+        @by_default_rules
         def means(params: Params, statistics: Params, batch: loss.Batch) -> dict[str, Float[Array, ""]]:
             def add(total: loss.Sums, rows: loss.Batch) -> tuple[loss.Sums, None]:
                 more = loss.sums(self._merge_trained(params, statistics), rows)

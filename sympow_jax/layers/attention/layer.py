@@ -16,6 +16,7 @@ from sympow_jax.layers import initializers, norms, partitioning
 from sympow_jax.layers.attention import kernels, positions
 from sympow_jax.ops import documents, rotary
 from sympow_jax.ops._shared import arguments
+from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["Attention", "AttentionMaps", "AttentionState", "make_attention"]
 
@@ -205,6 +206,7 @@ class Attention(nnx.Module):
         return_state: Literal[True],
     ) -> tuple[Float[Array, "B T M"], AttentionState]: ...
 
+    @by_default_rules
     def __call__(
         self,
         x: Float[Array, "B T M"],
@@ -310,6 +312,7 @@ class Attention(nnx.Module):
         """
         return self.kernel.max_cache_length
 
+    @by_default_rules
     def fold(self, state: AttentionState) -> AttentionState:
         """Returns the state with a KV cache replaced by the recurrent state of its positions, which does not grow.
 
