@@ -10,6 +10,8 @@ import typing
 from collections.abc import Collection
 from typing import Any
 
+import numpy as np
+
 from sympow_jax import spelling
 from sympow_jax.config import _checks as checks
 
@@ -64,7 +66,7 @@ def validate(node: Any, prefix: str = "") -> None:
     """Raises ValueError if a field of a dataclass has the wrong type, or a value outside its choices.
 
     A float must be finite, and an int must fit in 64 bits. An int may stand for a float. A list may stand for a tuple,
-    and is replaced by one.
+    and a number of NumPy for one of Python; both are replaced.
 
     Args:
         node: instance of a frozen dataclass.
@@ -74,8 +76,8 @@ def validate(node: Any, prefix: str = "") -> None:
     for field in dataclasses.fields(node):
         name = f"{prefix}.{field.name}".lstrip(".")
         value = getattr(node, field.name)
-        if isinstance(value, list):
-            value = tuple(value)
+        if isinstance(value, (list, np.integer, np.floating)):
+            value = tuple(value) if isinstance(value, list) else value.item()
             object.__setattr__(node, field.name, value)
         _check_type(name, value, hints[field.name])
         for item in value if isinstance(value, tuple) else (value,):

@@ -12,6 +12,7 @@ from sympow_jax import models, spelling
 from sympow_jax.array_types import Array, Bool, Float, Int, UInt32
 from sympow_jax.generation import batches, decoding
 from sympow_jax.generation import sampling as sampling_lib
+from sympow_jax.ops._shared import arguments
 from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["Rows", "decode_block", "generate", "token_rows"]
@@ -74,24 +75,31 @@ def generate(
     prompts = token_rows(prompts)
     if not prompts or min(map(len, prompts)) == 0:
         raise ValueError(
-            "there is no prompt" if not prompts else "a prompt is empty; it needs at least one token"
+            "a prompt is empty; it needs at least one token" if prompts else "there is no prompt"
         )
-    if not 1 <= max_tokens < _POSITIONS:
+    max_tokens = arguments.check_integer("max_tokens", max_tokens, 1)
+    if max_tokens >= _POSITIONS:
         raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1 and below {_POSITIONS}")
+    seed = arguments.check_integer("seed", seed)
     if not 0 <= seed < _SEEDS:
         raise ValueError(f"seed is {seed}; it must be at least 0 and below {_SEEDS}")
-    if samples < 1:
-        raise ValueError(f"samples is {samples}; it must be at least 1")
+    samples, block = (
+        arguments.check_integer("samples", samples, 1),
+        arguments.check_integer("block", block, 1),
+    )
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    padded = int(lengths.max()) if prompt_length is None else prompt_length
-    if padded < lengths.max():
+    longest_prompt = int(lengths.max())
+    padded = (
+        longest_prompt if prompt_length is None else arguments.check_integer("prompt_length", prompt_length)
+    )
+    if padded < longest_prompt:
         raise ValueError(
-            f"prompt_length is {padded}; it must be at least {lengths.max()}, the longest prompt"
+            f"prompt_length is {padded}; it must be at least {longest_prompt}, the longest prompt"
         )
     tokens = np.zeros((len(prompts), padded), np.int64)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-    used = int(lengths.max())
+    used = longest_prompt
     longest = model.config.longest_document
     if longest is not None and used + max_tokens > longest:
         raise ValueError(

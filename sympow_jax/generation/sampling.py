@@ -6,13 +6,21 @@ Options are applied in the order of Hugging Face transformers: repetition penalt
 
 import dataclasses
 import math
+import numbers
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from sympow_jax import spelling
 from sympow_jax.array_types import Array, Bool, Float, Int, UInt32
+from sympow_jax.ops._shared import arguments
 
 __all__ = ["Sampling", "sample"]
+
+# Numbers that float32 neither rounds to 0 nor to infinity. At the smallest temperature, as below, the likeliest token
+# differs from all others by more than any noise.
+_SMALLEST, _LARGEST = 1e-30, 1e30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,8 +39,8 @@ class Sampling:
         vocab_size: samples ids below this only; None for all ids of the model.
 
     Raises:
-        ValueError: the temperature is below 0, `top_k` is below 1, `top_p` is outside (0, 1], `min_p` is outside
-            [0, 1], or the penalty is not above 0.
+        ValueError: an option is no number, the temperature is outside [0, 1e30], `top_k` or `vocab_size` is no integer
+            of at least 1, `top_p` is outside (0, 1], `min_p` outside [0, 1], or the penalty outside [1e-30, 1e30].
     """
 
     temperature: float = 1.0
@@ -43,17 +51,24 @@ class Sampling:
     vocab_size: int | None = None
 
     def __post_init__(self):
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature is {self.temperature:g}; it must be 0 or larger, and finite")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}; it must be at least 1")
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            value = getattr(self, name)
+            if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+                raise ValueError(f"{name} is {spelling.shown(value)}; it must be a number")
+            # A Python float, so that equal options are one compiled program.
+            object.__setattr__(self, name, math.inf if abs(value) > _LARGEST else float(value))
+        for name in ("top_k", "vocab_size"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, arguments.check_integer(name, value, 1))
+        if not 0 <= self.temperature <= _LARGEST:
+            raise ValueError(f"temperature is {self.temperature:g}; it must be from 0 to {_LARGEST:g}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p:g}; it must be above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p is {self.min_p:g}; it must be at least 0 and at most 1")
-        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+        if not _SMALLEST <= self.repetition_penalty <= _LARGEST:
             raise ValueError(
-                f"repetition_penalty is {self.repetition_penalty:g}; it must be above 0, and finite"
+                f"repetition_penalty is {self.repetition_penalty:g}; it must be from {_SMALLEST:g} to {_LARGEST:g}"
             )
 
     @property
@@ -92,7 +107,10 @@ def sample(
         logits = _penalized(logits, sampling.repetition_penalty, seen)
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    logits = _truncated(logits / sampling.temperature, sampling)
+    # The difference to the largest logit may be divided by any temperature: the largest stays 0, and others may become
+    # minus infinity.
+    logits = logits - logits.max(axis=-1, keepdims=True)
+    logits = _truncated(logits / max(sampling.temperature, _SMALLEST), sampling)
     # Noise is indexed by token id, not by rank, so that rounding that swaps nearly equal logits changes no noise.
     seeds = jnp.broadcast_to(seed, position.shape)
 

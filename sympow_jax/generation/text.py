@@ -2,11 +2,12 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from sympow_jax import models
 from sympow_jax.generation import loop, transcript
 from sympow_jax.generation import sampling as sampling_lib
+from sympow_jax.ops._shared import arguments
 
 __all__ = ["Codec", "Piece", "complete", "stream"]
 
@@ -75,19 +76,9 @@ def complete(
     """
     listed = transcript.texts(prompts, "prompts")
     tokens = [codec.encode(prompt.encode(), f"prompt {number}") for number, prompt in enumerate(listed, 1)]
-    texts = [""] * (len(tokens) * samples)
-    for pieces in stream(
-        model,
-        codec,
-        tokens,
-        max_tokens=max_tokens,
-        sampling=sampling,
-        stops=stops,
-        samples=samples,
-        seed=seed,
-    ):
-        texts = [text + piece.text for text, piece in zip(texts, pieces)]
-    return texts
+    options: Any = {"sampling": sampling, "stops": stops, "samples": samples, "seed": seed}
+    blocks = list(stream(model, codec, tokens, max_tokens=max_tokens, **options))
+    return ["".join(piece.text for piece in pieces) for pieces in zip(*blocks)]
 
 
 def stream(
@@ -107,6 +98,7 @@ def stream(
     Arguments and errors are those of `complete`, but prompts are tokens. `prompt_length` is that of `generate`.
     """
     prompts, stops = loop.token_rows(prompts), transcript.texts(stops, "stops")
+    samples = arguments.check_integer("samples", samples, 1)
     rows = [
         transcript.Transcript(codec, prompt, max_tokens=max_tokens, stops=stops)
         for prompt in prompts

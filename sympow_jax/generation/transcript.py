@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from sympow_jax import spelling
+from sympow_jax.ops._shared import arguments
 
 __all__ = ["Decoder", "Transcript", "texts"]
 
@@ -42,7 +43,7 @@ class Transcript:
     """
 
     def __init__(self, codec: Decoder, prompt: Sequence[int], *, max_tokens: int, stops: Sequence[str] = ()):
-        """Raises ValueError for an empty stop string, or if the stops are not a list of texts."""
+        """Raises ValueError for `max_tokens` below 1, an empty stop string, and stops that are no list of texts."""
         self._stops = texts(stops, "stops")
         if "" in self._stops:
             raise ValueError("a stop string is empty; it would stop everything")
@@ -51,7 +52,7 @@ class Transcript:
         self._codec = codec
         self._prompt = list(prompt[-_PROMPT_TOKENS:])
         self._before = self._decode(self._prompt)
-        self._left = max_tokens
+        self._left = arguments.check_integer("max_tokens", max_tokens, 1)
         self._tokens: list[int] = []
 
     def add(self, tokens: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ from flax import nnx
 
 from sympow_jax.array_types import Array, Float
 from sympow_jax.layers import parallel, partitioning
+from sympow_jax.ops._shared import arguments
 
 __all__ = ["STANDARD_DEVIATION", "Linear", "as_rngs", "linear", "project", "table"]
 
@@ -16,8 +17,12 @@ STANDARD_DEVIATION = 0.02
 
 
 def as_rngs(rngs: nnx.Rngs | int) -> nnx.Rngs:
-    """Returns `rngs`, converted to `nnx.Rngs` of threefry if it is a seed."""
-    return rngs if isinstance(rngs, nnx.Rngs) else nnx.Rngs(jax.random.key(rngs, impl="threefry2x32"))
+    """Returns `rngs`, converted to `nnx.Rngs` of threefry if it is a seed; raises ValueError if it is neither."""
+    if isinstance(rngs, nnx.Rngs):
+        return rngs
+    if not isinstance(rngs, jax.Array):
+        rngs = jax.random.key(arguments.check_integer("rngs", rngs, 0), impl="threefry2x32")
+    return nnx.Rngs(rngs)
 
 
 def table(rows: int, width: int, *, names: tuple[str, str], rngs: nnx.Rngs) -> nnx.Param:

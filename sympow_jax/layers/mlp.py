@@ -10,6 +10,7 @@ from flax import nnx
 from sympow_jax import config as configs
 from sympow_jax.array_types import Array, Float
 from sympow_jax.layers import initializers
+from sympow_jax.ops._shared import arguments
 from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["MLP", "GatedMLP", "make_mlp", "num_weights"]
@@ -50,6 +51,8 @@ class MLP(nnx.Module):
         rngs: nnx.Rngs | int,
     ):
         rngs = initializers.as_rngs(rngs)
+        width = arguments.check_integer("width", width, 1)
+        hidden_width = arguments.check_integer("hidden_width", hidden_width, 1)
         options: dict[str, Any] = {"dtype": dtype, "use_bias": use_bias, "rngs": rngs}
         self.activation = activation
         self.up = initializers.linear(width, hidden_width, names=("embed", "mlp"), **options)
@@ -91,6 +94,8 @@ class GatedMLP(MLP):
         rngs: nnx.Rngs | int,
     ):
         rngs = initializers.as_rngs(rngs)
+        width = arguments.check_integer("width", width, 1)
+        hidden_width = arguments.check_integer("hidden_width", hidden_width, 1)
         options: dict[str, Any] = {"dtype": dtype, "use_bias": use_bias, "rngs": rngs}
         super().__init__(width, hidden_width, activation=activation, out_scale=out_scale, **options)
         self.gate = initializers.linear(width, hidden_width, names=("embed", "mlp"), **options)

@@ -117,6 +117,8 @@ class DecoderLM(trunk.TokenTrunk):
         state = initial_state
         if state is None and not return_state:
             return self.encode(x, segment_ids)
+        if state is not None and not isinstance(state, DecoderState):
+            raise ValueError(f"the state is a {type(state).__name__}; make it with this model's init_state")
         if state is not None and len(state.layers) != len(self.blocks):
             raise ValueError(
                 f"the state has {len(state.layers)} layers and the model {len(self.blocks)}; make it with this model's "

@@ -130,6 +130,20 @@ def test_ids_that_are_never_drawn():
     assert (draws(probabilities=PROBABILITIES[::-1], temperature=0, vocab_size=3) == 2).all()
 
 
+@pytest.mark.parametrize("temperature", [0, 1e-45, 1e-30, 1e-10])
+def test_a_temperature_that_is_nearly_0_is_greedy(temperature):
+    logits = jnp.array([[1.0, 5.0, 4.999, -3.0], [2.0, -jnp.inf, 9.0, 8.0], [-1e30, 1e30, 3e38, -3e38]])
+    sampling = generation.Sampling(temperature=temperature)
+    for seed in range(4):
+        tokens = generation.sample(logits, sampling, seed=jnp.uint32(seed), position=jnp.arange(3))
+        assert tokens.tolist() == [1, 2, 2]
+
+
+def test_equal_options_are_equal():
+    one = generation.Sampling(temperature=np.float32(0.5), top_k=np.int64(3), vocab_size=np.uint8(9))
+    assert hash(one) == hash(generation.Sampling(temperature=0.5, top_k=3, vocab_size=9))
+
+
 def test_seed_and_position_decide():
     assert (draws(seed=0) == draws(seed=0)).all()
     assert (draws(seed=0) != draws(seed=1)).any()
@@ -174,6 +188,12 @@ def test_a_seed_per_row():
         ({"min_p": float("nan")}, "min_p is nan"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0"),
         ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty is 1e-300"),
+        ({"temperature": 10**400}, "temperature is inf"),
+        ({"temperature": jnp.ones(3)}, "temperature is Array.*; it must be a number"),
+        ({"temperature": True}, "temperature is True; it must be a number"),
+        ({"top_k": 2.5}, r"top_k is 2.5; it must be an integer"),
+        ({"vocab_size": -3}, "vocab_size is -3"),
     ],
 )
 def test_mistakes(settings, message):

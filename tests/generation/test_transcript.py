@@ -70,6 +70,9 @@ def test_tokens_after_the_end_are_ignored():
     assert transcript.add(list(b"cde")) == "c"
     assert transcript.done
     assert transcript.add(list(b"fgh")) == ""
+    for stops in ([1], "ab"):
+        with pytest.raises(ValueError, match="it must be a list of texts"):
+            generation.Transcript(BYTES, [1], max_tokens=3, stops=stops)
     with pytest.raises(ValueError, match="a stop string is empty"):
         generation.Transcript(BYTES, [1], max_tokens=3, stops=["a", ""])
 

@@ -146,3 +146,26 @@ def test_softmax_with_a_window_is_a_kernel_of_its_own():
     out, expected = run(layer, inputs()), run(full, inputs())
     np.testing.assert_allclose(out[:, :5], expected[:, :5], rtol=1e-5, atol=1e-6)
     assert np.abs(out[:, 5:] - expected[:, 5:]).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: layers.PowerAttention(size, 1, rngs=0),
+        lambda size: layers.PowerAttention(16, size, rngs=0),
+        lambda size: layers.PowerAttention(16, 2, num_kv_heads=size, rngs=0),
+        lambda size: layers.PowerAttention(16, 2, head_dim=size, rngs=0),
+        lambda size: layers.PowerAttention(16, 2, chunk_size=size, rngs=0),
+        lambda size: layers.PowerAttention(16, 2, rngs=size),
+        lambda size: layers.MLP(16, size, rngs=0),
+        lambda size: layers.SoftmaxAttention(16, 2, rngs=0).init_state(size, max_length=2),
+        lambda size: layers.SoftmaxAttention(16, 2, rngs=0).init_state(2, max_length=size),
+        lambda size: config.ModelConfig(vocab_size=8, layers=size, width=16, heads=2),
+    ],
+)
+def test_sizes_are_integers_of_python_or_numpy(make):
+    make(np.int64(2))
+    for mistake in (True, np.True_, 2.5, "2", np.float32(2), -1):
+        with pytest.raises(ValueError, match=r"must|does not") as raised:
+            make(mistake)
+        assert "\n" not in str(raised.value)

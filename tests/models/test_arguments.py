@@ -68,6 +68,39 @@ def test_states(model):
         model(jnp.zeros((1, 2), jnp.int32), initial_state=dataclasses.replace(state, layers=()))
 
 
+@pytest.mark.parametrize("time", [5, 1])
+@pytest.mark.parametrize(
+    ("kind", "state", "message"),
+    [
+        ("Power", lambda: layers.PowerAttention(16, 2, rngs=0).init_state(3), "an array of shape (3, 2)"),
+        ("Power", lambda: layers.PowerAttention(16, 4, rngs=0).init_state(2), "an array of shape (2, 4)"),
+        (
+            "Power",
+            lambda: layers.LinearAttention(16, 2, rngs=0).init_state(2),
+            "PositionState as its position",
+        ),
+        ("Power", lambda: layers.PowerAttention(16, 2, rngs=0).init_state(2).memory, "is a PowerState"),
+        (
+            "Linear",
+            lambda: layers.PowerAttention(16, 2, position="rope", rngs=0).init_state(2),
+            "LinearState",
+        ),
+        ("Softmax", lambda: layers.LinearAttention(16, 2, rngs=0).init_state(2), "does not support"),
+        (
+            "Softmax",
+            lambda: layers.SoftmaxAttention(16, 4, rngs=0).init_state(2, max_length=4),
+            "(2, 4, 4, 4)",
+        ),
+        ("Softmax", lambda: (1, 2), "the state is a tuple"),
+    ],
+)
+def test_states_of_other_layers(kind, state, message, time):
+    layer, x = getattr(layers, f"{kind}Attention")(16, 2, rngs=0), jnp.ones((2, time, 16))
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        layer(x, initial_state=state(), return_state=True)
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("x", "message"),
     [
@@ -81,6 +114,7 @@ def test_states(model):
         ),
         (jnp.ones((1, 5, 16), jnp.int32), "x has dtype int32; it must be one of float16"),
         ([[1.0]], "x is a list; it must be an array"),
+        (jnp.ones((1, 0, 16)), "x has shape (1, 0, 16); every size must be at least 1"),
     ],
 )
 def test_a_layer_requires_rows_of_its_width(x, message):

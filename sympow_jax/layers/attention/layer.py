@@ -230,7 +230,9 @@ class Attention(nnx.Module):
             raise ValueError(
                 "attention that is not causal has no state; leave out initial_state and return_state"
             )
-        if return_state and state is None:
+        if state is not None:
+            self._check_state(state, x.shape[0])
+        elif return_state:
             state = self.init_state(x.shape[0])
         batch, time, _ = x.shape
         if segment_ids is not None:
@@ -342,8 +344,33 @@ class Attention(nnx.Module):
                 f"x has shape {x.shape}; its last axis must be the layer's width {self.width}; make the layer with "
                 f"width={x.shape[-1]}"
             )
+        if 0 in x.shape:
+            raise ValueError(f"x has shape {x.shape}; every size must be at least 1")
         arguments.check_floating("x", x)
         return x, arguments.to_segment_ids(segment_ids, x.shape[:2])
+
+    def _check_state(self, state: Any, batch: int) -> None:
+        """Raises ValueError unless `state` is one of this layer; ops check the sizes of recurrent states."""
+        kernel, wrong = self.kernel, None
+        if not isinstance(state, AttentionState) or not isinstance(state.memory, kernels.Memory):
+            wrong = f"is a {type(state).__name__}"
+        elif not kernel.supports_memory(kv_cache=isinstance(state.memory, ops.KVCache)):
+            wrong = f"has a {type(state.memory).__name__}, which kernel {kernel.attention.kernel!r} does not support"
+        else:
+            position = self.positions.init_state(batch)
+            shapes: list[Any] = [
+                tuple(tree and jax.tree.leaves(tree)[0].shape for tree in (state.position, position))
+            ]
+            if isinstance(cache := state.memory, ops.KVCache):
+                shapes.append((cache.key.shape, (batch, self.kv_heads, cache.capacity, kernel.encoded_dim)))
+                shapes.append((cache.value.shape, (*shapes[-1][1][:3], self.head_dim)))
+            if type(state.position) is not type(position):
+                wrong = f"has {type(state.position).__name__} as its position, not {type(position).__name__}"
+            for actual, expected in shapes:
+                if wrong is None and actual != expected:
+                    wrong = f"has an array of shape {actual} where this layer needs {expected}"
+        if wrong is not None:
+            raise ValueError(f"the state {wrong}; make it with init_state({batch}) of this layer")
 
     def _project(self, x) -> "_Heads":
         """Returns queries, keys and values per head, and decays and rotation rates per key/value head."""

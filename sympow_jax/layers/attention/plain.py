@@ -10,6 +10,7 @@ from sympow_jax.config import _checks as checks
 from sympow_jax.config import attention as attention_lib
 from sympow_jax.config import model as model_lib
 from sympow_jax.layers.attention import kernels, layer
+from sympow_jax.ops._shared import arguments
 
 __all__ = ["ExpressiveAttention", "LinearAttention", "PowerAttention", "SoftmaxAttention"]
 
@@ -376,6 +377,12 @@ def _kernel(
     **options: Any,
 ) -> kernels.Kernel:
     """Validates the arguments and returns the kernel."""
+    width = arguments.check_integer("width", width, 1)
+    num_heads = arguments.check_integer("num_heads", num_heads, 1)
+    num_kv_heads, head_dim = (
+        None if size is None else arguments.check_integer(name, size, 1)
+        for name, size in {"num_kv_heads": num_kv_heads, "head_dim": head_dim}.items()
+    )
     num_kv_heads, head_dim = checks.head_sizes(
         width=width, heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim, heads_name="num_"
     )
