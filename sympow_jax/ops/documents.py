@@ -114,6 +114,7 @@ def positions(
     segment_ids = arguments.to_array("segment_ids", segment_ids)
     arguments.check_axes("segment_ids", segment_ids, "[B, T]")
     arguments.check_segment_ids(segment_ids, (len(state.segment), segment_ids.shape[1]))
+    arguments.check_ids_fit(segment_ids, state)
     if axis_name is not None:
         arguments.check_axis_name(axis_name)
     return _positions(axis_name, segment_ids=segment_ids, state=state)

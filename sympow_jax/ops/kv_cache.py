@@ -103,6 +103,7 @@ class KVCache:
         key, value, log_decay, segment_ids = arguments.to_arrays(
             key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
         )
+        arguments.check_ids_fit(segment_ids, self)
         return _appended(None, state=self, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids)
 
     def without_gaps(self) -> "KVCache":
@@ -152,6 +153,7 @@ class KVCache:
         query, key, value, log_decay, segment_ids = arguments.to_arrays(
             query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
         )
+        arguments.check_ids_fit(segment_ids, self)
         token = {"key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
         return _step(weigh, state=self, query=query, **token)
 
@@ -172,7 +174,6 @@ def _appended(_, state, key, value, log_decay, segment_ids):
     old = _in_order(state)
     new = _contained(old, *(jnp.swapaxes(x, 1, 2) for x in (key, value, log_decay)))
     joined = {name: jnp.concatenate([getattr(old, name), x], axis=2) for name, x in new.items()}
-    # Use the wider dtype of the two: ids that wrapped around could be equal.
     joined["segment_ids"] = jnp.concatenate([old.segment_ids, segment_ids], axis=1)
     complete = state.complete | starts.any(axis=1)
     cache = KVCache(**joined, next=old.next, segment=last, complete=complete)
@@ -237,10 +238,9 @@ def _step(weigh, state, query, key, value, log_decay, segment_ids):
     slot = jnp.where(valid, state.next, state.capacity)
     put = jax.vmap(lambda slots, slot, x: slots.at[:, slot].set(x, mode="drop"))
     put_id = jax.vmap(lambda ids, slot, x: ids.at[slot].set(x, mode="drop"))
-    dtype = np.promote_types(old_ids.dtype, segment_ids.dtype)
     cache = KVCache(
         **{name: put(getattr(state, name), slot, x) for name, x in token.items()},
-        segment_ids=put_id(old_ids.astype(dtype), slot, segment_ids.astype(dtype)),
+        segment_ids=put_id(old_ids, slot, segment_ids.astype(old_ids.dtype)),
         next=jnp.where(valid, (state.next + 1) % state.capacity, state.next),
         segment=jnp.where(valid, segment_ids, state.segment),
         complete=complete & ~(valid & overwritten),

@@ -70,7 +70,7 @@ class RotaryState:
         shape = (batch, kv_heads) if pairs is None else (batch, kv_heads, pairs)
         return cls(
             whole=jnp.zeros(shape, jnp.int32),
-            fraction=jnp.zeros(shape, jnp.uint64 if dtype == jnp.float64 else jnp.uint32),
+            fraction=jnp.zeros(shape, jnp.uint64 if jnp.dtype(dtype) == jnp.float64 else jnp.uint32),
             segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
         )
 
@@ -227,6 +227,8 @@ def learned_angles(
     arguments.check_floating("rate", rate)
     if segment_ids is not None:
         arguments.check_segment_ids(segment_ids, rate.shape[:2])
+        if state is not None:
+            arguments.check_ids_fit(segment_ids, state)
     if axis_name is not None:
         arguments.check_axis_name(axis_name)
     plan = _Angles(tuple(rates.tolist()), rate.ndim == 4, axis_name)

@@ -271,9 +271,25 @@ def test_a_state_of_32_bits_refuses_ids_of_64():
         step = jax.jit(lambda ids: ops.power_attention_step(token, token, token, STATE, segment_ids=ids))
         raises_one_line("segment_ids has dtype int64 and the state int32", step, np.zeros(1, np.int64))
         cache = ops.KVCache.zeros(1, 2, 1, 4, 4)
-        joined = jax.jit(lambda ids: cache.append(X, X, None, ids)[0].segment_ids)(LARGE_IDS[:, 6:10])
-        assert joined.tolist() == [[-1, -1, 5, 5, 5 + 2**32, 5 + 2**32]]
+        append = jax.jit(lambda ids: cache.append(X, X, None, ids))
+        raises_one_line("segment_ids has dtype int64 and the state int32", append, LARGE_IDS[:, 6:10])
+        angles = jax.jit(lambda ids: rotary.learned_angles(X[..., 0], 4, segment_ids=ids, state=rotation))
+        rotation = rotary.RotaryState.zeros(1, 1)
+        raises_one_line("segment_ids has dtype int64 and the state int32", angles, LARGE_IDS[:, 6:10])
     raises_one_line("segment_ids holds 4294967301", cache.append, X, X, None, LARGE_IDS[:, 6:10])
+
+
+@pytest.mark.parametrize("form", ["attention", "chunked", "recurrent"])
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_state_keeps_its_dtypes_with_float64_inputs(form, implementation):
+    if (form, implementation) == ("chunked", "reference"):
+        pytest.skip("the reference has no chunked form")
+    with jax.enable_x64(True):
+        x, state = X.astype("float64"), STATE.astype("bfloat16")
+        options = {"form": form, "implementation": implementation, "exact_window": 3, "return_state": True}
+        out, after = ops.power_attention(x, x, x, initial_state=state, **options)
+        assert out.dtype == jnp.float64
+        assert jax.tree.map(jnp.result_type, after) == jax.tree.map(jnp.result_type, state)
 
 
 @pytest.mark.parametrize("return_state", [False, True])

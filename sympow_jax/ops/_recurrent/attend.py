@@ -32,9 +32,9 @@ def attend(plan, query, key, value, log_decay, segment_ids, state):
         if plan.axis_name is None and state is None:
             return _attend_whole_rows(plan, query, key, value, log_decay, segment_ids, None)
         if plan.axis_name is None:
-            wide = state.astype(plan.dtype)
+            wide = jax.tree.map(lambda x: x.astype(plan.dtype) if x.ndim > 1 else x, state)
             out, final = _attend_whole_rows(plan, query, key, value, log_decay, segment_ids, wide)
-            return out, None if final is None else final.astype(state.kv.dtype)
+            return out, final and jax.tree.map(lambda x, before: x.astype(before.dtype), final, state)
         if plan.form == "attention":
 
             def of_heads(*arrays):

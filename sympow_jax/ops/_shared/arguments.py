@@ -26,6 +26,7 @@ __all__ = [
     "check_even",
     "check_flag",
     "check_floating",
+    "check_ids_fit",
     "check_integer",
     "check_linear_state",
     "check_positions",
@@ -260,6 +261,11 @@ def check_state(
             f"exact_window is {exact_window} and the state has {state.exact_window}; pass "
             f"exact_window={state.exact_window}"
         )
+    check_ids_fit(segment_ids, state)
+
+
+def check_ids_fit(segment_ids, state: Any) -> None:
+    """Raises ValueError for segment ids of more bits than those of the state, which would change its dtype."""
     if segment_ids is not None and segment_ids.dtype.itemsize > state.segment.dtype.itemsize:
         raise ValueError(
             f"segment_ids has dtype {segment_ids.dtype} and the state {state.segment.dtype}; convert them with astype"
