@@ -11,10 +11,12 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.models import trunk
 from sympow_jax.ops import documents
 from sympow_jax.ops._shared import arguments
+from sympow_jax.ops._shared.serialization import serializable
 
 __all__ = ["DecoderLM", "DecoderState"]
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecoderState:

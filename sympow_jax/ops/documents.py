@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int, Shaped
 from sympow_jax.ops._shared import arguments, calls, time_axis
+from sympow_jax.ops._shared.serialization import serializable
 
 __all__ = [
     "NO_SEGMENT",
@@ -71,6 +72,7 @@ def continued(previous: Int[Array, " B"]) -> Int[Array, " B"]:
     return jnp.where(previous == NO_SEGMENT, 0, previous)
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PositionState:
@@ -113,7 +115,7 @@ def positions(
     """
     segment_ids = arguments.to_array("segment_ids", segment_ids)
     arguments.check_axes("segment_ids", segment_ids, "[B, T]")
-    arguments.check_segment_ids(segment_ids, (len(state.segment), segment_ids.shape[1]))
+    arguments.check_segment_ids(segment_ids, (*state.segment.shape, segment_ids.shape[1]))
     arguments.check_ids_fit(segment_ids, state)
     if axis_name is not None:
         arguments.check_axis_name(axis_name)

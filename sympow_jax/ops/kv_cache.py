@@ -12,10 +12,12 @@ from sympow_jax.ops import documents, fixed_point
 from sympow_jax.ops._recurrent import cost
 from sympow_jax.ops._shared import arguments, calls
 from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops._shared.serialization import serializable
 
 __all__ = ["KVCache"]
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:

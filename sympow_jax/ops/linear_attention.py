@@ -22,6 +22,7 @@ from sympow_jax.ops._recurrent import plan as plans
 from sympow_jax.ops._recurrent import state as power_state
 from sympow_jax.ops._shared import arguments, calls, nonfinite
 from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops._shared.serialization import serializable
 
 __all__ = ["LinearState", "linear_attention", "linear_attention_step"]
 
@@ -32,6 +33,7 @@ _NORMALIZERS = ("unrotated", "rotated")
 Rotate = Callable[[Float[Array, "B T H F"]], Float[Array, "B T H L"]]
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LinearState:

@@ -21,6 +21,7 @@ from sympow_jax.array_types import Array, Float, Int, UInt
 from sympow_jax.ops import documents, fixed_point, phase
 from sympow_jax.ops._shared import arguments, calls
 from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops._shared.serialization import serializable
 
 __all__ = [
     "LAYOUTS",
@@ -38,6 +39,7 @@ LAYOUTS = ("pairs", "halves")
 """Dimensions that rotate together, m from 0: 2m and 2m + 1 in `pairs`, m and m + D/2 in `halves`."""
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RotaryState:

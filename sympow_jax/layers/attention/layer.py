@@ -17,10 +17,12 @@ from sympow_jax.layers.attention import kernels, positions
 from sympow_jax.ops import documents, rotary
 from sympow_jax.ops._shared import arguments
 from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops._shared.serialization import serializable
 
 __all__ = ["Attention", "AttentionMaps", "AttentionState", "make_attention"]
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class AttentionState:

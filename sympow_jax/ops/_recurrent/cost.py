@@ -12,6 +12,7 @@ __all__ = [
     "FEATURE_COST",
     "LEAST_CHUNKED_TIME",
     "default_chunk",
+    "exceeds_memory",
     "faster_kernel",
     "feature_flops",
     "flops_per_token",
@@ -116,11 +117,16 @@ def state_bytes(
     return batch * kv_heads * feature_maps.symmetric_power_dim(head_dim, power) * columns * itemsize
 
 
+def exceeds_memory(size) -> bool:
+    """Returns True if this number of bytes exceeds the device's memory, as that of a symbolic batch never does."""
+    return not jax.export.is_symbolic_dim(size) and size > target.memory_bytes()
+
+
 def require_memory(**sizes) -> None:
     """Raises ValueError if the state exceeds the device's memory; arguments are those of `state_bytes`."""
-    needed, available = state_bytes(**sizes), target.memory_bytes()
-    if needed > available:
+    needed = state_bytes(**sizes)
+    if exceeds_memory(needed):
         raise ValueError(
-            f"the state takes {needed:,} bytes ({sizes}) and the device has {available:,}; use a smaller power or "
-            f"head_dim, or the attention form without a state"
+            f"the state takes {needed:,} bytes ({sizes}) and the device has {target.memory_bytes():,}; use a smaller "
+            f"power or head_dim, or the attention form without a state"
         )

@@ -158,7 +158,7 @@ def make(
         shards = 1 if axis_name is None else jax.lax.axis_size(axis_name)
         time = shards * query.shape[1]
         flops = {
-            candidate: sizes["batch"]
+            candidate: (1 if jax.export.is_symbolic_dim(sizes["batch"]) else sizes["batch"])
             * time
             * cost.flops_per_token(
                 candidate,
@@ -183,7 +183,7 @@ def make(
         elif per_channel:
             form, reason = "chunked", "it has one decay per key head"
         # The scan holds the state, its decayed copy and its update.
-        elif 3 * state_bytes > target.memory_bytes():
+        elif cost.exceeds_memory(3 * state_bytes):
             form, reason = "attention", f"three states of {state_bytes:,} bytes do not fit in memory"
         # With a state, the plain attention form computes with features too.
         elif len(kernels) == 1 and (not stateless or implementation == "mosaic_gpu"):

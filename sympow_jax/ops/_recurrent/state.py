@@ -10,10 +10,12 @@ from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents, feature_maps
 from sympow_jax.ops._recurrent import cost
 from sympow_jax.ops._shared import arguments, layout
+from sympow_jax.ops._shared.serialization import serializable
 
 __all__ = ["PowerState", "Sequence", "window_of", "zeros"]
 
 
+@serializable
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PowerState:

@@ -151,6 +151,11 @@ def check_attention(
         check_axes(name, array, axes[name])
     shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
     heads, (kv_heads, head_dim) = query.shape[-2], key.shape[-2:]
+    if any(jax.export.is_symbolic_dim(size) for size in (*query.shape[1:], *key.shape[1:], *value.shape[1:])):
+        raise ValueError(
+            f"shapes are {shapes}; only the batch may be symbolic; export with a concrete length, and pad to it with "
+            f"negative segment_ids"
+        )
     if key.shape[:-1] != value.shape[:-1] or key.shape[0] != query.shape[0] or head_dim != query.shape[-1]:
         raise ValueError(
             f"shapes do not fit: {shapes}; they must be query {axes['query']}, key {axes['key']}, value {axes['value']}"
@@ -353,7 +358,10 @@ def check_power(power, *, even: bool = True) -> int:
 
 def check_sizes(**sizes) -> dict[str, int]:
     """Returns sizes of axes as Python ints; raises ValueError unless they are integers of at least 0."""
-    return {name: check_integer(name, size, 0) for name, size in sizes.items()}
+    return {
+        name: size if jax.export.is_symbolic_dim(size) else check_integer(name, size, 0)
+        for name, size in sizes.items()
+    }
 
 
 def check_integer(name: str, value, minimum: int | None = None) -> int:
