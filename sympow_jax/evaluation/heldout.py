@@ -120,6 +120,7 @@ def evaluate_heldout(
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
     paths, configs = workdirs_lib.read_runs(workdirs, changes)
     workdirs_lib.require_comparable(paths, [_fixed(config) for config in configs])
+    workdirs_lib.require_held_apart(configs[0].data, paths)
     for path in paths:
         checkpoint.require_checkpoint(path)
     folder = workdirs_lib.writable_folder(out)
@@ -128,7 +129,8 @@ def evaluate_heldout(
         heldout = workdirs_lib.open_heldout(console, paths[0], configs[0])
     if heldout.rows is None:
         raise ValueError(f"no example is held out of the data of {paths[0]}: {heldout.cause_of_absence}")
-    workdirs_lib.warn_of_changed_data(console, paths, configs[0])
+    if not changes:
+        workdirs_lib.warn_of_changed_data(console, paths, configs[0])
 
     devices = jax.local_device_count()
     rows = min(_CALL_TOKENS // source.context_length, -(-source.batch_size // devices))

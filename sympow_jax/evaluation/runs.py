@@ -128,6 +128,7 @@ def evaluate_runs(
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
     paths, configs = workdirs_lib.read_runs(workdirs, changes)
     require_same_documents(paths, configs)
+    workdirs_lib.require_held_apart(configs[0].data, paths)
     for path in paths:  # checked before hours are spent on earlier runs
         checkpoint.require_checkpoint(path)
     folder = workdirs_lib.writable_folder(out)
@@ -148,7 +149,8 @@ def evaluate_runs(
             f"{count} held-out document{'s' if count > 1 else ''} of at least {lengths[-1]:,} tokens; "
             f"a mean over fewer than {_FEW_DOCUMENTS} is noisy",
         )
-    workdirs_lib.warn_of_changed_data(console, paths, configs[0])
+    if not changes:
+        workdirs_lib.warn_of_changed_data(console, paths, configs[0])
 
     rows: list[report.Row] = []
     runs = []

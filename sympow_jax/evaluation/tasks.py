@@ -14,7 +14,9 @@ __all__ = ["check_settings", "evaluate", "finish"]
 
 def check_settings(config: config_lib.Config, opened: data.HeldoutData) -> None:
     """Raises ValueError, before hours of training, if a run could not be evaluated at its end on its held-out data."""
-    workdirs_lib.require_held_apart(config.data, config)
+    data.require_held_apart(config.data, config.data)
+    if config.task.initial_run is not None:
+        workdirs_lib.require_held_apart(config.data, [pathlib.Path(config.task.initial_run)])
     if lengths := config.evaluation.context_lengths:  # otherwise they are chosen to fit model and documents
         runs.require_places(config, lengths, "the model")
         runs.select_documents(config, opened, lengths, config.evaluation.documents)

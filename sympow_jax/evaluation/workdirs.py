@@ -50,7 +50,7 @@ def read_runs(
 
     Raises:
         ValueError: no workdir is given, one is an empty name or given twice, or one holds no run. Or a setting cannot
-            be replaced, or a run was trained on what is held out.
+            be replaced.
     """
     if not workdirs:
         raise ValueError("no workdir is given")
@@ -62,50 +62,32 @@ def read_runs(
     for path in paths:
         if resolved[os.path.realpath(path)] > 1:
             raise ValueError(f"workdir {path} is given more than once")
-    changed = [config_lib.override(config, changes) if changes else config for config in configs]
-    for path, config in zip(paths, configs):
-        require_held_apart(changed[0].data, config, path)
-    return paths, changed
+    return paths, [config_lib.override(config, changes) if changes else config for config in configs]
 
 
-def require_held_apart(
-    source: config_lib.DataConfig, config: config_lib.Config, path: pathlib.Path | None = None
-) -> None:
+def require_held_apart(source: config_lib.DataConfig, paths: Sequence[pathlib.Path]) -> None:
     """Raises ValueError if held-out data was trained on by a run, or by one that it began from.
 
-    Prints a warning if that cannot be found out, because the data of the training is gone.
+    Prints a warning if that cannot be found out, because the run or its data is gone.
 
     Args:
         source: settings of the held-out data.
-        config: config of the run.
-        path: its workdir; None if it is still to be trained.
+        paths: workdirs of the runs.
     """
-    name, seen = "the run" if path is None else str(path), {path}
-    while True:
-        known = data.require_held_apart(source, config.data, name=name)
+    runs = list(paths)
+    for path in runs:  # `task.initial_run` of each is appended
+        unknown = f"warning: nothing checks that the held-out data was not trained on by {path}"
+        if not (path / "config.json").is_file():
+            hosts.say(f"{unknown}, which is gone", error=True)
+            continue
+        config = workdir.read_config(path)
+        known = data.require_held_apart(source, config.data, name=str(path))
         # An import has no record, and its config may be without its data.
-        if not known and (path is None or (path / "data.json").is_file()):
-            hosts.say(
-                f"warning: {name} was trained on {', '.join(config.data.paths)}, which cannot be read; nothing checks "
-                f"that the held-out data was not in it",
-                error=True,
-            )
-        if config.task.initial_run is None:
-            return
-        path = pathlib.Path(config.task.initial_run)
-        if path in seen:
-            return
-        name = str(path)
-        seen.add(path)
-        try:
-            config = workdir.read_config(path)
-        except ValueError:
-            hosts.say(
-                f"warning: {name}, from which the run began, is gone; nothing checks that the held-out data was not in "
-                f"its data",
-                error=True,
-            )
-            return
+        if not known and (path / "data.json").is_file():
+            hosts.say(f"{unknown}, whose {', '.join(config.data.paths)} cannot be read", error=True)
+        initial = config.task.initial_run
+        if initial is not None and pathlib.Path(initial) not in runs:
+            runs.append(pathlib.Path(initial))
 
 
 def require_comparable(paths: Sequence[pathlib.Path], settings: Sequence[Mapping[str, Any]]) -> None:
@@ -136,12 +118,10 @@ def warn_of_changed_data(
 ) -> None:
     """Warns of runs whose data has changed since training; all runs are evaluated on the data as it is now.
 
-    A run that was trained with other settings of the data, or whose weights were imported, is left out.
+    Imported weights have no record of data.
     """
     records = [
-        (path, serialize.read_object(path / "data.json"))
-        for path in paths
-        if (path / "data.json").is_file() and workdir.read_config(path).data == config.data
+        (path, serialize.read_object(path / "data.json")) for path in paths if (path / "data.json").is_file()
     ]
     description = data.describe(config.data) if records else {}
     for path, record in records:

@@ -160,6 +160,7 @@ def evaluate_context_tasks(
                 f"out"
             )
     runs.require_same_documents(paths, configs)
+    workdirs_lib.require_held_apart(configs[0].data, paths)
     for path in paths:
         checkpoint.require_checkpoint(path)
     first = configs[0]
@@ -180,7 +181,8 @@ def evaluate_context_tasks(
     for path, config in zip(paths, configs):
         runs.require_places(config, lengths, f"the model of {path}")
     folder = workdirs_lib.writable_folder(out)
-    workdirs_lib.warn_of_changed_data(console, paths, first)
+    if not changes:
+        workdirs_lib.warn_of_changed_data(console, paths, first)
 
     rows: list[results.Row] = []
     records = []
