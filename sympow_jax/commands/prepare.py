@@ -168,8 +168,6 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
             "data.tokenizer": about["tokenizer"],
             "model.vocab_size": about["vocab_size"],
         }
-        options = (
-            f"--config.{name}={shlex.quote(fields.written(value))}" for name, value in settings.items()
-        )
-        streams.say(f"next: sympow train --config=quickstart --workdir=NEW {' '.join(options)}")
+        given = (f"--config.{name}={shlex.quote(fields.written(value))}" for name, value in settings.items())
+        streams.say(f"next: sympow train --config=quickstart --workdir=NEW {' '.join(given)}")
     return 0

@@ -298,7 +298,7 @@ def describe(config: config_lib.DataConfig) -> dict[str, Any]:
         "bytes": sum(file.size for file in matches),
         "examples": len(train),
         "heldout_examples": len(heldout),
-        "tokenizer": tokenizer_lib.load(config.tokenizer, setting="data.tokenizer").identity,
+        "tokenizer": tokenizer_lib.load(config.text_tokenizer, setting="data.tokenizer").identity,
         "digest": files.digest(matches, lambda file: [_map(file)]),
         "digest_of": "names, sizes and contents",
     }

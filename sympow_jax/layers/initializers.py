@@ -20,9 +20,9 @@ def as_rngs(rngs: nnx.Rngs | int) -> nnx.Rngs:
     """Returns `rngs`, converted to `nnx.Rngs` of threefry if it is a seed; raises ValueError if it is neither."""
     if isinstance(rngs, nnx.Rngs):
         return rngs
-    if not isinstance(rngs, jax.Array):
-        rngs = jax.random.key(arguments.check_integer("rngs", rngs, 0), impl="threefry2x32")
-    return nnx.Rngs(rngs)
+    if isinstance(rngs, jax.Array):
+        return nnx.Rngs(rngs)
+    return nnx.Rngs(jax.random.key(arguments.check_integer("rngs", rngs, 0), impl="threefry2x32"))
 
 
 def table(rows: int, width: int, *, names: tuple[str, str], rngs: nnx.Rngs) -> nnx.Param:

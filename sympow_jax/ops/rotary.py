@@ -229,8 +229,8 @@ def learned_angles(
     arguments.check_floating("rate", rate)
     if segment_ids is not None:
         arguments.check_segment_ids(segment_ids, rate.shape[:2])
-        if state is not None:
-            arguments.check_ids_fit(segment_ids, state)
+        if initial_state is not None:
+            arguments.check_ids_fit(segment_ids, initial_state)
     if axis_name is not None:
         arguments.check_axis_name(axis_name)
     plan = _Angles(tuple(rates.tolist()), rate.ndim == 4, axis_name)
