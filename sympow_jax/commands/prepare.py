@@ -141,6 +141,9 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
     """Writes the token files and prints the settings that read them; returns the exit code."""
     with cli.user_errors():
         flags = _parser(program).parse_args(arguments)
+        suffix = {"bin": ".bin", "longcrawl64": ".zarr"}[flags.format]
+        if not flags.out.rstrip("/").endswith(suffix):
+            raise ValueError(f"--out is {flags.out}; with --format={flags.format} it must end in {suffix}")
         if flags.format == "longcrawl64":
             workdir.require_path("--out", flags.out, "Zarr arrays", refused="\\")
         options = prepare.Options(

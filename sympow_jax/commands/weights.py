@@ -2,7 +2,7 @@
 
     sympow weights export --workdir=runs/quickstart --out=quickstart.safetensors
     sympow weights import --weights=Qwen3-0.6B/ --workdir=runs/qwen3
-    sympow weights export --workdir=runs/qwen3 --format=huggingface --out=exported/
+    sympow weights export --workdir=runs/qwen3 --format=huggingface --out=qwen3/
 
 An import is a run at step 0. `sympow eval` and `sympow generate` can read it, `sympow train` can resume it, and other
 runs can start from it with task.initial_run.
@@ -70,6 +70,8 @@ def _parser(program: str) -> command_line.Parser:
 
 def _read_settings(known: argparse.Namespace, path: pathlib.Path) -> config.Config:
     given = known.config
+    if not path.exists():
+        raise ValueError(f"--weights={known.weights}: there is no such file or folder")
     # A JSON file has a suffix, which the names of configs do not have.
     if given is not None and pathlib.Path(given.partition(":")[0]).suffix in ("", ".py"):
         settings = config.load(given)

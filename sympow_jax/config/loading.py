@@ -138,6 +138,10 @@ def _find(name: str) -> pathlib.Path:
         return path
     if name in configs:
         return configs[name]
+    if (path / "config.json").is_file():
+        raise ValueError(
+            f"--config names the folder {name!r}; --config={path / 'config.json'} resumes its run"
+        )
     near = difflib.get_close_matches(path.stem, configs, n=3, cutoff=0)
     what = "is a folder" if name and path.is_dir() else "is neither a file nor a config of the package"
     raise ValueError(f"--config names {name!r}, which {what}; the nearest names are {', '.join(near)}")

@@ -146,7 +146,8 @@ def find(setting: str, paths: Sequence[str], *, suffix: str = "") -> list[File]:
         else:
             raise ValueError(f"{setting}: there is no file or folder {path!r}; correct the path")
         if not files:
-            raise ValueError(f"{setting}: no file matches {path!r}; correct the path or the pattern")
+            lack = f"no {suffix or 'visible'} file is in" if os.path.isdir(path) else "no file matches"
+            raise ValueError(f"{setting}: {lack} {path!r}; correct the path or the pattern")
         for location, file in located(files):
             # Otherwise, a file with two names could be trained on under one name and held out under the other.
             matches.setdefault(location, file)

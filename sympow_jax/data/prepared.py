@@ -33,7 +33,8 @@ def with_tokenizer(config: config_lib.Config) -> config_lib.Config:
 
 def contradictions(config: config_lib.Config) -> list[str]:
     """Returns a line for each setting that contradicts the facts of the tokens, about the first file where it does."""
-    data, lines = config.data, dict[str, str]()
+    data = config.data
+    lines: dict[str, str] = {}
     separator = data.document_separator
     if separator is None and data.source == "longcrawl64":
         separator = longcrawl64.DOCUMENT_START

@@ -79,7 +79,7 @@ def inspect(
         _write_json(target / "inspect.json", maps, content, causal=causal)
         labels = [attention_figures.visible(text) for text in texts]
         messages = _draw(target, maps, labels, metadata, causal=causal)
-    return [f"wrote {target / 'inspect.json'}: the numbers for {len(tokens)} tokens", *messages]
+    return [f"wrote {target / 'inspect.json'}: the numbers of {len(tokens):,} tokens", *messages]
 
 
 def _layers(settings: config_lib.Config, layer: int | None) -> Sequence[int]:

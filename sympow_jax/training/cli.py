@@ -65,6 +65,8 @@ def user_errors() -> Iterator[None]:
             if sys.flags.dev_mode or (isinstance(error, BrokenPipeError) and not streams.has_reader()):
                 raise
             reason = spelling.cut(str(error), _MAX_ERROR_CHARACTERS) or type(error).__name__
+            if isinstance(error, OSError) and error.filename is not None and error.strerror:
+                reason = f"{spelling.cut(os.fsdecode(error.filename), spelling.LINE)}: {error.strerror}"
             if isinstance(error, MemoryError):
                 reason = "memory is short; use a machine that has more, or smaller data"
             print(f"error: {reason}", file=sys.stderr, flush=True)

@@ -151,6 +151,12 @@ def test_mistakes_in_names_and_arguments(spec, message):
     assert "\n" not in str(caught.value)
 
 
+def test_the_folder_of_a_run_is_no_config(tmp_path):
+    (tmp_path / "config.json").touch()
+    with pytest.raises(ValueError, match=re.escape(f"--config={tmp_path}/config.json resumes its run")):
+        config.load(str(tmp_path))
+
+
 def test_arguments_have_the_types_of_the_signature(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "from sympow_jax import config\n"

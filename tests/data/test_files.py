@@ -98,13 +98,13 @@ def test_dangling_links_are_left_out(folder):
     [
         ("none.txt", "there is no file or folder .*none.txt'; correct the path"),
         ("*.rst", "no file matches .*rst'; correct the path or the pattern"),
-        ("empty", "no file matches .*empty'; correct the path or the pattern"),
+        ("empty", "no .bin file is in .*empty'; correct the path or the pattern"),
     ],
 )
 def test_no_matching_files(folder, name, message):
     (folder / "empty").mkdir()
     with pytest.raises(ValueError, match=f"^data.paths: {message}"):
-        files.find("data.paths", [str(folder / "a.txt"), str(folder / name)])
+        files.find("data.paths", [str(folder / "a.txt"), str(folder / name)], suffix=".bin")
 
 
 ZERO = np.zeros(1, np.int64)

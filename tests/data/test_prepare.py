@@ -197,6 +197,7 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
     os.symlink("loop", "loop")
     before = sorted(os.listdir("."))
     cases = [
+        (("--out=a.zarr", "texts"), "--out is a.zarr; with --format=bin it must end in .bin"),
         (("--out=a.bin", "none.txt"), "there is no file or folder 'none.txt'"),
         (("--out=a.bin", "zero.txt"), "zero.txt holds id 0, which separates documents"),
         (("--out=a.bin", "empty.txt"), "every file is empty (1 found)"),
@@ -215,7 +216,7 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
         ),
         (("--out=loop/a.bin", "texts"), "cannot write loop/.a.bin.prepare: "),
         (("--out=a.bin", "loop"), "there is no file or folder 'loop'"),
-        (("--out=" + "a" * 201, "texts"), "the name of the output has more than 200 bytes"),
+        (("--out=" + "a" * 201 + ".bin", "texts"), "the name of the output has more than 200 bytes"),
         (("--out=a.bin", "--tokenizer=words.json", "latin.txt"), "latin.txt is not UTF-8 at byte 3"),
         (
             ("--out=a.bin", "--tokenizer=gone.json", "texts"),

@@ -21,13 +21,13 @@ def settings(request, tmp_path, monkeypatch):
     builders.write_words(tmp_path / "words.json", VOCABULARY)
     builders.write_words(tmp_path / "others.json", {**VOCABULARY, "the": 2, "first": 1})
     os.link("words.json", "copy.json")
-    layout = "bin" if request.param == "tokens" else "longcrawl64"
+    layout, out = ("bin", "out.bin") if request.param == "tokens" else ("longcrawl64", "out.zarr")
     prepare.main(
-        [f"--format={layout}", "--out=out.bin", "--row_tokens=4", "--tokenizer=./words.json", "texts"]
+        [f"--format={layout}", f"--out={out}", "--row_tokens=4", "--tokenizer=./words.json", "texts"]
     )
     return config.Config(
         model=config.ModelConfig(vocab_size=5, layers=1, width=16, heads=2),
-        data=builders.data_config(source=request.param, paths=("out.bin",), document_separator=3),
+        data=builders.data_config(source=request.param, paths=(out,), document_separator=3),
     )
 
 
@@ -53,7 +53,7 @@ def test_contradictions(settings, changes, messages):
     lines = prepared.contradictions(dataclasses.replace(settings, model=model, data=data))
     assert len(lines) == len(messages)
     for line, message in zip(lines, messages):
-        assert line.startswith("out.bin")
+        assert line.startswith("out.")
         assert message in line
 
 
@@ -61,7 +61,7 @@ def test_the_tokenizer_of_prepared_data(settings):
     assert prepared.with_tokenizer(settings).data.tokenizer == os.path.abspath("words.json")
     chosen = dataclasses.replace(settings, data=dataclasses.replace(settings.data, tokenizer="byte"))
     assert prepared.with_tokenizer(chosen) == chosen
-    for name in ("out.bin.json", "out.bin/.zattrs"):
+    for name in ("out.bin.json", "out.zarr/.zattrs"):
         if os.path.exists(name):
             os.remove(name)
     assert prepared.with_tokenizer(settings) == settings

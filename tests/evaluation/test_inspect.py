@@ -271,7 +271,7 @@ def test_labels_of_tokens():
         (["--workdir={runs}/a", "--text=a", "--layer=-1"], "--layer is -1"),
         (["--workdir={runs}/a", "--text=a", "--layer=first"], "invalid int value: 'first'"),
         (["--workdir={runs}/a", "--text_file={runs}/long"], "has 1025 tokens; maps are made of at most 1024"),
-        (["--workdir={runs}/a", "--text_file={runs}/nothing"], "No such file"),
+        (["--workdir={runs}/a", "--text_file={runs}/nothing"], "error: {runs}/nothing: No such file or"),
         (["--workdir={runs}/a", "--text=a", "--out={runs}/text"], "cannot write the results to {runs}/text"),
         (["--workdir={runs}/a"], "one of the arguments --text --text_file is required"),
         (["--workdir={runs}/a", "--text=a", "--text_file={runs}/text"], "not allowed with"),

@@ -225,7 +225,7 @@ def test_evaluation(gpt2, tmp_path, capsys):
         ),
         (
             ["import", "--weights={folder}/x", "--workdir={out}/run"],
-            "cannot read the settings {folder}/x.json",
+            "--weights={folder}/x: there is no such file or folder",
         ),
         (
             ["import", "--weights={folder}/a.bin", "--config={json}", "--workdir={out}/run"],
