@@ -385,3 +385,22 @@ def test_values_of_documents_never_mix():
         np.testing.assert_array_equal(one[:, :64], two[:, :64])
         np.testing.assert_array_equal(one[:, 128:], two[:, 128:])
         assert np.abs(one[:, 64:128] - two[:, 64:128]).max() > 1
+
+
+@pytest.mark.parametrize("other", [1e-2, 1e-3, 0.0])
+@pytest.mark.parametrize("power", [2, 4])
+def test_an_old_key_that_outweighs_all_others(power, other):
+    """Checks the bound of docs/mathematics.md on outputs whose keys of weight are older than the window."""
+    random = np.random.default_rng(0)
+    query, key, value = random.normal(size=(3, 400, 16)).astype("float32")
+    key[1:] *= np.float32(other)
+    causal = np.tri(len(query))
+    weights = causal * (query.astype("float64") @ key.T.astype("float64")) ** power
+    expected = weights / weights.sum(1, keepdims=True) @ value
+    lengths = (np.linalg.norm(x.astype("float64"), axis=1) ** power for x in (query, key))
+    kappa = (causal * np.multiply.outer(*lengths)).sum(1) / weights.sum(1)
+    arrays = [x[None, :, None] for x in (query, key, value)]
+    for form in ("attention", "chunked", "recurrent"):
+        bound = 2e-6 if form == "attention" else np.maximum(2e-6, 6e-7 * kappa)
+        error = ops.power_attention(*arrays, power=power, form=form)[0, :, 0] - expected
+        assert (np.linalg.norm(error, axis=1) <= bound * np.linalg.norm(expected, axis=1)).all(), form
