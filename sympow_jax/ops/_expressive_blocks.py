@@ -100,7 +100,7 @@ def _attend_bwd(settings, residuals, dout):
     return (_gradients(settings, *residuals, dout),)
 
 
-attend.defvjp(*map(by_default_rules, (_attend_fwd, _attend_bwd)))
+attend.defvjp(by_default_rules(_attend_fwd), by_default_rules(_attend_bwd))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -151,7 +151,7 @@ def _gradients(settings, blocks, out, denominator, largest, dout) -> Blocks:
         totals = dsums.sum(-1)
         later = jnp.cumsum(totals[::-1], 0)[::-1] - totals
         dhalf = 2 * (decays.sums_from(dsums) + later[..., None])
-    return Blocks(dquery, dkey, dvalue, dhalf, None, None, None)
+    return Blocks(dquery, dkey, dvalue, dhalf, None, None, None)  # type: ignore[arg-type]
 
 
 @_gradients.defjvp

@@ -333,7 +333,7 @@ def _decays_to_end_bwd(start, cotangent):
     return before - at_start + jnp.where(newer, last, 0), None
 
 
-_decays_to_end.defvjp(*map(by_default_rules, (_decays_to_end_fwd, _decays_to_end_bwd)))
+_decays_to_end.defvjp(by_default_rules(_decays_to_end_fwd), by_default_rules(_decays_to_end_bwd))
 
 
 def _before(total: Array, start: Int[Array, " B"]) -> Array:

@@ -407,7 +407,7 @@ def _permuted_backward(residuals, gradient):
     return _gathered(gradient, *residuals, -1), None, None
 
 
-_permuted.defvjp(*map(by_default_rules, (_permuted_forward, _permuted_backward)))
+_permuted.defvjp(by_default_rules(_permuted_forward), by_default_rules(_permuted_backward))
 
 
 def _gathered(x, positions, cycles: _Cycles, direction: int):

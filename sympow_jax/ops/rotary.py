@@ -423,4 +423,4 @@ def _with_gradient_backward(axis_name, by_pair, residuals, gradient):
     return None, drate, None, None
 
 
-_with_gradient.defvjp(*map(by_default_rules, (_with_gradient_forward, _with_gradient_backward)))
+_with_gradient.defvjp(by_default_rules(_with_gradient_forward), by_default_rules(_with_gradient_backward))

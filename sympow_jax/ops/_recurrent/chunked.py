@@ -122,7 +122,7 @@ def _chunked_bwd(plan, residuals, cotangents):
     )
 
 
-chunked.defvjp(*map(by_default_rules, (_chunked_fwd, _chunked_bwd)))
+chunked.defvjp(by_default_rules(_chunked_fwd), by_default_rules(_chunked_bwd))
 
 
 def _query_gradients_from_state(

@@ -158,7 +158,7 @@ def _sums_from_earlier_state_bwd(power, precision, residuals, dsums):
 
 
 sums_from_earlier_state.defvjp(
-    *map(by_default_rules, (_sums_from_earlier_state_fwd, _sums_from_earlier_state_bwd))
+    by_default_rules(_sums_from_earlier_state_fwd), by_default_rules(_sums_from_earlier_state_bwd)
 )
 
 

@@ -84,4 +84,4 @@ def _mean_bwd(axis, division, residuals, dout):
     return mean_vjp(*residuals, dout, axis, division)
 
 
-mean.defvjp(*map(by_default_rules, (_mean_fwd, _mean_bwd)))
+mean.defvjp(by_default_rules(_mean_fwd), by_default_rules(_mean_bwd))

@@ -75,7 +75,7 @@ def _sums_bwd(plan, residuals, dsums):
     return *_gradients(plan, *arrays, dsums, first), None
 
 
-sums.defvjp(*map(by_default_rules, (_sums_fwd, _sums_bwd)))
+sums.defvjp(by_default_rules(_sums_fwd), by_default_rules(_sums_bwd))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -157,7 +157,7 @@ def _gradients_bwd(plan, arrays, cotangents):
     return *jax.vjp(gradients, *arrays)[1](cotangents), None
 
 
-_gradients.defvjp(*map(by_default_rules, (_gradients_fwd, _gradients_bwd)))
+_gradients.defvjp(by_default_rules(_gradients_fwd), by_default_rules(_gradients_bwd))
 
 
 def _all_pairs(plan, query, key, value, log_decay):

@@ -122,7 +122,7 @@ def _in_place_bwd(f, residuals, cotangent):
     return None, *jax.vjp(conditional, state)[1](cotangent)
 
 
-_in_place.defvjp(*map(by_default_rules, (_in_place_fwd, _in_place_bwd)))
+_in_place.defvjp(by_default_rules(_in_place_fwd), by_default_rules(_in_place_bwd))
 
 
 def _emptied(active, state):

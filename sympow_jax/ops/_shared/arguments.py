@@ -356,8 +356,8 @@ def check_power(power, *, even: bool = True) -> int:
     return power
 
 
-def check_sizes(**sizes) -> dict[str, int]:
-    """Returns sizes of axes as Python ints; raises ValueError unless they are integers of at least 0."""
+def check_sizes(**sizes) -> dict[str, Any]:
+    """Returns sizes of axes as Python ints; raises ValueError unless they are symbolic or integers of at least 0."""
     return {
         name: size if jax.export.is_symbolic_dim(size) else check_integer(name, size, 0)
         for name, size in sizes.items()
