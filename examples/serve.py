@@ -46,6 +46,11 @@ class Engine:
     def __init__(self, model, codec, *, slots, max_length, sampling):
         if slots < 1:
             raise ValueError(f"slots is {slots}; it must be at least 1")
+        longest = model.config.longest_document
+        if longest is not None and max_length > longest:
+            raise ValueError(
+                f"max_length is {max_length}, but the model's learned positions end at {longest}"
+            )
         self.program, self.codec, self.max_length = generation.Program(model), codec, max_length
         sampling = dataclasses.replace(sampling, vocab_size=codec.sampled_vocab_size)
         self.sample = jax.jit(functools.partial(generation.sample, sampling=sampling))
@@ -89,7 +94,7 @@ class Engine:
         """Prefills waiting requests into free slots, and decodes a token of each slot, forever."""
         while True:
             self.requests = [x if x and not x.answer.done() else None for x in self.requests]
-            while None in self.requests and not (any(self.requests) and self.waiting.empty()):
+            while None in self.requests and (not self.waiting.empty() or not any(self.requests)):
                 request, slot = await self.waiting.get(), self.requests.index(None)
                 if not request.answer.done():
                     await self.attempt([request], self.prefill, slot, request)
@@ -108,6 +113,7 @@ class Engine:
                     request.answer.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def prefill(self, slot, request):
+        """Fills a slot with the state after a request's prompt."""
         # Padding to a power of two, so that there are few programs. It leaves the state unchanged.
         tokens = np.zeros((1, 1 << (len(request.tokens) - 1).bit_length()), np.int32)
         tokens[0, : len(request.tokens)] = request.tokens

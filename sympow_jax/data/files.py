@@ -36,8 +36,8 @@ class File:
     """A file and its key.
 
     The key is the path relative to the folder, or to the fixed part of the glob pattern, that matched the file. Order
-    and hold-out depend on the key only, so that they do not change when the folder is moved. `named` says whether a
-    path is that of the file itself.
+    and hold-out depend on the key only, so that they do not change when the folder is moved. `named` is
+    True if a path names the file, and not a folder or pattern that holds it.
     """
 
     path: pathlib.Path
@@ -72,21 +72,21 @@ def below(root: str, *, suffix: str = "", skip: Collection[str] = ()) -> list[Fi
 
 
 def _refuse(error: OSError) -> None:
-    raise ValueError(f"cannot read the folder {error.filename}: {error.strerror}") from error
+    raise ValueError(f"cannot read the folder {error.filename}: {error.strerror or error}") from error
 
 
 def _split(pattern: str) -> tuple[str, list[str]]:
     """Returns the fixed part of a glob, and the other parts."""
     parts = pathlib.Path(pattern).parts
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
-    # Other stars in a row are one star, and `**` at the end is all files.
+    # Within a name, `**` means `*`. At the end, `**` stands for all files below.
     rest = [part if part == "**" else re.sub(r"\*+", "*", part) for part in parts[fixed:]]
     rest += ["*"] if rest[-1] == "**" else []
     return os.path.join("", *parts[:fixed]) or ".", rest
 
 
 def root_of(path: str) -> str | None:
-    """Returns the folder that a path or glob is searched from, without links; None for a single file and a URL."""
+    """Returns the real path of the folder that a path is searched from; None for a file or URL."""
     path = os.path.expanduser(path.removeprefix("file://"))
     if "://" in path or os.path.isfile(path):
         return None
@@ -94,7 +94,7 @@ def root_of(path: str) -> str | None:
 
 
 def would_find(path: str, file: str) -> bool:
-    """Returns whether a folder, or a glob, stands for a file, which need not exist."""
+    """Returns whether a folder or glob would match a file at the real path `file`."""
     root, path = root_of(path), os.path.expanduser(path.removeprefix("file://"))
     if root is None or os.path.commonpath([root, file]) != root:
         return False
@@ -180,7 +180,7 @@ def find_all(config: config_lib.DataConfig, *, suffix: str) -> list[File]:
 
 
 def digest(files: Sequence[File], read: Callable[[File], Iterable[Buffer]], *, samples: bool = False) -> str:
-    """Returns the SHA-256 of every file's key, size and the parts of its content that `read` returns, in order.
+    """Returns the SHA-256 of the key, the size and what `read` returns of every file.
 
     `samples` adds 4 KiB at each of 64 evenly spaced places of all files, because the contents may be too large to read.
     """
@@ -190,7 +190,9 @@ def digest(files: Sequence[File], read: Callable[[File], Iterable[Buffer]], *, s
         for part in read(file):
             total.update(part)
     ends = np.cumsum([file.size for file in files])
-    for place in np.linspace(0, ends[-1], _SAMPLES, endpoint=False).astype(np.int64) if samples else ():
+    if not samples or not any(file.size for file in files):
+        return total.hexdigest()
+    for place in np.linspace(0, ends[-1], _SAMPLES, endpoint=False).astype(np.int64):
         number = int(np.searchsorted(ends, place, side="right"))
         file = files[number]
         start = min(place - ends[number] + file.size, max(0, file.size - _SAMPLE_BYTES))
@@ -199,7 +201,7 @@ def digest(files: Sequence[File], read: Callable[[File], Iterable[Buffer]], *, s
                 stream.seek(start)
                 total.update(stream.read(_SAMPLE_BYTES))
         except OSError as error:
-            raise ValueError(f"cannot read {file.path}: {error.strerror}") from error
+            raise ValueError(f"cannot read {file.path}: {error.strerror or error}") from error
     return total.hexdigest()
 
 

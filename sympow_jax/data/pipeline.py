@@ -44,8 +44,8 @@ _EXAMPLES = {
     "images": _Labeled(("classification",)),
     "listops": _Labeled(("classification",), has_heldout=True),
 }
-# Files that a run writes into its workdir, one of each kind. A folder with the first two is taken for one.
-_OF_RUNS = (
+# Files that a run writes into its workdir, one of each kind. A folder with the first two counts as a workdir.
+_RUN_FILES = (
     "config.json",
     "environment.json",
     "metrics.jsonl",
@@ -80,7 +80,7 @@ def _require_fitting(config: config_lib.DataConfig, task: config_lib.TaskConfig)
 def _open(
     config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
 ) -> documents.Documents | rows.Examples:
-    """Opens the training or the held-out part of a source; of a corpus the held-out part only."""
+    """Opens one side of a source. Training rows of a corpus are opened by `open_rows`."""
     if config.source in _EXAMPLES:
         return _source(config.source).open_examples(config, task, vocab_size=vocab_size, heldout=heldout)
     if config.source in data_config.CORPUS_SOURCES:
@@ -273,7 +273,12 @@ def require_held_apart(
     Returns:
         False if it cannot be found out, because the paths that were trained on cannot be read.
     """
-    if "listops" in (config.source, trained.source) or _holds_out_less(config, trained):
+    # ListOps is generated, with seeds of its own for each side.
+    if (
+        not _may_hold_out(config)
+        or "listops" in (config.source, trained.source)
+        or _holds_out_less(config, trained)
+    ):
         return True
     if trained.paths != config.paths and any(map(loading.is_remote, trained.paths)):
         return False  # not opened, because they may be anybody's
@@ -284,14 +289,15 @@ def require_held_apart(
     setting, paths = files.side(config, heldout=True)
     if shared := sorted(found & _source(config.source).locations(setting, paths, config)):
         example = spelling.cut(shared[0], spelling.LINE)
+        owner = f" of {name}"
         remedy = (
-            "change one of them, or leave data.heldout_paths empty, so that a part of the data is held out"
+            "it was trained on what is held out here: hold out other files, or what it held out, as it did"
         )
-        if trained != config:
-            remedy = "it was trained on what is held out here: hold out other files, or what it held out, as it did"
+        if trained == config:
+            owner = ""
+            remedy = "change one of them, or leave data.heldout_paths empty, so that a part of the data is held out"
         raise ValueError(
-            f"data.paths{'' if trained == config else f' of {name}'} and {setting} share {len(shared)} of what they "
-            f"name, such as {example}; {remedy}"
+            f"data.paths{owner} and {setting} share {len(shared)} of what they name, such as {example}; {remedy}"
         )
     return True
 
@@ -301,7 +307,10 @@ def _holds_out_less(config: config_lib.DataConfig, trained: config_lib.DataConfi
     sides = [
         (
             x.source,
-            [path if "://" in path else os.path.realpath(os.path.expanduser(path)) for path in x.paths],
+            [
+                path if "://" in path else os.path.realpath(os.path.expanduser(path))
+                for path in (path.removeprefix("file://") for path in x.paths)
+            ],
             # What a document is; in other sources, they follow from the file.
             (x.document_separator, x.token_dtype) if x.source == "tokens" else None,
             x.heldout_paths,
@@ -317,7 +326,7 @@ def require_outside_runs(config: config_lib.DataConfig, workdir: pathlib.Path) -
 
     A workdir is a folder with a `config.json` and an `environment.json`.
     """
-    written = [os.path.join(os.path.realpath(workdir), name) for name in _OF_RUNS]
+    written = [os.path.join(os.path.realpath(workdir), name) for name in _RUN_FILES]
     for setting, paths in (("data.paths", config.paths), ("data.heldout_paths", config.heldout_paths)):
         roots = {root: path for path in paths if (root := files.root_of(path)) is not None}
         for path in paths:
@@ -327,11 +336,11 @@ def require_outside_runs(config: config_lib.DataConfig, workdir: pathlib.Path) -
                     f"--workdir, or a narrower path or pattern"
                 )
         found = _source(config.source).locations(setting, paths, config) if roots else ()
-        folders = {os.path.dirname(location) for location in found}
+        folders = {os.path.dirname(location) for location in found if os.path.isabs(location)}
         folders |= {str(parent) for folder in folders for parent in pathlib.PurePath(folder).parents}
         for folder in sorted(folders):
             inside = [path for root, path in roots.items() if os.path.commonpath([root, folder]) == root]
-            if inside and all(os.path.isfile(os.path.join(folder, name)) for name in _OF_RUNS[:2]):
+            if inside and all(os.path.isfile(os.path.join(folder, name)) for name in _RUN_FILES[:2]):
                 raise ValueError(
                     f"{setting}: {inside[0]!r} stands for files in {folder}, the workdir of a run; choose a narrower "
                     f"path or pattern, or move the run"

@@ -1,4 +1,4 @@
-"""Facts that `prepare` writes next to tokens, compared with the settings of a run."""
+"""Metadata that `prepare` writes next to tokens, compared with the settings of a run."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from sympow_jax.data import files, longcrawl64, tokenizer, tokens
 __all__ = ["contradictions", "with_tokenizer"]
 
 
-def _facts(config: config_lib.DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields names and contents of the files of facts; tokens that `prepare` did not write have none."""
+def _metadata(config: config_lib.DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields names and contents of the files of metadata; tokens that `prepare` did not write have none."""
     if config.source == "tokens":
         for path in (tokens.sidecar(file.path) for file in files.find_all(config, suffix=".bin")):
             if path.is_file():
@@ -23,23 +23,23 @@ def _facts(config: config_lib.DataConfig) -> Iterator[tuple[str, dict[str, Any]]
 
 
 def with_tokenizer(config: config_lib.Config) -> config_lib.Config:
-    """Returns settings whose `data.tokenizer` is, if it was None, the one that the first facts of the tokens name."""
+    """Fills in `data.tokenizer`, if it is None, from the metadata of the tokens."""
     if config.data.tokenizer is not None:
         return config
-    named = (facts.get("tokenizer") for _, facts in _facts(config.data))
+    named = (metadata.get("tokenizer") for _, metadata in _metadata(config.data))
     name = next((name for name in named if isinstance(name, str)), None)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
 
 
 def contradictions(config: config_lib.Config) -> list[str]:
-    """Returns a line for each setting that contradicts the facts of the tokens, about the first file where it does."""
+    """Returns a line for each setting that the metadata contradicts, naming the first such file."""
     data = config.data
     lines: dict[str, str] = {}
     separator = data.document_separator
     if separator is None and data.source == "longcrawl64":
         separator = longcrawl64.DOCUMENT_START
-    for name, facts in _facts(data):
-        size, end = facts.get("vocab_size"), facts.get("separator")
+    for name, metadata in _metadata(data):
+        size, end = metadata.get("vocab_size"), metadata.get("separator")
         if isinstance(size, int) and size > config.model.vocab_size:
             lines.setdefault(
                 "size",
@@ -51,13 +51,13 @@ def contradictions(config: config_lib.Config) -> list[str]:
                 "end",
                 f"{name} has the separator {end}, but data.document_separator is {shown}; set it to {end}",
             )
-        if "tokenizer" not in lines and (problem := _other_tokenizer(data.tokenizer, facts)):
+        if "tokenizer" not in lines and (problem := _other_tokenizer(data.tokenizer, metadata)):
             lines["tokenizer"] = f"{name} {problem}"
     return list(lines.values())
 
 
-def _other_tokenizer(name: str | None, facts: dict[str, Any]) -> str:
-    stored, fingerprint = facts.get("tokenizer"), facts.get("tokenizer_fingerprint")
+def _other_tokenizer(name: str | None, metadata: dict[str, Any]) -> str:
+    stored, fingerprint = metadata.get("tokenizer"), metadata.get("tokenizer_fingerprint")
     # Loaded only under another name, because training needs no tokenizer.
     if name in (None, stored) or not isinstance(stored, str) or not isinstance(fingerprint, str):
         return ""

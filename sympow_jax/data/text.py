@@ -73,7 +73,7 @@ def _bytes(file: files.File) -> bytes:
     try:
         return file.path.read_bytes()
     except OSError as error:
-        raise ValueError(f"cannot read {file.path}: {error.strerror}") from error
+        raise ValueError(f"cannot read {file.path}: {error.strerror or error}") from error
 
 
 def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents.Spans:

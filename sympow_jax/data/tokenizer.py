@@ -65,8 +65,8 @@ class Tokenizer:
     ) -> Integer[np.ndarray, " tokens"]:
         """Returns the ids of a document, which errors call `name`.
 
-        With `begin`, the id of that name is the first, unless there are no others, or the separator before a document
-        is the same id.
+        With `begin`, the id `self.begin` comes first, unless the document has no tokens or that id is the separator
+        too.
 
         Raises:
             ValueError: the tokenizer reads text and the document is not UTF-8, or it cannot encode the text.
@@ -150,15 +150,21 @@ def _from_json(
             raise ValueError(
                 f"{option}: the {key} {token!r} of tokenizer_config.json is no token of tokenizer.json; correct it"
             )
+    # Ids need not be contiguous.
+    vocab_size = 1 + max(vocabulary.values())
     ends = (vocabulary.get(token) for token in ((end,) if end is not None else _END_NAMES))
+    separator = next((token for token in ends if token is not None), None)
+    first = _template_begin(json.loads(loaded.to_str())["post_processor"])
+    if first is None and begin is not None:
+        first = vocabulary[begin]
 
     def encode(document: bytes) -> Integer[np.ndarray, " tokens"]:
         text = document.decode()
         with _errors_as(f"tokenizer {name} cannot encode a text of {len(text)} characters"):
             return np.asarray(loaded.encode(text, add_special_tokens=False).ids, np.uint32)
 
-    # Byte fallback decodes adjacent bytes together, and loses all of them where one is no UTF-8. Bytes that are not are
-    # replaced first, so that a later byte changes no character before it.
+    # Byte fallback decodes a run of bytes together, and loses all of it if one is not UTF-8. Those become U+FFFD first,
+    # so that a later byte does not change earlier text.
     ids = [vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)]
     falls_back = None not in ids and loaded.decode([ids[65]]) == "A"
     bytes_of = {token: byte for byte, token in enumerate(ids)} if falls_back else {}
@@ -174,11 +180,6 @@ def _from_json(
         repaired = [token for token in repaired if 0 <= token < vocab_size]
         return loaded.decode(repaired, skip_special_tokens=False).encode()
 
-    # Ids need not be contiguous.
-    vocab_size = 1 + max(vocabulary.values())
-    separator = next((token for token in ends if token is not None), None)
-    first = _template_begin(json.loads(loaded.to_str())["post_processor"])
-    first = vocabulary[begin] if first is None and begin is not None else first
     fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
     fingerprint += "" if first is None else f" after {first}"
     return Tokenizer(name, vocab_size, separator, fingerprint, encode, decode, first)

@@ -49,7 +49,7 @@ def _map(file: files.File, config: config_lib.DataConfig) -> Integer[np.ndarray,
     try:
         return np.memmap(file.path, dtype, mode="r")
     except OSError as error:
-        raise ValueError(f"cannot read {file.path}: {error.strerror}") from error
+        raise ValueError(f"cannot read {file.path}: {error.strerror or error}") from error
 
 
 def _ends(

@@ -61,7 +61,7 @@ def _map(file: files.File) -> mmap.mmap:
                 raise ValueError(f"{file.path} is empty; it must hold lines of columns divided by tabs")
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
-        raise ValueError(f"cannot read {file.path}: {error.strerror}") from error
+        raise ValueError(f"cannot read {file.path}: {error.strerror or error}") from error
 
 
 def _line_starts(content: mmap.mmap, start: int) -> Iterator[int]:

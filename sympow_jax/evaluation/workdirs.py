@@ -94,7 +94,7 @@ def require_comparable(paths: Sequence[pathlib.Path], settings: Sequence[Mapping
     """Raises ValueError unless the flattened settings of every run are those of the first."""
     for path, other in zip(paths[1:], settings[1:]):
         different = [
-            f"{name} is {value!r} in one and {other.get(name)!r} in the other"
+            f"{name} is {spelling.shown(value)} and {spelling.shown(other.get(name))}"
             for name, value in settings[0].items()
             if value != other.get(name)
         ]
@@ -107,9 +107,9 @@ def require_comparable(paths: Sequence[pathlib.Path], settings: Sequence[Mapping
 def open_heldout(
     console: rich.console.Console, folder: pathlib.Path, config: config_lib.Config
 ) -> data.HeldoutData:
-    """Prints what the settings of a run read, which may be anybody's, and then opens its held-out data."""
-    paths = spelling.listed((*config.data.paths, *config.data.heldout_paths)) or "no paths"
-    say(console, f"data of {folder}: {config.data.source} of {paths}")
+    """Prints the paths that a run's settings name, which a stranger may have chosen, and opens its held-out data."""
+    paths = spelling.listed((*config.data.paths, *config.data.heldout_paths))
+    say(console, f"data of {folder}: {config.data.source}{f' of {paths}' if paths else ''}")
     return data.HeldoutData(config.data, config.task, vocab_size=config.model.vocab_size)
 
 
@@ -120,25 +120,24 @@ def warn_of_changed_data(
 
     Imported weights have no record of data.
     """
-    records = [
-        (path, serialize.read_object(path / "data.json")) for path in paths if (path / "data.json").is_file()
-    ]
+    records = {path: record for path in paths if (record := _data_record(path))}
     description = data.describe(config.data) if records else {}
-    for path, record in records:
+    for path, record in records.items():
         if any(record.get(name) != description.get(name) for name in ("digest", "tokenizer")):
             warn(console, f"the data has changed since {path} was trained on it; see its data.json")
 
 
 def warn_of_different_training(console: rich.console.Console, rows: Sequence[report.Run]) -> None:
-    """Warns of runs of which the numbers or sizes of updates, or the training data, differ."""
+    """Warns if the runs differ in updates, tokens per update or training data."""
     if differences := report.training_differences(rows):
         each = "; ".join(f"{name}: {difference}" for name, difference in differences.items())
         warn(console, f"the runs were not trained alike: {each}")
 
 
-def _data_digest(path: pathlib.Path) -> str | None:
+def _data_record(path: pathlib.Path) -> dict[str, Any]:
+    """Reads the record of a run's training data; imported weights have none."""
     record = path / "data.json"
-    return serialize.read_object(record).get("digest") if record.is_file() else None
+    return serialize.read_object(record) if record.is_file() else {}
 
 
 def describe_run(name: str, path: pathlib.Path, config: config_lib.Config, step: int) -> report.Run:
@@ -149,7 +148,7 @@ def describe_run(name: str, path: pathlib.Path, config: config_lib.Config, step:
         train_context=config.data.context_length,
         updates=step,
         update_tokens=config.data.batch_tokens,
-        data=(_data_digest(path) or "unknown")[:8],
+        data=_data_record(path).get("digest", "unknown")[:8],
     )
 
 
@@ -169,7 +168,7 @@ def warn(console: rich.console.Console, message: str) -> None:
 
 
 def say(console: rich.console.Console, line: str, *, style: str | None = None) -> None:
-    """Prints a line as it is, in which names may be anybody's."""
+    """Prints a line without markup, with control characters escaped."""
     console.print(spelling.printable(line), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -199,7 +198,7 @@ def writing(folder: pathlib.Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(f"cannot write the results to {folder}: {error.strerror}") from error
+        raise ValueError(f"cannot write the results to {folder}: {error.strerror or error}") from error
 
 
 def writable_folder(out: str | os.PathLike[str]) -> pathlib.Path:

@@ -30,13 +30,13 @@ class Program:
     """Prefill and decoding of a model, whose parameters are flattened once instead of once per token.
 
     It has the parameters that the model had when it was made. It is a pytree of them, which `jax.jit` takes as an
-    argument. All methods are pure functions, and may be called in `jax.jit`.
+    argument. All methods are pure functions. In `jax.jit`, a program on a mesh must be an argument, not a constant.
 
     Args:
         model: the decoder, with its blocks in a list.
 
     Raises:
-        ValueError: it is no such model.
+        ValueError: `model` is no `DecoderLM`.
 
     Examples:
         >>> import numpy as np
@@ -167,7 +167,7 @@ class Program:
 
 
 def mesh_in_scope(leaves: list[Array]) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context with the mesh of a model's parameters in scope, which is kept if they are traced."""
+    """Returns a context with the mesh of a model's parameters in scope; traced ones leave the scope as it is."""
     parameter: Any = leaves[0]
     mesh = None if isinstance(parameter, jax.core.Tracer) else getattr(parameter.sharding, "mesh", None)
     if not isinstance(mesh, jax.sharding.Mesh) or mesh.size == 1:
@@ -199,25 +199,22 @@ def require_state(model: models.DecoderLM, state: models.DecoderState, batch: in
     needed = dict(jax.tree_util.tree_leaves_with_path(expected))
     for path in (*needed, *actual):
         one, other = (
-            None if path not in tree else (tree[path].shape, str(tree[path].dtype))
+            f"{tree[path].dtype} {list(tree[path].shape)}" if path in tree else "absent"
             for tree in (actual, needed)
         )
         if one != other:
             name = jax.tree_util.keystr(path)
-            raise ValueError(
-                f"the state is of another model: {name} is {_described(one)}, not {_described(other)}"
-            )
+            raise ValueError(f"the state is of another model: {name} is {one}, not {other}")
 
 
 def cache_sizes(state: models.DecoderState) -> tuple[int, list[bool]]:
-    """Returns the capacity of the KV caches of a state, 1 if it has none, and whether each layer has one."""
+    """Returns the capacity of a state's KV caches, and which layers have one.
+
+    The capacity is 1 without caches, as `init_state` needs a number.
+    """
     memories = [layer.memory for layer in state.layers]
     capacities = [memory.capacity for memory in memories if isinstance(memory, ops.KVCache)]
     return max(capacities, default=1), [isinstance(memory, ops.KVCache) for memory in memories]
-
-
-def _described(leaf: tuple[tuple[int, ...], str] | None) -> str:
-    return "absent" if leaf is None else f"{leaf[1]} {list(leaf[0])}"
 
 
 def _check_rows(config: configs.ModelConfig, tokens: Array | np.ndarray, lengths: np.ndarray) -> None:
@@ -243,11 +240,13 @@ def _check_places(
     config: configs.ModelConfig, lengths: np.ndarray, state: models.DecoderState | None
 ) -> None:
     longest = config.longest_document
-    position = None if state is None else state.position
-    if longest is None or isinstance(position and position.position, jax.core.Tracer):
+    # `require_state` refuses what is no state.
+    position = state.position if isinstance(state, models.DecoderState) else None
+    before = np.zeros_like(lengths) if position is None else position.position
+    if longest is None or isinstance(before, jax.core.Tracer):
         return
-    before = np.zeros_like(lengths) if position is None else np.asarray(position.position)
-    if before.shape == lengths.shape and (before + lengths).max() > longest:
+    before = np.asarray(before)
+    if lengths.size and before.shape == lengths.shape and (before + lengths).max() > longest:
         row = int((before + lengths).argmax())
         raise ValueError(
             f"row {row} has {lengths[row]} tokens after {before[row]} others, but the model's learned positions end "

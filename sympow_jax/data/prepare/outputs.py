@@ -3,9 +3,7 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import fnmatch
 import functools
-import glob
 import hashlib
 import itertools
 import json
@@ -20,7 +18,7 @@ import tensorstore
 
 from sympow_jax import atomic
 from sympow_jax.config import _checks as checks
-from sympow_jax.data import longcrawl64, processes, tokens
+from sympow_jax.data import files, longcrawl64, processes, tokens
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.prepare import folder as folder_lib
 from sympow_jax.data.prepare import pieces
@@ -96,23 +94,12 @@ def _new_output(out: str, paths: Sequence[str]) -> pathlib.Path:
             f"the name of the output has more than {_LONGEST_NAME} bytes; choose a shorter --out"
         )
     for read in filter(None, paths):
-        if any(_is_named(written, os.path.expanduser(read)) for written in (path, tokens.sidecar(path))):
+        if any(files.would_find(read, os.path.realpath(written)) for written in (path, tokens.sidecar(path))):
             raise ValueError(
                 f"the output {out} is in {read}, and a later command that reads this would take it for a document; "
                 f"choose another --out"
             )
     return path
-
-
-def _is_named(path: pathlib.Path, pattern: str) -> bool:
-    """Returns whether a folder or glob names a file at `path`, which does not exist yet."""
-    name, pattern = os.path.realpath(path), os.path.realpath(pattern)
-    parts, patterns = name.split(os.sep), pattern.split(os.sep)
-    if not glob.has_magic(pattern):
-        return parts[: len(patterns)] == patterns
-    if "**" in patterns:
-        return fnmatch.fnmatchcase(name, pattern)
-    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 @contextlib.contextmanager

@@ -75,8 +75,8 @@ class TextModel:
         """Returns, for pairs of a context and a continuation, the log-likelihood of the latter in nats.
 
         The second value is whether greedy decoding would give the continuation. White space at the end of a context is
-        scored with the continuation, as the tokens of words begin with it. Where the last token belongs to both, it is
-        scored. Equal contexts are processed once.
+        scored with the continuation, as the tokens of words begin with it. As in the harness, the continuation is the
+        tokens after as many as the context has alone, at least one. Equal contexts are processed once.
         """
         rows = [self._encode_pair(*pair) for pair in pairs]
         by_context: dict[tuple[int, ...], list[int]] = {}
@@ -160,7 +160,7 @@ class TextModel:
         for start in range(limit, len(tokens), limit):
             stop = min(start + limit, len(tokens))
             # As much context as there is room for.
-            context = tokens[max(0, stop - limit - 1) : start]
+            context = tokens[stop - limit - 1 : start]
             windows.append(answers.Case(context, [answers.Question([], tokens[start:stop])]))
         return windows
 
