@@ -13,7 +13,7 @@ from typing import cast
 
 import jax
 
-from sympow_jax import config, data, generation, models, training
+from sympow_jax import config, data, generation, models, streams, training
 from sympow_jax.commands import command_line
 from sympow_jax.config import model as model_settings
 from sympow_jax.training import checkpoint, cli, machine, workdir
@@ -205,6 +205,12 @@ def generate(flags: argparse.Namespace) -> int:
     _require_decoder(settings, folder)
     checkpoint.require_checkpoint(folder)
     codec = data.codec_of_run(settings, flags.tokenizer)
+    trained = workdir.read_description(folder).get("tokenizer")
+    if trained not in (None, codec.tokenizer.identity):
+        streams.say(
+            f"warning: {folder} was trained with another tokenizer than {codec.tokenizer.name}; see its data.json",
+            error=True,
+        )
     sampling = generation.Sampling(
         temperature=flags.temperature,
         top_k=flags.top_k,

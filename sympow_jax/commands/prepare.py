@@ -170,6 +170,7 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
             "data.document_separator": about["separator"],
             "data.tokenizer": about["tokenizer"],
             "model.vocab_size": about["vocab_size"],
+            "evaluation.context_lengths": None,  # those that fit the documents
         }
         given = (f"--config.{name}={shlex.quote(fields.written(value))}" for name, value in settings.items())
         streams.say(f"next: sympow train --config=quickstart --workdir=NEW {' '.join(given)}")

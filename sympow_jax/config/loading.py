@@ -97,7 +97,7 @@ def require_named(config: run.Config, named: Collection[str], source: str) -> No
     """
     for path in ("data.paths", "data.heldout_paths", "data.tokenizer"):
         value = getattr(config.data, path.removeprefix("data."))
-        places = (value,) if isinstance(value, str) else value
+        places = (value,) if isinstance(value, str) else value or ()
         if path not in named and any(map(is_remote, places)):
             raise ValueError(
                 f"{path} of {source} is {spelling.shown(fields.written(value))}, on another host; if you trust it, "

@@ -15,7 +15,6 @@ import rich.progress
 
 from sympow_jax import config as config_lib
 from sympow_jax import data, spelling
-from sympow_jax.config import serialize
 from sympow_jax.evaluation import report
 from sympow_jax.training import hosts, workdir
 
@@ -62,6 +61,10 @@ def read_runs(
     for path in paths:
         if resolved[os.path.realpath(path)] > 1:
             raise ValueError(f"workdir {path} is given more than once")
+    if changes and "data.labels" in changes:
+        raise ValueError(
+            "data.labels cannot be changed here: outputs of the model have the labels of its training"
+        )
     return paths, [config_lib.override(config, changes) if changes else config for config in configs]
 
 
@@ -120,11 +123,15 @@ def warn_of_changed_data(
 
     Imported weights have no record of data.
     """
-    records = {path: record for path in paths if (record := _data_record(path))}
+    records = {path: record for path in paths if (record := workdir.read_description(path))}
     description = data.describe(config.data) if records else {}
     for path, record in records.items():
         if any(record.get(name) != description.get(name) for name in ("digest", "tokenizer")):
-            warn(console, f"the data has changed since {path} was trained on it; see its data.json")
+            warn(
+                console,
+                f"the data has changed since {path} was trained on it; what is held out now may have been trained "
+                f"on, or have other ids; see its data.json",
+            )
 
 
 def warn_of_different_training(console: rich.console.Console, rows: Sequence[report.Run]) -> None:
@@ -132,12 +139,6 @@ def warn_of_different_training(console: rich.console.Console, rows: Sequence[rep
     if differences := report.training_differences(rows):
         each = "; ".join(f"{name}: {difference}" for name, difference in differences.items())
         warn(console, f"the runs were not trained alike: {each}")
-
-
-def _data_record(path: pathlib.Path) -> dict[str, Any]:
-    """Reads the record of a run's training data; imported weights have none."""
-    record = path / "data.json"
-    return serialize.read_object(record) if record.is_file() else {}
 
 
 def describe_run(name: str, path: pathlib.Path, config: config_lib.Config, step: int) -> report.Run:
@@ -148,7 +149,7 @@ def describe_run(name: str, path: pathlib.Path, config: config_lib.Config, step:
         train_context=config.data.context_length,
         updates=step,
         update_tokens=config.data.batch_tokens,
-        data=_data_record(path).get("digest", "unknown")[:8],
+        data=workdir.read_description(path).get("digest", "unknown")[:8],
     )
 
 

@@ -218,8 +218,15 @@ class TokenTrunk(Trunk):
         """Returns the rows of the embedding, in float32 if its dtype is shorter.
 
         Raises:
-            ValueError: tokens are not integers of shape [B, T].
+            ValueError: tokens are not integers of shape [B, T], or those of a NumPy array are not in the vocabulary.
         """
+        # Not those on a device, for which the host would have to wait.
+        if isinstance(tokens, np.ndarray) and tokens.dtype.kind in "iu" and tokens.size:
+            lowest, highest = tokens.min(), tokens.max()
+            if lowest < 0 or highest >= self.config.vocab_size:
+                raise ValueError(
+                    f"tokens are from {lowest} to {highest}; they must be in the vocabulary of {self.config.vocab_size}"
+                )
         tokens = arguments.to_array("tokens", tokens)
         if tokens.ndim != 2:
             raise ValueError(

@@ -32,6 +32,7 @@ __all__ = [
     "open_run",
     "open_workdir",
     "read_config",
+    "read_description",
     "record_data",
     "record_plan",
     "require_path",
@@ -123,6 +124,12 @@ def record_data(workdir: pathlib.Path, description: Mapping[str, Any]) -> None:
                 f"restore it or use another --workdir"
             )
     write_json(path, description)
+
+
+def read_description(workdir: pathlib.Path) -> dict[str, Any]:
+    """Reads the description of the data that a run was trained on; an empty one for imported weights."""
+    path = workdir / "data.json"
+    return serialize.read_object(path) if path.is_file() else {}
 
 
 def record_plan(workdir: pathlib.Path, lines: Sequence[str]) -> None:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-import safetensors.numpy
 from flax import nnx
 from jaxtyping import Shaped
 
@@ -76,7 +75,7 @@ def save(
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with atomic.replace(path) as draft:
-            safetensors.numpy.save_file(arrays, draft, metadata={"format": "sympow_jax"})
+            tensors.save(draft, arrays, format="sympow_jax")
             with atomic.replace(settings_file) as settings_draft:
                 settings_draft.write_text(description)
     except safetensors.SafetensorError as error:  # such as a full disk

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-import safetensors.numpy
 from jaxtyping import Shaped
 
 from sympow_jax import atomic, config, hub, models
@@ -116,7 +115,7 @@ def save_pretrained(
         for name, shard in zip(names, shards):
             contents = {key: _tensor(table[key], arrays).astype(jnp.dtype(dtype), order="C") for key in shard}
             try:
-                safetensors.numpy.save_file(contents, drafts / name, metadata={"format": "pt"})
+                tensors.save(drafts / name, contents, format="pt")
             except safetensors.SafetensorError as error:  # such as a full disk
                 raise OSError(f"cannot write {folder / name}: {error}") from error
         if len(shards) > 1:

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import safetensors
+import safetensors.numpy
 from jaxtyping import Shaped
 
 from sympow_jax import spelling
 from sympow_jax.config import serialize
 
-__all__ = ["INDEX", "SUFFIX", "WHOLE", "Tensors", "opened"]
+__all__ = ["INDEX", "SUFFIX", "WHOLE", "Tensors", "opened", "save"]
 
 SUFFIX = ".safetensors"
 # Names of the files in a folder of Hugging Face's layout: one file, or the index of several.
@@ -112,3 +113,11 @@ def _weight_map(index: pathlib.Path) -> dict[str, str]:
 
 def _is_plain(name: str) -> bool:
     return os.path.basename(name) == name and name.endswith(SUFFIX)
+
+
+def save(path: pathlib.Path, arrays: dict[str, Shaped[np.ndarray, "..."]], *, format: str) -> None:
+    """Writes a safetensors file with the permissions of other new files."""
+    safetensors.numpy.save_file(arrays, path, metadata={"format": format})
+    # The library leaves it to its owner alone.
+    os.umask(umask := os.umask(0))
+    path.chmod(0o666 & ~umask)

@@ -386,6 +386,10 @@ def _kernel(
     num_kv_heads, head_dim = checks.head_sizes(
         width=width, heads=num_heads, kv_heads=num_kv_heads, head_dim=head_dim, heads_name="num_"
     )
+    if options.get("decay_bias") is not None and "learned" not in options["decay"]:
+        raise ValueError(
+            f"decay_bias is {options['decay_bias']!r}, but decay {options['decay']!r} has no bias"
+        )
     checks.require_choice("position", position, attention_lib.LAYER_POSITIONS)
     checks.require_choice("dtype", dtype := checks.dtype_name(dtype), model_lib.DTYPES)
     attention = configs.AttentionConfig(
