@@ -152,6 +152,36 @@ def test_recurrent_form(power):
     check(case, FORMS[2:])
 
 
+@pytest.mark.parametrize("form", [form for _, form in FORMS])
+@pytest.mark.parametrize(("power", "head_dim"), [(2, 8), (4, 4), (16, 2)])
+def test_the_size_of_keys_does_not_matter_without_states(power, head_dim, form):
+    case = cases.Case(power=power, head_dim=head_dim, value_dim=3, time=40, segments="padded", group=2)
+    drawn = cases.arrays(case)
+    # No score is nearly zero, which would underflow relative to others at a power of 16.
+    drawn["query"], drawn["key"] = np.abs(drawn["query"]) + 0.1, np.abs(drawn["key"]) + 0.1
+    options = {"chunk_size": 16, "exact_window": 8} if form == "chunked" else {}
+    expected = expected_for(drawn, case)
+    for scale in (1e-10, 1e-3, 1.0, 1e3, 1e10):
+        scaled = cast(drawn | {"key": drawn["key"] * scale}, "float32")
+        actual = outputs_and_gradients(scaled, implementation="xla", form=form, power=power, **options)
+        gradients = actual | {"key": np.asarray(actual["key"], np.float64) * scale}
+        for name, value in errors(jax.device_get(gradients), expected, drawn).items():
+            assert value <= (2e-6 if name == "out" else 1e-5), (scale, name, value)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", ["attention", "chunked"])
+def test_a_power_of_two_of_keys_changes_no_bit(form, dtype):
+    drawn = cast(cases.arrays(cases.Case(time=40, head_dim=8, value_dim=3)), dtype)
+    run = functools.partial(outputs_and_gradients, implementation="xla", form=form, power=2, chunk_size=16)
+    plain = run(drawn)
+    for factor in (2.0**-6, 2.0**6):
+        scaled = run(drawn | {"key": drawn["key"] * factor})
+        scaled["key"] *= factor
+        for name in scaled:
+            np.testing.assert_array_equal(scaled[name], plain[name], err_msg=name)
+
+
 @pytest.mark.parametrize("case", LARGE_STATE, ids=str)
 def test_attention_form_of_large_states(case):
     case = dataclasses.replace(case, segments="padded", group=2)

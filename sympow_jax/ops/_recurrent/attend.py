@@ -6,6 +6,7 @@ import importlib
 import jax
 
 from sympow_jax.ops._recurrent import channels, reference, rows, xla
+from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import state as power_state
 from sympow_jax.ops._recurrent import step as xla_step
 from sympow_jax.ops._shared import calls, nonfinite, time_axis
@@ -70,6 +71,11 @@ def _attend(plan, query, key, value, log_decay, segment_ids, state):
     if plan.implementation == "reference":
         return reference.FORMS[plan.form](plan, query, key, value, log_decay, segment_ids, state)
     backend = _mosaic() if plan.implementation == "mosaic_gpu" else xla
+    # States hold p-th powers of unscaled keys. Shards of the time axis would have scales of their own.
+    stateless = state is None and not plan.return_state
+    of_whole_rows = plan.axis_name is None or plan.form == "attention"
+    if backend is xla and stateless and of_whole_rows and plan.division is not means.Division.NONE:
+        key = rows.scaled_keys(key, plan.power)
     if plan.form == "attention":
         return backend.attention(plan, query, key, value, log_decay, segment_ids, state)
     prepared = rows.prepare(plan, query, key, value, log_decay, segment_ids, state)

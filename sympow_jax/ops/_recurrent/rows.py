@@ -15,7 +15,7 @@ from sympow_jax.ops._recurrent import state as power_state
 from sympow_jax.ops._shared import decay as decays
 from sympow_jax.ops._shared import layout
 
-__all__ = ["Prepared", "Rows", "finish", "masked_queries", "padded", "prepare", "state_after", "unit_scale"]
+__all__ = ["Prepared", "Rows", "finish", "masked_queries", "padded", "prepare", "scaled_keys", "state_after", "unit_scale"]
 
 
 class Rows(NamedTuple):
@@ -133,6 +133,20 @@ def unit_scale(query: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
 def _unit_exponent(query: Float[Array, "*rest D"]) -> Int[Array, "*rest"]:
     """Returns the exponent of the power of two by which `unit_scale` divides."""
     return jnp.frexp(jax.lax.stop_gradient(jnp.abs(query).max(-1)))[1]
+
+
+def scaled_keys(key: Float[Array, "B S K D"], power: int) -> Float[Array, "B S K D"]:
+    """Returns the keys of each head times a power of two that keeps p-th powers of their scores in float32's range."""
+    # Entries of a unit query are less than 1, so no score is larger than the largest sum of entries, 2^exponent.
+    sizes = jnp.abs(jax.lax.stop_gradient(key)).sum(-1, dtype=jnp.promote_types(key.dtype, jnp.float32))
+    finfo = jnp.finfo(sizes.dtype)
+    _, exponent = jnp.frexp(jnp.minimum(sizes.max(1), finfo.max))
+    # The largest weight is at most 2^112, which leaves room for sums; 2^6 is the sum of about 64 entries of unit size.
+    largest = min(16, 112 // power)
+    change = jnp.clip(exponent, min(6, largest), largest) - exponent
+    # Small entries of float16 keys would be subnormal, so these become float32.
+    one = jnp.ones((), jnp.promote_types(key.dtype, jnp.bfloat16))
+    return key * jnp.ldexp(one, jnp.minimum(change, finfo.maxexp - 2))[:, None, :, None]
 
 
 @jax.custom_vjp
