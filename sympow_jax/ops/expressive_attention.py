@@ -80,6 +80,8 @@ def expressive_attention(
         >>> ops.expressive_attention(query, key, value).shape
         (1, 32, 4, 16)
     """
+    if scale is None:
+        raise ValueError("scale is None; it must be a number, since it affects the result")
     plan, arrays = pairwise.prepare(
         query,
         key,

@@ -124,6 +124,7 @@ def symmetric_power_dim(head_dim: int, power: int) -> int:
         2080
     """
     power = arguments.check_power(power, even=False)
+    head_dim = arguments.check_integer("head_dim", head_dim, 0)
     return math.comb(head_dim + power - 1, power)
 
 
@@ -179,6 +180,7 @@ def multiplicities(head_dim: int, power: int) -> np.ndarray:
         [1.0, 2.0, 1.0]
     """
     power = arguments.check_power(power, even=False)
+    head_dim = arguments.check_integer("head_dim", head_dim, 0)
     _require_symmetric_size(head_dim, power)
     count = np.ones(head_dim)
     run = np.ones(head_dim)  # how often the first index opens the monomial: x_i x_i x_j has a run of 2
@@ -218,7 +220,7 @@ def symmetric_power_rotation(rotation: Float[Array, "D D"], power: int) -> Float
     power = arguments.check_power(power, even=False)
     rotation = arguments.to_array("rotation", rotation)
     arguments.check_floating("rotation", rotation)
-    size = len(rotation)
+    size = rotation.shape[-1] if rotation.ndim else 0
     if rotation.shape != (size, size):
         raise ValueError(f"rotation has shape {rotation.shape}; it must be square, [D, D]")
     _require_size(size, power, lambda: 8 * size**power * symmetric_power_dim(size, power))

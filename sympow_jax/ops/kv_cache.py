@@ -57,6 +57,7 @@ class KVCache:
         batch, capacity, kv_heads, head_dim, value_dim = arguments.check_sizes(
             batch=batch, capacity=capacity, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim
         ).values()
+        arguments.check_dtype("dtype", dtype)
         return cls(
             key=jnp.zeros((batch, kv_heads, capacity, head_dim), dtype),
             value=jnp.zeros((batch, kv_heads, capacity, value_dim), dtype),
@@ -105,8 +106,20 @@ class KVCache:
         key, value, log_decay, segment_ids = arguments.to_arrays(
             key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
         )
-        arguments.check_ids_fit(segment_ids, self)
+        arguments.check_attention(key, key, value, log_decay, segment_ids)
+        self._check_sizes(key, value, segment_ids)
         return _appended(None, state=self, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids)
+
+    def _check_sizes(self, key, value, segment_ids) -> None:
+        """Raises ValueError unless the tokens have the cache's sizes, and ids that fit in its dtype."""
+        batch, kv_heads, _, head_dim = self.key.shape
+        sizes = batch, kv_heads, head_dim, self.value.shape[-1]
+        if sizes != (key.shape[0], *key.shape[-2:], value.shape[-1]):
+            raise ValueError(
+                f"key has shape {key.shape}, value {value.shape} and the cache {kv_heads} heads of {head_dim} and "
+                f"{sizes[-1]} in {batch} rows; they must agree"
+            )
+        arguments.check_ids_fit(segment_ids, self)
 
     def without_gaps(self) -> "KVCache":
         """Moves padding before all tokens, where its slots are the first to be dropped."""
@@ -118,6 +131,7 @@ class KVCache:
         Raises:
             ValueError: there are fewer slots.
         """
+        capacity = arguments.check_integer("capacity", capacity, 0)
         if capacity > self.capacity:
             raise ValueError(
                 f"capacity is {capacity}; the cache has {self.capacity} slots; append tokens to it first"
@@ -155,7 +169,8 @@ class KVCache:
         query, key, value, log_decay, segment_ids = arguments.to_arrays(
             query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
         )
-        arguments.check_ids_fit(segment_ids, self)
+        arguments.check_attention(query, key, value, log_decay, segment_ids, step=True)
+        self._check_sizes(key, value, segment_ids)
         token = {"key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
         return _step(weigh, state=self, query=query, **token)
 

@@ -76,6 +76,7 @@ class LinearState:
         kernel = _Kernel.named(feature_map, power)
         arguments.check_choice("normalizer", normalizer, _NORMALIZERS)
         exact_window = arguments.check_integer("exact_window", exact_window, 0)
+        arguments.check_dtype("dtype", dtype)
 
         def zeros(head_dim, value_dim, *, power):
             sizes = arguments.check_sizes(
@@ -183,6 +184,8 @@ def linear_attention(
     causal = arguments.check_flag("causal", causal)
     return_state = arguments.check_flag("return_state", return_state)
     if not causal:
+        if chunk_size is not None:
+            chunk_size = arguments.check_integer("chunk_size", chunk_size, 1)
         absent = {
             "log_decay": log_decay,
             "initial_state": initial_state,
@@ -396,7 +399,9 @@ def _divided(plan, values, weights):
 
 
 def _rotated(rotate, features):
-    rotated = rotate(features)
+    if not callable(rotate):
+        raise ValueError(f"rotate is {rotate!r}; it must be a function of features")
+    rotated = arguments.to_array("the result of rotate", rotate(features))
     if rotated.shape[:-1] != features.shape[:-1] or rotated.dtype != features.dtype:
         raise ValueError(
             f"rotate maps features {features.dtype} {features.shape} to {rotated.dtype} {rotated.shape}; only their "

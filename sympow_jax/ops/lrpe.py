@@ -92,6 +92,10 @@ def encode(
             )
         _require_rows("householder", householder, head_dim, x.shape[2])
         arguments.check_floating("householder", householder)
+        if isinstance(householder, np.ndarray) and not (
+            np.isfinite(householder).all() and householder.any(-1).all()
+        ):
+            raise ValueError(f"householder is {householder.tolist()}; it must be finite and not zero")
     fixed_rates = fixed_permutation = None
     if core == "permutation":
         permutation = _checked_permutation(permutation, head_dim, x.shape[2])
@@ -206,7 +210,9 @@ def permutation(head_dim: int, *, heads: int | None = None) -> Int[np.ndarray, "
         >>> lrpe.permutation(4, heads=2).shape
         (2, 4)
     """
-    bits = _random_bits((heads or 1) * head_dim).reshape(-1, head_dim)
+    head_dim = arguments.check_integer("head_dim", head_dim, 1)
+    rows = 1 if heads is None else arguments.check_integer("heads", heads, 1)
+    bits = _random_bits(rows * head_dim).reshape(-1, head_dim)
     drawn = np.argsort(bits, axis=-1, kind="stable")
     return drawn[0] if heads is None else drawn
 
@@ -222,6 +228,7 @@ def householder(head_dim: int) -> Float[np.ndarray, " D"]:
         >>> round(float(v @ v), 6)
         1.0
     """
+    head_dim = arguments.check_integer("head_dim", head_dim, 1)
     uniform = (_random_bits(head_dim) >> 11).astype(np.float64) * 2.0**-53 + 2.0**-54
     normal = np.array([statistics.NormalDist().inv_cdf(u) for u in uniform])
     return normal / np.linalg.norm(normal)
@@ -239,6 +246,8 @@ def _rotated_size(core: str, head_dim: int, identity_dim: int) -> int:
         ValueError: the core does not support the head size.
     """
     arguments.check_choice("core", core, CORES)
+    head_dim = arguments.check_integer("head_dim", head_dim, 0)
+    identity_dim = arguments.check_integer("identity_dim", identity_dim)
     if identity_dim and core != "orthogonal":
         raise ValueError(
             f"identity_dim is {identity_dim}; only core 'orthogonal' has an identity part, not {core!r}"

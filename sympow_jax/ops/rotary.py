@@ -69,11 +69,13 @@ class RotaryState:
             pairs: D/2 if every pair has a rate of its own.
             dtype: dtype of the angles, float32 or float64.
         """
-        shape = (batch, kv_heads) if pairs is None else (batch, kv_heads, pairs)
+        sizes = {"batch": batch, "kv_heads": kv_heads} | ({} if pairs is None else {"pairs": pairs})
+        shape = tuple(arguments.check_sizes(**sizes).values())
+        arguments.check_dtype("dtype", dtype)
         return cls(
             whole=jnp.zeros(shape, jnp.int32),
             fraction=jnp.zeros(shape, jnp.uint64 if jnp.dtype(dtype) == jnp.float64 else jnp.uint32),
-            segment=jnp.full(batch, documents.NO_SEGMENT, jnp.int32),
+            segment=jnp.full(shape[0], documents.NO_SEGMENT, jnp.int32),
         )
 
     @classmethod
@@ -126,13 +128,15 @@ def rope_rates(
         >>> (rotary.rope_rates(4, max_document_length=256) / (2 * 3.141592653589793)).tolist()  # turns per token
         [1.0, 0.0625]
     """
-    arguments.check_even("head size", head_dim)
+    head_dim = arguments.check_even("head size", head_dim)
     exponents = -2 * np.arange(head_dim // 2) / head_dim
     if base is None:
-        return 2 * np.pi * float(max_document_length) ** exponents
-    if base <= 1:
-        raise ValueError(f"base is {base}; it must be above 1, so that later pairs rotate more slowly")
-    return float(base) ** exponents
+        return (
+            2
+            * np.pi
+            * float(arguments.check_integer("max_document_length", max_document_length, 1)) ** exponents
+        )
+    return arguments.check_number("base", base, above=1) ** exponents  # later pairs rotate more slowly
 
 
 def llama3_rates(
@@ -158,6 +162,15 @@ def llama3_rates(
         >>> (scaled / turns).tolist()
         [0.125, 0.5625, 1.0]
     """
+    arguments.check_array("theta", theta)
+    factors = {
+        "factor": factor,
+        "low_frequency_factor": low_frequency_factor,
+        "original_length": original_length,
+    }
+    for name, number in factors.items():
+        arguments.check_number(name, number, above=0)
+    arguments.check_number("high_frequency_factor", high_frequency_factor, above=low_frequency_factor)
     turns = theta * (original_length / (2 * np.pi))
     kept = np.clip((turns - low_frequency_factor) / (high_frequency_factor - low_frequency_factor), 0, 1)
     return theta * (kept + (1 - kept) / factor)
@@ -185,6 +198,7 @@ def rope_angles(
     """
     positions = arguments.to_array("positions", positions)
     arguments.check_positions("positions", positions, "[B, T]")
+    arguments.check_dtype("dtype", dtype)
     return phase.fixed(positions[..., None], _checked_rates(theta, head_dim), dtype)
 
 
@@ -298,7 +312,8 @@ def rotate(
     for name, array in {"x": x, "angles": angles}.items():
         arguments.check_axes(name, array, "[B, T, N, D]" if name == "x" else "[B, T, K, D/2]")
         arguments.check_floating(name, array)
-    if angles.shape[-1] != x.shape[-1] // 2 or x.shape[2] % angles.shape[2]:
+    fit = all(n in (1, size) for n, size in zip(angles.shape, x.shape[:2]))
+    if not fit or angles.shape[-1] != x.shape[-1] // 2 or not angles.shape[2] or x.shape[2] % angles.shape[2]:
         raise ValueError(
             f"angles has shape {angles.shape} and x {x.shape}; angles must be [B, T, K, D/2] with a K that divides the "
             f"{x.shape[2]} heads of x"
@@ -336,7 +351,7 @@ def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T M"
         >>> rotary.sinusoidal(jnp.arange(2)[None], 4).round(1).tolist()[0][0]  # position 0
         [0.0, 1.0, 0.0, 1.0]
     """
-    arguments.check_even("width", width)
+    width = arguments.check_even("width", width)
     positions = arguments.to_array("positions", positions)
     arguments.check_positions("positions", positions)
     angles = phase.fixed(positions, 10_000.0 ** (-2 * np.arange(width // 2) / width))
@@ -366,6 +381,8 @@ def _require_heads_or_pairs(rate, pairs: int, state: RotaryState | None) -> None
             f"rate has shape {rate.shape}; it must be [B, T, K], one per head, or [B, T, K, {pairs}], one per pair"
         )
     expected = (rate.shape[0], *rate.shape[2:])
+    if state is not None and not isinstance(state, RotaryState):
+        raise ValueError(f"the state is a {type(state).__name__}; make it with RotaryState.zeros{expected}")
     if state is not None and state.whole.shape != expected:
         raise ValueError(
             f"rate has shape {rate.shape} and the state's positions {state.whole.shape}; make the state with "

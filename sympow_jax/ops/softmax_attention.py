@@ -11,7 +11,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents, fixed_point
-from sympow_jax.ops._shared import calls, layout, nonfinite, pairwise, target, time_axis
+from sympow_jax.ops._shared import arguments, calls, layout, nonfinite, pairwise, target, time_axis
 from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["alibi_slopes", "softmax_attention"]
@@ -149,6 +149,7 @@ def alibi_slopes(heads: int) -> list[float]:
         >>> ops.alibi_slopes(4)
         [0.25, 0.0625, 0.015625, 0.00390625]
     """
+    heads = arguments.check_integer("heads", heads, 1)
     lower = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)]
     return slopes + [2.0 ** (-8 * i / (2 * lower)) for i in range(1, 2 * (heads - lower), 2)]

@@ -71,9 +71,11 @@ def encode(
         noise=noise,
     )
     _require_shapes(query, key, frequencies, phases, gains, noise)
-    for name, array in {"positions": positions, "key_positions": key_positions}.items():
-        if array is not None:
-            arguments.check_positions(name, array, "[B, T]" if name == "positions" else "[B, S]")
+    of_keys = positions if key_positions is None else key_positions
+    for name, array, x in (("positions", positions, query), ("key_positions", of_keys, key)):
+        arguments.check_positions(name, array, "[B, T]" if x is query else "[B, S]")
+        if any(n not in (1, size) for n, size in zip(array.shape, x.shape)):
+            raise ValueError(f"{name} has shape {array.shape}; it must be {x.shape[:2]}, one per token")
     return _encode(
         None,
         query=query,

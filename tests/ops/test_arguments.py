@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import ops
-from sympow_jax.ops import documents, feature_maps, lrpe, rotary
+from sympow_jax.ops import documents, feature_maps, lrpe, rotary, spe
 
 X = jnp.ones((1, 4, 1, 4))
 STATE = ops.PowerState.zeros(1, 1, 4, 4, power=2, exact_window=3)
@@ -153,6 +153,9 @@ def test_power_attention_refuses(message, wrong, call):
         (np.nan, "scale is nan; it must be finite"),
         (-np.inf, "scale is -inf; it must be finite"),
         ("1", "scale is '1'; it must be a number"),
+        (True, "scale is True; it must be a number"),
+        (1j, "scale is 1j; it must be a number"),
+        (np.True_, "scale is np.True_; it must be a number"),
         (jnp.ones(3), "scale is an array of shape (3,); it must be a number"),
     ],
 )
@@ -176,6 +179,53 @@ def test_states_refuse_sizes_that_are_none():
         raises_one_line("batch is -1; it must be at least 0", zeros, -1, 1, 4, 4)
         raises_one_line("head_dim is 4.0; it must be an integer of at least 0", zeros, 1, 1, 4.0, 4)
     raises_one_line("capacity is -1; it must be at least 0", ops.KVCache.zeros, 1, -1, 1, 4, 4)
+    raises_one_line("kv_heads is -1; it must be at least 0", rotary.RotaryState.zeros, 1, -1)
+    raises_one_line("pairs is 2.0; it must be an integer of at least 0", rotary.RotaryState.zeros, 1, 1, 2.0)
+    raises_one_line("per_channel is 2; it must be", ops.PowerState.zeros, 1, 1, 4, 4, power=2, per_channel=2)
+
+
+@pytest.mark.parametrize("dtype", ["float3", "int32", bool, None, 3])
+@pytest.mark.parametrize(
+    "make",
+    [
+        functools.partial(ops.PowerState.zeros, 1, 1, 4, 4, power=2),
+        functools.partial(ops.LinearState.zeros, 1, 1, 4, 4),
+        functools.partial(ops.KVCache.zeros, 1, 4, 1, 4, 4),
+        functools.partial(rotary.RotaryState.zeros, 1, 1),
+        functools.partial(rotary.rope_angles, np.zeros((1, 4), np.int32), 4),
+        STATE.astype,
+    ],
+)
+def test_a_dtype_that_is_not_floating(make, dtype):
+    raises_one_line(f"dtype is {dtype!r}; it must be one of float16", make, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("heads", ops.alibi_slopes),
+        ("head_dim", lambda size: ops.symmetric_power_dim(size, 2)),
+        ("head_dim", lrpe.permutation),
+        ("heads", lambda heads: lrpe.permutation(4, heads=heads)),
+        ("head_dim", lrpe.householder),
+        ("head_dim", lambda size: lrpe.rates("orthogonal", size, kind="rope")),
+        ("identity_dim", lambda size: lrpe.rates("orthogonal", 4, kind="rope", identity_dim=size)),
+        ("head size", rotary.rope_rates),
+        ("max_document_length", lambda size: rotary.rope_rates(4, max_document_length=size)),
+        ("width", lambda size: rotary.sinusoidal(jnp.zeros((1, 4), jnp.int32), size)),
+        ("capacity", ops.KVCache.zeros(1, 4, 1, 4, 4).newest),
+        ("chunk_size", lambda size: ops.linear_attention(X, X, X, causal=False, chunk_size=size)),
+        ("block_size", lambda size: ops.softmax_attention(X, X, X, block_size=size)),
+        ("window", lambda size: ops.softmax_attention(X, X, X, window=size)),
+    ],
+)
+def test_a_count_is_an_integer(name, call):
+    for wrong in (True, np.True_, 2.0, np.float32(2), "2", [2], jnp.ones(2), -2):
+        raises_one_line(f"{name} is", call, wrong)
+    for number in (np.int64(2), np.int8(2), jnp.int32(2)):
+        np.testing.assert_array_equal(
+            *(jax.tree.leaves(call(size))[0] for size in (number, 2)), err_msg=repr(number)
+        )
 
 
 @pytest.mark.parametrize(
@@ -273,7 +323,9 @@ def test_a_state_of_32_bits_refuses_ids_of_64():
         cache = ops.KVCache.zeros(1, 2, 1, 4, 4)
         append = jax.jit(lambda ids: cache.append(X, X, None, ids))
         raises_one_line("segment_ids has dtype int64 and the state int32", append, LARGE_IDS[:, 6:10])
-        angles = jax.jit(lambda ids: rotary.learned_angles(X[..., 0], 4, segment_ids=ids, state=rotation))
+        angles = jax.jit(
+            lambda ids: rotary.learned_angles(X[..., 0], 4, segment_ids=ids, initial_state=rotation)
+        )
         rotation = rotary.RotaryState.zeros(1, 1)
         raises_one_line("segment_ids has dtype int64 and the state int32", angles, LARGE_IDS[:, 6:10])
     raises_one_line("segment_ids holds 4294967301", cache.append, X, X, None, LARGE_IDS[:, 6:10])
@@ -396,6 +448,24 @@ jax.eval_shape(lambda tokens: model(tokens), jnp.zeros((1, 3), jnp.int32))
 
 def test_other_functions_refuse_odd_arguments():
     positions = jnp.zeros((1, 4), jnp.int32)
+    cache, token, sines = ops.KVCache.zeros(1, 4, 1, 4, 4), X[:, 0], jnp.ones((1, 4, 2))
+
+    def llama3(**wrong):
+        right = {"factor": 8, "low_frequency_factor": 1, "high_frequency_factor": 4, "original_length": 64}
+        return rotary.llama3_rates(**{"theta": rotary.rope_rates(4)} | right | wrong)
+
+    def encoded(v):
+        rates = lrpe.rates("orthogonal", 4, kind="rope")
+        return lrpe.encode(X, positions, core="orthogonal", basis="householder", rates=rates, householder=v)
+
+    def spectral(**wrong):
+        right = {"frequencies": sines, "phases": sines, "gains": sines, "noise": jnp.ones((1, 4, 4, 3))}
+        return spe.encode(**{"query": X, "key": X, "positions": positions} | right | wrong)
+
+    def step(**wrong):
+        arrays = dict.fromkeys(("query", "key", "value"), token) | dict.fromkeys(("log_decay", "segment_ids"))
+        return cache.step(**arrays | wrong, weigh=lambda scores, decay: scores)
+
     for message, call in (
         ("power is 0; it must be at least 1", lambda: feature_maps.symmetric_power(X, 0)),
         ("power is 1.5; it must be an integer", lambda: feature_maps.tensor_power(X, 1.5)),
@@ -410,6 +480,32 @@ def test_other_functions_refuse_odd_arguments():
             lambda: documents.positions(positions, documents.PositionState.zeros(1), axis_name="nope"),
         ),
         ("positions has dtype float32", lambda: rotary.rope(X, positions.astype("float32"))),
+        ("angles has shape (1, 3, 1, 2) and x (1, 4, 1, 4)", lambda: rotary.rope(X, positions[:, :3])),
+        ("base is nan; it must be a finite number above 1", lambda: rotary.rope_rates(4, base=np.nan)),
+        ("base is '10'; it must be a finite number", lambda: rotary.rope_rates(4, base="10")),
+        ("factor is 0; it must be a finite number above 0", lambda: llama3(factor=0)),
+        ("high_frequency_factor is 1; it must be a finite", lambda: llama3(high_frequency_factor=1)),
+        ("theta is a list", lambda: llama3(theta=[0.1, 0.2])),
+        ("the state is a PowerState", lambda: rotary.learned_angles(X[..., 0], 4, initial_state=STATE)),
+        ("rate is a NoneType; it must be an array", lambda: rotary.learned_angles(None, 4)),
+        ("householder is [0.0, 0.0, 0.0, 0.0]; it must be finite", lambda: encoded(np.zeros(4))),
+        ("x has dtype <U1; it must be an array of numbers", lambda: ops.elu_plus_one(np.array(["a"]))),
+        ("rotation has shape (); it must be square", lambda: ops.symmetric_power_rotation(X[0, 0, 0, 0], 2)),
+        ("rotate is 3; it must be a function", lambda: ops.linear_attention(X, X, X, rotate=3)),
+        (
+            "the result of rotate is a NoneType; it must be an array",
+            lambda: ops.linear_attention(X, X, X, rotate=lambda x: None),
+        ),
+        ("scale is None; it must be a number", lambda: ops.expressive_attention(X, X, X, scale=None)),
+        ("gains is a NoneType; it must be an array", lambda: spectral(gains=None)),
+        (
+            "key_positions has shape (1, 3); it must be (1, 4)",
+            lambda: spectral(key_positions=positions[:, 1:]),
+        ),
+        ("and the cache 1 heads of 4 and 4 in 1 rows", lambda: cache.append(X[..., :3], X, None, None)),
+        ("log_decay has shape (1, 4, 1, 4)", lambda: cache.append(X, X, X, None)),
+        ("segment_ids has dtype float32", lambda: cache.append(X, X, None, X[..., 0, 0])),
+        ("value has shape (1, 4, 1, 4); it must be [B, K, E]", lambda: step(value=X)),
         ("positions has shape (4,); it must be [B, T]", lambda: rotary.rope(X, positions[0])),
         (
             "angles has shape (1, 4, 1, 3) and x (1, 4, 1, 4)",

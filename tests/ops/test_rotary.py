@@ -285,7 +285,7 @@ LLAMA3 = {"factor": 32.0, "low_frequency_factor": 1.0, "high_frequency_factor": 
 def test_rates_with_a_base():
     expected = 500_000.0 ** (-np.arange(0, 64, 2) / 64)
     np.testing.assert_allclose(rotary.rope_rates(64, base=500_000), expected, rtol=1e-15)
-    with pytest.raises(ValueError, match=r"base is 1; it must be above 1"):
+    with pytest.raises(ValueError, match=r"base is 1; it must be a finite number above 1"):
         rotary.rope_rates(64, base=1)
 
 

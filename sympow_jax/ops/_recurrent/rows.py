@@ -15,7 +15,17 @@ from sympow_jax.ops._recurrent import state as power_state
 from sympow_jax.ops._shared import decay as decays
 from sympow_jax.ops._shared import layout
 
-__all__ = ["Prepared", "Rows", "finish", "masked_queries", "padded", "prepare", "scaled_keys", "state_after", "unit_scale"]
+__all__ = [
+    "Prepared",
+    "Rows",
+    "finish",
+    "masked_queries",
+    "padded",
+    "prepare",
+    "scaled_keys",
+    "state_after",
+    "unit_scale",
+]
 
 
 class Rows(NamedTuple):

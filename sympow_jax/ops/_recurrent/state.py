@@ -75,6 +75,8 @@ class PowerState:
         power = arguments.check_power(power)
         exact_window = arguments.check_integer("exact_window", exact_window, 0)
         sizes = arguments.check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
+        per_channel = arguments.check_flag("per_channel", per_channel)
+        arguments.check_dtype("dtype", dtype)
         cost.require_memory(power=power, itemsize=jnp.dtype(dtype).itemsize, per_channel=per_channel, **sizes)
         return zeros(**sizes, power=power, exact_window=exact_window, per_channel=per_channel, dtype=dtype)
 
@@ -102,6 +104,7 @@ class PowerState:
 
     def astype(self, dtype) -> "PowerState":
         """Returns the state with `kv`, `keys` and `values` in this dtype."""
+        arguments.check_dtype("dtype", dtype)
         stored = {name: getattr(self, name).astype(dtype) for name in ("kv", "keys", "values")}
         return dataclasses.replace(self, **stored)
 

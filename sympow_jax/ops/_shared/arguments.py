@@ -23,12 +23,14 @@ __all__ = [
     "check_axes",
     "check_axis_name",
     "check_choice",
+    "check_dtype",
     "check_even",
     "check_flag",
     "check_floating",
     "check_ids_fit",
     "check_integer",
     "check_linear_state",
+    "check_number",
     "check_positions",
     "check_power",
     "check_same_length",
@@ -62,11 +64,11 @@ class Sizes(TypedDict):
     value_dim: int
 
 
-_REQUIRED = ("query", "key", "value", "x")
+_OPTIONAL = ("log_decay", "segment_ids", "key_positions")
 
 
 def to_arrays(**arguments) -> list[Any]:
-    """Returns the arguments as JAX arrays, in order; None stays None, except for `query`, `key`, `value` and `x`.
+    """Returns the arguments as JAX arrays, in order; None stays None for `_OPTIONAL` ones.
 
     Raises:
         ValueError: an argument is not an array, or segment ids do not fit in int32.
@@ -87,7 +89,7 @@ def to_shapes(**arguments) -> list[Any]:
 
 
 def _is_left_out(name: str, x) -> bool:
-    return x is None and name not in _REQUIRED
+    return x is None and name in _OPTIONAL
 
 
 def to_array(name: str, x) -> jax.Array:
@@ -108,6 +110,8 @@ def check_array(name: str, x) -> None:
     """Raises ValueError unless x is a JAX or NumPy array."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise ValueError(f"{name} is a {type(x).__name__}; it must be an array; pass jnp.asarray({name})")
+    if x.dtype.kind in "OSUMm":
+        raise ValueError(f"{name} has dtype {x.dtype}; it must be an array of numbers")
 
 
 def to_segment_ids(segment_ids, shape: tuple[int, ...]) -> jax.Array | None:
@@ -386,6 +390,24 @@ def check_integer(name: str, value, minimum: int | None = None) -> int:
     return number
 
 
+def check_number(name: str, value, above: float) -> float:
+    """Returns a Python float; raises ValueError unless the value is a finite number above the given one."""
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    if not is_number or not above < value < math.inf:
+        raise ValueError(f"{name} is {value!r}; it must be a finite number above {above}")
+    return float(value)
+
+
+def check_dtype(name: str, dtype) -> None:
+    """Raises ValueError unless it names one of the floating-point dtypes that ops compute with."""
+    try:
+        known = jnp.dtype(dtype).name in _DTYPES and dtype is not None
+    except TypeError:
+        known = False
+    if not known:
+        raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(_DTYPES)}")
+
+
 def check_choice(name: str, value, choices: Sequence[str | None]) -> None:
     """Raises ValueError unless the value is one of the choices."""
     if isinstance(value, str | None) and value in choices:
@@ -402,10 +424,12 @@ def check_flag(name: str, value) -> bool:
     return bool(value)
 
 
-def check_even(name: str, size: int) -> None:
-    """Raises ValueError for an odd size, which would leave a dimension without a partner."""
+def check_even(name: str, size) -> int:
+    """Returns the size as a Python int; raises ValueError if it is odd, as rotations act on pairs of dimensions."""
+    size = check_integer(name, size, 0)
     if size % 2:
         raise ValueError(f"{name} is {size}; it must be even, since rotations act on pairs of dimensions")
+    return size
 
 
 def check_axes(name: str, array, axes: str) -> None:

@@ -102,13 +102,14 @@ def static_or_traced(name: str, number) -> tuple[float | None, Array | None]:
     Raises:
         ValueError: it is not finite, or neither a number nor an array of one. The error begins with `name`.
     """
-    if isinstance(number, int | float):
+    if isinstance(number, int | float) and not isinstance(number, bool):
         if not math.isfinite(number):
             raise ValueError(f"{name} is {number}; it must be finite")
         return number, None
     if number is None:
         return None, None
-    if not isinstance(number, jax.Array | np.ndarray | np.generic) or np.shape(number):
+    is_array = isinstance(number, jax.Array | np.ndarray | np.generic) and number.dtype.kind in "iufV"
+    if not is_array or np.shape(number):
         found = f"an array of shape {np.shape(number)}" if np.shape(number) else repr(number)
         raise ValueError(f"{name} is {found}; it must be a number")
     return None, jnp.asarray(number)
