@@ -74,7 +74,7 @@ STEPS = {
     "power": ops.power_attention_step,
     "linear": ops.linear_attention_step,
     "cache": lambda x, _key, _value, state: state.step(x, x, x, None, None, weigh=lambda z, _: z**2)[:2],
-    "rotary": lambda x, _key, _value, state: rotary.learned_angles(x[:, None, :, 0], 4, state=state),
+    "rotary": lambda x, _key, _value, state: rotary.learned_angles(x[:, None, :, 0], 4, initial_state=state),
     "position": lambda x, _key, _value, state: documents.positions(jnp.zeros_like(x[:, :1, 0], int), state),
 }
 
