@@ -81,9 +81,9 @@ def generate(
     if max_tokens >= _POSITIONS:
         raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1 and below {_POSITIONS}")
     seed = arguments.check_integer("seed", seed)
+    if not 0 <= seed < _SEEDS:
+        raise ValueError(f"seed is {seed}; it must be at least 0 and below {_SEEDS}")
     samples = arguments.check_integer("samples", samples, 1)
-    if not 0 <= seed <= _SEEDS - samples:
-        raise ValueError(f"seed is {seed}; it must be from 0 to {_SEEDS - samples}")
     block = arguments.check_integer("block", block, 1)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     longest_prompt = int(lengths.max())
@@ -113,7 +113,7 @@ def generate(
     rows = Rows(logits, state, jnp.asarray(lengths), seen)
     if samples > 1:
         rows = batches.fork(rows, samples)
-    seeds = np.tile(seed + np.arange(samples), len(prompts)).astype(np.uint32)
+    seeds = np.tile((seed + np.arange(samples)) % _SEEDS, len(prompts)).astype(np.uint32)
     return _blocks(program, rows, seeds, samples, room, used, max_tokens, sampling, block)
 
 

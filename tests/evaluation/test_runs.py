@@ -216,6 +216,11 @@ def test_other_data_than_the_runs_is_evaluated(corpus, tmp_path, capsys):
     assert f"not trained on by {run}, whose data/train.bin cannot be read" in capsys.readouterr().err
 
 
+def test_labels_are_those_of_the_training(corpus, tmp_path):
+    with pytest.raises(ValueError, match=r"data\.labels cannot be changed"):
+        evaluate([make_run(corpus, "a")], (4,), out=tmp_path / "out", changes={"data.labels": "1,0"})
+
+
 @pytest.mark.parametrize(
     ("data", "changes"),
     [

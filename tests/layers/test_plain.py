@@ -95,6 +95,11 @@ def test_dtypes_by_name_and_as_dtypes(kind, dtype):
             "position is 'sinusoidal'; it must be one of none, rope",
         ),
         ("PowerAttention", {"decay": "gated"}, "decay is 'gated'; it must be one of none, alibi"),
+        (
+            "PowerAttention",
+            {"decay": "none", "decay_bias": 4.0},
+            "decay_bias is 4.0, but decay 'none' has no bias",
+        ),
         ("PowerAttention", {"dtype": "float15"}, "dtype is 'float15'; it must be one of float32, bfloat16"),
         ("SoftmaxAttention", {"causal": False, "decay": "alibi"}, "decays run in one direction: use 'none'"),
         ("LinearAttention", {"decay": "channel_fixed"}, "which the kernel 'power' has and 'linear' has not"),

@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -26,6 +27,8 @@ def model():
         ),
         (jnp.zeros((1, 5, 16), jnp.int32), "tokens has shape (1, 5, 16); it must be [B, T]"),
         ([[1, 2]], "tokens is a list; it must be an array; pass jnp.asarray(tokens)"),
+        (np.array([[1, 8]]), "tokens are from 1 to 8; they must be in the vocabulary of 8"),
+        (np.array([[-1, 2]]), "tokens are from -1 to 2"),
         (jnp.zeros((1, 5)), "tokens has dtype float32; it must be an integer dtype; pass token ids"),
     ],
 )

@@ -68,6 +68,7 @@ def test_a_round_trip_is_exact(tmp_path, name):
     settings = RUNS[name]
     model, path = make_model(settings), tmp_path / "model.safetensors"
     count = weights.save(path, settings, model)
+    assert path.stat().st_mode == weights.settings_path(path).stat().st_mode
     assert weights.read_settings(weights.settings_path(path)) == settings
     actual, expected = variables(weights.load(path, settings)), variables(model)
     assert count == sum(leaf.size for leaf in expected.values())
