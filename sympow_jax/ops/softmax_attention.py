@@ -7,12 +7,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents, fixed_point
 from sympow_jax.ops._shared import arguments, calls, layout, nonfinite, pairwise, target, time_axis
-from sympow_jax.ops._shared.promotion import by_default_rules
 
 __all__ = ["alibi_slopes", "softmax_attention"]
 
@@ -362,20 +360,25 @@ def _attend(steps: Int[Array, " T"], queries, keys, plan, scale: float) -> Float
         return jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale)
 
 
-@jax.custom_jvp
 def _decays(log_decay: Float[Array, "B S K"]) -> tuple[Int[Array, "B S K"], Float[Array, "B S K"]]:
     """Returns -G as a whole part and a fraction, exact, so that differences are right to rounding.
 
     A plain float32 sum above 1e4 loses the small steps after it. The derivative of the fraction stands for that of -G.
     """
     least = -(2.0**31) / log_decay.shape[1]
-    whole, fraction = fixed_point.running_sum(-jnp.clip(log_decay, least + 1, 0))
-    return whole, fraction.astype(jnp.float32) * 2.0**-32
+    whole, fraction = fixed_point.running_sum(-jnp.clip(jax.lax.stop_gradient(log_decay), least + 1, 0))
+    return whole, _with_derivative(fraction.astype(jnp.float32) * 2.0**-32, log_decay)
 
 
-@_decays.defjvp
-@by_default_rules
-def _decays_jvp(primals, tangents):
-    whole, fraction = _decays(*primals)
-    no_tangent = np.zeros(whole.shape, jax.dtypes.float0)
-    return (whole, fraction), (no_tangent, -jax.lax.cumsum(tangents[0], axis=1))
+@jax.custom_jvp
+def _with_derivative(
+    fraction: Float[Array, "B S K"], log_decay: Float[Array, "B S K"]
+) -> Float[Array, "B S K"]:
+    """Returns the fraction, with the derivative of -G."""
+    del log_decay
+    return fraction
+
+
+@_with_derivative.defjvp
+def _with_derivative_jvp(primals, tangents):
+    return primals[0], -jax.lax.cumsum(tangents[1], axis=1)

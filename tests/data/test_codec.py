@@ -41,7 +41,7 @@ def test_a_document_of_longcrawl64_begins_with_its_id(words):
 def test_the_tokenizer_that_a_run_records(words, source):
     settings = run(source=source, paths=("x",), tokenizer=words, document_separator=3, vocab_size=50_304)
     assert data_lib.codec_of_run(settings).tokenizer.name == "words.json"
-    assert data_lib.codec_of_run(settings, "byte").is_bytes
+    assert data_lib.codec_of_run(settings, "byte").tokenizer.name == "byte"
     gone = run(source=source, paths=("x",), tokenizer="gone.json")
     with pytest.raises(
         ValueError, match=r"run's data\.tokenizer=gone\.json: there is no .* --tokenizer=FILE$"

@@ -132,7 +132,7 @@ def test_pieces_make_what_the_tokens_decode_to(kind, tmp_path):
     # Bytes of characters too, which random bytes hardly ever make.
     shift = 3 if kind == "byte_fallback" else 0
     for _ in range(150):
-        tokens = rng.choices(range(codec.tokenizer.vocab_size), k=rng.randrange(1, 12))
+        tokens = rng.choices(range(codec.tokenizer.vocab_size), k=rng.randrange(2, 12))
         if codec.tokenizer.vocab_size > 100:
             tokens += [byte + shift for byte in whole[: rng.randrange(len(whole))]] + tokens[:2]
         prompt, new = tokens[: len(tokens) // 3 + 1], tokens[len(tokens) // 3 + 1 :]
