@@ -381,4 +381,5 @@ def _with_derivative(
 
 @_with_derivative.defjvp
 def _with_derivative_jvp(primals, tangents):
-    return primals[0], -jax.lax.cumsum(tangents[1], axis=1)
+    # Not `primals[0]`, which is constant in the decays, so that second derivatives are right too.
+    return _with_derivative(*primals), -jax.lax.cumsum(tangents[1], axis=1)
