@@ -122,7 +122,8 @@ class Parser(argparse.ArgumentParser):
         options = self._option_string_actions
         has_settings = any(option.startswith("--config.") for option in options)
         if has_settings and name.startswith("config."):
-            if name.partition("=")[0] in _all_settings():
+            path = name.removeprefix("config.").partition("=")[0]
+            if loading.nearest_setting(path) == path:
                 self.error(f"--{name} cannot be changed here")
             raise ValueError(loading.unknown_setting(name.removeprefix("config.")))
         near = spelling.nearest(argument, options)
@@ -133,10 +134,6 @@ class Parser(argparse.ArgumentParser):
         if near is None:
             self.error(f"{what} {argument!r}")
         raise ValueError(f"{what} {argument!r}; did you mean {near}?")
-
-
-def _all_settings() -> set[str]:
-    return {f"config.{x.path}" for group in fields.groups(config.Config) for x in group.settings}
 
 
 def _with_underscores(arguments: Iterable[str]) -> list[str]:
@@ -236,8 +233,7 @@ def parse_training(
     settings = read_settings(known, config.load(known.config))
     # Both come with data settings that are not the user's own: a run's `config.json`, and a run to start from.
     if pathlib.Path(known.config).suffix == ".json" or settings.task.initial_run is not None:
-        named = {name.removeprefix("config.") for name, text in vars(known).items() if text is not None}
-        loading.require_named(settings, named, f"--config={known.config}")
+        loading.require_named(settings, changed_settings(known), f"--config={known.config}")
     return settings, known.workdir, _read_launch(known)
 
 

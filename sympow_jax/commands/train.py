@@ -21,8 +21,8 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
     """
     # Check data, model and workdir first, so that their errors do not wait for compilation or the end of training.
     with hosts.all_or_none():
-        config = prepared.with_tokenizer(config)
-        for line in prepared.contradictions(config):  # before errors that they explain
+        config, contradictions = prepared.compare(config)
+        for line in contradictions:  # before errors that they explain
             hosts.say(f"warning: {line}", error=True)
         data.require_outside_runs(config.data, folder)
         rows = data.train_dataset(config.data, task=config.task, vocab_size=config.model.vocab_size)

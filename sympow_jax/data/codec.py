@@ -96,21 +96,21 @@ def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
         return Codec(tokenizer.load("byte"), settings.model.vocab_size)
     corpus = source in data_config.CORPUS_SOURCES
     recorded = settings.data.text_tokenizer if corpus else settings.data.tokenizer
-    if name is None and recorded is None:
+    if name is not None:
+        loaded = tokenizer.load(name)
+    elif recorded is None:
         raise ValueError(
             f"the run read data.source {source!r}, tokens without their text, and records no tokenizer; give the one "
             f"that made them as --tokenizer=FILE"
         )
-    if name is None and hub.is_remote(str(recorded)):
+    elif hub.is_remote(recorded):
         raise ValueError(
             f"the run's data.tokenizer is {recorded}, which would be downloaded; if you trust it, name it again with "
             f"--tokenizer"
         )
-    if name is not None:
-        loaded = tokenizer.load(name)
     else:
         try:
-            loaded = tokenizer.load(str(recorded), setting="data.tokenizer")
+            loaded = tokenizer.load(recorded, setting="data.tokenizer")
         except ValueError as error:
             raise ValueError(f"the run's {error}; give the tokenizer as --tokenizer=FILE") from error
     if corpus:

@@ -22,6 +22,7 @@ __all__ = [
     "find_all",
     "held_out",
     "located",
+    "location",
     "root_of",
     "side",
     "would_find",
@@ -83,6 +84,12 @@ def _split(pattern: str) -> tuple[str, list[str]]:
     rest = [part if part == "**" else re.sub(r"\*+", "*", part) for part in parts[fixed:]]
     rest += ["*"] if rest[-1] == "**" else []
     return os.path.join("", *parts[:fixed]) or ".", rest
+
+
+def location(path: str) -> str:
+    """Returns the real path of a file or folder, or its URL, which is the same however the path is written."""
+    path = path.removeprefix("file://").rstrip("/")
+    return path if "://" in path else os.path.realpath(os.path.expanduser(path))
 
 
 def root_of(path: str) -> str | None:

@@ -196,11 +196,7 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> ZarrDocum
 
 def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
     """Returns the real path of an array on a disk, or its URL."""
-    located = set()
-    for path in paths:
-        path = path.removeprefix("file://").rstrip("/")
-        located.add(path if "://" in path else os.path.realpath(os.path.expanduser(path)))
-    return located
+    return set(map(files.location, paths))
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:

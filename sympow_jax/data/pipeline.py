@@ -307,10 +307,7 @@ def _holds_out_less(config: config_lib.DataConfig, trained: config_lib.DataConfi
     sides = [
         (
             x.source,
-            [
-                path if "://" in path else os.path.realpath(os.path.expanduser(path))
-                for path in (path.removeprefix("file://") for path in x.paths)
-            ],
+            [*map(files.location, x.paths)],
             # What a document is; in other sources, they follow from the file.
             (x.document_separator, x.token_dtype) if x.source == "tokens" else None,
             x.heldout_paths,

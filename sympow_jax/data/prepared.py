@@ -8,7 +8,7 @@ from sympow_jax import config as config_lib
 from sympow_jax.config import serialize
 from sympow_jax.data import files, longcrawl64, tokenizer, tokens
 
-__all__ = ["contradictions", "with_tokenizer"]
+__all__ = ["compare"]
 
 
 def _metadata(config: config_lib.DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -22,23 +22,24 @@ def _metadata(config: config_lib.DataConfig) -> Iterator[tuple[str, dict[str, An
             yield f"{array}/.zattrs", longcrawl64.read_object(array, ".zattrs")
 
 
-def with_tokenizer(config: config_lib.Config) -> config_lib.Config:
-    """Fills in `data.tokenizer`, if it is None, from the metadata of the tokens."""
-    if config.data.tokenizer is not None:
-        return config
-    named = (metadata.get("tokenizer") for _, metadata in _metadata(config.data))
-    name = next((name for name in named if isinstance(name, str)), None)
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
+def compare(config: config_lib.Config) -> tuple[config_lib.Config, list[str]]:
+    """Compares settings with the metadata of the tokens.
 
-
-def contradictions(config: config_lib.Config) -> list[str]:
-    """Returns a line for each setting that the metadata contradicts, naming the first such file."""
+    Returns:
+        The settings, with the `data.tokenizer` of the metadata if they have none, and a line for each setting that the
+        metadata contradicts, naming the first such file.
+    """
+    found = list(_metadata(config.data))
+    if config.data.tokenizer is None:
+        named = (metadata.get("tokenizer") for _, metadata in found)
+        name = next((name for name in named if isinstance(name, str)), None)
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
     data = config.data
     lines: dict[str, str] = {}
     separator = data.document_separator
     if separator is None and data.source == "longcrawl64":
         separator = longcrawl64.DOCUMENT_START
-    for name, metadata in _metadata(data):
+    for name, metadata in found:
         size, end = metadata.get("vocab_size"), metadata.get("separator")
         if isinstance(size, int) and size > config.model.vocab_size:
             lines.setdefault(
@@ -53,7 +54,7 @@ def contradictions(config: config_lib.Config) -> list[str]:
             )
         if "tokenizer" not in lines and (problem := _other_tokenizer(data.tokenizer, metadata)):
             lines["tokenizer"] = f"{name} {problem}"
-    return list(lines.values())
+    return config, list(lines.values())
 
 
 def _other_tokenizer(name: str | None, metadata: dict[str, Any]) -> str:

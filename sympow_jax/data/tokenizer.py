@@ -154,7 +154,7 @@ def _from_json(
     vocab_size = 1 + max(vocabulary.values())
     ends = (vocabulary.get(token) for token in ((end,) if end is not None else _END_NAMES))
     separator = next((token for token in ends if token is not None), None)
-    first = _template_begin(json.loads(loaded.to_str())["post_processor"])
+    first = _template_begin(loaded.post_processor)
     if first is None and begin is not None:
         first = vocabulary[begin]
 
@@ -185,9 +185,11 @@ def _from_json(
     return Tokenizer(name, vocab_size, separator, fingerprint, encode, decode, first)
 
 
-def _template_begin(processor: dict[str, Any] | None) -> int | None:
-    """Returns the id that a post-processor of a `tokenizers` file puts before a text."""
-    for part in (processor or {}).get("processors", [processor or {}]):
+def _template_begin(processor: Any) -> int | None:
+    """Returns the id that a post-processor of a `tokenizers` file, or None, puts before a text."""
+    # As it is pickled: its JSON without that of the whole vocabulary.
+    values = {} if processor is None else json.loads(processor.__getstate__())
+    for part in values.get("processors", [values]):
         if "cls" in part:
             return part["cls"][1]
         if special := (part.get("single") or [{}])[0].get("SpecialToken"):

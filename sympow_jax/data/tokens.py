@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int64, Integer
+from jaxtyping import Bool, Int64, Integer
 
 from sympow_jax import config as config_lib
 from sympow_jax.config import serialize
@@ -98,16 +98,10 @@ def _all_ends(
     return ends
 
 
-def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents.Spans:
-    """Returns the training or the held-out documents of the `.bin` files.
-
-    `data.document_separator` is the last token of every document. Without a separator, every file is one document.
-
-    Raises:
-        ValueError: nothing matches, a file is empty, truncated or of another dtype, or there are more than 2^28
-            documents.
-    """
-    setting, paths = files.side(config, heldout=heldout)
+def _scan(
+    setting: str, paths: tuple[str, ...], config: config_lib.DataConfig
+) -> tuple[documents.Spans, Bool[np.ndarray, " documents"]]:
+    """Returns the documents that are long enough, and a mask of those that their hashes hold out; reads all tokens."""
     matches = files.find(setting, paths, suffix=".bin")
     separator = config.document_separator
     arrays = [_map(file, config) for file in matches]
@@ -126,14 +120,25 @@ def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents
         starts=np.concatenate(ends) - lengths,
         lengths=lengths,
     )
-    chosen = lengths >= config.shortest_document
-    if not config.heldout_paths:
-        masks = (
-            files.held_out([file.key], np.arange(len(end)), config.heldout_fraction)
-            for file, end in zip(matches, ends)
-        )
-        chosen &= np.concatenate([*masks]) == heldout
-    return spans if chosen.all() else spans.select(np.flatnonzero(chosen))
+    masks = (
+        files.held_out([file.key], np.arange(len(end)), config.heldout_fraction)
+        for file, end in zip(matches, ends)
+    )
+    chosen = np.flatnonzero(lengths >= config.shortest_document)
+    return spans.select(chosen), np.concatenate([*masks])[chosen]
+
+
+def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> documents.Spans:
+    """Returns the training or the held-out documents of the `.bin` files.
+
+    `data.document_separator` is the last token of every document. Without a separator, every file is one document.
+
+    Raises:
+        ValueError: nothing matches, a file is empty, truncated or of another dtype, or there are more than 2^28
+            documents.
+    """
+    spans, out = _scan(*files.side(config, heldout=heldout), config)
+    return spans if config.heldout_paths else spans.select(np.flatnonzero(out == heldout))
 
 
 def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
@@ -143,7 +148,10 @@ def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfi
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     """Returns counts of files, documents and tokens, and a SHA-256 as `digest_of` says."""
-    train, heldout = (open_documents(config, heldout=side).lengths for side in (False, True))
+    spans, out = _scan("data.paths", config.paths, config)
+    train, heldout = spans.lengths[~out], spans.lengths[out]
+    if config.heldout_paths:
+        train, heldout = spans.lengths, open_documents(config, heldout=True).lengths
     matches = files.find_all(config, suffix=".bin")
 
     def ends(file: files.File) -> Iterator[bytes]:

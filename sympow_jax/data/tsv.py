@@ -291,13 +291,14 @@ def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfi
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:
     """Returns counts, the tokenizer, and the SHA-256 of every file's key, size and bytes."""
-    train, heldout = (_lines(config, heldout=side)[1] for side in (False, True))
+    table, train = _lines(config, heldout=False)
+    heldout = len(_lines(config, heldout=True)[1]) if config.heldout_paths else len(table) - len(train)
     matches = files.find_all(config, suffix=".tsv")
     return {
         "files": len(matches),
         "bytes": sum(file.size for file in matches),
         "examples": len(train),
-        "heldout_examples": len(heldout),
+        "heldout_examples": heldout,
         "tokenizer": tokenizer_lib.load(config.text_tokenizer, setting="data.tokenizer").identity,
         "digest": files.digest(matches, lambda file: [_map(file)]),
         "digest_of": "names, sizes and contents",

@@ -155,7 +155,6 @@ def _gradients(settings, blocks, out, denominator, largest, dout) -> Blocks:
 
 
 @_gradients.defjvp
-@by_default_rules
 def _gradients_jvp(settings, primals, tangents):
     raise NotImplementedError(
         "expressive_attention has no second derivatives by implementation 'xla'; use implementation='reference'"

@@ -131,11 +131,8 @@ def rope_rates(
     head_dim = arguments.check_even("head size", head_dim)
     exponents = -2 * np.arange(head_dim // 2) / head_dim
     if base is None:
-        return (
-            2
-            * np.pi
-            * float(arguments.check_integer("max_document_length", max_document_length, 1)) ** exponents
-        )
+        length = arguments.check_integer("max_document_length", max_document_length, 1)
+        return 2 * np.pi * float(length) ** exponents
     return arguments.check_number("base", base, above=1) ** exponents  # later pairs rotate more slowly
 
 

@@ -131,7 +131,7 @@ def test_the_printed_command_trains_on_the_output(
     assert config.data.paths == (out,)
     assert (config.data.token_dtype, config.data.document_separator) == ("uint16", 7)
     assert (config.data.tokenizer, config.model.vocab_size) == (os.path.abspath(word_tokenizer), 10)
-    assert prepared.contradictions(config) == []
+    assert prepared.compare(config)[1] == []
 
 
 def test_text_that_spells_a_special_token_is_text(folder, word_tokenizer):

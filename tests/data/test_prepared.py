@@ -50,7 +50,7 @@ def test_contradictions(settings, changes, messages):
     changes = dict(changes)
     model = dataclasses.replace(settings.model, vocab_size=changes.pop("vocab_size", 5))
     data = dataclasses.replace(settings.data, **changes)
-    lines = prepared.contradictions(dataclasses.replace(settings, model=model, data=data))
+    _, lines = prepared.compare(dataclasses.replace(settings, model=model, data=data))
     assert len(lines) == len(messages)
     for line, message in zip(lines, messages):
         assert line.startswith("out.")
@@ -58,12 +58,12 @@ def test_contradictions(settings, changes, messages):
 
 
 def test_the_tokenizer_of_prepared_data(settings):
-    assert prepared.with_tokenizer(settings).data.tokenizer == os.path.abspath("words.json")
+    assert prepared.compare(settings)[0].data.tokenizer == os.path.abspath("words.json")
     chosen = dataclasses.replace(settings, data=dataclasses.replace(settings.data, tokenizer="byte"))
-    assert prepared.with_tokenizer(chosen) == chosen
+    assert prepared.compare(chosen)[0] == chosen
     for name in ("out.bin.json", "out.zarr/.zattrs"):
         if os.path.exists(name):
             os.remove(name)
-    assert prepared.with_tokenizer(settings) == settings
+    assert prepared.compare(settings)[0] == settings
     model = dataclasses.replace(settings.model, vocab_size=4)
-    assert prepared.contradictions(dataclasses.replace(settings, model=model)) == []
+    assert prepared.compare(dataclasses.replace(settings, model=model))[1] == []

@@ -127,7 +127,7 @@ def evaluate_context_tasks(
     changes: Mapping[str, str] | None = None,
     console: rich.console.Console | None = None,
 ) -> list[results.Row]:
-    """Evaluates the newest checkpoint of every run and writes `tasks.{csv,json,png}` into `out`.
+    """Evaluates the newest checkpoint of every run and writes `tasks.{csv,json,png,pdf}` into `out`.
 
     All runs have the same contexts and questions, whose text is the held-out documents of the first run. Prints a
     table. With several processes, each evaluates on its own, and only the first writes and prints.

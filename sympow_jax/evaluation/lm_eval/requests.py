@@ -98,7 +98,7 @@ class TextModel:
 
         A text beyond learned positions is cut into windows, in which each token is predicted once.
         """
-        cases = [self._windows(self._encode(text)[1:]) if text else [] for text in texts]
+        cases = [self._windows(self._tokens(text)) if text else [] for text in texts]
         scores = iter(answers.answer_scores(self._model, [case for windows in cases for case in windows]))
         return [sum(_log_likelihood(next(scores)[0]) for _ in windows) for windows in cases]
 
@@ -134,21 +134,22 @@ class TextModel:
                         texts[index] += piece.text
         return texts
 
-    def _encode(self, text: str) -> list[int]:
-        """Returns the tokens of a text, with `prefix` before them."""
-        name = f"the request {spelling.shown(text)}"
-        tokens = self._codec.encode(text.encode(), name) if text else []
-        return [self.prefix, *(tokens if self._codec.lead is None else tokens[1:])]
+    def _tokens(self, text: str) -> list[int]:
+        """Returns the tokens of a text, without the id before a document."""
+        tokens = self._codec.encode(text.encode(), f"the request {spelling.shown(text)}") if text else []
+        return tokens if self._codec.lead is None else tokens[1:]
+
+    def _after_prefix(self, tokens: list[int]) -> list[int]:
+        """Puts `prefix` before tokens, unless the model has not learned to begin with one."""
+        return tokens if tokens and self._codec.lead is None else [self.prefix, *tokens]
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[tuple[int, ...], list[int]]:
         """Returns the tokens of a context, cut to the learned positions, and those of its continuation."""
-        stripped = context.rstrip()
-        before, whole = self._encode(stripped), self._encode(context + continuation)
+        before, whole = self._tokens(context.rstrip()), self._tokens(context + continuation)
         if len(before) >= len(whole) and before != whole:
             before = whole[:-1]
         after = whole[len(before) :]
-        # A model without a lead has not learned to begin with one.
-        before = before[1:] if len(before) > 1 and self._codec.lead is None else before
+        before = self._after_prefix(before)
         if self._longest is not None:
             before = before[-max(1, self._longest + 1 - len(after)) :]
         return tuple(before), after
@@ -166,8 +167,7 @@ class TextModel:
 
     def _prompt(self, request: GenerateRequest) -> list[int]:
         """Returns the tokens of a prompt, cut to leave room for its continuation within the learned positions."""
-        tokens = self._encode(request.prompt)
-        tokens = tokens[1:] if request.prompt and self._codec.lead is None else tokens
+        tokens = self._after_prefix(self._tokens(request.prompt))
         return tokens if (room := self.room(request)) is None else tokens[-room:]
 
     def _padded_length(self, prompt: Sequence[int], request: GenerateRequest) -> int:

@@ -35,10 +35,6 @@ def sums(
     `decay.bounded`, and blocks of keys before block `first` are skipped. Differentiable in all arguments except
     `first`. Only the arguments are saved for the backward pass.
     """
-    return _sums(plan, query, key, value, log_decay, first)
-
-
-def _sums(plan, query, key, value, log_decay, first):
     pairs = _Pairs(plan, query, key, value, log_decay)
 
     def row(_, i):
@@ -62,7 +58,7 @@ def _sums(plan, query, key, value, log_decay, first):
         )
         return None, in_block + pairs.from_start[i] * earlier
 
-    _, out = jax.lax.scan(row, None, jnp.arange(query.shape[-1] // plan.chunk, dtype=jnp.int32))
+    _, out = jax.lax.scan(row, None, jnp.arange(len(pairs.from_start), dtype=jnp.int32))
     return layout.join_chunks(out)
 
 
