@@ -104,7 +104,7 @@ class Engine:
                     request.answer.set_result(request.transcript.text)
 
     async def attempt(self, requests, work, *arguments):
-        """Calls a function in a thread; its error is the answer to the requests, and the engine goes on."""
+        """Calls a function in a thread; its error is the answer to the requests, and the engine continues."""
         try:
             await asyncio.to_thread(work, *arguments)
         except Exception as error:

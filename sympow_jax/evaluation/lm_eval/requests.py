@@ -75,8 +75,9 @@ class TextModel:
         """Returns, for pairs of a context and a continuation, the log-likelihood of the latter in nats.
 
         The second value is whether greedy decoding would give the continuation. White space at the end of a context is
-        scored with the continuation, as the tokens of words begin with it. As in the harness, the continuation is the
-        tokens after as many as the context has alone, at least one. Equal contexts are processed once.
+        scored with the continuation, as the tokens of words begin with it. As in the harness, its tokens are those
+        after the number of tokens that the context has alone, and at least the last one. Equal contexts are processed
+        once.
         """
         rows = [self._encode_pair(*pair) for pair in pairs]
         by_context: dict[tuple[int, ...], list[int]] = {}
