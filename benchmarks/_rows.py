@@ -25,7 +25,7 @@ import rich.console
 import rich.table
 
 from pallas_kernels.check import supervisor, verdict
-from sympow_jax import atomic
+from sympow_jax.process import atomic
 
 __all__ = [
     "NO_TIME",

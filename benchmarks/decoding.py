@@ -23,8 +23,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import _rows, _timing
-from sympow_jax import config, generation, models, ops
-from sympow_jax.evaluation import figures
+from sympow_jax import config, generation, models, ops, plotting
 from sympow_jax.generation import loop
 from sympow_jax.training import loss
 
@@ -38,7 +37,7 @@ BRIEF_MODEL = {"vocab_size": 64, "layers": 1, "width": 32, "heads": 2, "dtype": 
 BRIEF_LENGTHS = (64, 256, 1024)
 BRIEF_PREFILLED = (1024,)
 
-_STYLES = dict(zip(PRESETS, figures.styles(PRESETS)))
+_STYLES = dict(zip(PRESETS, plotting.styles(PRESETS)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,10 +189,10 @@ def _filled(state: models.DecoderState, length: int) -> models.DecoderState:
 
 def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
     """Plots time per token and bytes of the state against the length of the prompt, with logarithmic axes."""
-    figure, axes = figures.make(2, width=9.0, height=3.8, sharey=False)
+    figure, axes = plotting.make(2, width=9.0, height=3.8, sharey=False)
     _draw(axes[0], rows, "microseconds a token", lambda row: 1e6 * row.seconds)
     _draw(axes[1], rows, "MiB of state", lambda row: row.state_bytes / 2**20)
-    figures.save(figure, path)
+    plotting.save(figure, path)
 
 
 def _draw(axes, rows: Sequence[Row], title: str, value: Callable[[Row], float]) -> None:
@@ -202,8 +201,8 @@ def _draw(axes, rows: Sequence[Row], title: str, value: Callable[[Row], float]) 
         lengths = [row.length for row in chosen]
         color, marker = _STYLES[preset]
         axes.plot(lengths, [value(row) for row in chosen], color=color, marker=marker, label=preset)
-    figures.style(axes, x_label="tokens of the prompt", y_label="", title=title)
-    figures.set_log2_ticks(axes, lengths)
+    plotting.style(axes, x_label="tokens of the prompt", y_label="", title=title)
+    plotting.set_log2_ticks(axes, lengths)
     axes.set_yscale("log")
     axes.tick_params("x", rotation=30)
     axes.legend(frameon=False)

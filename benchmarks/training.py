@@ -29,8 +29,7 @@ import jax
 import numpy as np
 
 from benchmarks import _contenders, _rows, _timing
-from sympow_jax import config, training
-from sympow_jax.evaluation import figures
+from sympow_jax import config, plotting, training
 from sympow_jax.training import flops, sharding
 
 CONTEXTS = tuple(2**n for n in range(10, 17))
@@ -230,14 +229,14 @@ def _rates(report: dict) -> dict[tuple[str, int], float]:
 def _plot(path: pathlib.Path, report: dict) -> None:
     """Plots tokens per second against the context, one line per preset."""
     rates = _rates(report)
-    figure, (axes,) = figures.make()
+    figure, (axes,) = plotting.make()
     presets = list(dict.fromkeys(name for name, _ in rates))
-    for preset, (color, marker) in zip(presets, figures.styles(presets)):
+    for preset, (color, marker) in zip(presets, plotting.styles(presets)):
         points = [(context, rate) for (name, context), rate in rates.items() if name == preset]
         axes.plot(*zip(*points), color=color, marker=marker, label=preset)
-    figures.set_log2_ticks(axes, sorted({context for _, context in rates}))
+    plotting.set_log2_ticks(axes, sorted({context for _, context in rates}))
     axes.set_yscale("log")
-    figures.style(
+    plotting.style(
         axes,
         x_label="context (tokens)",
         y_label="tokens/s",
@@ -245,7 +244,7 @@ def _plot(path: pathlib.Path, report: dict) -> None:
         subtitle=f"{report['rows'][0]['tokens']:,} tokens per step",
     )
     axes.legend()
-    figures.save(figure, path)
+    plotting.save(figure, path)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def get_config(
 
 def _read(run: str) -> config.Config:
     # Imported only now, because `sympow train --help` lists this config without the extra `train`.
-    from sympow_jax.training import workdir
+    from sympow_jax.process import workdir
 
     folder = pathlib.Path(run)
     if not (folder / workdir.CHECKPOINTS).is_dir():

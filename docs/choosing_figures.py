@@ -9,21 +9,20 @@ import matplotlib.lines
 import matplotlib.ticker
 import numpy as np
 
-from sympow_jax import config, models, ops
-from sympow_jax.evaluation import figures
+from sympow_jax import config, models, ops, plotting
 from sympow_jax.ops._recurrent import cost
 from tools import predicted
 
 __all__ = ["FIGURES"]
 
 LENGTHS = [2**n for n in range(8, 21)]
-BLUE, RED, GREEN, PINK, YELLOW, *_ = figures.COLORS
-(SOFTMAX,) = (color for color, _ in figures.styles(["softmax"]))
+BLUE, RED, GREEN, PINK, YELLOW, *_ = plotting.COLORS
+(SOFTMAX,) = (color for color, _ in plotting.styles(["softmax"]))
 
 
 def flops() -> matplotlib.figure.Figure:
     """Plots FLOPs per token and head of the forward pass against the context."""
-    figure, panels = figures.make(2, width=9.6, height=4.2)
+    figure, panels = plotting.make(2, width=9.6, height=4.2)
     named = []
     for axes, power, sizes in zip(panels, (2, 4), ((32, 64, 128), (16, 32, 64))):
         ends = []
@@ -51,7 +50,7 @@ def flops() -> matplotlib.figure.Figure:
 
 def predicted_times() -> matplotlib.figure.Figure:
     """Plots predicted milliseconds of a layer's two passes on an H100, for 65,536 tokens in rows of each length."""
-    figure, panels = figures.make(2, width=9.6, height=4.2)
+    figure, panels = plotting.make(2, width=9.6, height=4.2)
     lengths = [time for time in LENGTHS if time >= 512]
     named = []
     for axes, power, sizes in zip(panels, (2, 4), ((32, 64, 128), (16, 32))):
@@ -85,8 +84,8 @@ def _predicted(form: str, time: int, power: int, size: int) -> float:
 
 def _style_costs(axes: matplotlib.axes.Axes, y_label: str, title: str) -> None:
     axes.set_yscale("log")
-    figures.style(axes, x_label="context T (tokens)", y_label=y_label)
-    axes.set_title(title, fontsize=10, color=figures.INK)
+    plotting.style(axes, x_label="context T (tokens)", y_label=y_label)
+    axes.set_title(title, fontsize=10, color=plotting.INK)
     axes.set_xscale("log", base=2)
     ticks = LENGTHS[::3]
     axes.set_xticks(
@@ -118,14 +117,14 @@ def _name_lines(named: Sequence[tuple[matplotlib.axes.Axes, list]]) -> None:
     """Labels the ends of the lines in each panel and adds a legend of the forms to the first."""
     for axes, ends in named:
         _name_ends(axes, ends)
-    lines = [matplotlib.lines.Line2D([], [], color=figures.GRAY, linestyle=style) for style in (":", "-")]
+    lines = [matplotlib.lines.Line2D([], [], color=plotting.GRAY, linestyle=style) for style in (":", "-")]
     forms = ["attention form", "chunked form"]
     named[0][0].legend(lines, forms, frameon=False, fontsize=9, loc="upper left")
 
 
 def state_sizes() -> matplotlib.figure.Figure:
     """Plots the memory that decoding takes against the document's length, for the 124M model and several head sizes."""
-    figure, (axes,) = figures.make(width=8.4, height=4.6)
+    figure, (axes,) = plotting.make(width=8.4, height=4.6)
     shape: Any = config.MODEL_SIZES["gpt2_124m"]
     kept = [shape["layers"] * 2 * shape["width"] * 2 * time for time in LENGTHS]
     axes.plot(LENGTHS, kept, color=SOFTMAX)
@@ -145,7 +144,7 @@ def state_sizes() -> matplotlib.figure.Figure:
 
 def chunks() -> matplotlib.figure.Figure:
     """Plots, against the chunk length, the cost of exact pairs and the states kept for the backward pass."""
-    figure, (left, right) = figures.make(2, width=9.6, height=3.8, sharey=False)
+    figure, (left, right) = plotting.make(2, width=9.6, height=3.8, sharey=False)
     lengths = [64, 128, 256, 512, 1024, 2048, 4096]
     for power, size, color in ((2, 32, BLUE), (2, 64, RED), (2, 128, GREEN), (4, 16, PINK), (4, 32, YELLOW)):
         shape: dict[str, Any] = {"head_dim": size, "value_dim": size, "power": power, "exact_window": 64}
@@ -160,10 +159,10 @@ def chunks() -> matplotlib.figure.Figure:
     right.legend(frameon=False, fontsize=8.5)
     left.legend(frameon=False, fontsize=8.5)
     right.set_yscale("log")
-    figures.style(left, x_label="chunk C (tokens)", y_label="FLOPs, relative to C = 64")
-    figures.style(right, x_label="chunk C (tokens)", y_label="bytes of states a token and head")
+    plotting.style(left, x_label="chunk C (tokens)", y_label="FLOPs, relative to C = 64")
+    plotting.style(right, x_label="chunk C (tokens)", y_label="bytes of states a token and head")
     for axes in (left, right):
-        figures.set_log2_ticks(axes, lengths)
+        plotting.set_log2_ticks(axes, lengths)
         axes.tick_params(axis="x", labelsize=8)
     return figure
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import choosing_figures
 import mathematics_figures
 
-from sympow_jax.evaluation import figures
+from sympow_jax import plotting
 
 FOLDER = pathlib.Path(__file__).parent / "figures"
 FIGURES = mathematics_figures.FIGURES | choosing_figures.FIGURES
@@ -23,7 +23,7 @@ def main(names: Sequence[str]) -> int:
         return 1
     FOLDER.mkdir(exist_ok=True)
     for name in names or FIGURES:
-        figures.save(FIGURES[name](), FOLDER / f"{name}.png")
+        plotting.save(FIGURES[name](), FOLDER / f"{name}.png")
     return 0
 
 

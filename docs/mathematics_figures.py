@@ -11,18 +11,17 @@ import matplotlib.lines
 import matplotlib.patches
 import numpy as np
 
-from sympow_jax import ops
-from sympow_jax.evaluation import figures
+from sympow_jax import ops, plotting
 
 __all__ = ["FIGURES"]
 
-BLUE, RED, GREEN, PINK, *_ = figures.COLORS
-SOFTMAX, EXPRESSIVE = (color for color, _ in figures.styles(["softmax", "expressive"]))
+BLUE, RED, GREEN, PINK, *_ = plotting.COLORS
+SOFTMAX, EXPRESSIVE = (color for color, _ in plotting.styles(["softmax", "expressive"]))
 
 
 def kernels() -> matplotlib.figure.Figure:
     """Plots the weight of one key relative to another: by angle and, for expressive attention, by score."""
-    figure, (left, right) = figures.make(2, width=9.6, height=3.9, sharey=False)
+    figure, (left, right) = plotting.make(2, width=9.6, height=3.9, sharey=False)
     degrees = np.linspace(0, 180, 181)
     angle = np.deg2rad(degrees)
     turned = np.stack([np.cos(angle), np.sin(angle)], axis=-1)
@@ -43,7 +42,7 @@ def kernels() -> matplotlib.figure.Figure:
         left.plot(degrees, weights, color=color, label=f"power, p = {power}")
     left.set_xticks(range(0, 181, 45))
     left.legend(frameon=False, fontsize=8.5)
-    figures.style(left, x_label="angle of query and key (degrees)", y_label="weight, relative to angle 0")
+    plotting.style(left, x_label="angle of query and key (degrees)", y_label="weight, relative to angle 0")
 
     scores = np.linspace(-4, 4, 161, dtype=np.float32)
     # The other key has such a large score that its weight is one.
@@ -56,7 +55,7 @@ def kernels() -> matplotlib.figure.Figure:
     right.plot(scores[near], scores[near] ** 2, color=BLUE, linestyle="--", label="power, $z^2$")
     right.set_ylim(0, 1.25)
     right.legend(frameon=False, fontsize=8.5, loc="lower right")
-    figures.style(right, x_label="score z = q · k", y_label="weight")
+    plotting.style(right, x_label="score z = q · k", y_label="weight")
     return figure
 
 
@@ -77,7 +76,7 @@ def attention_maps() -> matplotlib.figure.Figure:
         "p = 2, gate 0.85": power(query, key, value, power=2, log_decay=gates),
         "expressive": ops.expressive_attention(query, key, value),
     }
-    figure, panels = figures.make(len(maps), width=12.0, height=2.9)
+    figure, panels = plotting.make(len(maps), width=12.0, height=2.9)
     for axes, weights in zip(panels, maps.values()):
         norm = matplotlib.colors.PowerNorm(0.5, vmin=0, vmax=1)
         axes.imshow(np.where(np.tri(time), np.asarray(weights)[0, :, 0], np.nan), cmap="Blues", norm=norm)
@@ -88,17 +87,17 @@ def attention_maps() -> matplotlib.figure.Figure:
 def _name_pairs(panels, titles) -> None:
     """Sets titles and labels of pair maps, with queries down and keys across."""
     for axes, title in zip(panels, titles, strict=True):
-        axes.set_title(title, fontsize=10, color=figures.INK)
+        axes.set_title(title, fontsize=10, color=plotting.INK)
         axes.set_xticks([])
         axes.set_yticks([])
         axes.spines[:].set_color("#cccccc")
-        axes.set_xlabel("key", color=figures.INK, fontsize=9)
-    panels[0].set_ylabel("query", color=figures.INK, fontsize=9)
+        axes.set_xlabel("key", color=plotting.INK, fontsize=9)
+    panels[0].set_ylabel("query", color=plotting.INK, fontsize=9)
 
 
 def features() -> matplotlib.figure.Figure:
     """Plots the number of features against the head size."""
-    figure, (axes,) = figures.make(width=7.6, height=4.0)
+    figure, (axes,) = plotting.make(width=7.6, height=4.0)
     sizes = [8, 16, 32, 64, 128]
     ends = []
     for power, color in ((2, BLUE), (4, RED), (6, GREEN)):
@@ -107,8 +106,8 @@ def features() -> matplotlib.figure.Figure:
         axes.plot(sizes, [size**power for size in sizes], color=color, linestyle=":", linewidth=1.4)
         ends.append((f"p = {power}", color, symmetric[-1]))
     axes.set_yscale("log")
-    figures.style(axes, x_label="head size D", y_label="features F")
-    figures.set_log2_ticks(axes, sizes)
+    plotting.style(axes, x_label="head size D", y_label="features F")
+    plotting.set_log2_ticks(axes, sizes)
     for label, color, end in ends:
         axes.annotate(
             label,
@@ -119,7 +118,7 @@ def features() -> matplotlib.figure.Figure:
             va="center",
             weight="bold",
         )
-    lines = [matplotlib.lines.Line2D([], [], color=figures.GRAY, linestyle=style) for style in ("-", ":")]
+    lines = [matplotlib.lines.Line2D([], [], color=plotting.GRAY, linestyle=style) for style in ("-", ":")]
     axes.legend(lines, ["symmetric power", "tensor power"], frameon=False, fontsize=9)
     return figure
 
@@ -134,7 +133,7 @@ def forms() -> matplotlib.figure.Figure:
         f"chunked (C = {chunk}, W = {exact_window})": query // chunk * chunk - exact_window,
         f"step (W = {exact_window})": query + 1 - _window_sizes(time, exact_window)[:, None],
     }
-    figure, panels = figures.make(3, width=9.6, height=4.1)
+    figure, panels = plotting.make(3, width=9.6, height=4.1)
     colors = matplotlib.colors.ListedColormap(["#ffffff", "#F6C9A8", BLUE])
     for axes, first in zip(panels, first_exact.values()):
         axes.imshow(np.where(seen, 1 + (key >= first), 0), cmap=colors, vmin=0, vmax=2)
@@ -165,7 +164,7 @@ def _window_sizes(time: int, exact_window: int) -> np.ndarray:
 
 def window_error() -> matplotlib.figure.Figure:
     """Plots the float32 recurrence's error against the float64 formula, for several exact windows."""
-    figure, (axes,) = figures.make(width=7.6, height=3.9)
+    figure, (axes,) = plotting.make(width=7.6, height=3.9)
     windows = [0, 1, 2, 4, 8, 16, 32, 64]
     ends = []
     for power, color in ((2, BLUE), (4, RED), (6, GREEN)):
@@ -178,7 +177,7 @@ def window_error() -> matplotlib.figure.Figure:
     )
     axes.set_yscale("log")
     axes.set_xticks(range(len(windows)), [str(exact_window) for exact_window in windows])
-    figures.style(axes, x_label="window W (0: everything through the state)", y_label="RMS error of outputs")
+    plotting.style(axes, x_label="window W (0: everything through the state)", y_label="RMS error of outputs")
     axes.legend([f"p = {power}" for power in (2, 4, 6)], frameon=False, fontsize=9)
     return figure
 
@@ -208,7 +207,7 @@ def learned_rotation() -> matplotlib.figure.Figure:
     # Only the slower half of the pairs is used: in the others, products look like noise as a function of distance.
     slow = jnp.where(jnp.arange(size) < size // 2, 0, (size // 2) ** -0.5)
     ones = jnp.broadcast_to(slow, (1, time, 1, size))
-    figure, (left, right) = figures.make(2, width=9.6, height=3.7, sharey=False)
+    figure, (left, right) = plotting.make(2, width=9.6, height=3.7, sharey=False)
     for name, beta, color in (("rope, β = 1", np.ones_like(rate), BLUE), ("learned", rate, RED)):
         angles, _ = ops.rotary.learned_angles(
             jnp.asarray(beta), size, theta=ops.rotary.rope_rates(size, max_document_length=1024)
@@ -231,8 +230,8 @@ def learned_rotation() -> matplotlib.figure.Figure:
             )
         axes.set_xticks(range(0, 385, 128))
     left.legend(frameon=False, fontsize=9)
-    figures.style(left, x_label="token", y_label="position reached")
-    figures.style(right, x_label="token of the key", y_label="q · k, query at the last token")
+    plotting.style(left, x_label="token", y_label="position reached")
+    plotting.style(right, x_label="token of the key", y_label="q · k, query at the last token")
     return figure
 
 
@@ -252,7 +251,7 @@ def positions() -> matplotlib.figure.Figure:
         )[0]
         return np.asarray(jnp.einsum("tnd,nd->t", turned, turned[0])) / x.shape[2]
 
-    figure, (left, right) = figures.make(2, width=9.6, height=3.7)
+    figure, (left, right) = plotting.make(2, width=9.6, height=3.7)
     for kind, color in (("rope", BLUE), ("a", RED), ("b", GREEN), ("c", PINK)):
         left.plot(product(core="orthogonal", kind=kind), color=color, label=f"rates {kind}", linewidth=1.3)
     for core, color in (("unitary", BLUE), ("orthogonal", RED), ("mixed", GREEN), ("permutation", PINK)):
@@ -260,8 +259,10 @@ def positions() -> matplotlib.figure.Figure:
     for axes, title in ((left, "core orthogonal"), (right, "rates a")):
         axes.legend(frameon=False, fontsize=8.5, loc="upper right", ncols=2)
         axes.set_ylim(-0.1, 1.3)
-        figures.style(axes, x_label="distance t − s", y_label="" if axes is right else "x · W x, mean over x")
-        axes.set_title(title, fontsize=10, color=figures.INK)
+        plotting.style(
+            axes, x_label="distance t − s", y_label="" if axes is right else "x · W x, mean over x"
+        )
+        axes.set_title(title, fontsize=10, color=plotting.INK)
     return figure
 
 

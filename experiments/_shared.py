@@ -27,13 +27,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int32
 
-from sympow_jax import atomic, config, models, streams, training
+from sympow_jax import config, loop, models, plotting, training
 from sympow_jax.commands import command_line
-from sympow_jax.commands import train as train_lib
 from sympow_jax.config import serialize
 from sympow_jax.data import masking
-from sympow_jax.evaluation import figures, report, workdirs
-from sympow_jax.training import cli, machine, sharding, workdir
+from sympow_jax.evaluation import report, workdirs
+from sympow_jax.process import atomic, compile_cache, signals, streams, workdir
+from sympow_jax.training import sharding
 
 __all__ = [
     "Mean",
@@ -171,7 +171,7 @@ def run(
             )
         return tuple(name for name in variants if name in names)
 
-    with cli.user_errors():
+    with signals.user_errors():
         parser = command_line.Parser(prog=f"python -m experiments.{name}", description=description)
         parser.set_defaults(power=powers[0], data=None, heldout=None)
         parser.add_argument(
@@ -360,12 +360,12 @@ def train_all(options: Options, runs: Mapping[str, config.Config]) -> list[pathl
         ValueError: `train.train` raised it, or the folders have runs on different data.
     """
     # Runs with different seeds compile the same programs.
-    machine.cache_programs()
+    compile_cache.cache_programs()
     folders = [options.runs / name for name in runs]
     for number, (folder, wanted) in enumerate(zip(folders, runs.values()), start=1):
         done = _is_done(folder, wanted)
         streams.say(f"run {number} of {len(runs)}: {folder.name}{', done before' if done else ''}")
-        if not done and (code := train_lib.train(wanted, folder)):
+        if not done and (code := loop.train(wanted, folder)):
             raise SystemExit(code)
     require_same_data(options, folders)
     return folders
@@ -790,34 +790,34 @@ def draw_lines(
     columns = min(columns or len(panels), len(panels))
     rows = -(-len(panels) // columns)
     height = 4.8 if rows == 1 else 1.2 + 2.8 * rows
-    figure, all_axes = figures.make(
+    figure, all_axes = plotting.make(
         columns, rows=rows, width=max(8.0, 3.6 * columns), height=height, sharey=shared
     )
     for axes in all_axes[len(panels) :]:
         axes.remove()
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     variants = [name.partition(",")[0] for name in names]
-    styles = dict(zip(names, figures.styles([_PRESETS.get(variant, variant) for variant in variants])))
+    styles = dict(zip(names, plotting.styles([_PRESETS.get(variant, variant) for variant in variants])))
     for axes, panel in zip(all_axes, panels):
         ends = [_draw(axes, name, *styles[name], *line) for name, line in panel.lines.items()]
         if panel.ticks and panel.linear:
             axes.set_xticks(panel.ticks)
         elif panel.ticks:
-            figures.set_log2_ticks(axes, panel.ticks)
+            plotting.set_log2_ticks(axes, panel.ticks)
         if panel.log_y:
             axes.set_yscale("log")
         if panel.level is not None:
             axes.axhline(panel.level, color="#999999", linewidth=1.0, zorder=1)
         above = {"title": panel.title} if many else {"title": title, "subtitle": subtitle}
         y_label = "" if shared and all_axes.index(axes) % columns else panel.y_label
-        figures.style(axes, x_label=panel.x_label, y_label=y_label, **above)
+        plotting.style(axes, x_label=panel.x_label, y_label=y_label, **above)
         if panel.mark is not None:
-            figures.mark(axes, *panel.mark)
+            plotting.mark(axes, *panel.mark)
         if not many:
-            figures.label_lines(axes, ends)
+            plotting.label_lines(axes, ends)
     if many:
-        figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, color=figures.INK, gid=figures.TITLE)
-        figure.text(0.01, 1 - 0.36 / height, subtitle, fontsize=9, color=figures.GRAY, gid=figures.TITLE)
+        figure.suptitle(f"{title}\n", x=0.01, ha="left", fontsize=12, color=plotting.INK, gid=plotting.TITLE)
+        figure.text(0.01, 1 - 0.36 / height, subtitle, fontsize=9, color=plotting.GRAY, gid=plotting.TITLE)
         shown = {
             line.get_label(): line for axes in all_axes for line in axes.lines if line.get_label() in names
         }
@@ -826,9 +826,9 @@ def draw_lines(
             loc="outside lower center",
             ncols=len(shown),
             frameon=False,
-            labelcolor=figures.INK,
+            labelcolor=plotting.INK,
         )
-    figures.save(figure, path)
+    plotting.save(figure, path)
 
 
 def _draw(
@@ -862,11 +862,11 @@ def draw_values(
     x_label: str,
 ) -> None:
     """Draws a dot for each (name, middle, low, high), from the top, with a line from low to high."""
-    figure, (axes,) = figures.make(height=1.6 + 0.28 * len(values))
+    figure, (axes,) = plotting.make(height=1.6 + 0.28 * len(values))
     places = range(len(values))[::-1]
     for place, (_, middle, low, high) in zip(places, values):
-        axes.plot([low, high], [place, place], color=figures.COLORS[5], linewidth=3, solid_capstyle="round")
-        axes.plot(middle, place, marker="o", color=figures.COLORS[0], markersize=6, markeredgecolor="white")
+        axes.plot([low, high], [place, place], color=plotting.COLORS[5], linewidth=3, solid_capstyle="round")
+        axes.plot(middle, place, marker="o", color=plotting.COLORS[0], markersize=6, markeredgecolor="white")
         axes.annotate(
             f"{middle:.3f}",
             xy=(1.0, place),
@@ -875,8 +875,8 @@ def draw_values(
             textcoords="offset points",
             va="center",
             fontsize=9,
-            color=figures.INK,
+            color=plotting.INK,
         )
-    figures.style(axes, x_label=x_label, y_label="", title=title, subtitle=subtitle)
+    plotting.style(axes, x_label=x_label, y_label="", title=title, subtitle=subtitle)
     axes.set_yticks(places, [name for name, *_ in values])
-    figures.save(figure, path)
+    plotting.save(figure, path)

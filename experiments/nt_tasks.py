@@ -39,10 +39,10 @@ import numpy as np
 import optax
 
 from experiments import _shared
+from sympow_jax import plotting
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.config import fields
-from sympow_jax.evaluation import figures
-from sympow_jax.training import machine
+from sympow_jax.process import compile_cache
 
 MODELS = ("expressive", "softmax", "readout")
 TASKS = ("NT", "NT-S", "NT-R")
@@ -71,7 +71,7 @@ def _flag(default: Any, help: str, choices: Sequence[str] = ()) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Settings of one training of several runs. Those with a help are flags, which change all figures."""
+    """Settings of one training of several runs. Those with a help are flags, which change all plotting."""
 
     task: str = _flag("NT", "Task, or an even mixture of several.", _MIXTURES)
     base: int = _flag(16, "Number of symbols, and width of the model.")
@@ -389,7 +389,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _experiment(options: _shared.Options) -> None:
-    machine.cache_programs()
+    compile_cache.cache_programs()
     plan = options.plan
     changes = {name: value for name, value in options.more.items() if value is not None}
     if plan.steps:
@@ -541,16 +541,16 @@ def _draw_curves(path, rows):
 
 def _draw_attention(path, weights):
     """Draws the attention matrices of the first run of each variant, for one series, on a logarithmic scale."""
-    figure, panels = figures.make(len(weights), width=8.0, height=4.2)
+    figure, panels = plotting.make(len(weights), width=8.0, height=4.2)
     for axes, (setting, parameters) in zip(panels, weights.items()):
         series = draw(setting, jax.random.key(0), (), setting.tasks[:1], 0)
         (attention,), *_ = forward(setting, parameters, series)[1]
         seen = np.where(np.tri(setting.context), np.log10(np.maximum(attention, 1e-30)), np.nan)
         picture = axes.imshow(seen, vmin=-4, vmax=0, cmap="viridis")
-        figures.style(axes, x_label="key", y_label="query", title=setting.attention)
+        plotting.style(axes, x_label="key", y_label="query", title=setting.attention)
         axes.grid(visible=False)
     figure.colorbar(picture, ax=panels, label="log10 of the weight", shrink=0.8)
-    figures.save(figure, path)
+    plotting.save(figure, path)
 
 
 if __name__ == "__main__":

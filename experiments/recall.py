@@ -43,7 +43,7 @@ from experiments import _shared
 from sympow_jax import config, models
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers
-from sympow_jax.training import machine
+from sympow_jax.process import compile_cache
 
 # Titles of the tables of the tasks.
 TASKS = {
@@ -382,7 +382,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _experiment(options: _shared.Options) -> None:
-    machine.cache_programs()
+    compile_cache.cache_programs()
     plan, setting = options.plan, SETTINGS[options.scale]
     folder = options.runs / "recall"
     folder.mkdir(parents=True, exist_ok=True)

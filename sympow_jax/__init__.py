@@ -1,8 +1,8 @@
 """Attention with a recurrent state whose size you choose.
 
 `ops` has functions of arrays, `layers` and `models` have Flax modules, `config` has their settings. Each subpackage is
-imported on first use, so `import sympow_jax` itself does not import jax or flax. `data`, `training`, `evaluation`,
-`generation` and `weights` need the extra `train`, some of them only in part.
+imported on first use, so `import sympow_jax` itself does not import jax or flax. `data`, `training`, `loop`,
+`evaluation`, `inspection`, `generation` and `weights` need the extra `train`, some of them only in part.
 
 Examples:
     >>> import jax.numpy as jnp
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
         data,
         evaluation,
         generation,
+        inspection,
         layers,
+        loop,
         models,
         ops,
+        process,
         training,
         weights,
     )
@@ -38,9 +41,12 @@ __all__ = [
     "data",
     "evaluation",
     "generation",
+    "inspection",
     "layers",
+    "loop",
     "models",
     "ops",
+    "process",
     "training",
     "weights",
 ]

@@ -11,7 +11,7 @@ import pytest
 from sympow_jax import config
 from sympow_jax.commands import command_line
 from sympow_jax.config import fields
-from sympow_jax.training import cli
+from sympow_jax.process import signals
 
 QUICKSTART = "--config=configs/quickstart.py"
 
@@ -244,7 +244,7 @@ def test_an_empty_path_is_not_the_current_folder(arguments):
 
 
 def test_errors_have_a_bounded_length(capsys):
-    with pytest.raises(SystemExit) as stopped, cli.user_errors():
+    with pytest.raises(SystemExit) as stopped, signals.user_errors():
         raise ValueError(f"data.paths is {'x' * 100_000}; correct the path")
     assert stopped.value.code == 1
     line = capsys.readouterr().err

@@ -12,7 +12,7 @@ import pytest
 
 import sympow_jax
 from sympow_jax import commands
-from sympow_jax.training import cli
+from sympow_jax.process import signals
 
 ROOT = pathlib.Path(__file__).parents[1]
 EVERY = f"the commands are {', '.join(commands.COMMANDS)}"
@@ -114,7 +114,7 @@ def test_ctrl_c_in_a_callback_of_the_garbage_collector_is_not_lost(capsys, monke
 
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
 
-    @cli.user_errors()
+    @signals.user_errors()
     def collect():
         gc.callbacks.append(interrupt)
         gc.collect()

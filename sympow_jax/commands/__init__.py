@@ -11,7 +11,8 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 
-from sympow_jax import extras, spelling, streams
+from sympow_jax import extras, spelling
+from sympow_jax.process import streams
 
 __all__ = ["COMMANDS", "main", "run"]
 
@@ -25,6 +26,7 @@ COMMANDS = {
         "sympow_jax.commands.inspect",
         "draw attention maps, half-lives and rotation rates for a text",
     ),
+    "lm_eval": ("sympow_jax.commands.lm_eval", "evaluate a run on tasks of lm-eval"),
     "check": ("sympow_jax.commands.check", "check the GPU kernels on this machine"),
 }
 """Module and help of each subcommand. The module has `main(arguments, program)`, which returns the exit code."""

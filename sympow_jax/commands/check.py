@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pallas_kernels.check import run
 from sympow_jax.commands import command_line
-from sympow_jax.training import cli
+from sympow_jax.process import signals
 
 __all__ = ["main"]
 
@@ -37,6 +37,6 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
 
 def main(arguments: Sequence[str], program: str = "sympow check") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
-    with cli.user_errors():
+    with signals.user_errors():
         flags = _parse(arguments, program)
         return run.run_check(brief=flags.brief, only=flags.only, jobs=flags.jobs, out=flags.out)

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from sympow_jax import config, spelling
 from sympow_jax.config import fields, loading
-from sympow_jax.training import hosts, workdir
+from sympow_jax.process import hosts, workdir
 
 __all__ = ["Parser", "changed_settings", "parse_training", "read_settings"]
 

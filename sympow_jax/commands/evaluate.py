@@ -11,10 +11,10 @@ import argparse
 import pathlib
 from collections.abc import Sequence
 
-from sympow_jax import config, streams
+from sympow_jax import config
 from sympow_jax.commands import command_line
 from sympow_jax.config import loading
-from sympow_jax.training import cli, machine, workdir
+from sympow_jax.process import compile_cache, signals, streams, workdir
 
 __all__ = ["main"]
 
@@ -84,9 +84,9 @@ def _reject(flags: argparse.Namespace, names: Sequence[str], when: str) -> None:
 
 def main(arguments: Sequence[str], program: str = "sympow eval") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
-    with cli.user_errors():
+    with signals.user_errors():
         flags = _parse(arguments, program)
-        machine.cache_programs()
+        compile_cache.cache_programs()
         # Imported only now, because it takes seconds and needs the extra `train`, which `--help` does not.
         from sympow_jax import evaluation
 

@@ -13,10 +13,11 @@ from typing import cast
 
 import jax
 
-from sympow_jax import config, data, generation, models, streams, training
+from sympow_jax import config, data, generation, models, training
 from sympow_jax.commands import command_line
 from sympow_jax.config import model as model_settings
-from sympow_jax.training import checkpoint, cli, machine, workdir
+from sympow_jax.process import compile_cache, signals, streams, workdir
+from sympow_jax.training import checkpoint
 
 __all__ = ["generate", "main"]
 
@@ -249,7 +250,7 @@ def generate(flags: argparse.Namespace) -> int:
 
 def main(arguments: Sequence[str], program: str = "sympow generate") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
-    with cli.user_errors():
+    with signals.user_errors():
         flags = _parse(arguments, program)
-        machine.cache_programs()
+        compile_cache.cache_programs()
         return generate(flags)

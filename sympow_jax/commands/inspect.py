@@ -6,9 +6,8 @@ import os
 import pathlib
 from collections.abc import Sequence
 
-from sympow_jax import streams
 from sympow_jax.commands import command_line
-from sympow_jax.training import cli, machine
+from sympow_jax.process import compile_cache, signals, streams
 
 __all__ = ["main"]
 
@@ -35,11 +34,11 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
 
 def main(arguments: Sequence[str], program: str = "sympow inspect") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
-    with cli.user_errors():
+    with signals.user_errors():
         flags = _parse(arguments, program)
-        machine.cache_programs()
+        compile_cache.cache_programs()
         # Imported only now, because it takes seconds and needs the extra `train`, which `--help` does not.
-        from sympow_jax.evaluation import inspect
+        from sympow_jax.inspection import inspect
 
         # The bytes that the shell passed, whether UTF-8 or not.
         given = flags.text_file is None

@@ -6,24 +6,25 @@ Running the same command again resumes the run in the workdir, bit for bit.
 from collections.abc import Sequence
 
 from sympow_jax.commands import command_line
-from sympow_jax.training import cli, hosts, machine
+from sympow_jax.process import compile_cache, hosts, signals
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str], program: str = "sympow train") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
-    with hosts.ending(), cli.user_errors():
+    with hosts.ending(), signals.user_errors():
         config, folder, launch = command_line.parse_training(arguments, program)
-        machine.cache_programs()
+        compile_cache.cache_programs()
         # Imported only now, because they take seconds, for which a mistake in the command line should not wait.
-        from sympow_jax.commands import train
-        from sympow_jax.training import summary, workdir
+        from sympow_jax import loop
+        from sympow_jax.process import workdir
+        from sympow_jax.training import summary
 
         hosts.join(launch)
-        if advice := machine.unused_gpu():
+        if advice := compile_cache.unused_gpu():
             hosts.say(advice, error=True)
-        code = train.train(config, folder)
+        code = loop.train(config, folder)
         if code == 0:
             hosts.say(summary.next_command(workdir.read_config(folder), folder, program))
         return code

@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 import rich.console
 import rich.progress
 
-from sympow_jax import streams
 from sympow_jax.commands import command_line
 from sympow_jax.config import fields
 from sympow_jax.data import longcrawl64, prepare
-from sympow_jax.training import cli, workdir
+from sympow_jax.process import signals, streams, workdir
 
 __all__ = ["main"]
 
@@ -81,7 +80,7 @@ def _terminate(number: int, frame: types.FrameType | None) -> None:
 @contextlib.contextmanager
 def _stops() -> Iterator[None]:
     """Turns Ctrl-C, SIGTERM and SIGUSR1 into a line that says how to continue."""
-    before = {number: signal.signal(number, _terminate) for number in cli.NOTICES}
+    before = {number: signal.signal(number, _terminate) for number in signals.NOTICES}
     try:
         yield
     except KeyboardInterrupt as error:
@@ -139,7 +138,7 @@ def _reporting() -> Iterator[Callable[[prepare.Progress], None]]:
 
 def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
     """Writes the token files and prints the settings that read them; returns the exit code."""
-    with cli.user_errors():
+    with signals.user_errors():
         flags = _parser(program).parse_args(arguments)
         suffix = {"bin": ".bin", "longcrawl64": ".zarr"}[flags.format]
         if not flags.out.rstrip("/").endswith(suffix):

@@ -13,9 +13,10 @@ import pathlib
 import shlex
 from collections.abc import Sequence
 
-from sympow_jax import config, hub, streams
+from sympow_jax import config, hub
 from sympow_jax.commands import command_line
-from sympow_jax.training import cli, summary, workdir
+from sympow_jax.process import signals, streams, workdir
+from sympow_jax.training import summary
 from sympow_jax.weights import families, files, pretrained, runs
 
 __all__ = ["main"]
@@ -82,7 +83,7 @@ def _read_settings(known: argparse.Namespace, path: pathlib.Path) -> config.Conf
 
 def main(arguments: Sequence[str], program: str = "sympow weights") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
-    with cli.user_errors():
+    with signals.user_errors():
         known = _parser(program).parse_args(arguments)
         if known.command == "export":
             number, count = runs.export_run(known.workdir, known.out, format=known.format, dtype=known.dtype)

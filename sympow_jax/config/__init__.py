@@ -4,7 +4,6 @@ A file in `configs/` returns a `Config`; the command line overrides fields of it
 are named as in the papers; each sets a kernel, a decay and a position encoding.
 """
 
-from sympow_jax.config._checks import require_choice
 from sympow_jax.config.attention import (
     PRESETS,
     AttentionConfig,
@@ -14,6 +13,7 @@ from sympow_jax.config.attention import (
     preset,
     preset_name,
 )
+from sympow_jax.config.checks import require_choice
 from sympow_jax.config.data import DataConfig, source_of
 from sympow_jax.config.loading import load, override
 from sympow_jax.config.methods import LRPE_METHODS, lrpe_method

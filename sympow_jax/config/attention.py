@@ -5,8 +5,7 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
-from sympow_jax.config import _checks as checks
-from sympow_jax.config import fields
+from sympow_jax.config import checks, fields
 
 __all__ = [
     "DECAYS",

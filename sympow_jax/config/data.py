@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from sympow_jax.config import _checks as checks
-from sympow_jax.config import fields
+from sympow_jax.config import checks, fields
 
 __all__ = ["DataConfig", "source_of"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sympow_jax import spelling
-from sympow_jax.config import _checks as checks
+from sympow_jax.config import checks
 
 __all__ = [
     "QUOTING",

@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from sympow_jax import spelling
-from sympow_jax.config import _checks as checks
-from sympow_jax.config import fields, run, serialize
+from sympow_jax.config import checks, fields, run, serialize
 
 __all__ = [
     "describe_configs",

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from sympow_jax.config import _checks as checks
 from sympow_jax.config import attention as attention_lib
+from sympow_jax.config import checks
 
 __all__ = ["LRPE_METHODS", "lrpe_method"]
 

@@ -4,9 +4,8 @@ import dataclasses
 import functools
 from typing import Any
 
-from sympow_jax.config import _checks as checks
 from sympow_jax.config import attention as attention_lib
-from sympow_jax.config import fields
+from sympow_jax.config import checks, fields
 
 __all__ = ["MODEL_SIZES", "ModelConfig"]
 

@@ -4,8 +4,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from sympow_jax.config import _checks as checks
-from sympow_jax.config import fields
+from sympow_jax.config import checks, fields
 
 __all__ = ["OPTIMIZERS", "SCHEDULES", "OptimizerConfig"]
 

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from sympow_jax.config import _checks as checks
+from sympow_jax.config import checks, fields
 from sympow_jax.config import data as data_lib
-from sympow_jax.config import fields
 from sympow_jax.config import model as model_lib
 from sympow_jax.config import optimizer as optimizer_lib
 from sympow_jax.config import task as task_lib

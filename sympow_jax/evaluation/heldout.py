@@ -18,7 +18,8 @@ from sympow_jax import data, models, training
 from sympow_jax.config import fields, serialize
 from sympow_jax.evaluation import metrics, report
 from sympow_jax.evaluation import workdirs as workdirs_lib
-from sympow_jax.training import checkpoint, hosts, loss, sharding, workdir
+from sympow_jax.process import hosts, workdir
+from sympow_jax.training import checkpoint, loss, sharding
 
 __all__ = ["evaluate_heldout", "heldout_metrics"]
 

@@ -16,8 +16,9 @@ import rich.console
 import rich.table
 import rich.text
 
-from sympow_jax import atomic, spelling
-from sympow_jax.evaluation import buckets, figures
+from sympow_jax import plotting, spelling
+from sympow_jax.evaluation import buckets
+from sympow_jax.process import atomic
 
 __all__ = [
     "COLUMNS",
@@ -215,22 +216,22 @@ def write_plot(path: pathlib.Path, rows: Sequence[Row]) -> None:
     omitted from a line and listed in its label.
     """
     runs = {name: list(group) for name, group in itertools.groupby(rows, key=lambda row: row.run)}
-    figure, (axes,) = figures.make()
+    figure, (axes,) = plotting.make()
     contexts = sorted({row.train_context for row in rows})
     ends = []
     differences = training_differences(rows)
-    styles = figures.styles([run[0].preset for run in runs.values()])
+    styles = plotting.styles([run[0].preset for run in runs.values()])
     for (name, run), (color, marker) in zip(runs.items(), styles):
-        label = figures.plain(name) + (f"\n{figures.plain(differences[name])}" if differences else "")
+        label = plotting.plain(name) + (f"\n{plotting.plain(differences[name])}" if differences else "")
         if len(contexts) > 1:
             label += f"\ntrained at {run[0].train_context:,}"
         ends.append(_draw_run(axes, label, run, color, marker))
     _style_axes(axes, rows)
     for context in contexts:
         text = f"training context {context:,}" if len(contexts) == 1 else f"trained at {context:,}"
-        figures.mark(axes, context, text)
-    figures.label_lines(axes, ends)
-    figures.save(figure, path)
+        plotting.mark(axes, context, text)
+    plotting.label_lines(axes, ends)
+    plotting.save(figure, path)
 
 
 def _draw_run(
@@ -251,13 +252,13 @@ def _draw_run(
 
 
 def _style_axes(axes: matplotlib.axes.Axes, rows: Sequence[Row]) -> None:
-    figures.set_log2_ticks(axes, sorted({row.context_length for row in rows}))
+    plotting.set_log2_ticks(axes, sorted({row.context_length for row in rows}))
     documents = rows[0].documents
     subtitle = (
         f"mean of each bucket of positions; the same {documents} document{'s' if documents > 1 else ''}"
     )
     subtitle += " at every length" + ("; band: one standard error over documents" if documents > 1 else "")
-    figures.style(
+    plotting.style(
         axes,
         x_label="context length: upper end of each bucket of positions (tokens)",
         y_label="held-out loss (nats per token)",

@@ -17,7 +17,8 @@ from sympow_jax import data, models, training
 from sympow_jax.config import fields, serialize
 from sympow_jax.evaluation import buckets, report, streaming
 from sympow_jax.evaluation import workdirs as workdirs_lib
-from sympow_jax.training import checkpoint, hosts
+from sympow_jax.process import hosts
+from sympow_jax.training import checkpoint
 
 __all__ = [
     "context_loss",

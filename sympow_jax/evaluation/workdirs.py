@@ -16,7 +16,7 @@ import rich.progress
 from sympow_jax import config as config_lib
 from sympow_jax import data, spelling
 from sympow_jax.evaluation import report
-from sympow_jax.training import hosts, workdir
+from sympow_jax.process import hosts, workdir
 
 __all__ = [
     "describe_run",

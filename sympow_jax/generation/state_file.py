@@ -16,9 +16,10 @@ import jax
 import numpy as np
 from flax import nnx
 
-from sympow_jax import atomic, config, layers, models, ops, spelling
+from sympow_jax import config, layers, models, ops, spelling
 from sympow_jax.config import fields, serialize
 from sympow_jax.generation import decoding
+from sympow_jax.process import atomic
 
 __all__ = ["restore_state", "save_state"]
 

@@ -38,7 +38,7 @@ from orbax.checkpoint import v1 as ocp
 from sympow_jax import config, spelling
 from sympow_jax.array_types import Array, Int
 from sympow_jax.config import serialize
-from sympow_jax.training import hosts, workdir
+from sympow_jax.process import hosts, workdir
 from sympow_jax.training.state import Params, TrainState
 
 __all__ = ["Checkpoints", "require_checkpoint", "restore_arrays"]

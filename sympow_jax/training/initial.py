@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from sympow_jax import config as config_lib
 from sympow_jax import models
 from sympow_jax.config import fields, serialize
-from sympow_jax.training import checkpoint, hosts, workdir
+from sympow_jax.process import hosts, workdir
+from sympow_jax.training import checkpoint
 from sympow_jax.training.state import Params
 
 __all__ = ["read_config", "replace"]

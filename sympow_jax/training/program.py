@@ -19,17 +19,8 @@ from sympow_jax import models
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.layers import partitioning
 from sympow_jax.ops._shared.promotion import by_default_rules
-from sympow_jax.training import (
-    checkpoint,
-    hosts,
-    initial,
-    loss,
-    optimizer,
-    sharding,
-    spikes,
-    stacking,
-    workdir,
-)
+from sympow_jax.process import hosts, workdir
+from sympow_jax.training import checkpoint, initial, loss, optimizer, sharding, spikes, stacking
 from sympow_jax.training.state import Params, TrainState
 
 __all__ = ["Program", "Update", "restore_exact", "restore_model"]

@@ -15,8 +15,9 @@ import jax
 from sympow_jax import config as config_lib
 from sympow_jax.layers import partitioning
 from sympow_jax.layers.attention import kernels
+from sympow_jax.process import workdir
 from sympow_jax.training import program as programs
-from sympow_jax.training import sharding, workdir
+from sympow_jax.training import sharding
 
 __all__ = ["describe", "memory", "next_command", "results"]
 

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 from tensorboardX import event_file_writer, summary
 from tensorboardX.proto import event_pb2
 
-from sympow_jax import atomic
 from sympow_jax.config import serialize
-from sympow_jax.training import workdir as workdir_lib
+from sympow_jax.process import atomic
+from sympow_jax.process import workdir as workdir_lib
 
 __all__ = ["JsonLines", "TensorBoard", "Wandb", "Writer", "require_wandb"]
 

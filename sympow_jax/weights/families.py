@@ -6,7 +6,7 @@ from typing import Any
 
 from sympow_jax import config, spelling
 from sympow_jax.config import serialize
-from sympow_jax.training import hosts
+from sympow_jax.process import hosts
 from sympow_jax.weights import layouts
 
 __all__ = ["FAMILIES", "TOKENS", "Family", "find", "function", "is_config", "settings", "values"]

@@ -14,12 +14,12 @@ import safetensors
 from flax import nnx
 from jaxtyping import Shaped
 
-from sympow_jax import atomic, config, models, spelling
+from sympow_jax import config, models, spelling
 from sympow_jax.array_types import Array, Float
 from sympow_jax.config import model as model_settings
 from sympow_jax.config import serialize
 from sympow_jax.layers import partitioning
-from sympow_jax.training import workdir
+from sympow_jax.process import atomic, workdir
 from sympow_jax.weights import families, layouts, tensors
 
 __all__ = ["DTYPES", "check_dtype", "load", "named_arrays", "read_settings", "save", "settings_path"]

@@ -11,10 +11,10 @@ import numpy as np
 import safetensors
 from jaxtyping import Shaped
 
-from sympow_jax import atomic, config, hub, models
+from sympow_jax import config, hub, models
 from sympow_jax.array_types import Array, Float
 from sympow_jax.config import serialize
-from sympow_jax.training import workdir
+from sympow_jax.process import atomic, workdir
 from sympow_jax.weights import families, files, layouts, tensors
 
 __all__ = ["companions", "from_pretrained", "save_pretrained"]

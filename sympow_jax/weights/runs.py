@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sympow_jax import atomic, config, training
+from sympow_jax import config, training
 from sympow_jax.config import serialize
-from sympow_jax.training import checkpoint, optimizer, sharding, workdir
+from sympow_jax.process import atomic, workdir
+from sympow_jax.training import checkpoint, optimizer, sharding
 from sympow_jax.weights import families, files, pretrained
 
 __all__ = ["FORMATS", "export_run", "import_run"]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import rounding
-from sympow_jax import config
-from sympow_jax.commands import train
+from sympow_jax import config, loop
 
 
 def test_errors():
@@ -35,7 +34,7 @@ def test_rows(tmp_path):
         data=config.DataConfig(paths=(f"{tmp_path}/*.txt",), context_length=16, batch_tokens=64),
         training=config.TrainingConfig(steps=1),
     )
-    assert train.train(settings, tmp_path / "run") == 0
+    assert loop.train(settings, tmp_path / "run") == 0
     out = tmp_path / "rounding.json"
     rounding.main([f"--workdirs={tmp_path}/run", f"--out={out}", "--tokens=600"])
     rows = json.loads(out.read_text())["rows"]

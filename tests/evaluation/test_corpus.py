@@ -80,7 +80,7 @@ def test_context_tasks_have_the_tokens_of_the_run(corpus_run, tmp_path, tasks):
 
 def test_lm_eval_runs_local_tasks_on_the_run(corpus_run, tmp_path, monkeypatch, capsys):
     pytest.importorskip("lm_eval", reason="needs the extra lm_eval")
-    from sympow_jax.evaluation.lm_eval import __main__ as program
+    from sympow_jax.commands import lm_eval as program
     from sympow_jax.evaluation.lm_eval import requests
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")

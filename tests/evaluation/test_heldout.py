@@ -15,7 +15,7 @@ from flax import nnx
 from sympow_jax import config, evaluation, models, training
 from sympow_jax.commands import evaluate as eval_program
 from sympow_jax.commands import launch
-from sympow_jax.training import workdir
+from sympow_jax.process import workdir
 
 MODEL = {"layers": 1, "width": 16, "heads": 2, "dtype": "float32"}
 

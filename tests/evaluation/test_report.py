@@ -10,7 +10,8 @@ import math
 import pytest
 import rich.console
 
-from sympow_jax.evaluation import buckets, figures, report
+from sympow_jax import plotting
+from sympow_jax.evaluation import buckets, report
 
 LENGTHS = (64, 256, 1024)
 
@@ -143,16 +144,16 @@ def test_plot_shows_what_differs_in_training_and_one_color_per_preset(monkeypatc
     axes = drawn(monkeypatch, tmp_path, rows)
     assert {"a\n8 updates, data 0a1b2c3d", "b\n4 updates, data unknown"} <= {x.get_text() for x in axes.texts}
     curves = [line.get_color() for line in axes.lines if line.get_marker() != "None"]
-    assert curves == [color for color, _ in figures.styles(["sympow", "conformal"])]
+    assert curves == [color for color, _ in plotting.styles(["sympow", "conformal"])]
     assert (tmp_path / "x.pdf").read_bytes().startswith(b"%PDF")
     assert report.training_differences(make_rows("a", losses) + make_rows("b", losses)) == {}
 
 
 @pytest.mark.parametrize("titles", [{"title": "Panel"}, {"title": "Whole", "subtitle": "Part"}])
 def test_a_pdf_has_no_title_of_the_figure(tmp_path, titles):
-    figure, (axes,) = figures.make()
-    figures.style(axes, x_label="", y_label="", **titles)
-    figures.save(figure, tmp_path / "x.png")
+    figure, (axes,) = plotting.make()
+    plotting.style(axes, x_label="", y_label="", **titles)
+    plotting.save(figure, tmp_path / "x.png")
     shown = [
         text for text in (axes.title, axes._left_title, *axes.texts) if text.get_text() and text.get_visible()
     ]
@@ -161,8 +162,8 @@ def test_a_pdf_has_no_title_of_the_figure(tmp_path, titles):
 
 def test_styles_of_presets_stay_and_others_differ():
     (conformal, black), ours = (
-        figures.styles(["conformal", "softmax"]),
-        figures.styles(["softmax", "x", "conformal", "conformal", "y"]),
+        plotting.styles(["conformal", "softmax"]),
+        plotting.styles(["softmax", "x", "conformal", "conformal", "y"]),
     )
     assert (ours[0], ours[2]) == (black, conformal)
     assert len(set(ours)) == 5
@@ -188,10 +189,10 @@ def test_plot_marks_nonfinite_losses(monkeypatch, tmp_path):
 )
 def test_plot_shows_a_name_as_it_is(monkeypatch, tmp_path, name, shown):
     axes = drawn(monkeypatch, tmp_path, make_rows(name, [2.0, 1.5, 1.25]) + make_rows("b", [2.5, 2.25, 2.75]))
-    (text,) = (text for text in axes.texts if text.get_text() == figures.plain(name))
+    (text,) = (text for text in axes.texts if text.get_text() == plotting.plain(name))
     assert text._preprocess_math(text.get_text()) == (shown, False)
-    figure = figures.blank(width=4.0, height=3.0)
-    figure.subplots().plot([0, 1], label=figures.plain(name))
+    figure = plotting.blank(width=4.0, height=3.0)
+    figure.subplots().plot([0, 1], label=plotting.plain(name))
     legend = figure.legend()
-    figures.save(figure, tmp_path / "legend.png")
-    assert [text.get_text() for text in legend.texts] == [figures.plain(name)]
+    plotting.save(figure, tmp_path / "legend.png")
+    assert [text.get_text() for text in legend.texts] == [plotting.plain(name)]

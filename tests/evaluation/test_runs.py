@@ -13,7 +13,7 @@ import tensorstore
 from sympow_jax import config, data, evaluation
 from sympow_jax.data import longcrawl64
 from sympow_jax.evaluation import report, runs
-from sympow_jax.training import workdir
+from sympow_jax.process import workdir
 from tests.evaluation import fakes
 
 

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from sympow_jax import config, generation
-from sympow_jax.commands import generate, prepare, train
-from sympow_jax.training import workdir
+from sympow_jax import config, generation, loop
+from sympow_jax.commands import generate, prepare
+from sympow_jax.process import workdir
 from tests import mistakes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -33,7 +33,7 @@ def runs(tmp_path_factory):
         ),
         training=config.TrainingConfig(steps=2),
     )
-    assert train.train(settings, folder / "a") == 0
+    assert loop.train(settings, folder / "a") == 0
     saved = json.loads((folder / "a" / "config.json").read_text())
     changes = {
         "untrained": {},
@@ -102,7 +102,7 @@ def test_a_run_on_prepared_tokens_knows_its_tokenizer(runs, tmp_path, capsys):
         training=dataclasses.replace(settings.training, steps=1),
     )
     for _ in range(2):  # The second resumes.
-        assert train.train(settings, tmp_path / "run") == 0
+        assert loop.train(settings, tmp_path / "run") == 0
     assert "out.bin.json has ids below 256, but model.vocab_size is 128" in capsys.readouterr().err
     assert workdir.read_config(tmp_path / "run").data.tokenizer == "byte"
     assert generate.main([f"--workdir={tmp_path}/run", "--prompt=the quick", "--max_tokens=2"]) == 0

@@ -9,7 +9,7 @@ from flax import nnx
 from sympow_jax import config, layers
 
 WIDTH, HEADS, TIME = 16, 4, 20
-# Maps of powers take longer; tests/evaluation/test_inspect.py compares one with the formula.
+# Maps of powers take longer; tests/inspection/test_inspect.py compares one with the formula.
 BY_DEFAULT = ("expressive", "linear_lrpe", "softmax_alibi")
 OTHERS = {
     "whole document": {"kernel": "softmax", "decay": "none", "position": "rope", "causal": False},

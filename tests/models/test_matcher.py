@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sympow_jax import commands, config, layers, models, training
-from sympow_jax.commands import train
-from sympow_jax.evaluation import inspect, tasks
+from sympow_jax import commands, config, layers, loop, models, training
+from sympow_jax.evaluation import tasks
+from sympow_jax.inspection import inspect
 from sympow_jax.layers import mlp
 from sympow_jax.training import flops, initial, sharding, summary
 from tests.models import families
@@ -147,15 +147,15 @@ def test_a_retrofit_in_two_stages(tmp_path, capsys):
         return dataclasses.replace(made, model=dataclasses.replace(made.model, vocab_size=256))
 
     base = dataclasses.replace(run(task=config.TaskConfig()), model=shape)
-    assert train.train(base, tmp_path / "base") == 0
+    assert loop.train(base, tmp_path / "base") == 0
     first = run(task=config.TaskConfig(name="match_attention", initial_run=str(tmp_path / "base")))
-    assert train.train(first, tmp_path / "first") == 0
+    assert loop.train(first, tmp_path / "first") == 0
     last = json.loads((tmp_path / "first" / "metrics.jsonl").read_text().splitlines()[-1])
     worst = max(("loss_layer_0", "loss_layer_2"), key=last.__getitem__)
     assert f"{worst} {last[worst]:.4f}\n" in capsys.readouterr().out
     half = dataclasses.replace(first, training=dataclasses.replace(first.training, steps=2))
-    assert train.train(half, tmp_path / "halves") == 0
-    assert train.train(first, tmp_path / "halves") == 0
+    assert loop.train(half, tmp_path / "halves") == 0
+    assert loop.train(first, tmp_path / "halves") == 0
     program, original = (training.Program(made, sharding.whole_mesh()) for made in (first, base))
     found, halves = (program.restore_arrays(tmp_path / name)[0]["params"] for name in ("first", "halves"))
     jax.tree.map(np.testing.assert_array_equal, halves, found)
@@ -188,7 +188,7 @@ def test_runs_of_a_retrofit_need_their_initial_run_only_to_begin(tmp_path, capsy
         training=config.TrainingConfig(steps=1),
         evaluation=config.EvaluationConfig(context_lengths=(), every=0),
     )
-    assert train.train(base, pathlib.Path("base")) == 0
+    assert loop.train(base, pathlib.Path("base")) == 0
 
     def run(spec, folder, steps=1):
         options = [f"--workdir={folder}", f"--config.training.steps={steps}"]

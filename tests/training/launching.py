@@ -14,13 +14,14 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from sympow_jax.commands import launch, train
+from sympow_jax import loop
+from sympow_jax.commands import launch
 
 # Leftovers of a killed process are removed at the end, and need no warning.
 sys.warnoptions.append("ignore:resource_tracker:UserWarning")
 _SERVER = multiprocessing.get_context("forkserver")
 # Imported here too, but not by the server: it preloads by name, in the folder of the repository.
-_SERVER.set_forkserver_preload([train.__name__])
+_SERVER.set_forkserver_preload([loop.__name__])
 # The smallest run of configs/text.py: a layer of width 16 on 4 rows of 16 bytes.
 SMALLEST = (
     "--config.model.layers=1",

@@ -17,7 +17,8 @@ import optax
 import pytest
 
 from sympow_jax import config, training
-from sympow_jax.training import checkpoint, sharding, workdir
+from sympow_jax.process import workdir
+from sympow_jax.training import checkpoint, sharding
 
 
 @functools.cache

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sympow_jax import config, data, training, weights
-from sympow_jax.commands import train
+from sympow_jax import config, data, loop, training, weights
 from sympow_jax.training import loss, sharding
 from sympow_jax.weights import runs
 
@@ -56,9 +55,9 @@ def test_the_average_is_its_formula(settings):
 def test_a_run_evaluates_and_resumes_with_its_averages(tmp_path, settings, name):
     options = AVERAGES[name]
     whole = _with(settings, **options)
-    assert train.train(whole, tmp_path / "whole") == 0
-    assert train.train(_with(settings, 4, **options), tmp_path / "halves") == 0
-    assert train.train(whole, tmp_path / "halves") == 0
+    assert loop.train(whole, tmp_path / "whole") == 0
+    assert loop.train(_with(settings, 4, **options), tmp_path / "halves") == 0
+    assert loop.train(whole, tmp_path / "halves") == 0
     program = _program(whole)
     (arrays, _), (halves, _) = (program.restore_arrays(tmp_path / name) for name in ("whole", "halves"))
     assert set(arrays) == {"params"}
@@ -87,13 +86,13 @@ def test_a_run_evaluates_and_resumes_with_its_averages(tmp_path, settings, name)
 
     # Imported weights begin with an average of their own.
     runs.import_run(tmp_path / "weights.safetensors", whole, tmp_path / "imported")
-    assert train.train(whole, tmp_path / "imported") == 0
+    assert loop.train(whole, tmp_path / "imported") == 0
 
 
 @pytest.mark.slow
 def test_a_run_that_starts_from_an_average(tmp_path, settings):
     first = _with(settings, 4, name="adam", ema_decay=0.9)
-    assert train.train(first, tmp_path / "first") == 0
+    assert loop.train(first, tmp_path / "first") == 0
     for options in ({"name": "schedule_free"}, {"name": "prodigy", "ema_decay": 0.9}):
         second = dataclasses.replace(
             _with(settings, **options), task=config.TaskConfig(initial_run=str(tmp_path / "first"))
@@ -117,10 +116,10 @@ def _tokens(settings: config.Config) -> dict[str, jax.Array]:
 
 def test_skipping_may_begin_when_a_run_is_resumed(tmp_path, settings):
     plain = dataclasses.replace(settings, training=dataclasses.replace(settings.training, steps=4))
-    assert train.train(plain, tmp_path) == 0
+    assert loop.train(plain, tmp_path) == 0
     skipping = dataclasses.replace(settings.training, steps=6, skip_spikes=5.0)
-    assert train.train(dataclasses.replace(settings, training=skipping), tmp_path) == 0
+    assert loop.train(dataclasses.replace(settings, training=skipping), tmp_path) == 0
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert ["skipped_updates" in line for line in lines] == [False] * 4 + [True] * 2
     again = dataclasses.replace(settings.training, steps=8)
-    assert train.train(dataclasses.replace(settings, training=again), tmp_path) == 0
+    assert loop.train(dataclasses.replace(settings, training=again), tmp_path) == 0

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from sympow_jax import config, training
-from sympow_jax.training import checkpoint, sharding, workdir
+from sympow_jax.process import workdir
+from sympow_jax.training import checkpoint, sharding
 
 
 def with_attention(settings: config.Config, preset: str, initial_run=None, **model) -> config.Config:

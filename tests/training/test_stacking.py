@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sympow_jax import config, models, training
-from sympow_jax.commands import train
-from sympow_jax.training import checkpoint, sharding, stacking, workdir
+from sympow_jax import config, loop, models, training
+from sympow_jax.process import workdir
+from sympow_jax.training import checkpoint, sharding, stacking
 from tests.training import test_tasks
 
 LAYERS = 3
@@ -180,18 +180,18 @@ def test_abstract_states_are_those_of_the_states(settings, name):
 )
 def test_a_run_resumes_to_the_bit_and_in_the_other_form(tmp_path, settings, changes):
     deep = _deep(settings, scan_layers=True, **changes)
-    assert train.train(deep, tmp_path / "whole") == 0
+    assert loop.train(deep, tmp_path / "whole") == 0
     half = dataclasses.replace(deep, training=dataclasses.replace(deep.training, steps=4))
-    assert train.train(half, tmp_path / "halves") == 0
+    assert loop.train(half, tmp_path / "halves") == 0
     shutil.copytree(tmp_path / "halves", tmp_path / "other")
-    assert train.train(deep, tmp_path / "halves") == 0
+    assert loop.train(deep, tmp_path / "halves") == 0
     program = _program(deep)
     whole, halves = (program.restore_arrays(tmp_path / name)[0]["params"] for name in ("whole", "halves"))
     assert sorted(whole["blocks"]) == list(range(deep.model.layers))
     jax.tree.map(np.testing.assert_array_equal, halves, whole)
     # The rest of the run by the other form, which a checkpoint does not depend on.
     other = _deep(settings, scan_layers=False, **changes)
-    assert train.train(other, tmp_path / "other") == 0
+    assert loop.train(other, tmp_path / "other") == 0
     _assert_close(program.restore_arrays(tmp_path / "other")[0]["params"], whole)
 
 

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from sympow_jax import config, training
-from sympow_jax.commands import train
+from sympow_jax import config, loop, training
 from sympow_jax.layers import partitioning
 from sympow_jax.layers.attention.kernels import power
 from sympow_jax.training import sharding, summary
@@ -75,7 +74,7 @@ def test_results_and_plan_of_a_run(settings, tmp_path, capsys):
         training=dataclasses.replace(settings.training, steps=2),
         evaluation=config.EvaluationConfig(context_lengths=(8, 16)),
     )
-    assert train.train(settings, tmp_path) == 0
+    assert loop.train(settings, tmp_path) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[-3:] == [
         f"table: {tmp_path}/context_loss.csv",
@@ -90,7 +89,7 @@ def test_results_and_plan_of_a_run(settings, tmp_path, capsys):
 def test_results_are_those_that_were_written_now(settings, tmp_path, capsys):
     (tmp_path / "context_loss.csv").write_text("of an earlier step")
     training_config = dataclasses.replace(settings.training, steps=2)
-    assert train.train(dataclasses.replace(settings, training=training_config), tmp_path) == 0
+    assert loop.train(dataclasses.replace(settings, training=training_config), tmp_path) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1] == f"checkpoint: {tmp_path}/checkpoints/2"
     assert not any(line.startswith("table: ") for line in printed)

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sympow_jax import config, layers, models, training
-from sympow_jax.commands import train
+from sympow_jax import config, layers, loop, models, training
 from sympow_jax.training import sharding
 
 ROWS, TIME, CLASSES = 4, 8, 3
@@ -140,9 +139,9 @@ def texts(tmp_path: pathlib.Path):
 
 
 def test_resuming_is_exact_with_batch_normalization(texts, tmp_path):
-    assert train.train(texts(steps=4, norm="batch"), tmp_path / "whole") == 0
-    assert train.train(texts(steps=2, norm="batch"), tmp_path / "halves") == 0
-    assert train.train(texts(steps=4, norm="batch"), tmp_path / "halves") == 0
+    assert loop.train(texts(steps=4, norm="batch"), tmp_path / "whole") == 0
+    assert loop.train(texts(steps=2, norm="batch"), tmp_path / "halves") == 0
+    assert loop.train(texts(steps=4, norm="batch"), tmp_path / "halves") == 0
     made = program(texts(norm="batch"))
     (found, _), (expected, _) = (made.restore_arrays(tmp_path / name) for name in ("halves", "whole"))
     assert set(found) == {"params", "statistics"}
@@ -160,7 +159,7 @@ def test_resuming_is_exact_with_batch_normalization(texts, tmp_path):
 
 def test_a_run_starts_from_the_encoder_of_another(texts, tmp_path):
     first = tmp_path / "first"
-    assert train.train(texts("masked_token"), first) == 0
+    assert loop.train(texts("masked_token"), first) == 0
     second = program(texts(initial_run=str(first)))
     state, new = second.begin(), second.init_state()
     arrays, _ = program(texts("masked_token")).restore_arrays(first)
@@ -174,7 +173,7 @@ def test_a_run_starts_from_the_encoder_of_another(texts, tmp_path):
 @pytest.mark.slow
 def test_a_dual_encoder_starts_from_an_encoder_and_is_resumed(texts, tmp_path):
     first, runs = tmp_path / "first", (tmp_path / "whole", tmp_path / "halves")
-    assert train.train(texts("masked_token", norm="batch"), first) == 0
+    assert loop.train(texts("masked_token", norm="batch"), first) == 0
 
     def pairs(steps):
         return texts(steps=steps, initial_run=str(first), dual_encoder=True, norm="batch")
@@ -187,7 +186,7 @@ def test_a_dual_encoder_starts_from_an_encoder_and_is_resumed(texts, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, dict(arrays["params"]))
     assert set(begun.params["head"]) == {"first", "second", "linear"}
     for steps, folder in ((4, runs[0]), (2, runs[1]), (4, runs[1])):
-        assert train.train(pairs(steps), folder) == 0
+        assert loop.train(pairs(steps), folder) == 0
     found, expected = (program(pairs(4)).restore_arrays(folder)[0] for folder in runs)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert (
@@ -199,19 +198,19 @@ def test_a_dual_encoder_starts_from_an_encoder_and_is_resumed(texts, tmp_path):
 @pytest.mark.slow
 def test_a_run_that_has_begun_no_longer_needs_what_it_started_from(texts, tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
-    assert train.train(texts("masked_token", steps=1), first) == 0
+    assert loop.train(texts("masked_token", steps=1), first) == 0
     settings = texts(initial_run=str(first))
-    assert train.train(settings, second) == 0
+    assert loop.train(settings, second) == 0
     first.rename(tmp_path / "gone")
     longer = dataclasses.replace(settings.training, steps=3)
-    assert train.train(dataclasses.replace(settings, training=longer), second) == 0
+    assert loop.train(dataclasses.replace(settings, training=longer), second) == 0
 
 
 def test_an_initial_run_that_cannot_be(texts, tmp_path):
     with pytest.raises(ValueError, match=r"task\.initial_run: .*nowhere is not the workdir of a run"):
         program(texts(initial_run=str(tmp_path / "nowhere"))).begin()
     first = tmp_path / "first"
-    assert train.train(texts("masked_token", steps=1), first) == 0
+    assert loop.train(texts("masked_token", steps=1), first) == 0
     with pytest.raises(
         ValueError, match=r"does not fit: model\.head_dim was 8 and is 4, model\.width was 16 and is 8"
     ):

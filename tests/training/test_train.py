@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from tensorboardX.event_file_writer import EventsWriter
 
-from sympow_jax import config, data, evaluation, generation, training
-from sympow_jax.commands import launch, train
+from sympow_jax import config, data, evaluation, generation, loop, training
+from sympow_jax.commands import launch
 from sympow_jax.data import text
-from sympow_jax.training import checkpoint, cli, metrics, sharding
+from sympow_jax.process import signals
+from sympow_jax.training import checkpoint, metrics, sharding
 from tests.data import builders
 from tests.training import launching
 
@@ -65,24 +66,24 @@ def test_no_file_of_a_run_is_written_through_a_link(tmp_path, with_training):
     settings = dataclasses.replace(
         with_training(steps=2), evaluation=config.EvaluationConfig(context_lengths=(8, 16))
     )
-    assert train.train(settings, plain) == 0
+    assert loop.train(settings, plain) == 0
     names = {path.name for path in plain.iterdir() if path.is_file()} - {"lock"}
     assert {"metrics.jsonl", "data.json", "context_loss.csv", "context_loss.png"} < names
     linked.mkdir()
     for name in names | {"config.json.tmp", "metrics.jsonl.tmp"}:
         (linked / name).symlink_to(target)
-    assert train.train(settings, linked) == 0
+    assert loop.train(settings, linked) == 0
     assert target.read_text() == "the user's"
     assert _losses(linked) == _losses(plain)
     assert not any(path.name.startswith(".") for path in linked.iterdir())
 
 
 def test_ten_steps_equal_five_and_five(tmp_path, with_training, batches):
-    assert train.train(with_training(steps=10), tmp_path / "whole") == 0
+    assert loop.train(with_training(steps=10), tmp_path / "whole") == 0
     whole = list(batches)
     batches.clear()
-    assert train.train(with_training(steps=5), tmp_path / "halves") == 0
-    assert train.train(with_training(steps=10), tmp_path / "halves") == 0
+    assert loop.train(with_training(steps=5), tmp_path / "halves") == 0
+    assert loop.train(with_training(steps=10), tmp_path / "halves") == 0
     heldout = batches.pop(6)  # of the second start
     assert len(whole) == len(batches) == 11
     for one, other in zip([*whole, whole[0]], [*batches, heldout]):
@@ -113,9 +114,9 @@ def test_a_run_on_a_corpus_is_resumed_with_other_workers(tmp_path, with_training
         )
         return dataclasses.replace(settings, data=read)
 
-    assert train.train(on_corpus(12, 0), tmp_path / "whole") == 0
-    assert train.train(on_corpus(5, 1), tmp_path / "parts") == 0
-    assert train.train(on_corpus(12, 0), tmp_path / "parts") == 0
+    assert loop.train(on_corpus(12, 0), tmp_path / "whole") == 0
+    assert loop.train(on_corpus(5, 1), tmp_path / "parts") == 0
+    assert loop.train(on_corpus(12, 0), tmp_path / "parts") == 0
     losses = _losses(tmp_path / "whole")
     assert losses == _losses(tmp_path / "parts")
     assert list(losses) == list(range(1, 13))
@@ -125,7 +126,7 @@ def test_a_run_on_a_corpus_is_resumed_with_other_workers(tmp_path, with_training
     # Other data under the same name is noticed before anything is trained.
     write(tmp_path / name, [f"{index}: the quick brown cat. " * (1 + index % 7) for index in range(60)])
     with pytest.raises(ValueError, match=r"the data is no longer what the run in .* began with: .*digest"):
-        train.train(on_corpus(13, 0), tmp_path / "parts")
+        loop.train(on_corpus(13, 0), tmp_path / "parts")
 
 
 def test_a_corrupt_corpus_ends_a_run_whose_checkpoint_is_kept(tmp_path, with_training, monkeypatch):
@@ -144,7 +145,7 @@ def test_a_corrupt_corpus_ends_a_run_whose_checkpoint_is_kept(tmp_path, with_tra
     broken = b"".join([*lines[:6], lines[6].replace(b'"', b"'"), *lines[7:]])
     path.write_bytes(broken)
     with pytest.raises(ValueError, match=r"a\.jsonl \(line at byte \d+\) is not JSON: .*; correct the line"):
-        train.train(settings, tmp_path / "run")
+        loop.train(settings, tmp_path / "run")
     _, _, step = training.restore_model(tmp_path / "run")
     assert 0 < step == _metrics(tmp_path / "run")[-1]["step"] < 40
 
@@ -159,11 +160,11 @@ def test_a_run_with_learning_rate_factors_is_resumed(tmp_path, with_training):
     with pytest.raises(
         ValueError, match=r"matches no parameter; did you mean blocks\.0\.attention\.value\.kernel\?"
     ):
-        train.train(with_factors(2, "blocks.0.attention.values.kernel=0"), tmp_path / "halves")
+        loop.train(with_factors(2, "blocks.0.attention.values.kernel=0"), tmp_path / "halves")
     assert not (tmp_path / "halves").exists()
     for steps in (2, 4):
-        assert train.train(with_factors(steps, frozen), tmp_path / "halves") == 0
-    assert train.train(with_factors(4, frozen), tmp_path / "whole") == 0
+        assert loop.train(with_factors(steps, frozen), tmp_path / "halves") == 0
+    assert loop.train(with_factors(4, frozen), tmp_path / "whole") == 0
     assert _losses(tmp_path / "whole") == _losses(tmp_path / "halves")
     _assert_same_params(tmp_path / "whole", tmp_path / "halves")
     _, model, _ = training.restore_model(tmp_path / "whole")
@@ -174,15 +175,15 @@ def test_a_run_with_learning_rate_factors_is_resumed(tmp_path, with_training):
     np.testing.assert_array_equal(attention.value.kernel[...], begun["value"]["kernel"])
     assert (attention.key.kernel[...] != begun["key"]["kernel"]).all()
     with pytest.raises(ValueError, match=r"optimizer\.learning_rate_factors"):
-        train.train(with_factors(6), tmp_path / "whole")
+        loop.train(with_factors(6), tmp_path / "whole")
 
 
 def test_held_out_losses_are_those_of_the_formula_and_change_nothing(tmp_path, with_training):
     settings = with_training(steps=4, checkpoint_every=2)
     every = dataclasses.replace(settings.evaluation, every=2)
-    assert train.train(dataclasses.replace(settings, evaluation=every), tmp_path / "with") == 0
+    assert loop.train(dataclasses.replace(settings, evaluation=every), tmp_path / "with") == 0
     off = dataclasses.replace(settings.evaluation, every=0)
-    assert train.train(dataclasses.replace(settings, evaluation=off), tmp_path / "without") == 0
+    assert loop.train(dataclasses.replace(settings, evaluation=off), tmp_path / "without") == 0
     assert _losses(tmp_path / "with") == _losses(tmp_path / "without")
     _assert_same_params(tmp_path / "with", tmp_path / "without")
     assert not any("heldout_loss" in line for line in _metrics(tmp_path / "without"))
@@ -209,10 +210,10 @@ def test_prompts_are_continued_and_change_nothing(tmp_path, with_training, monke
 
     monkeypatch.setattr(EventsWriter, "write_event", record)
     settings = with_training(steps=4, checkpoint_every=4)
-    assert train.train(settings, tmp_path / "without") == 0
+    assert loop.train(settings, tmp_path / "without") == 0
     assert not seen
     prompted = dataclasses.replace(settings.evaluation, every=2, prompts=("the ", "a\nb"))
-    assert train.train(dataclasses.replace(settings, evaluation=prompted), tmp_path / "with") == 0
+    assert loop.train(dataclasses.replace(settings, evaluation=prompted), tmp_path / "with") == 0
     assert set(seen) == {(prompt, step) for prompt in prompted.prompts for step in (2, 4)}
     assert seen["a\nb", 4].startswith("    a\n    b")
     assert len(seen["the ", 2]) > len("    the ")
@@ -276,23 +277,23 @@ def test_prompts_are_continued_without_the_implementation_that_trains(settings, 
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path, with_training, batches):
-    assert train.train(with_training(steps=2), tmp_path) == 0
+    assert loop.train(with_training(steps=2), tmp_path) == 0
     before = (tmp_path / "metrics.jsonl").read_text()
     batches.clear()
-    assert train.train(with_training(steps=2), tmp_path) == 0
+    assert loop.train(with_training(steps=2), tmp_path) == 0
     assert len(batches) == 1
     assert (tmp_path / "metrics.jsonl").read_text() == before
     with pytest.raises(ValueError, match=r"at step 2, past training.steps=1"):
-        train.train(with_training(steps=1), tmp_path)
+        loop.train(with_training(steps=1), tmp_path)
 
 
 def test_a_damaged_newest_checkpoint(tmp_path, with_training, capfd):
-    train.train(with_training(steps=8), tmp_path / "run")
+    loop.train(with_training(steps=8), tmp_path / "run")
     losses = _losses(tmp_path / "run")
     for path in (tmp_path / "run" / "checkpoints" / "8" / "params").rglob("manifest.ocdbt"):
         path.write_bytes(path.read_bytes()[:10])
     capfd.readouterr()
-    assert train.train(with_training(steps=8), tmp_path / "run") == 0
+    assert loop.train(with_training(steps=8), tmp_path / "run") == 0
     captured = capfd.readouterr()
     assert "the checkpoint of step 8" in captured.err
     assert "training: step 4 of 8" in captured.out
@@ -309,7 +310,7 @@ def test_a_loss_that_is_not_finite(tmp_path, settings, prompts):
     with pytest.raises(
         ValueError, match=r"is (nan|inf) at step (\d+); the last checkpoint is kept"
     ) as caught:
-        train.train(settings, tmp_path)
+        loop.train(settings, tmp_path)
     failed = int(str(caught.value).split(" at step ")[1].split(";")[0])
     assert list(_losses(tmp_path)) == list(range(1, failed))
     kept = sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
@@ -328,23 +329,23 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, monkeypatch, c
         if step == 2:
             os.kill(os.getpid(), number)
 
-    train.train(settings, tmp_path / "whole")
+    loop.train(settings, tmp_path / "whole")
     monkeypatch.setattr(metrics.Reporter, "report", report_and_signal)
     capsys.readouterr()
-    assert train.train(settings, tmp_path / "stopped") == 128 + number
+    assert loop.train(settings, tmp_path / "stopped") == 128 + number
     # Update 3 was running when the metrics of update 2 arrived.
     assert "stopped after step 3, which is saved; the same command resumes the run" in capsys.readouterr().out
     assert (tmp_path / "stopped" / "checkpoints" / "3").is_dir()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.setattr(metrics.Reporter, "report", report)
-    assert train.train(settings, tmp_path / "stopped") == 0
+    assert loop.train(settings, tmp_path / "stopped") == 0
     assert _losses(tmp_path / "stopped") == _losses(tmp_path / "whole")
 
 
 @pytest.mark.usefixtures("interruptible")
 def test_a_second_signal_stops_at_once(monkeypatch):
-    monkeypatch.setattr(cli, "_DUPLICATE_SECONDS", 0.0)
-    with pytest.raises(KeyboardInterrupt), cli.StopSignals():  # noqa: PT012
+    monkeypatch.setattr(signals, "_DUPLICATE_SECONDS", 0.0)
+    with pytest.raises(KeyboardInterrupt), signals.StopSignals():  # noqa: PT012
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -352,19 +353,19 @@ def test_a_second_signal_stops_at_once(monkeypatch):
 @pytest.mark.usefixtures("interruptible")
 def test_a_signal_that_a_parent_passes_on_too_is_one():
     """Simulates `uv run` without a terminal: otherwise it would stop at once, without a checkpoint."""
-    with cli.StopSignals() as signals:
+    with signals.StopSignals() as stopping:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
-    assert signals.received == signal.SIGINT
+    assert stopping.received == signal.SIGINT
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_chosen_steps_are_traced(tmp_path, with_training):
-    assert train.train(with_training(steps=2, profile_steps=(2, 3)), tmp_path) == 0
+    assert loop.train(with_training(steps=2, profile_steps=(2, 3)), tmp_path) == 0
     (first,) = tmp_path.glob("profile/plugins/profile/*/*.xplane.pb")
     assert "PjitFunction(jit(update))" in _host_events(first)
     # The resumed run starts in the middle of the steps to be traced, and may also trace other steps.
-    assert train.train(with_training(steps=4, profile_steps=(1, 2)), tmp_path) == 0
+    assert loop.train(with_training(steps=4, profile_steps=(1, 2)), tmp_path) == 0
     assert list(tmp_path.glob("profile/plugins/profile/*/*.xplane.pb")) == [first]
 
 
@@ -381,7 +382,7 @@ def test_packed_documents_accumulation_and_evaluation(tmp_path, settings, capsys
         training=dataclasses.replace(settings.training, steps=2),
         evaluation=config.EvaluationConfig(context_lengths=(8, 32)),
     )
-    assert train.train(settings, tmp_path) == 0
+    assert loop.train(settings, tmp_path) == 0
     assert (tmp_path / "context_loss.csv").read_text().splitlines()[0] == (
         "run,context_length,loss,perplexity,bits_per_token,tokens,documents,train_context"
     )
@@ -420,7 +421,7 @@ def test_ctrl_c_and_kill(tmp_path, settings, compilation_cache):
     assert start_and_send(signal.SIGKILL, 20).wait() == -signal.SIGKILL
     run = start_and_send(signal.SIGINT, 60)
     assert run.wait() == 130
-    assert run.errors() == [cli.SAVING]
+    assert run.errors() == [signals.SAVING]
     *plan, last = run.said()
     assert plan[0].startswith("model: softmax, 1 layer of width 16, ")
     assert "devices: 1 x cpu" in plan
@@ -441,8 +442,8 @@ def test_ctrl_c_while_compiling_ends_at_once(tmp_path, settings, monkeypatch, ca
         return compile_it(lowered, *arguments, **options)
 
     monkeypatch.setattr(jax.stages.Lowered, "compile", interrupt)
-    with pytest.raises(SystemExit) as caught, cli.user_errors():
-        train.train(settings, tmp_path)
+    with pytest.raises(SystemExit) as caught, signals.user_errors():
+        loop.train(settings, tmp_path)
     assert caught.value.code == 130
     assert capfd.readouterr().err == "interrupted\n"
     assert not (tmp_path / "metrics.jsonl").read_text()
@@ -463,12 +464,12 @@ def test_a_signal_during_the_last_save_stops_before_the_evaluation(
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(checkpoint.Checkpoints, "save", save_and_signal)
-    assert train.train(settings, tmp_path) == 128 + signal.SIGTERM
+    assert loop.train(settings, tmp_path) == 128 + signal.SIGTERM
     captured = capfd.readouterr()
-    assert captured.err == f"{cli.SAVING}\n"
+    assert captured.err == f"{signals.SAVING}\n"
     assert captured.out.splitlines()[-1].startswith("stopped after step 4, which is saved")
     assert not (tmp_path / "context_loss.csv").exists()
-    assert train.train(settings, tmp_path) == 0
+    assert loop.train(settings, tmp_path) == 0
     assert (tmp_path / "context_loss.csv").exists()
 
 
@@ -485,7 +486,7 @@ def test_data_is_opened_once(tmp_path, settings, monkeypatch):
         opened.clear()
         evaluated = config.EvaluationConfig(context_lengths=lengths)
         changed = dataclasses.replace(settings, evaluation=evaluated)
-        assert train.train(changed, tmp_path / str(lengths)) == 0
+        assert loop.train(changed, tmp_path / str(lengths)) == 0
         assert opened == [False, True]
 
 
@@ -495,7 +496,7 @@ def test_an_error_of_the_held_out_loss_comes_before_the_first_update(tmp_path, s
 
     monkeypatch.setattr(training.Program, "heldout_means", jax.jit(fail))
     with pytest.raises(ValueError, match="out of memory"):
-        train.train(settings, tmp_path)
+        loop.train(settings, tmp_path)
     assert not (tmp_path / "metrics.jsonl").read_text()
 
 

@@ -9,8 +9,7 @@ import types
 
 import pytest
 
-from sympow_jax import training
-from sympow_jax.commands import train
+from sympow_jax import loop, training
 from sympow_jax.training import metrics, writers
 
 
@@ -61,7 +60,7 @@ def test_one_run_for_all_starts(tmp_path, with_training, wandb):
     for steps in (4, 8):
         settings = with_training(steps=steps, log_every=2, wandb_project="papers")
         settings = dataclasses.replace(settings, evaluation=dataclasses.replace(settings.evaluation, every=2))
-        assert train.train(settings, folder) == 0
+        assert loop.train(settings, folder) == 0
     first, second = wandb.runs
     assert first.id == second.id == json.loads((folder / "wandb.json").read_text())["id"]
     assert [values["step"] for values in first.logged] == [2, 4]
@@ -118,5 +117,5 @@ def test_not_installed_is_said_before_anything_is_written(tmp_path, with_trainin
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(ValueError, match=r"not installed: pip install 'sympow-jax\[wandb\]'"):
-        train.train(with_training(wandb_project="papers"), tmp_path / "run")
+        loop.train(with_training(wandb_project="papers"), tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from sympow_jax import training
-from sympow_jax.commands import evaluate, generate, train
+from sympow_jax import loop, training
+from sympow_jax.commands import evaluate, generate
 from sympow_jax.commands import weights as command
-from sympow_jax.training import checkpoint, sharding, workdir
+from sympow_jax.process import workdir
+from sympow_jax.training import checkpoint, sharding
 from tests import mistakes
 from tests.weights import originals, published
 
@@ -44,7 +45,7 @@ def test_what_a_published_model_lacks(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f'next: sympow generate --workdir={tmp_path}/run --prompt="The "\n' in out
     assert f"next: sympow eval --workdir={tmp_path}/run --config.data.source=tokens" in out
-    assert "data/train.bin, is a placeholder" in out
+    assert "data/loop.bin, is a placeholder" in out
 
 
 def program(folder: pathlib.Path) -> training.Program:
@@ -155,7 +156,7 @@ def test_training_continues(gpt2, tmp_path):
     (tmp_path / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
     chosen = f"--config={tmp_path}/settings.json"
     assert command.main(["import", weights, chosen, f"--workdir={tmp_path}/run"]) == 0
-    assert train.train(settings, tmp_path / "run") == 0
+    assert loop.train(settings, tmp_path / "run") == 0
     assert len(losses(tmp_path / "run")) == 3
     # The weights are random but confident, unlike those of a new model, which guesses.
     assert losses(tmp_path / "run")[0] > 2 * np.log(published.VOCABULARY)
@@ -172,7 +173,7 @@ def test_a_power_kernel_starts_from_gpt2(gpt2, tmp_path, capsys):
         task=dataclasses.replace(settings.task, initial_run=str(gpt2 / "run")),
         training=dataclasses.replace(settings.training, steps=2),
     )
-    assert train.train(settings, tmp_path / "run") == 0
+    assert loop.train(settings, tmp_path / "run") == 0
     assert "new: blocks.*.attention.decay.kernel\n" in capsys.readouterr().out
     assert len(losses(tmp_path / "run")) == 2
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from sympow_jax.training import cli
+from sympow_jax.process import signals
 from tests.training import launching
 from tools.faults import clock
 from tools.faults.stage import (
@@ -138,7 +138,7 @@ def terminations(stage: Stage, numbers: range) -> Iterator[Reason]:
         one.send(signal.SIGTERM)
         code, saved = one.wait(PATIENCE), steps(run)
         last = losses(run)[-1][0]
-        if code != 128 + signal.SIGTERM or last not in saved or one.errors() != [cli.SAVING]:
+        if code != 128 + signal.SIGTERM or last not in saved or one.errors() != [signals.SAVING]:
             raise NotSurvived(f"it ended after step {last} with {code}, {one.errors()}, checkpoints {saved}")
         stage.finish(run, resumes_at=last, **options)
         check_same(run, expected)

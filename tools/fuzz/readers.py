@@ -20,11 +20,12 @@ from flax import nnx
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from sympow_jax import config, data, generation, models, ops, training, weights
-from sympow_jax.commands import command_line, train
+from sympow_jax import config, data, generation, loop, models, ops, training, weights
+from sympow_jax.commands import command_line
 from sympow_jax.config import fields, serialize
 from sympow_jax.data import longcrawl64, tokenizer, tokens
-from sympow_jax.training import workdir, writers
+from sympow_jax.process import workdir
+from sympow_jax.training import writers
 from sympow_jax.weights import families
 from tools.fuzz import inputs
 from tools.fuzz.inputs import Part, Splice
@@ -218,7 +219,7 @@ def _good_run() -> inputs.Files:
             training=config.TrainingConfig(steps=1),
             evaluation=config.EvaluationConfig(context_lengths=(), every=0),
         )
-        train.train(settings, folder / "run")
+        loop.train(settings, folder / "run")
 
     kept = ("run/checkpoints", "run/config.json")
     return {

@@ -11,9 +11,9 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from sympow_jax import atomic
 from sympow_jax.config import serialize
 from sympow_jax.data.prepare import pieces
+from sympow_jax.process import atomic
 
 __all__ = ["Counts", "Folder", "folder_of", "write_piece"]
 

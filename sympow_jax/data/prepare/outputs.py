@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorstore
 
-from sympow_jax import atomic
-from sympow_jax.config import _checks as checks
+from sympow_jax.config import checks
 from sympow_jax.data import files, longcrawl64, processes, tokens
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.prepare import folder as folder_lib
 from sympow_jax.data.prepare import pieces
+from sympow_jax.process import atomic
 
 __all__ = ["Options", "Progress", "write_bin", "write_longcrawl64"]
 

@@ -11,7 +11,8 @@ import matplotlib.lines
 import numpy as np
 import rich.console
 
-from sympow_jax.evaluation import figures, report
+from sympow_jax import plotting
+from sympow_jax.evaluation import report
 from sympow_jax.evaluation.context_tasks import answers, prompts
 
 __all__ = ["COLUMNS", "Row", "TaskResult", "make_rows", "print_table", "summarize", "write_plot"]
@@ -202,12 +203,12 @@ def write_plot(path: pathlib.Path, rows: Sequence[Row]) -> None:
     if maps:
         heights.append(_MAP_HEIGHT * -(-len(maps) // _MAX_COLUMNS))
     one_column = len(tasks) == 1 and len(maps) <= 1
-    figure = figures.blank(width=7.7 if one_column else 9.6, height=sum(heights))
+    figure = plotting.blank(width=7.7 if one_column else 9.6, height=sum(heights))
     parts = figure.subfigures(len(heights), height_ratios=heights, squeeze=False).flat
     _draw_lines(parts[0], tasks, runs, rows)
     if maps:
         _draw_maps(parts[1], maps)
-    figures.save(figure, path)
+    plotting.save(figure, path)
 
 
 def _draw_lines(
@@ -217,7 +218,7 @@ def _draw_lines(
     panels, columns = _panels(figure, len(tasks))
     handles = []
     presets = {row.run: row.preset for row in rows}
-    styles = figures.styles(list(presets.values()))
+    styles = plotting.styles(list(presets.values()))
     differences = report.training_differences(rows)
     for number, (axes, task) in enumerate(zip(panels, tasks)):
         task_rows = [row for row in rows if row.task == task]
@@ -228,10 +229,10 @@ def _draw_lines(
         chance = {row.context_length: row.chance for row in task_rows}
         lengths = sorted(chance)
         axes.plot(lengths, [chance[x] for x in lengths], color="#999999", linewidth=1.2, zorder=1)
-        figures.set_log2_ticks(axes, lengths)
+        plotting.set_log2_ticks(axes, lengths)
         axes.tick_params(axis="x", labelrotation=45 if len(lengths) > 6 else 0)
         axes.set_ylim(-0.03, 1.03)
-        figures.style(
+        plotting.style(
             axes,
             x_label="context length (tokens)",
             y_label="" if number % columns else "accuracy",
@@ -239,11 +240,11 @@ def _draw_lines(
         )
         for context in sorted({row.train_context for row in rows}):
             if lengths[0] <= context <= lengths[-1]:
-                figures.mark(axes, context, f"trained at {context:,}")
+                plotting.mark(axes, context, f"trained at {context:,}")
     handles += [
-        matplotlib.lines.Line2D([], [], color=figures.INK, label="answers right"),
+        matplotlib.lines.Line2D([], [], color=plotting.INK, label="answers right"),
         matplotlib.lines.Line2D(
-            [], [], color=figures.INK, linestyle="--", linewidth=1.2, label="tokens right"
+            [], [], color=plotting.INK, linestyle="--", linewidth=1.2, label="tokens right"
         ),
         matplotlib.lines.Line2D([], [], color="#999999", linewidth=1.2, label="answers right by chance"),
     ]
@@ -261,11 +262,11 @@ def _draw_maps(figure: matplotlib.figure.FigureBase, maps: Sequence[Sequence[Row
         for (depth, length), value in np.ndenumerate(values):
             color = "black" if value > 0.5 else "white"
             axes.text(length, depth, f"{value:.2f}", ha="center", va="center", fontsize=7.5, color=color)
-        figures.style(
+        plotting.style(
             axes,
             x_label="context length (tokens)",
             y_label="" if number % columns else "depth (% of context)",
-            title=f"{rows[0].task}, {figures.plain(rows[0].run)}",
+            title=f"{rows[0].task}, {plotting.plain(rows[0].run)}",
         )
         axes.grid(visible=False)
         lengths, train_context = [row.context_length for row in rows], rows[0].train_context
@@ -274,7 +275,7 @@ def _draw_maps(figure: matplotlib.figure.FigureBase, maps: Sequence[Sequence[Row
         axes.set_yticks(np.arange(5) - 0.5, [str(25 * quarter) for quarter in range(5)])
         if lengths[0] <= train_context < lengths[-1]:
             within = sum(length <= train_context for length in lengths)
-            figures.mark(axes, within - 0.5, f"trained at {train_context:,}")
+            plotting.mark(axes, within - 0.5, f"trained at {train_context:,}")
     figure.colorbar(image, ax=panels, label="answers right", pad=0.01).outline.set_visible(False)
 
 
@@ -301,7 +302,7 @@ def _draw_run(
         exact,
         color=color,
         marker=marker,
-        label=figures.plain(name),
+        label=plotting.plain(name),
         markersize=5,
         linewidth=1.8,
         markeredgecolor="white",

@@ -16,7 +16,8 @@ from sympow_jax import data, models, spelling, training
 from sympow_jax.evaluation import buckets, report, runs
 from sympow_jax.evaluation import workdirs as workdirs_lib
 from sympow_jax.evaluation.context_tasks import answers, prompts, results
-from sympow_jax.training import checkpoint, hosts
+from sympow_jax.process import hosts
+from sympow_jax.training import checkpoint
 
 __all__ = ["context_task_results", "evaluate_context_tasks"]
 

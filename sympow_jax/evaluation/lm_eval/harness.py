@@ -10,7 +10,7 @@ import jax
 
 from sympow_jax import data, extras, generation, models, spelling, training
 from sympow_jax.evaluation.lm_eval import requests as requests_lib
-from sympow_jax.training import workdir as workdir_lib
+from sympow_jax.process import workdir as workdir_lib
 
 with extras.required("lm_eval", __name__):
     import lm_eval

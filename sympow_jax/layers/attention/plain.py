@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sympow_jax import config as configs
-from sympow_jax.config import _checks as checks
 from sympow_jax.config import attention as attention_lib
+from sympow_jax.config import checks
 from sympow_jax.config import model as model_lib
 from sympow_jax.layers.attention import kernels, layer
 from sympow_jax.ops._shared import arguments

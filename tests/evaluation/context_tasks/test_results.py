@@ -11,7 +11,7 @@ import rich.console
 
 from sympow_jax import config, evaluation
 from sympow_jax.evaluation.context_tasks import answers, prompts, results
-from sympow_jax.training import workdir
+from sympow_jax.process import workdir
 
 
 def make_exam(log_candidates, depths=()):
@@ -107,7 +107,7 @@ def test_plot_has_a_map_of_depths_for_each_run_of_a_task_with_depths(monkeypatch
         for length in (256, 512)
     ]
     figures = []
-    monkeypatch.setattr(results.figures, "save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(results.plotting, "save", lambda figure, path: figures.append(figure))
     results.write_plot(tmp_path / "x.png", rows)
     # The last of the axes is the bar of colors.
     *panels, _ = figures[0].axes
@@ -126,7 +126,7 @@ def test_plot_has_a_map_of_depths_for_each_run_of_a_task_with_depths(monkeypatch
 
 def test_plot_of_tasks_without_depths_has_no_map(monkeypatch, tmp_path):
     figures = []
-    monkeypatch.setattr(results.figures, "save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(results.plotting, "save", lambda figure, path: figures.append(figure))
     results.write_plot(tmp_path / "x.png", [make_row("a", "copy", 256, (None,) * 4)])
     assert len(figures[0].axes) == 1
     assert not figures[0].axes[0].images
@@ -149,7 +149,7 @@ def test_table_and_plot_of_runs_with_different_tasks_and_lengths(monkeypatch, tm
         ["needle", "256", "-", "0.500 (0.400 to 0.600)", "0.250", "16"],
     ]
     figures = []
-    monkeypatch.setattr(results.figures, "save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(results.plotting, "save", lambda figure, path: figures.append(figure))
     results.write_plot(tmp_path / "x.png", rows)
     *panels, _ = figures[0].axes
     assert [axes.get_title(loc="left").split(":")[0] for axes in panels] == ["copy", "needle", "needle, b"]

@@ -12,7 +12,8 @@ import matplotlib.ticker
 import numpy as np
 from jaxtyping import Float
 
-from sympow_jax.evaluation import attention_maps, figures
+from sympow_jax import plotting
+from sympow_jax.inspection import attention_maps
 
 __all__ = ["draw_half_lives", "draw_rotations", "draw_weights", "visible"]
 
@@ -40,7 +41,7 @@ def visible(text: bytes) -> str:
     except UnicodeDecodeError:
         return text.hex()
     signs = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
-    shown = "".join(signs.get(x, x if figures.has_glyph(x) else f"{ord(x):x}") for x in characters)
+    shown = "".join(signs.get(x, x if plotting.has_glyph(x) else f"{ord(x):x}") for x in characters)
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 1] + "…"
 
 
@@ -60,7 +61,7 @@ def draw_weights(
     side = min(_MAP, _MAPS / columns)
     named = time * _NAME <= min(2 * _MAP, _MAPS / columns)
     side = max(side, time * _NAME) if named else side
-    figure, axes = figures.make(
+    figure, axes = plotting.make(
         columns, rows=rows, width=columns * side + 2, height=rows * (side + 0.25) + 1, sharex=True
     )
     norm, colors = _weight_colors(layers)
@@ -71,7 +72,7 @@ def draw_weights(
         if causal:
             weights = np.ma.masked_where(np.triu(np.ones_like(weights, bool), 1), weights)
         image = panel.imshow(weights, cmap=colors, norm=norm, extent=(0.5, time + 0.5, time + 0.5, 0.5))
-        panel.set_title(f"layer {layer.layer}, head {head}", fontsize=9, color=figures.INK)
+        panel.set_title(f"layer {layer.layer}, head {head}", fontsize=9, color=plotting.INK)
         _style(panel)
         if named:
             _name_tokens(panel.xaxis, labels, side)
@@ -82,10 +83,10 @@ def draw_weights(
     _style_bar(bar, "weight of a value in an output")
     ticks = [*(-x for x in reversed(_WEIGHT_TICKS)), 0, *_WEIGHT_TICKS]
     bar.set_ticks([x for x in ticks if norm.vmin <= x <= norm.vmax])
-    figure.supxlabel("token that is read (key)", fontsize=10, color=figures.INK)
-    figure.supylabel("token that reads (query)", fontsize=10, color=figures.INK)
+    figure.supxlabel("token that is read (key)", fontsize=10, color=plotting.INK)
+    figure.supylabel("token that reads (query)", fontsize=10, color=plotting.INK)
     _title(figure, f"Attention maps · {subtitle}")
-    figures.save(figure, path)
+    plotting.save(figure, path)
 
 
 def draw_half_lives(
@@ -110,7 +111,7 @@ def draw_half_lives(
         f"Half-lives · {subtitle}",
         f"tokens until the decay halves what {whose} remembers, if each decayed as this one does",
     )
-    figures.save(figure, path)
+    plotting.save(figure, path)
 
 
 def draw_rotations(
@@ -136,7 +137,7 @@ def draw_rotations(
         f"{whose} the fastest pair, which rope rotates by {theta[0]:.2f}; the slowest rotates "
         f"{theta[-1] / theta[0]:.2g} times as far",
     )
-    figures.save(figure, path)
+    plotting.save(figure, path)
 
 
 def _draw_strips(
@@ -150,19 +151,19 @@ def _draw_strips(
     heads, time = strips[0].shape
     width = float(np.clip(time * _WIDE_NAME, *_STRIPS))
     height = len(layers) * (max(heads * _STRIP_ROW, 0.7) + 0.25) + 1.6
-    figure, axes = figures.make(rows=len(layers), width=width + 2, height=height, sharex=True)
+    figure, axes = plotting.make(rows=len(layers), width=width + 2, height=height, sharex=True)
     extent = (0.5, time + 0.5, heads - 0.5, -0.5)
     for panel, layer, strip in zip(axes, layers, strips):
         image = panel.imshow(
             strip, cmap=colors, norm=norm, extent=extent, aspect="auto", interpolation="none"
         )
-        panel.set_title(f"layer {layer.layer}", fontsize=9, color=figures.INK, loc="left")
+        panel.set_title(f"layer {layer.layer}", fontsize=9, color=plotting.INK, loc="left")
         panel.set_yticks(range(heads))
-        panel.set_ylabel("head", fontsize=9, color=figures.INK)
+        panel.set_ylabel("head", fontsize=9, color=plotting.INK)
         _style(panel)
     if time * _NAME <= width:
         _name_tokens(axes[-1].xaxis, labels, width)
-    axes[-1].set_xlabel("token", fontsize=10, color=figures.INK)
+    axes[-1].set_xlabel("token", fontsize=10, color=plotting.INK)
     bar = figure.colorbar(image, ax=axes, aspect=20, pad=0.01, extend=_extend(strips, norm))
     return figure, bar
 
@@ -197,19 +198,19 @@ def _name_tokens(axis: Any, labels: Sequence[str], length: float, *, turn: bool 
         fontsize=8.5 if len(labels) * _WIDE_NAME <= length else 7,
         rotation=90 if turn and max(map(len, labels)) > 2 else 0,
         parse_math=False,  # two dollar signs must not become a formula
-        color=figures.INK,
+        color=plotting.INK,
     )
     axis.set_tick_params(length=0)
 
 
 def _style(axes: matplotlib.axes.Axes) -> None:
     axes.spines[:].set_color(_EDGE)
-    axes.tick_params(colors=figures.INK, labelsize=8, length=2)
+    axes.tick_params(colors=plotting.INK, labelsize=8, length=2)
 
 
 def _style_bar(bar: Any, label: str) -> None:
-    bar.set_label(label, color=figures.INK, fontsize=9)
-    bar.ax.tick_params(colors=figures.INK, labelsize=8)
+    bar.set_label(label, color=plotting.INK, fontsize=9)
+    bar.ax.tick_params(colors=plotting.INK, labelsize=8)
     bar.outline.set_edgecolor(_EDGE)
 
 
@@ -217,5 +218,5 @@ def _title(figure: matplotlib.figure.Figure, *lines: str) -> None:
     characters = int(_CHARACTERS * figure.get_figwidth())
     wrapped = [part for line in lines for part in textwrap.wrap(line, characters)]
     figure.suptitle(
-        "\n".join(wrapped), x=0.01, ha="left", fontsize=10.5, color=figures.INK, gid=figures.TITLE
+        "\n".join(wrapped), x=0.01, ha="left", fontsize=10.5, color=plotting.INK, gid=plotting.TITLE
     )

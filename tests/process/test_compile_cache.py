@@ -5,7 +5,7 @@ import os
 import jax
 import pytest
 
-from sympow_jax.training import machine
+from sympow_jax.process import compile_cache
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def config(monkeypatch, tmp_path):
 
 
 def test_programs_are_cached_for_one_jaxlib_and_cpu(config, tmp_path, monkeypatch):
-    machine.cache_programs()
+    compile_cache.cache_programs()
     (folder,) = (tmp_path / "sympow-jax").iterdir()
     assert config.jax_compilation_cache_dir == str(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -30,19 +30,19 @@ def test_programs_are_cached_for_one_jaxlib_and_cpu(config, tmp_path, monkeypatc
     # Another CPU has another folder.
     other = tmp_path / "cpuinfo"
     other.write_text("processor\t: 0\nflags\t\t: fpu sse\n\nprocessor\t: 1\n")
-    monkeypatch.setattr(machine, "_CPU_INFO", other)
+    monkeypatch.setattr(compile_cache, "_CPU_INFO", other)
     config.update("jax_compilation_cache_dir", None)
-    machine.cache_programs()
+    compile_cache.cache_programs()
     assert config.jax_compilation_cache_dir != str(folder)
 
 
 def test_jax_may_be_told_otherwise(config, tmp_path):
     config.update("jax_compilation_cache_dir", "/elsewhere")
-    machine.cache_programs()
+    compile_cache.cache_programs()
     assert config.jax_compilation_cache_dir == "/elsewhere"
     config.update("jax_compilation_cache_dir", None)
     config.update("jax_enable_compilation_cache", False)
-    machine.cache_programs()
+    compile_cache.cache_programs()
     config.update("jax_enable_compilation_cache", True)
     assert config.jax_compilation_cache_dir is None
     assert not list(tmp_path.iterdir())
@@ -51,7 +51,7 @@ def test_jax_may_be_told_otherwise(config, tmp_path):
 def test_a_home_that_cannot_be_written_needs_no_cache(config, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    machine.cache_programs()
+    compile_cache.cache_programs()
     assert config.jax_compilation_cache_dir is None
 
 
@@ -60,30 +60,30 @@ def test_a_user_without_a_home_needs_no_cache(config, monkeypatch):
     monkeypatch.delenv("HOME", raising=False)
     # A user id that has no account.
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)
-    machine.cache_programs()
+    compile_cache.cache_programs()
     assert config.jax_compilation_cache_dir is None
 
 
 def test_a_cache_that_cannot_be_written_is_not_used(config, tmp_path, monkeypatch):
-    machine.cache_programs()
+    compile_cache.cache_programs()
     config.update("jax_compilation_cache_dir", None)
     (folder,) = (tmp_path / "sympow-jax").iterdir()
     # In place of its mode, which does not stop root.
     monkeypatch.setattr(os, "access", lambda path, mode: path != folder or not mode & os.W_OK)
-    machine.cache_programs()
+    compile_cache.cache_programs()
     assert config.jax_compilation_cache_dir is None
 
 
 def test_a_gpu_that_jax_does_not_use(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine, "_PLUGINS", ("no_such_plugin",))
+    monkeypatch.setattr(compile_cache, "_PLUGINS", ("no_such_plugin",))
     before = jax.config.jax_platforms
     jax.config.update("jax_platforms", None)
-    monkeypatch.setattr(machine, "_NVIDIA", (str(tmp_path / "nvidia0"),))
-    assert machine.unused_gpu() is None
+    monkeypatch.setattr(compile_cache, "_NVIDIA", (str(tmp_path / "nvidia0"),))
+    assert compile_cache.unused_gpu() is None
     (tmp_path / "nvidia0").touch()
-    line = machine.unused_gpu()
+    line = compile_cache.unused_gpu()
     assert "\n" not in line
     assert "uv run --extra cuda13" in line
     jax.config.update("jax_platforms", "cpu")
-    assert machine.unused_gpu() is None
+    assert compile_cache.unused_gpu() is None
     jax.config.update("jax_platforms", before)

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from sympow_jax import spelling, streams
+from sympow_jax import spelling
+from sympow_jax.process import streams
 
 __all__ = [
     "TIMEOUT",

@@ -12,7 +12,8 @@ import matplotlib.font_manager
 import matplotlib.ticker
 import numpy as np
 
-from sympow_jax import atomic, spelling
+from sympow_jax import spelling
+from sympow_jax.process import atomic
 
 __all__ = [
     "COLORS",

@@ -20,9 +20,9 @@ from typing import IO, Any
 
 import jax
 
-from sympow_jax import atomic, config, streams
+from sympow_jax import config
 from sympow_jax.config import fields, loading, serialize
-from sympow_jax.training import hosts
+from sympow_jax.process import atomic, hosts, streams
 
 __all__ = [
     "CHECKPOINTS",

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from sympow_jax import spelling, streams
-from sympow_jax.training import cli
+from sympow_jax import spelling
+from sympow_jax.process import signals, streams
 
 ROOT = pathlib.Path(__file__).parents[1]
 SYMPOW = [sys.executable, "-c", "import sys; from sympow_jax import commands; sys.exit(commands.main())"]
@@ -17,7 +17,7 @@ SYMPOW = [sys.executable, "-c", "import sys; from sympow_jax import commands; sy
 PRINTING = [
     sys.executable,
     "-c",
-    "from sympow_jax.training import cli\nwith cli.user_errors():\n    print('text')",
+    "from sympow_jax.process import signals\nwith signals.user_errors():\n    print('text')",
 ]
 # Python's own setting for whether it writes at once; "" for later.
 UNBUFFERED = "PYTHONUNBUFFERED"
@@ -30,7 +30,7 @@ def test_names_do_not_change_what_a_terminal_shows(capsys):
     escaped = r"a\x1b[2J\x07\u202eb\nerror: no\udce9é"
     streams.say(name, "next")
     assert capsys.readouterr().out == f"{escaped}\nnext\n"
-    with pytest.raises(SystemExit), cli.user_errors():
+    with pytest.raises(SystemExit), signals.user_errors():
         raise ValueError(f"{name} is wrong")
     assert capsys.readouterr().err == f"error: {escaped} is wrong\n".replace(r"\n", " ", 1)
     assert spelling.shown([name, name]).isprintable()
@@ -40,8 +40,8 @@ def test_names_do_not_change_what_a_terminal_shows(capsys):
 def test_the_reader_of_stdout_ends_first(flush):
     """The program ends as of SIGPIPE, without a word, as before `| head -1`."""
     code = f"""
-from sympow_jax.training import cli
-with cli.user_errors():
+from sympow_jax.process import signals
+with signals.user_errors():
     print("first", flush=True)
     input()
     print("second", flush={flush})
@@ -105,7 +105,7 @@ def test_stdout_is_closed(arguments):
 def test_no_file_gets_the_descriptor_of_a_closed_stream(descriptor, tmp_path):
     code = f"""
 import os, sys
-from sympow_jax import streams
+from sympow_jax.process import streams
 streams.open_closed()
 print("to stdout")
 print("to stderr", file=sys.stderr)

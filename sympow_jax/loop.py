@@ -1,4 +1,4 @@
-"""Trains a config in a workdir, or resumes the run there bit for bit."""
+"""A run in order: trains a config in a workdir, or resumes the run there bit for bit."""
 
 import contextlib
 import pathlib
@@ -7,7 +7,8 @@ from pallas_kernels.check import verdict
 from sympow_jax import config as config_lib
 from sympow_jax import data, evaluation, training
 from sympow_jax.data import prepared
-from sympow_jax.training import checkpoint, cli, hosts, metrics, sharding, summary, workdir
+from sympow_jax.process import hosts, signals, workdir
+from sympow_jax.training import checkpoint, metrics, sharding, summary
 
 __all__ = ["train"]
 
@@ -70,7 +71,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
             number, stop, votes = start, 0, hosts.Vote()
             pending = None  # the update whose metrics are not on the host yet
             # Only now, because until the first update there is nothing to save.
-            signals = stack.enter_context(cli.StopSignals())
+            stopping = stack.enter_context(signals.StopSignals())
             for number in range(start + 1, steps + 1):
                 with reporter.reading(number):
                     batch = sharding.place_batch(next(batches), mesh)
@@ -81,7 +82,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
                     reporter.report(*pending)
                 pending = (number, scalars, held_out)
                 checkpoints.check()
-                stop = votes.cast(signals.received or 0, now=number == steps)
+                stop = votes.cast(stopping.received or 0, now=number == steps)
                 saves = number % every == 0 or number == steps or stop
                 if saves or periodic.has_texts(number):
                     # A state is saved, and continues prompts, only once its update is known to be finite.
@@ -95,7 +96,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
                     reporter.write_texts(number, periodic.texts(state))
             # A signal during the last save stops the run too, instead of its evaluation.
             checkpoints.check(wait=True)
-            stop = stop or votes.cast(signals.received or 0, now=True)
+            stop = stop or votes.cast(stopping.received or 0, now=True)
 
     if stop:
         hosts.say(f"stopped after step {number}, which is saved; the same command resumes the run")

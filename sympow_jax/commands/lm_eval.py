@@ -1,19 +1,20 @@
-"""Evaluates a run on tasks of `lm-eval`: `python -m sympow_jax.evaluation.lm_eval --workdir=DIR --tasks=NAMES`."""
+"""Evaluates a run on tasks of `lm-eval`: `sympow lm_eval --workdir=DIR --tasks=NAMES`."""
 
 import argparse
 import json
 import pathlib
-import sys
 from collections.abc import Sequence
 
-from sympow_jax import atomic, extras, streams
+from sympow_jax import extras
 from sympow_jax.commands import command_line
-from sympow_jax.training import cli, machine
+from sympow_jax.process import atomic, compile_cache, signals, streams
+
+__all__ = ["main"]
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     parser = command_line.Parser(
-        prog="python -m sympow_jax.evaluation.lm_eval",
+        prog=program,
         description="Evaluates a run on tasks of lm-eval and prints its table.",
     )
     parser.add_argument("--workdir", required=True, metavar="DIR", help="Workdir of a training run.")
@@ -39,12 +40,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], program: str = "sympow lm_eval") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
-    with cli.user_errors():
-        flags = _parse(arguments)
-        machine.cache_programs()
-        with extras.required("lm_eval", "this program", exits=True):
+    with signals.user_errors():
+        flags = _parse(arguments, program)
+        compile_cache.cache_programs()
+        with extras.required("lm_eval", program, exits=True):
             from sympow_jax.evaluation.lm_eval import harness
         from lm_eval import utils
 
@@ -63,7 +64,3 @@ def main(arguments: Sequence[str]) -> int:
         print(utils.make_table(results))
         streams.say(f"the results are in {out}")
         return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

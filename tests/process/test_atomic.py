@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from sympow_jax import atomic
+from sympow_jax.process import atomic
 
 
 def test_a_file_is_replaced(tmp_path):

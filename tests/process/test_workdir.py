@@ -7,7 +7,7 @@ import re
 import pytest
 
 from sympow_jax import config, weights
-from sympow_jax.training import workdir
+from sympow_jax.process import workdir
 
 
 def _settings(**training) -> config.Config:

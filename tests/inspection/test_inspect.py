@@ -10,8 +10,9 @@ from flax import nnx
 
 from sympow_jax import config, models, training
 from sympow_jax.commands import inspect as command
-from sympow_jax.evaluation import attention_figures, attention_maps, inspect
-from sympow_jax.training import checkpoint, sharding, workdir
+from sympow_jax.inspection import attention_maps, figures, inspect
+from sympow_jax.process import workdir
+from sympow_jax.training import checkpoint, sharding
 from tests import mistakes
 
 TEXT = "the quick brown fox"
@@ -196,12 +197,12 @@ def test_omitted_figures_are_reported(tmp_path):
 
 
 def draw(maps, tokens, folder):
-    labels = [attention_figures.visible(bytes([token])) for token in tokens]
-    attention_figures.draw_weights(folder / "attention.png", maps, labels, subtitle="x", causal=True)
+    labels = [figures.visible(bytes([token])) for token in tokens]
+    figures.draw_weights(folder / "attention.png", maps, labels, subtitle="x", causal=True)
     if maps[0].half_life is not None:
-        attention_figures.draw_half_lives(folder / "half_life.png", maps, labels, subtitle="x")
+        figures.draw_half_lives(folder / "half_life.png", maps, labels, subtitle="x")
     if maps[0].rate is not None:
-        attention_figures.draw_rotations(folder / "rotation.png", maps, labels, subtitle="x")
+        figures.draw_rotations(folder / "rotation.png", maps, labels, subtitle="x")
     return {path.stem for path in folder.glob("*.png")}
 
 
@@ -245,7 +246,7 @@ def test_every_preset_can_be_drawn(preset, changes, tmp_path):
 
 
 def test_labels_of_tokens():
-    visible = attention_figures.visible
+    visible = figures.visible
     assert [visible(x) for x in (b"a", b" the", b"\n", b"\xff", b"\x00", "é".encode())] == [
         "a",
         "␣the",

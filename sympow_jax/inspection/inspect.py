@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from sympow_jax import atomic, data, models, training
 from sympow_jax import config as config_lib
-from sympow_jax.evaluation import attention_figures, attention_maps, figures, workdirs
-from sympow_jax.training import checkpoint, workdir
+from sympow_jax import data, models, plotting, training
+from sympow_jax.evaluation import workdirs
+from sympow_jax.inspection import attention_maps, figures
+from sympow_jax.process import atomic, workdir
+from sympow_jax.training import checkpoint
 
 __all__ = ["MAX_TOKENS", "inspect"]
 
@@ -77,7 +79,7 @@ def inspect(
     with workdirs.writing(target):
         content = metadata | {"tokens": tokens, "text": [text.decode(errors="replace") for text in texts]}
         _write_json(target / "inspect.json", maps, content, causal=causal)
-        labels = [attention_figures.visible(text) for text in texts]
+        labels = [figures.visible(text) for text in texts]
         messages = _draw(target, maps, labels, metadata, causal=causal)
     return [f"wrote {target / 'inspect.json'}: the numbers of {len(tokens):,} tokens", *messages]
 
@@ -117,19 +119,19 @@ def _draw(
     causal: bool,
 ) -> list[str]:
     """Draws the figures that apply to the model, and returns a message for each."""
-    run = "{run}, step {step}: {attention}".format(**metadata | {"run": figures.plain(metadata["run"])})
+    run = "{run}, step {step}: {attention}".format(**metadata | {"run": plotting.plain(metadata["run"])})
     path = target / "attention.png"
-    attention_figures.draw_weights(path, maps, labels, subtitle=run, causal=causal)
+    figures.draw_weights(path, maps, labels, subtitle=run, causal=causal)
     messages = [f"wrote {path}: what each token reads, one map per head"]
     if decaying := [layer for layer in maps if layer.half_life is not None]:
         path = target / "half_life.png"
-        attention_figures.draw_half_lives(path, decaying, labels, subtitle=run)
+        figures.draw_half_lives(path, decaying, labels, subtitle=run)
         messages.append(f"wrote {path}: tokens until the decay halves")
     else:
         messages.append("no half_life.png: the attention has no decay")
     if rotating := [layer for layer in maps if layer.rate is not None]:
         path = target / "rotation.png"
-        attention_figures.draw_rotations(path, rotating, labels, subtitle=run)
+        figures.draw_rotations(path, rotating, labels, subtitle=run)
         messages.append(f"wrote {path}: radians per token")
     else:
         messages.append("no rotation.png: the positions have no rates that the text chooses")

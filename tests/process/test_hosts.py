@@ -19,7 +19,8 @@ import pytest
 
 from sympow_jax import config, data, evaluation
 from sympow_jax.commands import command_line
-from sympow_jax.training import cli, hosts, sharding, workdir
+from sympow_jax.process import hosts, signals, workdir
+from sympow_jax.training import sharding
 from tests.training import launching
 
 
@@ -166,7 +167,7 @@ def test_a_signal_to_one_of_two_and_a_second_run(start, tmp_path, arguments):
     stopped = int(said.split()[3].rstrip(","))
     assert _saved(folder)[-1] == stopped
     assert list(_losses(folder)) == list(range(1, stopped + 1))
-    assert [one.errors() for one in started] == [[], [cli.SAVING]]
+    assert [one.errors() for one in started] == [[], [signals.SAVING]]
 
 
 def test_settings_that_differ(start, tmp_path):

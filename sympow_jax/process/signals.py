@@ -12,7 +12,8 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from sympow_jax import spelling, streams
+from sympow_jax import spelling
+from sympow_jax.process import streams
 
 __all__ = ["NOTICES", "SAVING", "StopSignals", "user_errors"]
 
