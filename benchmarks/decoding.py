@@ -23,9 +23,8 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import _rows, _timing
-from sympow_jax import config, generation, models, ops, plotting
+from sympow_jax import config, generation, models, ops, plotting, tasks
 from sympow_jax.generation import loop
-from sympow_jax.training import loss
 
 PRESETS = ("conformal", "softmax")
 LENGTHS = (64, 256, 1024, 4096, 16_384, 65_536)
@@ -123,7 +122,8 @@ def measure_prefill(preset: str, sizes: dict, length: int, *, rounds: int) -> Pr
     model = _model(preset, sizes)
     row = np.random.default_rng(0).integers(sizes["vocab_size"], size=(1, length + 1), dtype=np.int32)
     batch = {"inputs": jnp.asarray(row[:, :-1]), "targets": jnp.asarray(row[:, 1:])}
-    program, training = generation.Program(model), nnx.jit(loss.sums)
+    program = generation.Program(model)
+    training = nnx.jit(tasks.make(config.Config(model=model.config)).sums)
     calls = {
         "prefill": lambda: program.prefill(batch["inputs"], np.array([length])),
         "training": lambda: training(model, batch),

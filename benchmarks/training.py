@@ -7,7 +7,7 @@ the batch differs: it has the same number of tokens at every context. Without --
 are measured. Without --preset, softmax (which uses cuDNN's flash attention), sympow and conformal at p = 2 are.
 
 A row is the median of several steps after two warm-up steps; the host waits for each. MFU is the share of the data
-sheet's peak that the model's arithmetic took (`sympow_jax.training.flops`). `attention` is read from the
+sheet's peak that the model's arithmetic took (`sympow_jax.tasks.flops`). `attention` is read from the
 compiled program, not from the request. Peak memory is reported by the allocator, in a separate process for every row;
 `program` is what the compiler has reserved. If a row's process crashes, hangs or runs out of memory, the row has a note
 instead. Rows are written as JSON as they come, to benchmarks/results/training-<gpu>[-<choices>].json unless --out is
@@ -30,7 +30,8 @@ import numpy as np
 
 from benchmarks import _contenders, _rows, _timing
 from sympow_jax import config, plotting, training
-from sympow_jax.training import flops, sharding
+from sympow_jax.tasks import flops
+from sympow_jax.training import sharding
 
 CONTEXTS = tuple(2**n for n in range(10, 17))
 PRESETS = ("softmax", "sympow", "conformal")

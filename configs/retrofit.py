@@ -26,7 +26,7 @@ def get_config(
 ) -> config.Config:
     """Returns a run of 1,000 updates that starts from the last checkpoint of `run`."""
     source = _read(run)
-    is_second = source.task.name == "match_attention"
+    is_second = source.task.replaces_attention
     if is_second and (preset, every, match) != (None, None, False):
         raise ValueError(
             f"{run} is the first stage of a retrofit, whose attention is already chosen; leave out preset, every and "

@@ -501,7 +501,7 @@ def _random_batch(wanted: config.Config) -> dict[str, Int32[np.ndarray, "B T"]]:
     rng, vocab_size = np.random.default_rng(0), wanted.model.vocab_size
     shape = wanted.data.batch_size, wanted.data.context_length + 1
     tokens = rng.integers(vocab_size, size=shape, dtype=np.int32)
-    if wanted.task.name == "next_token":
+    if wanted.task.is_language_model:
         return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
     mask_token = vocab_size - 1 if wanted.task.mask_token is None else wanted.task.mask_token
     fraction = wanted.task.mask_fraction

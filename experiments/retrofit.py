@@ -163,7 +163,7 @@ def _changed(
     optimizer = config.OptimizerConfig(
         learning_rate=_RATES[rate], schedule="cosine", warmup_steps=min(20, steps // 2), clip_norm=1.0
     )
-    lengths = () if settings.task.name == "match_attention" else options.plan.lengths
+    lengths = () if settings.task.replaces_attention else options.plan.lengths
     return dataclasses.replace(
         settings,
         optimizer=optimizer,

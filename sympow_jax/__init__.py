@@ -1,7 +1,7 @@
 """Attention with a recurrent state whose size you choose.
 
 `ops` has functions of arrays, `layers` and `models` have Flax modules, `config` has their settings. Each subpackage is
-imported on first use, so `import sympow_jax` itself does not import jax or flax. `data`, `training`, `loop`,
+imported on first use, so `import sympow_jax` itself does not import jax or flax. `data`, `tasks`, `training`, `loop`,
 `evaluation`, `inspection`, `generation` and `weights` need the extra `train`, some of them only in part.
 
 Examples:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         models,
         ops,
         process,
+        tasks,
         training,
         weights,
     )
@@ -47,6 +48,7 @@ __all__ = [
     "models",
     "ops",
     "process",
+    "tasks",
     "training",
     "weights",
 ]

@@ -18,7 +18,7 @@ import numpy as np
 
 from sympow_jax import config
 from sympow_jax.ops import feature_maps
-from sympow_jax.training import flops
+from sympow_jax.tasks import flops
 from tools import predicted
 
 __all__ = ["Job", "Plan", "Step", "best", "predict", "tables"]

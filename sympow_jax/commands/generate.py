@@ -142,7 +142,7 @@ def _read_sizes(flags: argparse.Namespace) -> config.ShardingConfig | None:
 
 
 def _require_decoder(settings: config.Config, folder: pathlib.Path) -> None:
-    if settings.task.name != "next_token" or settings.model.patch_size is not None:
+    if not settings.task.is_language_model or settings.model.patch_size is not None:
         raise ValueError(
             f"{folder} holds a run of task {settings.task.name!r}; only models of the next token make text"
         )

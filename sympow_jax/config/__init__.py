@@ -20,7 +20,7 @@ from sympow_jax.config.methods import LRPE_METHODS, lrpe_method
 from sympow_jax.config.model import MODEL_SIZES, ModelConfig
 from sympow_jax.config.optimizer import OptimizerConfig
 from sympow_jax.config.run import Config, EvaluationConfig, ShardingConfig, TrainingConfig
-from sympow_jax.config.task import TaskConfig
+from sympow_jax.config.task import Predicted, TaskConfig
 
 __all__ = [
     "LRPE_METHODS",
@@ -33,6 +33,7 @@ __all__ = [
     "LrpeConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "Predicted",
     "RopeConfig",
     "ShardingConfig",
     "SpeConfig",

@@ -212,10 +212,10 @@ class Config:
 
     def _check_optimizer(self):
         optimizer, steps = self.optimizer, self.training.steps
-        if optimizer.z_loss and self.task.name not in ("next_token", "masked_token"):
+        if optimizer.z_loss and self.task.predicted is not task_lib.Predicted.TOKEN:
             raise ValueError(
                 f"optimizer.z_loss is {optimizer.z_loss} and task.name {self.task.name!r}; it is for tasks that "
-                f"predict tokens, next_token and masked_token: leave it out"
+                f"predict tokens: leave it out"
             )
         falling = round(optimizer.decay_fraction * steps)
         if optimizer.schedule == "wsd" and optimizer.warmup_steps + falling > steps:
@@ -236,32 +236,32 @@ class Config:
                 f"model.norm is 'batch' and task.name {task!r}; means over a batch show a position those that follow "
                 f"it: use 'layer'"
             )
-        if task == "match_attention" and not model.replaced_layers:
-            raise ValueError(
-                "task.name is 'match_attention', but every layer has model.attention; name the new attention in "
-                "model.attention_pattern, such as conformal"
-            )
-        if task == "match_attention":
+        if self.task.replaces_attention:
+            if not model.replaced_layers:
+                raise ValueError(
+                    f"task.name is {task!r}, but every layer has model.attention; name the new attention in "
+                    f"model.attention_pattern, such as conformal"
+                )
             if self.task.initial_run is None:
                 raise ValueError(
-                    "task.name is 'match_attention' and task.initial_run none; name the run whose attention is replaced"
+                    f"task.name is {task!r} and task.initial_run none; name the run whose attention is replaced"
                 )
             added, own = model.added_position, model.original.added_position
             if added != own:
                 raise ValueError(
-                    f"task.name is 'match_attention', and the new attention adds positions "
+                    f"task.name is {task!r}, and the new attention adds positions "
                     f"{added and added[0]!r} to the embedding where the original adds {own and own[0]!r}; "
-                    f"use a preset with the same, or train with 'next_token' alone"
+                    f"use a preset with the same, or train without this stage"
                 )
         if self.data.heldout_names and self.task.outputs is None:
             raise ValueError(
                 f"data.heldout_names is {self.data.heldout_names} and task.name {task!r}; parts of held-out data are "
-                f"for the tasks 'classification' and 'regression': leave the names out"
+                f"for tasks with labels: leave the names out"
             )
-        if task != "next_token" and self.evaluation.context_lengths:
+        if not self.task.is_language_model and self.evaluation.context_lengths:
             raise ValueError(
                 f"evaluation.context_lengths is {self.evaluation.context_lengths} and task.name {task!r}; losses by "
-                f"position are of the task 'next_token': leave them out"
+                f"position are of decoders: leave them out"
             )
 
     def _check_pairs(self):

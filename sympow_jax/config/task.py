@@ -1,12 +1,43 @@
 """Settings of the training task."""
 
 import dataclasses
+import enum
+from typing import NamedTuple
 
 from sympow_jax.config import checks, fields
 
-__all__ = ["TaskConfig"]
+__all__ = ["Predicted", "TaskConfig"]
 
-TASKS = ("next_token", "match_attention", "masked_token", "classification", "regression")
+
+class Predicted(enum.Enum):
+    """What is predicted for each token or row."""
+
+    TOKEN = enum.auto()
+    ATTENTION = enum.auto()
+    CLASS = enum.auto()
+    NUMBER = enum.auto()
+
+
+class _Kind(NamedTuple):
+    """What settings, data and models must know of a task.
+
+    Attributes:
+        predicted: what it predicts.
+        causal: whether attention is causal, so that the model is a decoder; otherwise it is an encoder.
+    """
+
+    predicted: Predicted
+    causal: bool = False
+
+
+TASKS = {
+    "next_token": _Kind(Predicted.TOKEN, causal=True),
+    "match_attention": _Kind(Predicted.ATTENTION, causal=True),
+    "masked_token": _Kind(Predicted.TOKEN),
+    "classification": _Kind(Predicted.CLASS),
+    "regression": _Kind(Predicted.NUMBER),
+}
+"""Tasks by name; `tasks.TASKS` has their classes."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +52,7 @@ class TaskConfig:
             "The others train an encoder, which sees the whole row: "
             "`masked_token`, `classification` (the class of a row, one of `classes`) and `regression` (a "
             "number per row).",
-            choices=TASKS,
+            choices=tuple(TASKS),
         ),
     )
     classes: int | None = dataclasses.field(
@@ -59,27 +90,42 @@ class TaskConfig:
     def __post_init__(self):
         fields.validate(self, "task")
         checks.require_fraction(**{"task.mask_fraction": self.mask_fraction})
-        if self.name == "classification":
+        if self.predicted is Predicted.CLASS:
             checks.require_at_least(2, **{"task.classes": self.classes or 0})
         if self.dual_encoder and self.outputs is None:
             raise ValueError(
                 f"task.dual_encoder is True and task.name {self.name!r}; pairs of texts have classes or numbers: use "
-                f"'classification' or 'regression'"
+                f"a task with labels"
             )
-        if self.name == "masked_token" and not self.mask_fraction:
-            raise ValueError("task.mask_fraction is 0.0; task 'masked_token' has nothing to predict")
+        if self.masks_tokens and not self.mask_fraction:
+            raise ValueError(f"task.mask_fraction is 0.0; task {self.name!r} has nothing to predict")
+
+    @property
+    def predicted(self) -> Predicted:
+        """What the model predicts."""
+        return TASKS[self.name].predicted
 
     @property
     def is_causal(self) -> bool:
         """True for the tasks of decoders."""
-        return self.name in ("next_token", "match_attention")
+        return TASKS[self.name].causal
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether the model predicts the next token, so that it can continue a text."""
+        return self.is_causal and self.predicted is Predicted.TOKEN
+
+    @property
+    def masks_tokens(self) -> bool:
+        """Whether an encoder predicts tokens of its row, which must be hidden from it."""
+        return not self.is_causal and self.predicted is Predicted.TOKEN
+
+    @property
+    def replaces_attention(self) -> bool:
+        """Whether new attention learns the outputs of that of `initial_run`."""
+        return self.predicted is Predicted.ATTENTION
 
     @property
     def outputs(self) -> int | None:
-        """Number of outputs per row; None for tasks that predict tokens."""
-        match self.name:
-            case "classification":
-                return self.classes
-            case "regression":
-                return 1
-        return None
+        """Number of outputs per row; None for tasks without labels."""
+        return {Predicted.CLASS: self.classes, Predicted.NUMBER: 1}.get(self.predicted)

@@ -248,7 +248,7 @@ def open_examples(
     classes = _classes(config)
     # Before the classes are counted, because a superfluous folder is most often an empty one.
     images = _side(config, classes, heldout=heldout)
-    if task.name != "classification" or task.classes != len(classes):
+    if task.outputs != len(classes):
         raise ValueError(
             f"task.name is {task.name!r} and task.classes {task.classes}, but {config.paths[0]} holds folders of "
             f"{len(classes)} classes; make them agree"

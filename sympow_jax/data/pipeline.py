@@ -14,6 +14,7 @@ from sympow_jax import config as config_lib
 from sympow_jax import spelling
 from sympow_jax.config import data as data_config
 from sympow_jax.config import loading
+from sympow_jax.config import task as task_config
 from sympow_jax.data import documents, files, longcrawl64, masking, rows, shuffle, text, tokens
 
 __all__ = [
@@ -31,18 +32,20 @@ class _Labeled(NamedTuple):
     """Properties of a source of labeled examples.
 
     Attributes:
-        tasks: names of the tasks that it supports.
+        labels: what may be predicted from it.
         has_heldout: whether it has held-out examples without a setting that holds some out.
     """
 
-    tasks: tuple[str, ...]
+    labels: tuple[config_lib.Predicted, ...]
     has_heldout: bool = False
 
 
+_CLASS, _NUMBER = config_lib.Predicted.CLASS, config_lib.Predicted.NUMBER
+_OF_DOCUMENTS = (config_lib.Predicted.TOKEN, config_lib.Predicted.ATTENTION)
 _EXAMPLES = {
-    "tsv": _Labeled(("classification", "regression")),
-    "images": _Labeled(("classification",)),
-    "listops": _Labeled(("classification",), has_heldout=True),
+    "tsv": _Labeled((_CLASS, _NUMBER)),
+    "images": _Labeled((_CLASS,)),
+    "listops": _Labeled((_CLASS,), has_heldout=True),
 }
 # Files that a run writes into its workdir, one of each kind. A folder with the first two counts as a workdir.
 _RUN_FILES = (
@@ -56,7 +59,6 @@ _RUN_FILES = (
     "checkpoints/1/commit_success.txt",
     "checkpoints/1/params/manifest.ocdbt",
 )
-_DOCUMENT_TASKS = ("next_token", "match_attention", "masked_token")
 
 
 def _source(name: str) -> Any:
@@ -69,11 +71,12 @@ def _source(name: str) -> Any:
 
 
 def _require_fitting(config: config_lib.DataConfig, task: config_lib.TaskConfig) -> None:
-    fitting = _EXAMPLES[config.source].tasks if config.source in _EXAMPLES else _DOCUMENT_TASKS
-    if task.name not in fitting:
+    fitting = _EXAMPLES[config.source].labels if config.source in _EXAMPLES else _OF_DOCUMENTS
+    if task.predicted not in fitting:
+        names = [name for name, kind in task_config.TASKS.items() if kind.predicted in fitting]
         raise ValueError(
-            f"task.name is {task.name!r}, but data.source {config.source!r} is for {' and '.join(fitting)}; change "
-            f"one of them"
+            f"task.name is {task.name!r}, but data.source {config.source!r} is for {' and '.join(names)}; change one "
+            f"of them"
         )
 
 
@@ -104,7 +107,7 @@ def _rows(
     """Returns the rows of a task: those cut from documents, or labeled examples as they are."""
     if not isinstance(source, documents.Documents):
         return source
-    if task.name == "masked_token":
+    if task.masks_tokens:
         return masking.MaskedRows(source, config, task, vocab_size=vocab_size)
     return rows.Rows(source, config, vocab_size=vocab_size)
 

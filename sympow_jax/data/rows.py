@@ -108,7 +108,7 @@ def shard(batch_size: int, *, share: int, shares: int) -> range:
 
 def label_dtype(task: config_lib.TaskConfig) -> type[np.generic]:
     """Returns the dtype of labels."""
-    return np.float32 if task.name == "regression" else np.int32
+    return np.float32 if task.predicted is config_lib.Predicted.NUMBER else np.int32
 
 
 def padded(texts: Sequence[Integer[np.ndarray, " _"]], length: int) -> dict[str, Int32[np.ndarray, " T"]]:

@@ -109,7 +109,7 @@ def _label_reader(
     config: config_lib.DataConfig, task: config_lib.TaskConfig
 ) -> Callable[[bytes], int | float]:
     """Returns a function from a label's text to its value, which raises ValueError for an invalid label."""
-    if task.name == "regression":
+    if task.predicted is config_lib.Predicted.NUMBER:
 
         def number(text: bytes) -> float:
             try:
@@ -117,7 +117,7 @@ def _label_reader(
             except ValueError:
                 value = math.nan
             if not math.isfinite(value):
-                raise ValueError("is not a finite number, as task 'regression' predicts")
+                raise ValueError(f"is not a finite number, as task {task.name!r} predicts")
             return value
 
         return number

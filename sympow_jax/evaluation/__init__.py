@@ -4,6 +4,7 @@ from sympow_jax import extras
 
 with extras.required("train", __name__):
     from sympow_jax.evaluation.buckets import Bucket, parse_lengths, select_documents
+    from sympow_jax.evaluation.by_task import check_settings, evaluate, finish
     from sympow_jax.evaluation.context_tasks.answers import Case, Question, Score, answer_scores
     from sympow_jax.evaluation.context_tasks.prompts import Material
     from sympow_jax.evaluation.context_tasks.results import TaskResult
@@ -13,7 +14,6 @@ with extras.required("train", __name__):
     from sympow_jax.evaluation.report import Row
     from sympow_jax.evaluation.runs import context_loss, evaluate_runs
     from sympow_jax.evaluation.streaming import token_losses
-    from sympow_jax.evaluation.tasks import check_settings, evaluate, finish
 
 __all__ = [
     "Bucket",

@@ -1,7 +1,6 @@
 """Evaluation of encoders and image classifiers on held-out rows: loss and the metrics of the task."""
 
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,15 +10,15 @@ import jax
 import numpy as np
 import rich.console
 from flax import nnx
-from jaxtyping import Array, Float, PyTree
 
 from sympow_jax import config as config_lib
-from sympow_jax import data, models, training
+from sympow_jax import data, models, tasks, training
 from sympow_jax.config import fields, serialize
-from sympow_jax.evaluation import metrics, report
+from sympow_jax.evaluation import report
 from sympow_jax.evaluation import workdirs as workdirs_lib
 from sympow_jax.process import hosts, workdir
-from sympow_jax.training import checkpoint, loss, sharding
+from sympow_jax.tasks import metrics
+from sympow_jax.training import checkpoint, sharding
 
 __all__ = ["evaluate_heldout", "heldout_metrics"]
 
@@ -28,7 +27,7 @@ _CALL_TOKENS = 16_384
 
 
 def heldout_metrics(
-    model: models.Model, task: config_lib.TaskConfig, batches: Iterable[Mapping[str, np.ndarray]]
+    model: models.Model, task: tasks.Task, batches: Iterable[Mapping[str, np.ndarray]]
 ) -> dict[str, float]:
     """Returns the metrics of a model over all batches, by name.
 
@@ -44,10 +43,15 @@ def heldout_metrics(
     mesh = sharding.whole_mesh(jax.local_devices())
     graph, variables = nnx.split(model)
     total, predictions, answers = 0.0, [], []
+
+    @jax.jit
+    def call(variables, batch):
+        return task.evaluate(nnx.merge(graph, variables), batch)
+
     for batch in batches:
         placed = {name: jax.device_put(x, sharding.batch_sharding(mesh, x.ndim)) for name, x in batch.items()}
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            sums, outputs = _call(graph, variables, placed)
+            sums, outputs = call(variables, placed)
         total += float(sums.loss)
         answer = batch["targets" if outputs is None else "labels"]
         counts = ~np.isnan(answer) if answer.dtype.kind == "f" else answer >= 0
@@ -55,39 +59,8 @@ def heldout_metrics(
         if outputs is not None:
             predictions.append(np.asarray(outputs)[counts])
     labels = np.concatenate(answers)
-    mean = total / len(labels)
-    if task.name == "masked_token":
-        with np.errstate(over="ignore"):
-            return {"loss": mean, "perplexity": float(np.exp(mean)), "count": len(labels)}
-    return {"loss": mean, **_of_labels(task, labels, np.concatenate(predictions)), "count": len(labels)}
-
-
-def _of_labels(
-    task: config_lib.TaskConfig, labels: np.ndarray, outputs: Float[np.ndarray, "n outputs"]
-) -> dict[str, float]:
-    if task.name == "regression":
-        values, finite = outputs[:, 0], bool(np.isfinite(outputs).all())
-        return {
-            "pearson": metrics.pearson(labels, values) if finite else math.nan,
-            "spearman": metrics.spearman(labels, values) if finite else math.nan,
-        }
-    predicted = outputs.argmax(-1)
-    scores = {
-        "accuracy": metrics.accuracy(labels, predicted),
-        "matthews": metrics.matthews(labels, predicted),
-    }
-    return scores | ({"f1": metrics.f1(labels, predicted)} if task.classes == 2 else {})
-
-
-@functools.partial(jax.jit, static_argnames="graph")
-def _call(
-    graph: nnx.GraphDef, variables: nnx.State, batch: PyTree
-) -> tuple[loss.Sums, Float[Array, "B outputs"] | None]:
-    model = nnx.merge(graph, variables)
-    if "targets" in batch:
-        return loss.sums(model, batch), None
-    outputs = loss.predict(model, batch)
-    return loss.label_sums(outputs, batch["labels"]), outputs
+    mean, predicted = total / len(labels), np.concatenate(predictions) if predictions else None
+    return {"loss": mean, **task.scores(mean, labels, predicted), "count": len(labels)}
 
 
 def evaluate_heldout(
@@ -142,7 +115,7 @@ def evaluate_heldout(
         _, model, step = training.restore_model(path)
         results[name] = {}
         for part, examples in heldout.parts.items():
-            values = heldout_metrics(model, config.task, examples.batches(batch_size))
+            values = heldout_metrics(model, tasks.make(config), examples.batches(batch_size))
             results[name] |= metrics.of_part(part, values)
         runs.append(
             {

@@ -8,7 +8,7 @@ import jax
 
 from sympow_jax import data, generation, models, training
 from sympow_jax.array_types import Array, Float
-from sympow_jax.evaluation import metrics
+from sympow_jax.tasks import metrics
 from sympow_jax.training import sharding
 
 __all__ = ["Periodic"]
@@ -49,7 +49,7 @@ class Periodic:
         config = self._program.config
         # Parameters of several devices might not fit on the one that continues the prompts.
         devices = self._program.mesh.size
-        if config.task.name != "next_token" or config.data.source != "text" or devices > 1:
+        if not config.task.is_language_model or config.data.source != "text" or devices > 1:
             raise ValueError(
                 f"evaluation.prompts are for a decoder of data.source text on one device; this run has the task "
                 f"{config.task.name}, data.source {config.data.source} and {devices} "

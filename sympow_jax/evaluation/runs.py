@@ -182,7 +182,7 @@ def _evaluate(
     """Returns the buckets, the step and the config of one run; its model is freed after this call."""
     started = time.perf_counter()
     trained, restored, step = training.restore_model(path)
-    model = cast(models.DecoderLM, restored)  # the task is 'next_token'
+    model = cast(models.DecoderLM, restored)  # as `is_language_model` says
     count = len(tokens)
     with workdirs_lib.progress(console, name, count * lengths[-1]) as advance:
         means = context_loss(model, tokens, lengths, first_position=first_position, on_call=advance)

@@ -54,7 +54,7 @@ def inspect(
     settings = workdir.read_config(folder)
     if settings.model.patch_size is not None:
         raise ValueError(f"{folder} holds a run on images; only models that read text can be inspected")
-    if settings.task.name == "match_attention":
+    if settings.task.replaces_attention:
         raise ValueError(
             f"{folder} holds the first stage of a retrofit, two attentions in a layer; inspect the run that starts "
             f"from it"

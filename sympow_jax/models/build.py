@@ -27,12 +27,11 @@ def make(
     """
     if config.patch_size is not None:
         return image_classifier.ImageClassifier(config, task, rngs=rngs, stacked=stacked)
-    if task.name == "next_token":
-        return decoder.DecoderLM(config, rngs=rngs, stacked=stacked)
-    if task.name == "match_attention":
-        return matcher.AttentionMatcher(config, rngs=rngs, stacked=stacked)
-    kind = encoder.DualEncoder if task.dual_encoder else encoder.Encoder
-    return kind(config, task, rngs=rngs, stacked=stacked)
+    if task.is_causal:
+        kind = matcher.AttentionMatcher if task.replaces_attention else decoder.DecoderLM
+        return kind(config, rngs=rngs, stacked=stacked)
+    encoder_type = encoder.DualEncoder if task.dual_encoder else encoder.Encoder
+    return encoder_type(config, task, rngs=rngs, stacked=stacked)
 
 
 def cast_weights[M: nnx.Module](model: M, dtype: str) -> M:

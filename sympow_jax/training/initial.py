@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax import config as config_lib
-from sympow_jax import models
-from sympow_jax.config import fields, serialize
+from sympow_jax import models, tasks
+from sympow_jax.config import serialize
 from sympow_jax.process import hosts, workdir
 from sympow_jax.training import checkpoint
 from sympow_jax.training.state import Params
@@ -17,8 +17,8 @@ __all__ = ["read_config", "replace"]
 _HEAD = "head"
 
 
-def read_config(folder: pathlib.Path, config: config_lib.Config) -> config_lib.Config:
-    """Returns the config of the run in `folder`, whose parameters a run of `config` starts from.
+def read_config(folder: pathlib.Path, task: tasks.Task) -> config_lib.Config:
+    """Returns the config of the run in `folder`, whose parameters a run of `task` starts from.
 
     Raises:
         ValueError: the run does not exist or has no checkpoint, one run is of an encoder and the other of a decoder, or
@@ -29,25 +29,18 @@ def read_config(folder: pathlib.Path, config: config_lib.Config) -> config_lib.C
         checkpoint.require_checkpoint(folder)
     except ValueError as error:
         raise ValueError(f"task.initial_run: {error}") from error
-    if found.task.is_causal != config.task.is_causal:
-        kind, other = ("causal", "masked_token") if found.task.is_causal else ("not causal", "next_token")
+    if found.task.is_causal != task.config.task.is_causal:
+        kind, other = ("causal", "an encoder") if found.task.is_causal else ("not causal", "a decoder")
         raise ValueError(
             f"task.initial_run: {folder} is a run of the task {found.task.name!r}, whose attention is {kind}; name "
-            f"one of {other!r}"
+            f"a run of {other}"
         )
-    matches = config.task.name == "match_attention"
-    if matches and len(set(found.model.attentions)) > 1:
+    if task.config.task.replaces_attention and len(set(found.model.attentions)) > 1:
         raise ValueError(
             f"task.initial_run: {folder} has layers of different attention, {found.model.attention_name}; name a run "
             f"whose layers are equal"
         )
-    # A decoder may change its attention, except for the one that new layers are compared with.
-    keeps = matches or not config.task.is_causal
-    occasion = fields.Occasion.INITIAL_ENCODER if keeps else fields.Occasion.INITIAL_DECODER
-    fixed = [serialize.flatten(x.model, occasion, prefix="model.") for x in (found, config)]
-    if matches:
-        for values in fixed:
-            del values["model.attention_pattern"], values["model.attention.decay_bias"]
+    fixed = (task.settings_of_initial_run(model) for model in (found.model, task.config.model))
     if different := serialize.differences(*fixed):
         raise ValueError(
             f"task.initial_run: the model of {folder} does not fit: {different}; use the same settings or another run"

@@ -11,8 +11,9 @@ import jax
 import rich.console
 import rich.progress
 
-from sympow_jax import config
-from sympow_jax.training import flops, loss, profile, writers
+from sympow_jax import config, tasks
+from sympow_jax.tasks import flops
+from sympow_jax.training import profile, writers
 
 __all__ = ["Reporter", "check_settings"]
 
@@ -68,12 +69,10 @@ class Reporter:
             ValueError: Weights & Biases is requested, but is not installed or refuses the run.
         """
         training, devices = settings.training, list(devices)
-        self._max_skips, self._layers = training.max_skips, loss.layer_names(settings)
+        self._max_skips, self._task = training.max_skips, tasks.make(settings)
         self._start, self._steps, self._log_every = start, training.steps, training.log_every
         self._tokens_per_step = settings.data.batch_tokens
-        self._flops_per_step = self._tokens_per_step * flops.model_flops_per_token(
-            settings.model, settings.data.context_length, settings.task
-        )
+        self._flops_per_step = self._tokens_per_step * self._task.flops_per_token()
         peaks = [peak for device in devices if (peak := flops.peak_flops(device)) is not None]
         self._peak_flops = sum(peaks) if len(peaks) == len(devices) else None
         self._local_devices = [device for device in devices if device.process_index == jax.process_index()]
@@ -101,7 +100,7 @@ class Reporter:
             console=self._console,
             disable=not (self._console.is_terminal and writes),
         )
-        self._task = self._bar.add_task("compiling", total=self._steps, completed=start)
+        self._shown_task = self._bar.add_task("compiling", total=self._steps, completed=start)
         self._began = self._first = self._last = self._shown = time.perf_counter()
 
     def __enter__(self) -> "Reporter":
@@ -161,10 +160,8 @@ class Reporter:
             for writer in self._every:
                 writer.write(step, values)
             self._show(step, shown, rows, now)
-        layers = [(values[name], name) for name in self._layers if name in values]
-        if step == self._steps and layers:
-            highest, name = max(layers)
-            print(f"worst layer: {name} {highest:.4f}", flush=True)
+        if step == self._steps and (line := self._task.last_line(values)) is not None:
+            print(line, flush=True)
 
     def _check(self, step: int, values: Mapping[str, float]) -> None:
         """Raises ValueError if the run cannot continue after an update with these metrics."""
@@ -225,7 +222,7 @@ class Reporter:
         self._shown, self._shown_wait = now, 0.0
         text = "  ".join([*parts, f"{_clock(seconds * (self._steps - step))} left"])
         if self._console.is_terminal:
-            self._bar.update(self._task, completed=step, description=text)
+            self._bar.update(self._shown_task, completed=step, description=text)
         else:
             print(f"step {step}/{self._steps}  {text}", flush=True)
 

@@ -15,12 +15,12 @@ import optax
 from flax import nnx
 
 from sympow_jax import config as config_lib
-from sympow_jax import models
+from sympow_jax import models, tasks
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.layers import partitioning
 from sympow_jax.ops._shared.promotion import by_default_rules
 from sympow_jax.process import hosts, workdir
-from sympow_jax.training import checkpoint, initial, loss, optimizer, sharding, spikes, stacking
+from sympow_jax.training import checkpoint, initial, optimizer, sharding, spikes, stacking
 from sympow_jax.training.state import Params, TrainState
 
 __all__ = ["Program", "Update", "restore_exact", "restore_model"]
@@ -31,7 +31,7 @@ _SCANNED_LAYERS = 16
 # Parts of a state that a checkpoint may be without.
 _OPTIONAL = ("opt_state", "average", "skips")
 
-Update = Callable[[TrainState, loss.Batch], tuple[TrainState, dict[str, Float[Array, ""]]]]
+Update = Callable[[TrainState, tasks.Batch], tuple[TrainState, dict[str, Float[Array, ""]]]]
 """Maps (state, batch) to (updated state, metrics)."""
 
 
@@ -43,6 +43,7 @@ class Program:
 
     Attributes:
         config: config of the run.
+        task: its task.
         mesh: mesh that state and batches are sharded over.
         params: shapes, dtypes and shardings of the parameters, by layer.
         statistics: those of the running statistics of batch normalization; empty without it.
@@ -62,6 +63,7 @@ class Program:
 
     def __init__(self, config: config_lib.Config, mesh: jax.sharding.Mesh):
         self.config, self.mesh = config, mesh
+        self.task = tasks.make(config)
         model = nnx.eval_shape(lambda: self._make(0, stacked=False))
         self._graph, params, statistics = _split(model)
         scans = config.training.scan_layers
@@ -83,9 +85,7 @@ class Program:
         self.optimizer = optimizer.make_optimizer(config.optimizer, config.training.steps, options, trained)
 
     def _trains(self, path: tuple[Any, ...], _: Any) -> bool:
-        if self.config.task.name != "match_attention":
-            return True
-        return models.AttentionMatcher.is_trained(self.config.model, models.parameter_name(path))
+        return self.task.trains(models.parameter_name(path))
 
     def _placed(
         self, leaf: Any, spec: jax.sharding.PartitionSpec = partitioning.REPLICATED
@@ -235,7 +235,7 @@ class Program:
             return self.init_state()
         folder = pathlib.Path(self.config.task.initial_run)
         with hosts.all_or_none():
-            first = Program(initial.read_config(folder, self.config), self.mesh)
+            first = Program(initial.read_config(folder, self.task), self.mesh)
             arrays, number = first.restore_arrays(folder)
         hosts.check_same("the checkpoint of task.initial_run", {"step": number})
         kind = "model" if self.config.task.is_causal else "encoder"
@@ -333,17 +333,16 @@ class Program:
     def update(self) -> Any:
         """Jitted optimizer update on one batch, an `Update`, which donates the state.
 
-        The loss is the mean over the targets or labels of the whole batch that count (`loss.sums`), whatever the number
-        of micro-batches. Only batch normalization uses the statistics of each micro-batch, one after another. The
-        metrics are:
+        The loss is the mean over the targets or labels of the whole batch that count (`Task.sums`), whatever the
+        number of micro-batches. Only batch normalization uses the statistics of each micro-batch, one after another.
+        The metrics are:
 
-        * `loss`, and `accuracy` if classes are predicted
-        * `loss_layer_N` of each new layer N, for the task `match_attention`
+        * `loss`, without the terms below, and further metrics of the task, such as `accuracy`
+        * terms that are added to the loss, such as `z_loss`
         * `grad_norm`, before clipping
         * `parameter_norm`, after the update, which is finite only if every parameter is
         * `update_norm`, the norm of the change of the parameters
         * `learning_rate`
-        * `z_loss`, the term that `optimizer.z_loss` adds, which `loss` is without
         * `skipped_updates` and `skipped_in_a_row`, if updates may be skipped
         """
         settings = self.config
@@ -351,11 +350,11 @@ class Program:
         ema_decay = settings.optimizer.ema_decay
 
         @by_default_rules
-        def update(state: TrainState, batch: loss.Batch) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+        def update(state: TrainState, batch: tasks.Batch) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
             # Kernels shard themselves over the mesh in scope, because the partitioner cannot.
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 sums, grads, statistics = self._accumulate(state, batch)
-            count = loss.count(batch)
+            count = tasks.count(batch)
             grads = jax.tree.map(lambda grad: grad / count, grads)
             grad_norm = optax.tree.norm(grads)
             changes, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
@@ -372,16 +371,13 @@ class Program:
                 params, opt_state, statistics, average = _selected(is_good, new, old)
                 changes = _selected(is_good, changes, jax.tree.map(jnp.zeros_like, changes))
             metrics = {
-                **self._means(sums, count),
+                **sums.means(count),
+                **{name: term / count for name, term in sums.terms.items()},
                 "grad_norm": grad_norm,
                 "parameter_norm": optax.tree.norm(params),
                 "update_norm": optax.tree.norm(changes),
                 "learning_rate": jnp.asarray(rate(done), jnp.float32),
             }
-            if sums.layers is not None:
-                metrics |= dict(zip(loss.layer_names(settings), sums.layers / count, strict=True))
-            if sums.z is not None:
-                metrics["z_loss"] = settings.optimizer.z_loss * sums.z / count
             if settings.training.skips_updates:
                 metrics |= {"skipped_updates": skips["total"], "skipped_in_a_row": skips["in_a_row"]}
             return TrainState(step, params, opt_state, statistics, average, skips), metrics
@@ -393,61 +389,50 @@ class Program:
     def heldout_means(self) -> Any:
         """Jitted function of (params, statistics, batch), as in the state, to its means in evaluation mode.
 
-        They are `loss`, and `accuracy` if classes are predicted. Rows are taken in micro-batches as in an update, so
-        that it needs no more memory.
+        They are `loss` and further metrics of the task. Rows are taken in micro-batches as in an update, so that it
+        needs no more memory.
         """
 
         @by_default_rules
-        def means(params: Params, statistics: Params, batch: loss.Batch) -> dict[str, Float[Array, ""]]:
-            def add(total: loss.Sums, rows: loss.Batch) -> tuple[loss.Sums, None]:
-                more = loss.sums(self._merge_trained(params, statistics), rows)
-                return jax.tree.map(jnp.add, total, more), None
+        def means(params: Params, statistics: Params, batch: tasks.Batch) -> dict[str, Float[Array, ""]]:
+            def sums(rows: tasks.Batch) -> tasks.Sums:
+                return self.task.sums(self._merge_trained(params, statistics), rows)
 
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                zeros = loss.zeros(layers=len(loss.layer_names(self.config)))
-                total, _ = jax.lax.scan(add, zeros, self._micro_batches(batch))
-            return self._means(total, loss.count(batch))
+                parts = jax.lax.map(sums, self._micro_batches(batch))
+            return jax.tree.map(jnp.sum, parts).means(tasks.count(batch))
 
         return jax.jit(means, out_shardings=sharding.replicated(self.mesh))
 
-    def _means(self, sums: loss.Sums, count: Int[Array, ""]) -> dict[str, Float[Array, ""]]:
-        """Returns the means over a batch's targets or labels that count."""
-        means = {"loss": sums.loss / count}
-        if self.config.task.name == "classification":
-            means["accuracy"] = sums.correct / count
-        return means
-
     def _differentiate(
-        self, params: Params, statistics: Params, rows: loss.Batch
-    ) -> tuple[loss.Sums, Params, Params]:
+        self, params: Params, statistics: Params, rows: tasks.Batch
+    ) -> tuple[tasks.Sums, Params, Params]:
         """Returns the sums over rows, their gradients and the new statistics."""
 
         def total(params: Params):
             model = self._merge_trained(params, statistics)
             model.train()
-            sums = loss.sums(model, rows, z_loss=self.config.optimizer.z_loss > 0)
-            total = sums.loss if sums.z is None else sums.loss + self.config.optimizer.z_loss * sums.z
-            return total, (sums, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)))
+            sums = self.task.sums(model, rows)
+            return sums.total, (sums, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)))
 
         grads, (sums, statistics) = jax.grad(total, has_aux=True)(params)
         return sums, grads, statistics
 
-    def _accumulate(self, state: TrainState, batch: loss.Batch) -> tuple[loss.Sums, Params, Params]:
+    def _accumulate(self, state: TrainState, batch: tasks.Batch) -> tuple[tasks.Sums, Params, Params]:
+        """Returns the sums over a batch, their gradients and the new statistics."""
         if self.config.optimizer.accumulate == 1:
             return self._differentiate(state.params, state.statistics, batch)
 
         def add(carry, rows):
-            sums, grads, statistics = carry
-            more, more_grads, statistics = self._differentiate(state.params, statistics, rows)
-            return (*jax.tree.map(jnp.add, (sums, grads), (more, more_grads)), statistics), None
+            grads, statistics = carry
+            sums, more, statistics = self._differentiate(state.params, statistics, rows)
+            return (jax.tree.map(jnp.add, grads, more), statistics), sums
 
-        zeros = (
-            loss.zeros(z_loss=self.config.optimizer.z_loss > 0, layers=len(loss.layer_names(self.config))),
-            jax.tree.map(jnp.zeros_like, state.params),
-        )
-        return jax.lax.scan(add, (*zeros, state.statistics), self._micro_batches(batch))[0]
+        carry = jax.tree.map(jnp.zeros_like, state.params), state.statistics
+        (grads, statistics), sums = jax.lax.scan(add, carry, self._micro_batches(batch))
+        return jax.tree.map(jnp.sum, sums), grads, statistics
 
-    def _micro_batches(self, batch: loss.Batch) -> loss.Batch:
+    def _micro_batches(self, batch: tasks.Batch) -> tasks.Batch:
         """Returns a batch with micro-batches as the first axis."""
         parts = self.config.optimizer.accumulate
         # Row r goes to part r % parts, so that every device has rows of every part.

@@ -47,7 +47,7 @@ def describe(
         f"model: {model.attention_name}, {_layers(model.layers)} of width {model.width}, "
         f"{parameters:,} parameters, {model.dtype}",
         *_attention(program, traced),
-        *([_decoding(program)] if config.task.name == "next_token" else []),
+        *([_decoding(program)] if config.task.is_language_model else []),
         *_data(config, data),
         f"batch: {config.data.batch_tokens:,} tokens per step, {rows} rows of {config.data.context_length:,}"
         f"{accumulated}",
@@ -181,12 +181,12 @@ def next_command(config: config_lib.Config, folder: pathlib.Path, program: str) 
     run = f"--workdir={shlex.quote(str(folder))}"
     unknown = config.data.source in ("tokens", "longcrawl64") and config.data.tokenizer is None
     tokenizer = " --tokenizer=FILE" if unknown else ""
-    if config.task.name == "next_token":
+    if config.task.is_language_model:
         name = "uv run generate.py" if script else "sympow generate"
         # Without paths, the text is Python's standard library.
         prompt = "The " if config.data.paths else "def "
         return f'next: {name} {run} --prompt="{prompt}"{tokenizer}'
-    if config.task.name == "match_attention":
+    if config.task.replaces_attention:
         command = (
             "uv run train.py --config=configs/retrofit.py" if script else "sympow train --config=retrofit"
         )

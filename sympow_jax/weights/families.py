@@ -339,7 +339,7 @@ def find(settings: config.Config) -> Family:
     Raises:
         ValueError: no family does. The error says how the model differs from the nearest.
     """
-    if settings.task.name != "next_token" or settings.model.patch_size is not None:
+    if not settings.task.is_language_model or settings.model.patch_size is not None:
         raise ValueError(f"task.name is {settings.task.name!r}; Hugging Face's layouts are for next_token")
     nearest: tuple[str, list[str]] | None = None
     for family in FAMILIES.values():

@@ -110,7 +110,7 @@ def test_what_fits():
         ),
         (
             {"data": {"heldout_paths": ("a",), "heldout_names": ("x",)}},
-            "data.heldout_names is ('x',) and task.name 'masked_token'; parts of held-out data are for the tasks",
+            "data.heldout_names is ('x',) and task.name 'masked_token'; parts of held-out data are for tasks",
         ),
         ({"model": {"vocab_size": 0}}, "model.vocab_size is 0; it must be at least 1"),
         ({"model": {"mlp_width": 10**9}}, "model.mlp_width is 1000000000; it must be at most 1048576"),

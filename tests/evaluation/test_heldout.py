@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sympow_jax import config, evaluation, models, training
+from sympow_jax import config, evaluation, models, tasks, training
 from sympow_jax.commands import evaluate as eval_program
 from sympow_jax.commands import launch
 from sympow_jax.process import workdir
@@ -20,10 +20,12 @@ from sympow_jax.process import workdir
 MODEL = {"layers": 1, "width": 16, "heads": 2, "dtype": "float32"}
 
 
-def make(task: config.TaskConfig):
+def make(**task):
+    """Returns a task and a model for it."""
     attention = config.preset("softmax", causal=False)
     model = config.ModelConfig(vocab_size=32, norm="batch", attention=attention, **MODEL)
-    return models.make(model, task, rngs=nnx.Rngs(0))
+    settings = config.Config(model=model, task=config.TaskConfig(**task))
+    return tasks.make(settings), models.make(model, settings.task, rngs=nnx.Rngs(0))
 
 
 def batches(labels, rows=4, time=6):
@@ -47,8 +49,8 @@ def outputs(model, labels):
 
 
 def test_classification_is_measured_over_the_labels_that_count():
-    task = config.TaskConfig(name="classification", classes=2)
-    model, labels = make(task), np.array([0, 1, 1, 0, 1, 1], np.int32)
+    task, model = make(name="classification", classes=2)
+    labels = np.array([0, 1, 1, 0, 1, 1], np.int32)
     model.head.linear.kernel[...] *= 100
     logits = outputs(model, labels)
     results = evaluation.heldout_metrics(model, task, batches(labels))
@@ -62,8 +64,8 @@ def test_classification_is_measured_over_the_labels_that_count():
 
 
 def test_regression_is_measured_over_the_labels_that_count():
-    task = config.TaskConfig(name="regression")
-    model, labels = make(task), np.array([0.5, -1.0, 2.0, 0.0, 3.0], np.float32)
+    task, model = make(name="regression")
+    labels = np.array([0.5, -1.0, 2.0, 0.0, 3.0], np.float32)
     values = outputs(model, labels)[:, 0]
     results = evaluation.heldout_metrics(model, task, batches(labels))
     assert results["loss"] == pytest.approx(np.mean((values - labels) ** 2), rel=1e-5)

@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 from sympow_jax import config, models, training, weights
-from sympow_jax.training import flops, sharding
+from sympow_jax.tasks import flops
+from sympow_jax.training import sharding
 from tests.models import families
 from tests.ops import cases
 

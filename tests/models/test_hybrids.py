@@ -12,7 +12,7 @@ from flax import nnx
 
 from sympow_jax import config, generation, models, ops
 from sympow_jax.evaluation import streaming
-from sympow_jax.training import flops
+from sympow_jax.tasks import flops
 from tests.generation import small
 from tests.ops import cases
 

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sympow_jax import commands, config, layers, loop, models, training
-from sympow_jax.evaluation import tasks
+from sympow_jax import commands, config, layers, loop, models, tasks, training
+from sympow_jax.evaluation import by_task
 from sympow_jax.inspection import inspect
 from sympow_jax.layers import mlp
-from sympow_jax.training import flops, initial, sharding, summary
+from sympow_jax.tasks import flops
+from sympow_jax.training import initial, sharding, summary
 from tests.models import families
 
 PATTERN = ("conformal", "shared")
@@ -223,9 +224,13 @@ def test_flops_are_a_forward_pass_of_the_original_and_both_of_the_new_layers():
 
     def counted(pattern, task="next_token"):
         model = dataclasses.replace(settings().model, attention_pattern=pattern, vocab_size=1)
-        run = "runs/original" if task == "match_attention" else None
-        task = config.TaskConfig(name=task, initial_run=run)
-        return flops.model_flops_per_token(model, TIME, task)
+        if task == "next_token":
+            return flops.model_flops_per_token(model, TIME)
+        run = dataclasses.replace(
+            settings(task=config.TaskConfig(name=task, initial_run="runs/original")), model=model
+        )
+        assert run.data.context_length == TIME
+        return tasks.make(run).flops_per_token()
 
     unembedding = 6 * settings().model.width
     original, new = (counted(pattern) - unembedding for pattern in ((), ("conformal",)))
@@ -240,7 +245,7 @@ def test_a_first_stage_is_neither_inspected_nor_evaluated(tmp_path):
     with pytest.raises(ValueError, match=r"the first stage of a retrofit.*inspect the run that starts"):
         inspect.inspect(tmp_path, b"fox")
     with pytest.raises(ValueError, match=r"the first stage of a retrofit; evaluate the run that starts"):
-        tasks.evaluate([tmp_path], out=tmp_path)
+        by_task.evaluate([tmp_path], out=tmp_path)
     printed = summary.next_command(settings(), tmp_path, "sympow train")
     assert printed == f"next: sympow train --config=retrofit:{tmp_path} --workdir=NEW"
 
@@ -258,12 +263,12 @@ def test_an_original_of_other_attention_is_not_matched(tmp_path):
         found = dataclasses.replace(run, model=model, task=config.TaskConfig())
         (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(found)))
         with pytest.raises(ValueError, match=message):
-            initial.read_config(tmp_path, run)
+            initial.read_config(tmp_path, tasks.make(run))
     hybrid = dataclasses.replace(run.model, attention_pattern=("softmax", "conformal"))
     found = dataclasses.replace(run, model=hybrid, task=config.TaskConfig())
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(found)))
     with pytest.raises(ValueError, match="has layers of different attention"):
-        initial.read_config(tmp_path, run)
+        initial.read_config(tmp_path, tasks.make(run))
 
 
 def test_positions_that_the_original_does_not_add():

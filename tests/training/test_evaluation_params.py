@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sympow_jax import config, data, loop, training, weights
-from sympow_jax.training import loss, sharding
+from sympow_jax import config, data, loop, tasks, training, weights
+from sympow_jax.training import sharding
 from sympow_jax.weights import runs
 
 AVERAGES = {
@@ -80,7 +80,7 @@ def test_a_run_evaluates_and_resumes_with_its_averages(tmp_path, settings, name)
     runs.export_run(tmp_path / "whole", tmp_path / "weights.safetensors")
     exported = weights.load(tmp_path / "weights.safetensors", whole)
     for made in (model, exported, program.merge(**arrays)):
-        mean = loss.sums(made, rows).loss / loss.count(rows)
+        mean = program.task.sums(made, rows).loss / tasks.count(rows)
         assert float(mean) == pytest.approx(lines[-1]["heldout_loss"], rel=1e-5)
     assert lines[-1]["skipped_updates"] == 0
 

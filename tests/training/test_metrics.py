@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 from tensorboardX.event_file_writer import EventsWriter
 
-from sympow_jax.training import flops, metrics, writers
+from sympow_jax.tasks import flops
+from sympow_jax.training import metrics, writers
 
 
 def _scalars(loss: float = 1.0, **changes) -> dict[str, jnp.ndarray]:

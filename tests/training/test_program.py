@@ -9,9 +9,10 @@ import optax
 import pytest
 from flax import nnx
 
-from sympow_jax import config, models, training
+from sympow_jax import config, models, tasks, training
 from sympow_jax.config.model import REMATS
-from sympow_jax.training import loss, sharding
+from sympow_jax.tasks import loss
+from sympow_jax.training import sharding
 
 
 def _batch(settings: config.Config, *, seed: int = 0) -> dict[str, jnp.ndarray]:
@@ -103,7 +104,7 @@ def test_slices_of_time_do_not_change_the_loss(settings, monkeypatch, width):
     params = program.init_state().params
 
     def total(tree):
-        return loss.sums(program.merge(tree), batch).loss
+        return program.task.sums(program.merge(tree), batch).loss
 
     expected = jax.jit(jax.value_and_grad(total))(params)
     monkeypatch.setattr(loss, "_LOGITS_BYTES", 4 * 4 * 256 * width)
@@ -116,7 +117,7 @@ def test_no_array_of_all_logits_exists(settings, monkeypatch):
     program = _program(settings)
     params = program.init_state().params
     monkeypatch.setattr(loss, "_LOGITS_BYTES", 4 * 4 * 256 * 2)
-    differentiate = jax.grad(lambda tree: loss.sums(program.merge(tree), batch).loss)
+    differentiate = jax.grad(lambda tree: program.task.sums(program.merge(tree), batch).loss)
     lowered = jax.jit(differentiate).lower(params).as_text()
     assert "4x2x256xf32" in lowered
     assert "4x16x256xf32" not in lowered
@@ -128,7 +129,7 @@ def test_documents_do_not_see_each_other(settings):
     program = _program(settings)
     model = program.merge(program.init_state().params)
     batch["targets"] = batch["targets"].at[:, :8].set(-1)
-    total = jax.jit(lambda rows: loss.sums(model, rows).loss)
+    total = jax.jit(lambda rows: program.task.sums(model, rows).loss)
     apart = float(total({**batch, "segment_ids": segments}))
     changed = {**batch, "inputs": batch["inputs"].at[:, :8].add(1)}
     assert float(total({**changed, "segment_ids": segments})) == apart
@@ -178,7 +179,9 @@ def test_rematerialization_keeps_less_for_the_backward_pass(settings):
         graph, params = nnx.split(made)
 
         def residuals(params, graph=graph):
-            return jax.vjp(lambda tree: loss.sums(nnx.merge(graph, tree), batch).loss, params)[1]
+            return jax.vjp(
+                lambda tree: tasks.make(settings).sums(nnx.merge(graph, tree), batch).loss, params
+            )[1]
 
         # Residuals of tokens only: parameters and constants are saved in every mode.
         shapes = jax.tree.leaves(jax.eval_shape(residuals, params))

@@ -155,7 +155,7 @@ def evaluate_context_tasks(
     _check(tasks, trials)
     paths, configs = workdirs_lib.read_runs(workdirs, changes)
     for path, config in zip(paths, configs):
-        if config.task.name != "next_token":
+        if not config.task.is_language_model:
             raise ValueError(
                 f"{path} holds a run of task {config.task.name!r}; --tasks is for models of the next token, leave it "
                 f"out"

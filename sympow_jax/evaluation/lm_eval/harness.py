@@ -85,7 +85,7 @@ class WorkdirModel(HarnessModel):
         del batch_size, max_batch_size, device
         folder = pathlib.Path(workdir)
         settings = workdir_lib.read_config(folder)
-        if settings.task.name != "next_token":
+        if not settings.task.is_language_model:
             raise ValueError(
                 f"{folder} holds a run of task {settings.task.name!r}; lm-eval is for models of the next token"
             )

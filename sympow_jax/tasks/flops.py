@@ -7,10 +7,10 @@ from sympow_jax.config import attention as attention_lib
 from sympow_jax.layers import mlp
 from sympow_jax.layers.attention import kernels, positions
 
-__all__ = ["model_flops_per_token", "peak_flops"]
+__all__ = ["PASSES", "attention", "feed_forward", "model_flops_per_token", "peak_flops"]
 
-# Cost of both passes in forward passes: the backward pass of a product A B has two products of its size, dA and dB.
-_PASSES = 3
+PASSES = 3
+"""Cost of both passes in forward passes: the backward pass of a product A B has two of its size, dA and dB."""
 
 # Dense bfloat16 FLOP/s without sparsity, by words of a `device_kind`. The first row whose words all occur is used.
 # Source: NVIDIA's data sheet of each product, whose figures with sparsity are twice these.
@@ -37,9 +37,11 @@ _PEAKS: tuple[tuple[tuple[str, ...], float], ...] = (
 
 
 def model_flops_per_token(
-    model: config.ModelConfig, context_length: int, task: config.TaskConfig | None = None
+    model: config.ModelConfig, context_length: int, *, unembedded: float = 1.0
 ) -> float:
     """Returns the training FLOPs per token or patch, both passes, averaged over a full context.
+
+    `unembedded` is the fraction of the tokens for which logits of the vocabulary are computed.
 
     These are "model FLOPs" in the sense of PaLM (Chowdhery et al. 2022, appendix B): the FLOPs that the mathematics
     needs. They exclude recomputation (rematerialization, scores in the backward pass) and masked pairs. Conventions:
@@ -57,26 +59,20 @@ def model_flops_per_token(
       that per-channel gates have one as large as the state. A linear kernel has F = D. If features are rotated, pairs
       multiply rotated features, so D is their number.
     * If no form is set, the cheaper of the two counts, whatever the device would choose.
-    * To match attention, the original model has a forward pass, and only the new attention has both passes.
     """
-    task = task or config.TaskConfig()
-    attention = [_attention_flops(model, layer, context_length) for layer in range(model.layers)]
-    feed_forward = 2 * model.layers * mlp.num_weights(model)
-    if task.name == "match_attention":
-        original = _attention_flops(model.original, 0, context_length)
-        new = sum(attention[layer] for layer in model.replaced_layers)
-        return model.layers * original + feed_forward + _PASSES * new
-    outside = (
-        model.width
-        * {"next_token": 1.0, "masked_token": task.mask_fraction}.get(task.name, 0.0)
-        * model.vocab_size
-    )
+    layers = sum(attention(model, layer, context_length) for layer in range(model.layers))
+    outside = model.width * unembedded * model.vocab_size
     if model.patch_size is not None:
         outside += model.width * model.patch_size**2 * model.channels
-    return _PASSES * (sum(attention) + feed_forward + 2 * outside)
+    return PASSES * (layers + feed_forward(model) + 2 * outside)
 
 
-def _attention_flops(model: config.ModelConfig, layer: int, context_length: int) -> float:
+def feed_forward(model: config.ModelConfig) -> float:
+    """Returns the FLOPs per token of a forward pass of all feed-forward layers."""
+    return 2 * model.layers * mlp.num_weights(model)
+
+
+def attention(model: config.ModelConfig, layer: int, context_length: int) -> float:
     """Returns the FLOPs per token of a forward pass of a layer's attention with its projections."""
     kernel = kernels.from_config(model, layer)
     heads, kv_heads = kernel.num_heads, kernel.num_kv_heads

@@ -32,11 +32,11 @@ def finish(
     Returns:
         The table and the plot that were written to the folder; empty if there is no evaluation.
     """
-    if config.task.name == "next_token":
+    if config.task.is_language_model:
         if lengths := runs.lengths_of(config, opened):
             runs.evaluate_runs([folder], lengths, out=folder, heldout=opened)
             return {"table": folder / "context_loss.csv", "plot": folder / "context_loss.png"}
-    elif opened.rows is not None and config.task.name != "match_attention":
+    elif opened.rows is not None and not config.task.replaces_attention:
         heldout.evaluate_heldout([folder], out=folder, heldout=opened)
         return {"table": folder / "heldout.json"}
     return {}
@@ -61,10 +61,10 @@ def evaluate(
     if len(set(tasks)) > 1:
         named = ", ".join(f"{path} ({task})" for path, task in zip(paths, tasks))
         raise ValueError(f"the runs are of different tasks: {named}; evaluate them apart")
-    if tasks[0] == "next_token":
+    if configs[0].task.is_language_model:
         runs.evaluate_runs(workdirs, lengths, out=out, documents=documents, changes=changes)
         return
-    if tasks[0] == "match_attention":
+    if configs[0].task.replaces_attention:
         raise ValueError(
             f"{paths[0]} is the first stage of a retrofit; evaluate the run that starts from it (docs/retrofit.md)"
         )

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from sympow_jax.evaluation import metrics
+from sympow_jax.tasks import metrics
 
 # TP 3, FN 1, FP 2, TN 4.
 LABELS = np.array([1, 1, 1, 1, 0, 0, 0, 0, 0, 0])

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sympow_jax.training import loss
+from sympow_jax.tasks import loss
 
 ROWS, TIME, WIDTH, VOCABULARY = 2, 7, 5, 11
 

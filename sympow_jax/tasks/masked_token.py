@@ -1,0 +1,24 @@
+"""Prediction of masked tokens."""
+
+import numpy as np
+from jaxtyping import Float
+
+from sympow_jax import config as config_lib
+from sympow_jax.tasks import next_token
+
+__all__ = ["MaskedToken"]
+
+
+class MaskedToken(next_token.NextToken):
+    """Cross-entropy of the tokens that a row hides from an encoder (Devlin et al. 2019), in nats."""
+
+    def __init__(self, config: config_lib.Config):
+        super().__init__(config)
+        self.unembedded = config.task.mask_fraction
+
+    def scores(
+        self, mean: float, labels: np.ndarray, outputs: Float[np.ndarray, "n outputs"] | None
+    ) -> dict[str, float]:
+        """Returns `perplexity`, exp(loss)."""
+        with np.errstate(over="ignore"):
+            return {"perplexity": float(np.exp(mean))}
