@@ -170,7 +170,7 @@ def state_bytes(options: _shared.Options, variant: str) -> float:
     )
     state_leaves = jax.tree.leaves(program.abstract.opt_state)
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in state_leaves)
-    return num_bytes / sum(leaf.size for leaf in jax.tree.leaves(program.params))
+    return num_bytes / sum(leaf.size for leaf in jax.tree.leaves(program.abstract.params))
 
 
 def _at_best_rates(rows: Sequence[_shared.Row]) -> dict[str, tuple[float, list[float]]]:

@@ -8,7 +8,7 @@ from sympow_jax import config as config_lib
 from sympow_jax import data, evaluation, training
 from sympow_jax.data import prepared
 from sympow_jax.process import hosts, signals, workdir
-from sympow_jax.training import checkpoint, metrics, sharding, summary
+from sympow_jax.training import checkpoint, metrics, restore, sharding, summary
 
 __all__ = ["train"]
 
@@ -42,7 +42,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
     steps, every = config.training.steps, config.training.checkpoint_every
 
     with contextlib.closing(batches), checkpoint.Checkpoints(folder, config) as checkpoints:
-        state, position = program.restore_or_begin(checkpoints)
+        state, position = restore.restore_or_begin(program, checkpoints)
         if position is not None:
             batches.set_state(position)
         start = int(state.step)
@@ -89,7 +89,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
                     reporter.report(*pending)
                     pending = None
                 if saves:
-                    checkpoints.save(number, program.by_layer(state), batches.get_state())
+                    checkpoints.save(number, state, batches.get_state())
                 if stop:
                     break
                 if periodic.has_texts(number):

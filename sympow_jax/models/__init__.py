@@ -6,7 +6,10 @@ from sympow_jax.models.build import (
     make,
     names_of_any_layer,
     parameter_name,
+    parameter_names,
     parameter_specs,
+    stack,
+    unstack,
 )
 from sympow_jax.models.decoder import DecoderLM, DecoderState
 from sympow_jax.models.encoder import DualEncoder, Encoder
@@ -28,6 +31,9 @@ __all__ = [
     "make",
     "names_of_any_layer",
     "parameter_name",
+    "parameter_names",
     "parameter_specs",
+    "stack",
     "state_bytes",
+    "unstack",
 ]

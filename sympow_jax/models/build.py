@@ -5,33 +5,45 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from sympow_jax import config as configs
 from sympow_jax.layers import partitioning
 from sympow_jax.models import decoder, encoder, image_classifier, matcher
 
-__all__ = ["Model", "cast_weights", "make", "names_of_any_layer", "parameter_name", "parameter_specs"]
+__all__ = [
+    "Model",
+    "cast_weights",
+    "make",
+    "names_of_any_layer",
+    "parameter_name",
+    "parameter_names",
+    "parameter_specs",
+    "stack",
+    "unstack",
+]
 
 Model = decoder.DecoderLM | encoder.Encoder | image_classifier.ImageClassifier | matcher.AttentionMatcher
 """Type of the models that `make` returns."""
 
 
 def make(
-    config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs | int, stacked: bool = False
+    config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs | int, **form: bool
 ) -> Model:
-    """Returns a new model for a task, with its blocks `stacked` or in a list.
+    """Returns a new model for a task; `form` has the arguments `stacked` and `scans` of `Trunk`.
 
     It is an image classifier if it has a patch size, a decoder to predict the next token, a matcher to match the
     outputs of attention, and an encoder otherwise: a dual encoder for two texts that are encoded independently.
     """
     if config.patch_size is not None:
-        return image_classifier.ImageClassifier(config, task, rngs=rngs, stacked=stacked)
+        return image_classifier.ImageClassifier(config, task, rngs=rngs, **form)
     if task.is_causal:
         kind = matcher.AttentionMatcher if task.replaces_attention else decoder.DecoderLM
-        return kind(config, rngs=rngs, stacked=stacked)
+        return kind(config, rngs=rngs, **form)
     encoder_type = encoder.DualEncoder if task.dual_encoder else encoder.Encoder
-    return encoder_type(config, task, rngs=rngs, stacked=stacked)
+    return encoder_type(config, task, rngs=rngs, **form)
 
 
 def cast_weights[M: nnx.Module](model: M, dtype: str) -> M:
@@ -55,9 +67,57 @@ def parameter_name(path: tuple[Any, ...]) -> str:
     return ".".join(str(key.key) for key in path)
 
 
+def parameter_names(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the name of each parameter of a stacked model as an array: of one for each period, or of no axis."""
+    period = len(params.get("stacked_blocks", ()))
+
+    def names(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
+        first, *rest = (key.key for key in path)
+        if first != "stacked_blocks":
+            return np.array(parameter_name(path))
+        place, *rest = rest
+        layers = range(place, place + period * leaf.shape[0], period)
+        return np.array([".".join(map(str, ("blocks", layer, *rest))) for layer in layers])
+
+    return jax.tree_util.tree_map_with_path(names, params)
+
+
 def names_of_any_layer(names: Iterable[str]) -> list[str]:
     """Returns the names in order, with `*` for the layer, each once."""
     return sorted({re.sub(r"^blocks\.\d+\.", "blocks.*.", name) for name in names})
+
+
+def stack(params: dict[str, Any], period: int) -> dict[str, Any]:
+    """Returns parameters by layer in the form of a stacked model.
+
+    Args:
+        params: nested dict of a model whose `blocks` are a dict by layer.
+        period: `config.attention_period` of the model.
+    """
+    others = dict(params)
+    blocks = others.pop("blocks", None)
+    if blocks is None:  # the running statistics of a model without any
+        return others
+    stacked = {
+        place: jax.tree.map(lambda *x: jnp.stack(x), *(blocks[i] for i in range(place, len(blocks), period)))
+        for place in range(period)
+    }
+    return others | {"stacked_blocks": stacked}
+
+
+def unstack(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns the inverse of `stack`."""
+    others = dict(params)
+    stacked = others.pop("stacked_blocks", None)
+    if stacked is None:
+        return others
+    periods = len(jax.tree.leaves(stacked)[0])
+    blocks = {
+        index * len(stacked) + place: jax.tree.map(lambda x, index=index: x[index], block)
+        for index in range(periods)
+        for place, block in stacked.items()
+    }
+    return others | {"blocks": blocks}
 
 
 def parameter_specs(model: Model) -> dict[tuple[Any, ...], jax.sharding.PartitionSpec]:

@@ -26,10 +26,10 @@ class Encoder(trunk.TokenTrunk):
         task: configs.TaskConfig,
         *,
         rngs: nnx.Rngs | int,
-        stacked: bool = False,
+        **form: bool,
     ):
         rngs = initializers.as_rngs(rngs)
-        super().__init__(config, rngs=rngs, stacked=stacked)
+        super().__init__(config, rngs=rngs, **form)
         if task.outputs is not None:
             self._init_head(task.outputs, rngs)
 

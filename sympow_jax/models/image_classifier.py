@@ -25,13 +25,13 @@ class ImageClassifier(trunk.Trunk):
         task: configs.TaskConfig,
         *,
         rngs: nnx.Rngs | int,
-        stacked: bool = False,
+        **form: bool,
     ):
         assert config.patch_size is not None  # `Config` requires it for images
         assert task.outputs is not None
         self.patch_size = config.patch_size
         rngs = initializers.as_rngs(rngs)
-        super().__init__(config, rngs=rngs, stacked=stacked)
+        super().__init__(config, rngs=rngs, **form)
         self.head = head.Head(config, task.outputs, rngs=rngs)
 
     def _init_embedding(self, rngs):

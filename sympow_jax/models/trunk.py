@@ -83,9 +83,10 @@ class Trunk(nnx.Module, abc.ABC):
     Args:
         config: the shape of the model.
         rngs: source of initial values, or a seed.
-        stacked: whether the model has `stacked_blocks` instead of `blocks`. Its layers are a loop over periods of
-            `config.attention_period` layers, which is compiled once. It has the same initial values, but neither takes
-            nor returns states.
+        stacked: whether the model has `stacked_blocks` instead of `blocks`, as in training. It has the same initial
+            values, but neither takes nor returns states.
+        scans: whether stacked layers are a loop over periods of `config.attention_period` layers, which is compiled
+            once, instead of one after another.
 
     Attributes:
         blocks: blocks in order.
@@ -98,9 +99,11 @@ class Trunk(nnx.Module, abc.ABC):
     block_type: ClassVar[type[Block]] = Block
     """Class of the blocks."""
 
-    def __init__(self, config: configs.ModelConfig, *, rngs: nnx.Rngs | int, stacked: bool = False):
+    def __init__(
+        self, config: configs.ModelConfig, *, rngs: nnx.Rngs | int, stacked: bool = False, scans: bool = True
+    ):
         rngs = initializers.as_rngs(rngs)
-        self.config = config
+        self.config, self.scans = config, stacked and scans
         self._init_embedding(rngs)
         if config.embedding_norm:
             self.embedding_norm = layers.make_norm(config, jnp.float32, rngs=rngs)
@@ -153,21 +156,32 @@ class Trunk(nnx.Module, abc.ABC):
             step: function of a block and of arrays whose first axes are rows and times.
             carry: these arrays before the first block.
         """
-        stacked, remat = hasattr(self, "stacked_blocks"), self.config.remat
-        if stacked and remat == "none":
+        remat = self.config.remat
+        if self.scans and remat == "none":
             # XLA itself computes elementwise values again instead of keeping them, but not those of another loop.
             remat = "elementwise"
 
         def apply(blocks: nnx.List[Block], carry: Carry) -> Carry:
             for block in blocks:
-                carry = _rematerialized(step, block, carry, remat, in_loop=stacked)
+                carry = _rematerialized(step, block, carry, remat, in_loop=self.scans)
                 carry = jax.tree.map(shard_tokens, carry)
             return carry
 
-        if not stacked:
+        if not hasattr(self, "stacked_blocks"):
             return apply(self.blocks, carry)
-        scan = nnx.scan(apply, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=_LAYER_AXIS)
-        return scan(self.stacked_blocks, carry)
+        if self.scans:
+            scan = nnx.scan(apply, in_axes=(0, nnx.Carry), out_axes=nnx.Carry, transform_metadata=_LAYER_AXIS)
+            return scan(self.stacked_blocks, carry)
+        graph, variables = nnx.split(self.stacked_blocks)
+        leaves, structure = jax.tree.flatten(variables)
+        statistics = []
+        # The gradient of `unstack` is one copy, that of slices would be a sum over layers of whole arrays.
+        for period in zip(*map(jnp.unstack, leaves), strict=True):
+            blocks = nnx.merge(graph, jax.tree.unflatten(structure, period))
+            carry = apply(blocks, carry)
+            statistics.append(nnx.state(blocks, nnx.BatchStat))
+        nnx.update(self.stacked_blocks, jax.tree.map(lambda *means: jnp.stack(means), *statistics))
+        return carry
 
     def _stem(
         self,

@@ -4,7 +4,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sympow_jax.training.program import Program, Update, restore_exact, restore_model
+    from sympow_jax.training.program import Program, Update
+    from sympow_jax.training.restore import restore_exact, restore_model
     from sympow_jax.training.state import TrainState
 
 __all__ = ["Program", "TrainState", "Update", "restore_exact", "restore_model"]
@@ -14,5 +15,7 @@ def __getattr__(name: str):
     # Imported on first use, because `weights.files` needs modules of this package without the extra `train`.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = "state" if name == "TrainState" else "program"
+    module = {"TrainState": "state", "restore_exact": "restore", "restore_model": "restore"}.get(
+        name, "program"
+    )
     return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -4,14 +4,12 @@ A step `checkpoints/N` holds the state after N updates. It is written atomically
 loses at most the updates since the last save. Orbax does not detect a flipped bit, so each step also has a fingerprint
 of its arrays and a digest of its metadata, which include N.
 
-Damage is proven by content that was read and is not what was saved. Only then does a run resume from an older step. Any
-other failure, such as a file that cannot be opened or too little memory, ends the run and leaves all steps as they are.
+A step whose files can be read, but are not what was saved, is damaged: the run resumes from the one before. Any other
+failure, such as a file that cannot be opened or too little memory, ends the run and leaves all steps as they are.
 
 Imported weights are a step 0 without optimizer state and without a position in the data; training initializes both.
-This module knows no model: `program.Program` restores one.
-
 With several processes, each saves the shards of its devices, and Orbax synchronizes them. Each process loads on its
-own, and all agree on which steps are damaged, because a process that cannot read its shards would leave the others
+own, and all agree on which step is damaged, because a process that cannot read its shards would leave the others
 waiting.
 """
 
@@ -44,15 +42,13 @@ from sympow_jax.training.state import Params, TrainState
 __all__ = ["Checkpoints", "require_checkpoint", "restore_arrays"]
 
 _DAMAGED = "damaged_checkpoints"
-_OPTIMIZER = "opt_state"
 # Arrays that a step may have been saved without.
-_OPTIONAL = (_OPTIMIZER, "average", "skips")
-# Errors of Orbax and TensorStore for files with other content than was saved, or without some of the files, as found by
-# flipping bits and cutting files. The base class stands for itself only: Orbax wraps others in it.
-_MALFORMED = (ValueError, LookupError, AttributeError, TypeError, FileNotFoundError, RecursionError)
-# Beginning of TensorStore's errors, and the statuses among them that are about content. Most have none.
-_STATUS = re.compile("([A-Z]+(?:_[A-Z]+)*): ")
-_MALFORMED_STATUSES = ("DATA_LOSS", "OUT_OF_RANGE", "NOT_FOUND", "INVALID_ARGUMENT", "FAILED_PRECONDITION")
+_OPTIONAL = ("opt_state", "average", "skips")
+# Errors that say nothing about content: of memory, of files, and the statuses of TensorStore for either.
+_PASSING = re.compile(
+    r"MemoryError|JaxRuntimeError|OSError|PermissionError|"
+    r"RESOURCE_EXHAUSTED|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|PERMISSION_DENIED|INTERNAL"
+)
 _READ_BYTES = 1 << 20
 
 
@@ -89,32 +85,26 @@ class Checkpoints:
         self._disk = self._folder.stat().st_dev
         self._saving: ocp.AsyncResponse[bool] | None = None
         self._read_back = False
-        self._failure = _Failure()
 
     def __enter__(self) -> "Checkpoints":
-        logging.getLogger("absl").addHandler(self._failure)
         return self
 
     def __exit__(self, *_) -> None:
-        try:
-            self.check(wait=True)
-        finally:
-            self._let_end()
-            logging.getLogger("absl").removeHandler(self._failure)
+        self.check(wait=True)
         with self._explained():
             self._orbax.close()
 
     def restore(self, abstract: TrainState) -> tuple[TrainState, Any] | None:
         """Restores the newest good state, with the shardings of `abstract`, and the position in the data.
 
-        The optimizer state is `()` if none was saved, and other parts that were not saved are empty. Steps whose damage
-        is proven are moved to `damaged_checkpoints`, with a message on stderr.
+        The optimizer state is `()` if none was saved, and other parts that were not saved are empty. A damaged step is
+        moved to `damaged_checkpoints`, with a message on stderr.
 
         Returns:
             The state and the position, which is None at the beginning of the data; or None without checkpoints.
 
         Raises:
-            ValueError: there are checkpoints, but all of them are damaged; or one cannot be read for another reason.
+            ValueError: the two newest checkpoints are damaged, or the only one; or one cannot be read.
         """
 
         def load(number: int) -> tuple[TrainState, Any]:
@@ -128,7 +118,7 @@ class Checkpoints:
             if found := [reason for reason in hosts.gather(damage) if reason]:
                 raise _DamagedError(found[0])
             _check(loaded, metadata)
-            loaded.setdefault(_OPTIMIZER, ())
+            loaded.setdefault("opt_state", ())
             at = jax.make_array_from_callback((), abstract.step.sharding, lambda _: np.int32(number))
             return TrainState(step=at, **loaded), metadata["data"]
 
@@ -137,10 +127,10 @@ class Checkpoints:
             listed = json.dumps(workdir.checkpoint_steps(self._folder.parent))
         numbers = json.loads(hosts.gather(listed)[0])
         found, damaged = _newest_good(self._folder, lambda: numbers, load)
-        for number in damaged:
+        if damaged is not None:
             with hosts.all_or_none():
                 if hosts.is_first():
-                    _put_aside(self._folder / str(number))
+                    _put_aside(self._folder / str(damaged))
         self._orbax.reload()
         return found
 
@@ -192,18 +182,17 @@ class Checkpoints:
             raise _DamagedError("it is not what was saved")
 
     def check(self, *, wait: bool = False) -> None:
-        """Raises ValueError if the last save has failed.
-
-        With `wait`, waits until it is done. Otherwise, a failure may become known only later.
-        """
-        with self._explained():
-            while wait and self._saving is not None and self._failure.error is None:
-                with contextlib.suppress(TimeoutError):
-                    self._saving.result(timeout=0.1)
-                    self._saving = None
-                    self._require_folder()
-            if self._failure.error is not None:
-                raise self._failure.error
+        """Raises ValueError if the last save has failed; with `wait`, waits until it is done."""
+        if self._saving is None:
+            return
+        with self._explained(), contextlib.suppress(TimeoutError):
+            saving, self._saving = self._saving, None
+            try:
+                saving.result(timeout=None if wait else 0)
+            except TimeoutError:
+                self._saving = saving
+                raise
+            self._require_folder()
 
     def _require_folder(self) -> None:
         """Raises OSError if the folder is gone, or on another disk than at the start.
@@ -213,40 +202,19 @@ class Checkpoints:
         if not self._folder.is_dir() or self._folder.stat().st_dev != self._disk:
             raise FileNotFoundError("the folder has vanished")
 
-    def _let_end(self) -> None:
-        """Waits for the threads of a failed save for a while, so that they do not write or log anything later.
-
-        Does nothing with several processes, whose threads may wait for those of processes without the failure.
-        """
-        if self._saving is not None and jax.process_count() == 1:
-            with contextlib.suppress(Exception):
-                self._saving.result(timeout=30)
-            # Some of Orbax's threads wait five minutes for others that have failed.
-            hosts.abandon_threads()
-
     @contextlib.contextmanager
     def _explained(self, done: str = "saved in") -> Iterator[None]:
         try:
             yield
+        except TimeoutError:
+            raise
         except Exception as error:  # Orbax and TensorStore raise many kinds of errors if they cannot write
+            # Some of Orbax's threads wait five minutes for others that have failed.
+            hosts.abandon_threads()
             raise ValueError(
                 f"a checkpoint could not be {done} {self._folder}: {_reason(error)}; earlier ones are kept; "
                 f"make room or repair the folder, then the same command resumes the run"
             ) from error
-
-
-class _Failure(logging.Handler):
-    """Log handler that records the first error that Orbax logs while it saves.
-
-    Orbax also raises the error, but later. With several processes, this is much later, because its threads first wait
-    for those of processes without the error.
-    """
-
-    error: BaseException | None = None
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self.error is None and record.exc_info:
-            self.error = record.exc_info[1]
 
 
 def restore_arrays(
@@ -258,7 +226,7 @@ def restore_arrays(
         The arrays, without those whose tree is empty, and the step of the newest good checkpoint.
 
     Raises:
-        ValueError: the folder has no good checkpoint, or its newest cannot be read.
+        ValueError: the folder has no checkpoint, or as `Checkpoints.restore`.
     """
     folder = pathlib.Path(folder).absolute()
     checkpoints = folder / workdir.CHECKPOINTS
@@ -290,8 +258,8 @@ class _DamagedError(ValueError):
 
 def _newest_good[T](
     folder: pathlib.Path, list_steps: Callable[[], Sequence[int]], load: Callable[[int], T]
-) -> tuple[T | None, list[int]]:
-    """Loads the newest step that is not damaged.
+) -> tuple[T | None, int | None]:
+    """Loads the newest step, or the one before if it is damaged.
 
     Training may save steps in this folder and delete older ones meanwhile, in another process. A step that it deletes
     while it is loaded is not damaged: the steps are listed again, and the newest is loaded.
@@ -302,14 +270,11 @@ def _newest_good[T](
         load: loads a step; raises _DamagedError if it is damaged.
 
     Returns:
-        What `load` returned, or None if there are no steps; and the damaged steps.
-
-    Raises:
-        ValueError: all steps are damaged, or one could not be loaded for another reason.
+        What `load` returned, or None if there are no steps; and the damaged step, if any.
     """
-    damaged: list[int] = []
+    damaged: int | None = None
     listed = list_steps()
-    while left := [number for number in listed if number not in damaged]:
+    while left := [number for number in listed if number != damaged]:
         before, number = listed, left[-1]
         try:
             with _quiet():
@@ -323,25 +288,29 @@ def _newest_good[T](
                     f"the checkpoint of step {number} in {folder} cannot be read, and stays where it is: "
                     f"{_reason(error)}; remove the cause, then the same command resumes the run"
                 ) from error
+            if damaged is not None:
+                raise ValueError(
+                    f"the checkpoints of steps {damaged} and {number} in {folder} are damaged: {_reason(error)}; move "
+                    f"both elsewhere, then the same command resumes from one before, or use another --workdir"
+                ) from error
             hosts.say(
                 f"the checkpoint of step {number} in {folder} is damaged, trying the one before it: {_reason(error)}",
                 error=True,
             )
-            damaged.append(number)
-    if damaged:
-        raise ValueError(f"every checkpoint in {folder} is damaged; use another --workdir")
-    return None, []
+            damaged = number
+    if damaged is not None:
+        raise ValueError(f"the only checkpoint in {folder} is damaged; use another --workdir")
+    return None, None
 
 
 def _arrays(state: TrainState) -> dict[str, Any]:
     """Returns the arrays of a state that a checkpoint holds; `step` is the folder's name instead."""
-    names = ("params", _OPTIMIZER, "statistics", "average", "skips")
-    arrays = {name: getattr(state, name) for name in names}
-    return _without_empty(arrays)
+    names = ("params", "opt_state", "statistics", "average", "skips")
+    return _without_empty({name: getattr(state, name) for name in names})
 
 
 def _without_empty(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    # Orbax does not support empty trees. Older checkpoints have no statistics.
+    # Orbax does not support empty trees.
     return {name: tree for name, tree in arrays.items() if tree}
 
 
@@ -362,58 +331,37 @@ def _load(
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     subset = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=partial))
-    with _proving_damage(path), ocp.Context(multiprocessing_options=alone, pytree_options=subset):
-        metadata = ocp.checkpointables_metadata(path).custom_metadata
-        if missing := {"config", "data", "digest", "fingerprints", "step"} - set(metadata):
-            raise _DamagedError(f"its metadata lacks {', '.join(sorted(missing))}")
-        if metadata["digest"] != _digest(metadata):
-            raise _DamagedError("its metadata is not what was saved")
-        if metadata["step"] != number:
-            raise _DamagedError(f"it was saved as step {metadata['step']}, and renamed or linked")
-        saved = metadata["fingerprints"]
-        abstract = {name: x for name, x in abstract.items() if name in saved or name not in _OPTIONAL}
-        return ocp.load_checkpointables(path, abstract), metadata
+    try:
+        with ocp.Context(multiprocessing_options=alone, pytree_options=subset):
+            metadata = ocp.checkpointables_metadata(path).custom_metadata
+            if missing := {"config", "data", "digest", "fingerprints", "step"} - set(metadata):
+                raise _DamagedError(f"its metadata lacks {', '.join(sorted(missing))}")
+            if metadata["digest"] != _digest(metadata):
+                raise _DamagedError("its metadata is not what was saved")
+            if metadata["step"] != number:
+                raise _DamagedError(f"it was saved as step {metadata['step']}, and renamed or linked")
+            saved = metadata["fingerprints"]
+            abstract = {name: x for name, x in abstract.items() if name in saved or name not in _OPTIONAL}
+            return ocp.load_checkpointables(path, abstract), metadata
+    except Exception as error:
+        # First, because Orbax takes metadata that it cannot open for absent.
+        _read_files(path)
+        # Orbax raises an error of its own, around one of TensorStore's.
+        chain: list[BaseException] = [error]
+        while (cause := chain[-1].__cause__ or chain[-1].__context__) and not isinstance(
+            cause, StopIteration
+        ):
+            chain.append(cause)
+        for one in chain:
+            if _PASSING.search(f"{type(one).__name__}: {one}"):
+                raise ValueError(_reason(one)) from error
+        raise _DamagedError(_reason(chain[-1])) from error
 
 
 def _check(loaded: dict[str, Any], metadata: dict[str, Any]) -> None:
     for name, value in _fingerprints(loaded).items():
         if value != metadata["fingerprints"][name]:
             raise _DamagedError(f"its {name} are not what was saved")
-
-
-@contextlib.contextmanager
-def _proving_damage(path: pathlib.Path) -> Iterator[None]:
-    """Turns an error into _DamagedError if it is about content, and all files can be read.
-
-    Otherwise, raises the OSError of a file that cannot be read, which names it, or a ValueError that quotes the error
-    that Orbax wrapped.
-    """
-    try:
-        yield
-    except Exception as error:
-        # First, because Orbax takes metadata that it cannot open for absent.
-        _read_files(path)
-        # Orbax raises an error of its own, around one of TensorStore's.
-        errors = _chain(error)
-        others = [one for one in errors if not _is_malformed(one)]
-        if others:
-            raise ValueError(_reason(others[0])) from error
-        raise _DamagedError(_reason(errors[-1])) from error
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """Returns the error and its causes, except for the end of an iterator, which JSON's parser reports as another."""
-    chain = [error]
-    while (cause := chain[-1].__cause__ or chain[-1].__context__) and not isinstance(cause, StopIteration):
-        chain.append(cause)
-    return chain
-
-
-def _is_malformed(error: BaseException) -> bool:
-    status = _STATUS.match(str(error))
-    return (isinstance(error, _MALFORMED) or type(error) is Exception) and (
-        status is None or status[1] in _MALFORMED_STATUSES
-    )
 
 
 def _require_files(path: pathlib.Path) -> None:
@@ -425,14 +373,10 @@ def _require_files(path: pathlib.Path) -> None:
 
 def _read_files(path: pathlib.Path) -> None:
     """Reads all files of a step; raises OSError, which names the file, if one cannot be read."""
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    for folder, _, names in os.walk(path, onerror=fail):
-        for file in (pathlib.Path(folder, name) for name in names):
+    for folder, _, names in os.walk(path):
+        for file in (os.path.join(folder, name) for name in names):
             try:
-                with file.open("rb") as stream:
+                with open(file, "rb") as stream:
                     while stream.read(_READ_BYTES):
                         pass
             except OSError as error:
@@ -470,23 +414,15 @@ def _fingerprint_each(arrays: dict[str, Any]) -> dict[str, Int[Array, ""]]:
         total = jnp.uint32(0)
         for leaf in jax.tree.leaves(tree):
             bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{8 * leaf.dtype.itemsize}"))
-            weights = 2 * _flat_indices(leaf.shape) + 1
+            # Indices not by reshaping the array, which would need collectives if it is sharded.
+            index = jnp.zeros(leaf.shape, jnp.uint32)
+            for axis in range(leaf.ndim):
+                stride = jnp.uint32(math.prod(leaf.shape[axis + 1 :]) % 2**32)
+                index += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * stride
             # An odd factor, so that swapping leaves changes the sum too.
-            total = 1_000_003 * total + jnp.sum(bits.astype(jnp.uint32) * weights, dtype=jnp.uint32)
+            total = 1_000_003 * total + jnp.sum(bits.astype(jnp.uint32) * (2 * index + 1), dtype=jnp.uint32)
         sums[name] = total
     return sums
-
-
-def _flat_indices(shape: tuple[int, ...]) -> Int[Array, "..."]:
-    # Not by reshaping the array, which would need collectives if it is sharded.
-    return sum(
-        (
-            jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-            * jnp.uint32(math.prod(shape[axis + 1 :]) % 2**32)
-            for axis in range(len(shape))
-        ),
-        start=jnp.zeros(shape, jnp.uint32),
-    )
 
 
 @contextlib.contextmanager

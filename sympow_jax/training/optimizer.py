@@ -1,7 +1,7 @@
 """Optax optimizers from an `OptimizerConfig`.
 
-Layers may be stacked (`stacking`). The arrays of `stacked_blocks` then have a leading axis of layers. Every optimizer
-treats the array of each layer separately, so its updates are the same with and without stacking.
+Parameters are those of a stacked model: the arrays of `stacked_blocks` have a leading axis of layers. Every optimizer
+treats the array of each layer separately.
 """
 
 import fnmatch
@@ -16,7 +16,6 @@ import numpy as np
 import optax
 
 from sympow_jax import config, models, spelling
-from sympow_jax.training import stacking
 
 __all__ = [
     "ParameterOptions",
@@ -35,7 +34,7 @@ class ParameterOptions(NamedTuple):
     """Options of an optimizer for each parameter, as trees like the parameters.
 
     Attributes:
-        learning_rate: factors of the learning rate; arrays with one per layer where parameters are stacked.
+        learning_rate: factors of the learning rate, as arrays with one per layer or without an axis.
         weight_decay: factors of the weight decay, in the same form. They are 0 except for matrices.
         orthogonalized: whether muon orthogonalizes the parameter.
     """
@@ -77,7 +76,7 @@ def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedul
 
 
 def parameter_options(settings: config.OptimizerConfig, params: optax.Params) -> ParameterOptions:
-    """Returns the options of each parameter; layers must not be stacked.
+    """Returns the options of each parameter.
 
     A factor is the product of the factors of all patterns that the parameter's name matches.
 
@@ -86,19 +85,21 @@ def parameter_options(settings: config.OptimizerConfig, params: optax.Params) ->
             matrix; or, for `muon`, a pattern of `orthogonalized` matches no matrix, unless it is one of the defaults
             and another one matches.
     """
-    names = jax.tree_util.tree_map_with_path(lambda path, _: models.parameter_name(path), params)
-    matrices = jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
+    names = models.parameter_names(params)
+    matrices = jax.tree.map(lambda names, leaf: leaf.ndim - names.ndim >= 2, names, params)
     rate_factors = settings.factors_by_pattern("learning_rate_factors")
     decay_factors = settings.factors_by_pattern("weight_decay_factors")
-    parameter_names = jax.tree.leaves(names)
-    matrix_names = [name for name, is_matrix in zip(parameter_names, jax.tree.leaves(matrices)) if is_matrix]
+    by_array = [*zip(map(np.ravel, jax.tree.leaves(names)), jax.tree.leaves(matrices))]
+    parameter_names = [str(name) for array, _ in by_array for name in array]
+    matrix_names = [str(name) for array, is_matrix in by_array if is_matrix for name in array]
     _require_matches("learning_rate_factors", [x for x, _ in rate_factors], parameter_names, "parameter")
     _require_matches("weight_decay_factors", [x for x, _ in decay_factors], matrix_names, "matrix")
 
-    def is_orthogonalized(name: str, leaf: Any) -> bool:
-        # By the name of any layer, because an update may run all layers as one.
-        (name,) = models.names_of_any_layer([name])
-        return leaf.ndim == 2 and any(fnmatch.fnmatchcase(name, x) for x in settings.orthogonalized)
+    def is_orthogonalized(names: np.ndarray, leaf: Any) -> bool:
+        (name,) = models.names_of_any_layer(map(str, names.ravel()))  # all layers at once
+        return leaf.ndim - names.ndim == 2 and any(
+            fnmatch.fnmatchcase(name, x) for x in settings.orthogonalized
+        )
 
     orthogonalized = jax.tree.map(is_orthogonalized, names, params)
     if settings.name == "muon":
@@ -112,16 +113,21 @@ def parameter_options(settings: config.OptimizerConfig, params: optax.Params) ->
                 f"{', '.join(matrix_names)}"
             )
     return ParameterOptions(
-        learning_rate=jax.tree.map(lambda name: _product(rate_factors, name), names),
+        learning_rate=jax.tree.map(lambda names: _products(rate_factors, names), names),
         weight_decay=jax.tree.map(
-            lambda name, is_matrix: _product(decay_factors, name) if is_matrix else 0, names, matrices
+            lambda names, is_matrix: is_matrix * _products(decay_factors, names), names, matrices
         ),
         orthogonalized=orthogonalized,
     )
 
 
-def _product(pairs: Sequence[tuple[str, float]], name: str) -> float:
-    return math.prod(factor for pattern, factor in pairs if fnmatch.fnmatchcase(name, pattern))
+def _products(pairs: Sequence[tuple[str, float]], names: np.ndarray) -> np.ndarray:
+    """Returns the product of the factors whose patterns match, for each name."""
+
+    def product(name: str) -> float:
+        return math.prod(factor for pattern, factor in pairs if fnmatch.fnmatchcase(name, pattern))
+
+    return np.array([product(str(name)) for name in names.ravel()], float).reshape(names.shape)
 
 
 def _require_matches(setting: str, patterns: Sequence[str], names: Sequence[str], kind: str) -> None:
@@ -146,7 +152,7 @@ def make_optimizer(
     Args:
         settings: settings of the optimizer.
         steps: number of updates, at which the schedules end.
-        options: options of each parameter, stacked where the parameters are.
+        options: options of each parameter.
         is_trained: tree of whether each parameter is trained; all others are frozen.
     """
     rate = learning_rate(settings, steps)
@@ -285,25 +291,22 @@ def _weight_decay(
 def _by_layer(update: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns an optimizer of single arrays as one that treats each layer of stacked arrays as an array."""
 
-    def axes(tree: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: 0 if stacking.is_stacked(path) else None, tree
-        )
+    layers = jax.tree_util.DictKey("stacked_blocks")
 
-    def has_layers(params: optax.Params) -> bool:
-        return any(axis is not None for axis in jax.tree.leaves(axes(params), is_leaf=lambda x: x is None))
+    def axes(tree: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, _: 0 if layers in path else None, tree)
+
+    def count(params: optax.Params) -> int:
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        return next((len(leaf) for path, leaf in leaves if layers in path), 1)
 
     def init(params: optax.Params) -> optax.OptState:
-        if not has_layers(params):
-            return update.init(params)
-        state = jax.eval_shape(update.init, params)
-        return jax.vmap(update.init, in_axes=(axes(params),), out_axes=axes(state))(params)
+        out = axes(jax.eval_shape(update.init, params))
+        return jax.vmap(update.init, (axes(params),), out, axis_size=count(params))(params)
 
     def update_layers(changes: optax.Updates, state: Any, params: Any) -> tuple[optax.Updates, Any]:
-        if not has_layers(params):
-            return update.update(changes, state, params)
         each = (axes(changes), axes(state), axes(params))
-        return jax.vmap(update.update, in_axes=each, out_axes=each[:2])(changes, state, params)
+        return jax.vmap(update.update, each, each[:2], axis_size=count(params))(changes, state, params)
 
     return optax.GradientTransformation(init, update_layers)
 

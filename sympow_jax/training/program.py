@@ -1,11 +1,9 @@
 """Program of a run: its model, optimizer, state and update, each made once for a config and a mesh."""
 
 import contextlib
-import dataclasses
 import functools
 import itertools
-import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,18 +16,15 @@ from sympow_jax import config as config_lib
 from sympow_jax import models, tasks
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.layers import partitioning
+from sympow_jax.layers.attention import kernels
 from sympow_jax.ops._shared.promotion import by_default_rules
-from sympow_jax.process import hosts, workdir
-from sympow_jax.training import checkpoint, initial, optimizer, sharding, spikes, stacking
+from sympow_jax.training import optimizer, sharding, spikes
 from sympow_jax.training.state import Params, TrainState
 
-__all__ = ["Program", "Update", "restore_exact", "restore_model"]
+__all__ = ["Program", "Update"]
 
 # Models of at least this many layers are scanned by default. Otherwise each layer takes about 1 s of CPU to compile.
 _SCANNED_LAYERS = 16
-
-# Parts of a state that a checkpoint may be without.
-_OPTIONAL = ("opt_state", "average", "skips")
 
 Update = Callable[[TrainState, tasks.Batch], tuple[TrainState, dict[str, Float[Array, ""]]]]
 """Maps (state, batch) to (updated state, metrics)."""
@@ -38,18 +33,15 @@ Update = Callable[[TrainState, tasks.Batch], tuple[TrainState, dict[str, Float[A
 class Program:
     """Model graph, optimizer, state and update of a run on a mesh.
 
-    Parameters and optimizer state are by layer (`blocks`) or, if an update scans the layers, stacked
-    (`stacked_blocks`; see `stacking`). Models and checkpoints always have them by layer.
+    Parameters, and so the optimizer state, are those of a stacked model (`models.stack`), whether an update loops over
+    its layers or not (`training.scan_layers`).
 
     Attributes:
         config: config of the run.
         task: its task.
         mesh: mesh that state and batches are sharded over.
-        params: shapes, dtypes and shardings of the parameters, by layer.
-        statistics: those of the running statistics of batch normalization; empty without it.
         kernels: attention kernel of each layer.
-        scans: whether an update scans the layers, so that the state has them stacked.
-        optimizer: optax optimizer of an update, for parameters and gradients as in the state.
+        optimizer: optax optimizer of an update.
 
     Examples:
         >>> from sympow_jax import config, training
@@ -64,28 +56,24 @@ class Program:
     def __init__(self, config: config_lib.Config, mesh: jax.sharding.Mesh):
         self.config, self.mesh = config, mesh
         self.task = tasks.make(config)
-        model = nnx.eval_shape(lambda: self._make(0, stacked=False))
-        self._graph, params, statistics = _split(model)
-        scans = config.training.scan_layers
-        self.scans = config.model.layers >= _SCANNED_LAYERS if scans is None else scans
+        self.kernels = tuple(kernels.from_config(config.model, layer) for layer in range(config.model.layers))
+        model = nnx.eval_shape(lambda: self._make(0))
+        self._graph, params, self._statistics = _split(model)
         specs = models.parameter_specs(model)
-
-        def shard(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return self._placed(leaf, specs[tuple(key.key for key in path)])
-
-        self.params: Params = jax.tree_util.tree_map_with_path(shard, params)
-        self.statistics: Params = jax.tree.map(self._placed, statistics)
-        self.kernels = tuple(block.attention.kernel for block in model.blocks)
-        options = optimizer.parameter_options(config.optimizer, self.params)
-        trained = jax.tree_util.tree_map_with_path(self._trains, self.params)
-        if self.scans:
-            rates, decays = self._stack((options.learning_rate, options.weight_decay), join=np.array)
-            matrices, trained = self._stack((options.orthogonalized, trained), join=lambda leaves: leaves[0])
-            options = optimizer.ParameterOptions(rates, decays, matrices)
+        self._params = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: self._placed(leaf, specs[tuple(key.key for key in path)]), params
+        )
+        options = optimizer.parameter_options(config.optimizer, params)
+        trained = jax.tree.map(
+            lambda names: self.task.trains(str(names.flat[0])), models.parameter_names(params)
+        )
         self.optimizer = optimizer.make_optimizer(config.optimizer, config.training.steps, options, trained)
 
-    def _trains(self, path: tuple[Any, ...], _: Any) -> bool:
-        return self.task.trains(models.parameter_name(path))
+    def _make(self, seed: int) -> models.Model:
+        scans = self.config.training.scan_layers
+        if scans is None:
+            scans = self.config.model.layers >= _SCANNED_LAYERS
+        return models.make(self.config.model, self.config.task, rngs=seed, stacked=True, scans=scans)
 
     def _placed(
         self, leaf: Any, spec: jax.sharding.PartitionSpec = partitioning.REPLICATED
@@ -101,72 +89,49 @@ class Program:
 
         Arrays of the optimizer state that have the shape of their parameter are sharded like it, and others replicated.
         """
-        params, statistics = self.params, self.statistics
-        if self.scans:
-            params, statistics = self._stack((params, statistics), join=self._stacked)
-        by_path = dict(jax.tree_util.tree_leaves_with_path(params))
+        by_path = dict(jax.tree_util.tree_leaves_with_path(self._params))
 
         def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            param = by_path.get(_param_path(path))
+            # Only the dicts at the end of a path are those of the parameters, because an optax state is a named tuple.
+            keys = itertools.takewhile(lambda key: isinstance(key, jax.tree_util.DictKey), reversed(path))
+            param = by_path.get(tuple(reversed(list(keys))))
             # Adafactor's means of rows and columns are replicated: they are a thousandth of a matrix.
             return self._placed(leaf) if param is None or param.shape != leaf.shape else param
 
-        opt_state = jax.tree_util.tree_map_with_path(place, jax.eval_shape(self.optimizer.init, params))
+        opt_state = jax.tree_util.tree_map_with_path(place, jax.eval_shape(self.optimizer.init, self._params))
         step: Any = self._placed(jax.ShapeDtypeStruct((), jnp.int32))
         return TrainState(
             step=step,
-            params=params,
+            params=self._params,
             opt_state=opt_state,
-            statistics=statistics,
-            average=params if self.config.optimizer.ema_decay is not None else {},
+            statistics=jax.tree.map(self._placed, self._statistics),
+            average=self._params if self.config.optimizer.ema_decay is not None else {},
             skips=jax.tree.map(self._placed, jax.eval_shape(spikes.begin)),
         )
 
-    @property
-    def _stack(self) -> Callable[..., Any]:
-        return functools.partial(stacking.stack, period=self.config.model.attention_period)
-
-    def _stacked(self, leaves: Sequence[jax.ShapeDtypeStruct]) -> jax.ShapeDtypeStruct:
-        shape, sharding = (len(leaves), *leaves[0].shape), leaves[0].sharding
-        spec = jax.sharding.PartitionSpec(None, *sharding.spec)
-        return jax.ShapeDtypeStruct(
-            shape, leaves[0].dtype, sharding=jax.sharding.NamedSharding(self.mesh, spec)
-        )
-
     @functools.cached_property
-    def abstract_by_layer(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state `by_layer`, which is what a checkpoint holds."""
-        if not self.scans:
-            return self.abstract
+    def shardings(self) -> TrainState:
+        """Shardings of the state."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
 
-        def take(leaf: jax.ShapeDtypeStruct, _: int) -> jax.ShapeDtypeStruct:
-            return self._placed(
-                jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype),
-                jax.sharding.PartitionSpec(*leaf.sharding.spec[1:]),
-            )
+    def init_state(self) -> TrainState:
+        """Returns the state of a new model before the first update, a function of the config only."""
 
-        return stacking.unstack(self.abstract, take)
+        def init() -> TrainState:
+            return self.new_state(*_split(self._make(self.config.training.seed))[1:])
 
-    def by_layer(self, state: TrainState) -> TrainState:
-        """Returns a state with the parameters and optimizer state of each layer on their own.
+        with _random_kernels(), jax.threefry_partitionable(True):
+            return jax.jit(init, out_shardings=self.shardings)()
 
-        They are a copy if layers are scanned. An optimizer state of `()` stays, and so does an empty average.
-        """
-        return _converted(stacking.unstack, state, self.abstract_by_layer) if self.scans else state
-
-    def from_layers(self, state: TrainState) -> TrainState:
-        """Returns the inverse of `by_layer`; an optimizer state of `()` and an empty average stay."""
-        return _converted(self._stack, state, self.abstract) if self.scans else state
-
-    def model(self, state: TrainState) -> models.Model:
-        """Returns the model of a state with its `evaluation_params`, in evaluation mode."""
-        # Without the optimizer state, which is larger than the parameters.
-        state = TrainState(state.step, self.evaluation_params(state), (), state.statistics)
-        state = self.by_layer(state)
-        return self.merge(state.params, state.statistics)
+    def new_state(self, params: Params, statistics: Params) -> TrainState:
+        """Returns the state before the first update of these parameters."""
+        # A copy, because the update donates both.
+        average = jax.tree.map(jnp.copy, params) if self.config.optimizer.ema_decay is not None else {}
+        opt_state = self.optimizer.init(params)
+        return TrainState(jnp.int32(0), params, opt_state, statistics, average, spikes.begin())
 
     def evaluation_params(self, state: TrainState) -> Params:
-        """Returns the parameters of a state for everything except training, in the form of the state.
+        """Returns the parameters of a state for everything except training.
 
         They are the moving average with `optimizer.ema_decay`, the average x of `schedule_free`, and otherwise those
         that are trained. A state without an average or optimizer state, as of imported weights, has no others.
@@ -177,139 +142,17 @@ class Program:
             return jax.jit(optimizer.schedule_free_average)(state.opt_state, state.params)
         return state.params
 
-    @functools.cached_property
-    def _shardings(self) -> TrainState:
-        return _shardings_of(self.abstract)
+    def model(self, state: TrainState) -> models.Model:
+        """Returns the model of a state with its `evaluation_params`, its blocks in a list, in evaluation mode."""
+        return self.merge(self.evaluation_params(state), state.statistics)
 
     def merge(self, params: Params, statistics: Params | None = None) -> models.Model:
-        """Returns the model with these parameters and running statistics by layer, in evaluation mode."""
-        return nnx.merge(self._graph, params, statistics or {})
-
-    def _merge_trained(self, params: Params, statistics: Params) -> models.Model:
-        """Returns the model with parameters and running statistics as they are in the state."""
-        return nnx.merge(self._trained_graph, params, statistics)
+        """Returns the model with these parameters and running statistics, its blocks in a list, in evaluation mode."""
+        return nnx.merge(self._graph_by_layer, *map(models.unstack, (params, statistics or {})))
 
     @functools.cached_property
-    def _trained_graph(self) -> nnx.GraphDef:
-        if not self.scans:
-            return self._graph
-        # Without the mesh that an update is traced in: its axes are not the logical ones that parameters name.
-        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            return _split(nnx.eval_shape(lambda: self._make(0, stacked=True)))[0]
-
-    def _make(self, seed: int, *, stacked: bool) -> models.Model:
-        return models.make(self.config.model, self.config.task, rngs=seed, stacked=stacked)
-
-    def init_state(self) -> TrainState:
-        """Returns the state of a new model before the first update, a function of the config only."""
-
-        def init() -> TrainState:
-            # Stacked, because layers that are initialized by a loop compile in the time of one.
-            _, *variables = _split(self._make(self.config.training.seed, stacked=True))
-            params, statistics = variables if self.scans else stacking.unstack(variables)
-            return self._new_state(params, statistics)
-
-        with _random_kernels(), jax.threefry_partitionable(True):
-            return jax.jit(init, out_shardings=self._shardings)()
-
-    def _new_state(self, params: Params, statistics: Params) -> TrainState:
-        """Returns the state before the first update of these parameters, in the form of the state."""
-        # A copy, because the update donates both.
-        average = jax.tree.map(jnp.copy, params) if self.config.optimizer.ema_decay is not None else {}
-        opt_state = self.optimizer.init(params)
-        return TrainState(jnp.int32(0), params, opt_state, statistics, average, spikes.begin())
-
-    def begin(self) -> TrainState:
-        """Returns the state before the first update, with the parameters of `task.initial_run` if it is set.
-
-        An encoder's embedding, blocks and norms, with their running statistics, are those of that run's newest
-        checkpoint. The head and the optimizer state are new. The attention of a decoder may have other settings than in
-        that run. Parameters that only the new model has are initialized, parameters that only the old one has are
-        dropped, and a message lists both.
-
-        Raises:
-            ValueError: the run does not exist or has no good checkpoint, one run is of an encoder and the other of a
-                decoder, its model has other settings, or its parameters have other shapes.
-        """
-        if self.config.task.initial_run is None:
-            return self.init_state()
-        folder = pathlib.Path(self.config.task.initial_run)
-        with hosts.all_or_none():
-            first = Program(initial.read_config(folder, self.task), self.mesh)
-            arrays, number = first.restore_arrays(folder)
-        hosts.check_same("the checkpoint of task.initial_run", {"step": number})
-        kind = "model" if self.config.task.is_causal else "encoder"
-        hosts.say(
-            f"the {kind} is that of step {number} of {folder}, a run of the task {first.config.task.name!r}"
-        )
-        # Without what depends on the parameters that are replaced.
-        state = dataclasses.replace(self.init_state(), opt_state=(), average={}, skips={})
-        new = self.by_layer(state)
-        params = initial.replace(new.params, arrays["params"], folder)
-        new = dataclasses.replace(new, params=params, statistics=arrays.get("statistics", {}))
-        return self._completed(self.from_layers(new))
-
-    def restore_or_begin(self, checkpoints: checkpoint.Checkpoints) -> tuple[TrainState, Any]:
-        """Returns the newest good state of a run, or the state before the first update if there is no checkpoint.
-
-        Returns:
-            The state, and its position in the data, which is None at the beginning of the data.
-
-        Raises:
-            ValueError: as `Checkpoints.restore` and `begin`.
-        """
-        restored = checkpoints.restore(self.abstract_by_layer)
-        if restored is None:
-            return self.begin(), None
-        state, position = self.from_layers(restored[0]), restored[1]
-        return self._completed(state), position
-
-    def _completed(self, state: TrainState) -> TrainState:
-        """Returns a state with new values of what it does not have, but the program has.
-
-        A checkpoint of imported weights has no optimizer state and no average, and one from before updates could be
-        skipped has no numbers of these.
-        """
-        missing = [
-            name
-            for name in _OPTIONAL
-            if not getattr(state, name) and jax.tree.leaves(getattr(self.abstract, name))
-        ]
-        if not missing:
-            return state
-
-        def init(params: Params, statistics: Params) -> dict[str, Any]:
-            new = self._new_state(params, statistics)
-            return {name: getattr(new, name) for name in missing}
-
-        shardings = {name: getattr(self._shardings, name) for name in missing}
-        return dataclasses.replace(
-            state, **jax.jit(init, out_shardings=shardings)(state.params, state.statistics)
-        )
-
-    def restore_arrays(self, folder: str | pathlib.Path) -> tuple[dict[str, Params], int]:
-        """Restores the parameters for evaluation, and `statistics` if there are any, from a workdir of the same model.
-
-        The parameters, `params`, are those of `evaluation_params`. Each process restores on its own, so the mesh may
-        have devices of this process only.
-
-        Returns:
-            The arrays and the step of the newest good checkpoint.
-
-        Raises:
-            ValueError: the folder has no good checkpoint, or its newest cannot be read.
-        """
-        abstract = self.abstract_by_layer
-        arrays: dict[str, Any] = {"params": self.params, "statistics": self.statistics}
-        arrays["average"] = abstract.average
-        if self.config.optimizer.name == "schedule_free":
-            arrays["opt_state"] = abstract.opt_state
-        found, number = checkpoint.restore_arrays(folder, arrays)
-        step = jnp.int32(number)
-        state = TrainState(
-            step, found.pop("params"), found.pop("opt_state", ()), average=found.pop("average", {})
-        )
-        return {"params": self.evaluation_params(state), **found}, number
+    def _graph_by_layer(self) -> nnx.GraphDef:
+        return _split(nnx.eval_shape(lambda: models.make(self.config.model, self.config.task, rngs=0)))[0]
 
     def trace(self, row: Mapping[str, np.ndarray]) -> jax.stages.Traced:
         """Traces the update for batches of such rows, which raises the model's errors before anything is compiled.
@@ -382,12 +225,12 @@ class Program:
                 metrics |= {"skipped_updates": skips["total"], "skipped_in_a_row": skips["in_a_row"]}
             return TrainState(step, params, opt_state, statistics, average, skips), metrics
 
-        shardings = self._shardings, sharding.replicated(self.mesh)
+        shardings = self.shardings, sharding.replicated(self.mesh)
         return jax.jit(update, donate_argnums=0, out_shardings=shardings)
 
     @functools.cached_property
     def heldout_means(self) -> Any:
-        """Jitted function of (params, statistics, batch), as in the state, to its means in evaluation mode.
+        """Jitted function of (params, statistics, batch) to its means in evaluation mode.
 
         They are `loss` and further metrics of the task. Rows are taken in micro-batches as in an update, so that it
         needs no more memory.
@@ -396,7 +239,7 @@ class Program:
         @by_default_rules
         def means(params: Params, statistics: Params, batch: tasks.Batch) -> dict[str, Float[Array, ""]]:
             def sums(rows: tasks.Batch) -> tasks.Sums:
-                return self.task.sums(self._merge_trained(params, statistics), rows)
+                return self.task.sums(nnx.merge(self._graph, params, statistics), rows)
 
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 parts = jax.lax.map(sums, self._micro_batches(batch))
@@ -410,7 +253,7 @@ class Program:
         """Returns the sums over rows, their gradients and the new statistics."""
 
         def total(params: Params):
-            model = self._merge_trained(params, statistics)
+            model = nnx.merge(self._graph, params, statistics)
             model.train()
             sums = self.task.sums(model, rows)
             return sums.total, (sums, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)))
@@ -442,15 +285,6 @@ class Program:
         )
 
 
-def _param_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Returns the path of a parameter, from that of an array for it in an optimizer state.
-
-    Only the dicts at its end are those of the parameters, because an optax state is a named tuple.
-    """
-    names = itertools.takewhile(lambda key: isinstance(key, jax.tree_util.DictKey), reversed(path))
-    return tuple(reversed(list(names)))
-
-
 def _averaged(average: Params, params: Params, decay: float, update: Int[Array, ""]) -> Params:
     """Returns the moving average after an update, which is counted from 1.
 
@@ -463,17 +297,6 @@ def _averaged(average: Params, params: Params, decay: float, update: Int[Array, 
 
 def _selected(condition: Bool[Array, ""], new: Any, old: Any) -> Any:
     return jax.tree.map(functools.partial(jnp.where, condition), new, old)
-
-
-def _shardings_of(abstract: TrainState) -> TrainState:
-    return jax.tree.map(lambda leaf: leaf.sharding, abstract)
-
-
-def _converted(convert: Callable[[Any], Any], state: TrainState, abstract: TrainState) -> TrainState:
-    """Returns `convert(state)` with the shardings of `abstract`; what the state does not have is left out."""
-    missing = {name: getattr(state, name) for name in _OPTIONAL if not getattr(state, name)}
-    abstract = dataclasses.replace(abstract, **missing)
-    return jax.jit(convert, out_shardings=_shardings_of(abstract))(state)
 
 
 def _split(model: models.Model) -> tuple[nnx.GraphDef, Params, Params]:
@@ -496,64 +319,3 @@ def _random_kernels() -> Iterator[None]:
         yield
     finally:
         jax.config.update("jax_threefry_gpu_kernel_lowering", before)
-
-
-def restore_model(
-    folder: str | pathlib.Path,
-    *,
-    sizes: config_lib.ShardingConfig | None = None,
-    weights_dtype: str = "float32",
-) -> tuple[config_lib.Config, models.Model, int]:
-    """Returns the config, the model and the step of the newest good checkpoint in a workdir.
-
-    Each process gets the whole model on its own devices.
-
-    Args:
-        folder: workdir of a run.
-        sizes: mesh shape of this process's devices, over which parameters are sharded. None gives every device a copy.
-        weights_dtype: dtype of the matrices (`models.cast_weights`).
-
-    Raises:
-        ValueError: the folder holds no run, or a run without a good checkpoint, or its newest cannot be read; or the
-            sizes do not fit the devices or the model.
-    """
-    config = workdir.read_config(pathlib.Path(folder))
-    model, number = _restore(folder, config, sizes, jax.local_devices())
-    return config, models.cast_weights(model, weights_dtype), number
-
-
-def restore_exact(
-    folder: str | pathlib.Path,
-    *,
-    sizes: config_lib.ShardingConfig | None = None,
-    weights_dtype: str = "float32",
-    state_dtype: str = "float32",
-) -> tuple[config_lib.Config, models.Model, int]:
-    """Restores a model as `restore_model` does, but with products in float32 and `implementation=None`.
-
-    At a lower precision, rounding depends on the batch, and so would the tokens sampled from the logits.
-
-    Args:
-        folder: workdir of a run.
-        sizes: mesh shape of this process's devices. None restores the model on one device.
-        weights_dtype: dtype of the matrices (`models.cast_weights`).
-        state_dtype: `model.state_dtype` of the model.
-    """
-    config = workdir.read_config(pathlib.Path(folder))
-    attention = dataclasses.replace(config.model.attention, implementation=None)
-    exact = dataclasses.replace(config.model, dtype="float32", state_dtype=state_dtype, attention=attention)
-    devices = jax.local_devices()[: None if sizes else 1]
-    model, number = _restore(folder, dataclasses.replace(config, model=exact), sizes, devices)
-    return config, models.cast_weights(model, weights_dtype), number
-
-
-def _restore(
-    folder: str | pathlib.Path,
-    config: config_lib.Config,
-    sizes: config_lib.ShardingConfig | None,
-    devices: Sequence[jax.Device],
-) -> tuple[models.Model, int]:
-    config = dataclasses.replace(config, sharding=sizes or config_lib.ShardingConfig())
-    program = Program(config, sharding.mesh_of(config.sharding, devices))
-    arrays, number = program.restore_arrays(folder)
-    return program.merge(**arrays), number

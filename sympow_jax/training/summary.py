@@ -41,7 +41,7 @@ def describe(
     """
     config, mesh = program.config, program.mesh
     model, rows = config.model, config.data.batch_size
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(program.params))
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(program.abstract.params))
     accumulated = f", {config.optimizer.accumulate} micro-batches" if config.optimizer.accumulate > 1 else ""
     return [
         f"model: {model.attention_name}, {_layers(model.layers)} of width {model.width}, "
@@ -147,16 +147,13 @@ def memory(
         return f"memory of a device: {held}"
     what = "an update"
     # The optimizer state is no argument of the held-out means, but stays on the device.
-    arguments = sharding.bytes_per_device((program.params, program.statistics))
+    arguments = sharding.bytes_per_device((program.abstract.params, program.abstract.statistics))
     evaluation = 0 if heldout is None else (sharding.program_bytes(heldout) or 0) + state - arguments
     if heldout is not None and program.config.optimizer.name == "schedule_free":
         # Its average is computed for an evaluation.
-        evaluation += sharding.bytes_per_device(program.params)
+        evaluation += sharding.bytes_per_device(program.abstract.params)
     if evaluation > total:
         total, what = evaluation, "a held-out loss"
-    # What is saved is a copy of the state by layer.
-    if program.scans and 2 * state > total:
-        total, what = 2 * state, "a save"
     (device, *_) = program.mesh.local_devices
     limit = (device.memory_stats() or {}).get("bytes_limit")
     available = f" of {_size(limit)}" if limit else ""

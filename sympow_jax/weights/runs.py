@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sympow_jax import config, training
+from sympow_jax import config, models, training
 from sympow_jax.config import serialize
 from sympow_jax.process import atomic, workdir
-from sympow_jax.training import checkpoint, optimizer, sharding
+from sympow_jax.training import checkpoint, optimizer, restore, sharding
 from sympow_jax.weights import families, files, pretrained
 
 __all__ = ["FORMATS", "export_run", "import_run"]
@@ -43,7 +43,7 @@ def export_run(
     """
     settings = workdir.read_config(pathlib.Path(folder))
     program = training.Program(settings, sharding.whole_mesh(jax.local_devices()[:1]))
-    arrays, number = program.restore_arrays(pathlib.Path(folder))
+    arrays, number = restore.restore_arrays(program, pathlib.Path(folder))
     model = program.merge(**arrays)
     if format == "sympow":
         return number, files.save(path, settings, model, dtype=dtype)
@@ -68,6 +68,9 @@ def import_run(path: str | os.PathLike[str], settings: config.Config, folder: st
     is_published = published.is_file() and families.is_config(serialize.read_object(published))
     model = files.load(path, settings)
     params, statistics = (nnx.to_pure_dict(tree) for tree in nnx.split(model, nnx.Param, nnx.BatchStat)[1:])
+    params, statistics = (
+        models.stack(tree, settings.model.attention_period) for tree in (params, statistics)
+    )
     optimizer.parameter_options(settings.optimizer, params)  # raises its errors before there is a workdir
     workdir.open_workdir(folder, settings)
     if is_published:

@@ -17,7 +17,7 @@ from sympow_jax.evaluation import by_task
 from sympow_jax.inspection import inspect
 from sympow_jax.layers import mlp
 from sympow_jax.tasks import flops
-from sympow_jax.training import initial, sharding, summary
+from sympow_jax.training import restore, sharding, summary
 from tests.models import families
 
 PATTERN = ("conformal", "shared")
@@ -108,7 +108,7 @@ def test_updates_lower_the_error_and_keep_all_else(scan_layers):
     run = settings(training=config.TrainingConfig(scan_layers=scan_layers))
     program = training.Program(run, sharding.whole_mesh())
     state = program.init_state()
-    before = program.by_layer(jax.tree.map(jnp.copy, state)).params
+    before = models.unstack(jax.tree.map(jnp.copy, state.params))
     errors = []
     for _ in range(8):
         state, metrics = program.update(state, batch())
@@ -116,7 +116,7 @@ def test_updates_lower_the_error_and_keep_all_else(scan_layers):
         layers = [float(metrics[f"loss_layer_{layer}"]) for layer in (0, 2)]
         assert np.mean(layers) == pytest.approx(errors[-1], rel=1e-5)
     assert errors[-1] < 0.9 * errors[0]
-    after = program.by_layer(state).params
+    after = models.unstack(state.params)
     for path, leaf in jax.tree_util.tree_leaves_with_path(after):
         name = models.parameter_name(path)
         same = np.array_equal(leaf, _at(before, path))
@@ -158,9 +158,12 @@ def test_a_retrofit_in_two_stages(tmp_path, capsys):
     assert loop.train(half, tmp_path / "halves") == 0
     assert loop.train(first, tmp_path / "halves") == 0
     program, original = (training.Program(made, sharding.whole_mesh()) for made in (first, base))
-    found, halves = (program.restore_arrays(tmp_path / name)[0]["params"] for name in ("first", "halves"))
+    found, halves = (
+        models.unstack(restore.restore_arrays(program, tmp_path / name)[0]["params"])
+        for name in ("first", "halves")
+    )
     jax.tree.map(np.testing.assert_array_equal, halves, found)
-    old = original.restore_arrays(tmp_path / "base")[0]["params"]
+    old = models.unstack(restore.restore_arrays(original, tmp_path / "base")[0]["params"])
     jax.tree.map(np.testing.assert_array_equal, found["blocks"][2]["original"], old["blocks"][2]["attention"])
     jax.tree.map(np.testing.assert_array_equal, found["blocks"][1], old["blocks"][1])
     assert not np.array_equal(
@@ -168,7 +171,7 @@ def test_a_retrofit_in_two_stages(tmp_path, capsys):
     )
     capsys.readouterr()
     second = run(task=config.TaskConfig(initial_run=str(tmp_path / "first")))
-    begun = training.Program(second, sharding.whole_mesh()).begin().params
+    begun = restore.begin(training.Program(second, sharding.whole_mesh())).params
     assert "dropped: blocks.*.original.key.kernel" in capsys.readouterr().out
     stacked = begun["stacked_blocks"][0]["attention"]
     jax.tree.map(
@@ -263,12 +266,12 @@ def test_an_original_of_other_attention_is_not_matched(tmp_path):
         found = dataclasses.replace(run, model=model, task=config.TaskConfig())
         (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(found)))
         with pytest.raises(ValueError, match=message):
-            initial.read_config(tmp_path, tasks.make(run))
+            restore.read_initial_config(tmp_path, tasks.make(run))
     hybrid = dataclasses.replace(run.model, attention_pattern=("softmax", "conformal"))
     found = dataclasses.replace(run, model=hybrid, task=config.TaskConfig())
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(found)))
     with pytest.raises(ValueError, match="has layers of different attention"):
-        initial.read_config(tmp_path, tasks.make(run))
+        restore.read_initial_config(tmp_path, tasks.make(run))
 
 
 def test_positions_that_the_original_does_not_add():

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sympow_jax import config, training
+from sympow_jax import config, models, training
 from sympow_jax.config import optimizer as config_optimizer
 from sympow_jax.training import sharding
 from tests.models import families
@@ -92,8 +92,9 @@ def first_state(program: training.Program) -> training.TrainState:
     so that each token's own weight is large. With few keys, all nearly orthogonal to the query, one unit in the last
     place of the kernels would change gradients by 1.6e-5.
     """
-    of, state = program.config, program.by_layer(program.init_state())
-    for block in state.params["blocks"].values():
+    of, state = program.config, program.init_state()
+    params = models.unstack(state.params)
+    for block in params["blocks"].values():
         attention = block["attention"]
         query = attention["query"]["kernel"]
         by_head = query.reshape(of.model.width, of.model.kv_heads, -1, of.model.head_dim)
@@ -104,7 +105,8 @@ def first_state(program: training.Program) -> training.TrainState:
             norm = block["attention_norm"]["bias"]
             block["attention_norm"]["bias"] = jnp.ones_like(norm)
             attention["decay"]["kernel"] += 4 / of.model.width
-    return program.from_layers(state)
+    params = jax.device_put(models.stack(params, of.model.attention_period), program.shardings.params)
+    return dataclasses.replace(state, params=params)
 
 
 def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list[np.ndarray]]:
@@ -117,8 +119,7 @@ def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list
         state, metrics = program.update(state, placed)
         losses.append(float(metrics["loss"]))
         # Copied: the state is donated to the next update.
-        by_layer = program.by_layer(state).opt_state
-        gradients = gradients or [np.array(x) for x in jax.tree.leaves(by_layer) if x.ndim]
+        gradients = gradients or [np.array(x) for x in jax.tree.leaves(state.opt_state) if x.ndim]
     losses.append(float(program.heldout_means(state.params, state.statistics, placed)["loss"]))
     return losses, gradients
 
@@ -227,15 +228,14 @@ def _updated(program: training.Program):
     opt_state = jax.jit(program.optimizer.init, out_shardings=shardings[1])(params)
     for _ in range(2):
         params, opt_state = update(params, opt_state, draw())
-    return program.by_layer(training.TrainState(jnp.int32(2), params, ())).params
+    return params
 
 
 def _trained(program: training.Program):
-    """Returns the parameters and their average by layer, and the z-loss, after two updates of the program."""
+    """Returns the parameters, their average and the z-loss, after two updates of the program."""
     state, placed = program.init_state(), sharding.place_batch(batch(), program.mesh)
     for _ in range(2):
         state, metrics = program.update(state, placed)
-    state = program.by_layer(state)
     return state.params, state.average, metrics["z_loss"]
 
 

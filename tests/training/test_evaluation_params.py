@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import config, data, loop, tasks, training, weights
-from sympow_jax.training import sharding
+from sympow_jax.training import restore, sharding
 from sympow_jax.weights import runs
 
 AVERAGES = {
@@ -59,7 +59,9 @@ def test_a_run_evaluates_and_resumes_with_its_averages(tmp_path, settings, name)
     assert loop.train(_with(settings, 4, **options), tmp_path / "halves") == 0
     assert loop.train(whole, tmp_path / "halves") == 0
     program = _program(whole)
-    (arrays, _), (halves, _) = (program.restore_arrays(tmp_path / name) for name in ("whole", "halves"))
+    (arrays, _), (halves, _) = (
+        restore.restore_arrays(program, tmp_path / name) for name in ("whole", "halves")
+    )
     assert set(arrays) == {"params"}
     jax.tree.map(np.testing.assert_array_equal, halves, arrays)
 
@@ -67,7 +69,7 @@ def test_a_run_evaluates_and_resumes_with_its_averages(tmp_path, settings, name)
     plain = dataclasses.replace(
         whole, optimizer=config.OptimizerConfig(name="adam"), training=config.TrainingConfig()
     )
-    trained, _ = _program(plain).restore_arrays(tmp_path / "whole")
+    trained, _ = restore.restore_arrays(_program(plain), tmp_path / "whole")
     assert not np.array_equal(trained["params"]["embedding"], arrays["params"]["embedding"])
 
     # All that reads a run has the parameters of the held-out losses during training.
@@ -98,10 +100,10 @@ def test_a_run_that_starts_from_an_average(tmp_path, settings):
             _with(settings, **options), task=config.TaskConfig(initial_run=str(tmp_path / "first"))
         )
         program = _program(second)
-        state = program.begin()
-        expected, _ = _program(first).restore_arrays(tmp_path / "first")
+        state = restore.begin(program)
+        expected, _ = restore.restore_arrays(_program(first), tmp_path / "first")
         expected = jax.tree.map(np.array, expected["params"])
-        jax.tree.map(np.testing.assert_array_equal, program.by_layer(state).params, expected)
+        jax.tree.map(np.testing.assert_array_equal, state.params, expected)
         # The average of schedule-free is computed from two arrays that are equal.
         np.testing.assert_allclose(program.model(state).embedding[...], expected["embedding"], rtol=1e-6)
         assert int(state.step) == 0

@@ -9,7 +9,7 @@ import pytest
 
 from sympow_jax import config, training
 from sympow_jax.process import workdir
-from sympow_jax.training import checkpoint, sharding
+from sympow_jax.training import checkpoint, restore, sharding
 
 
 def with_attention(settings: config.Config, preset: str, initial_run=None, **model) -> config.Config:
@@ -40,13 +40,13 @@ def first(settings, tmp_path):
 def test_a_decoder_starts_from_another_with_other_attention(settings, first, capsys):
     folder, params = first
     program = _program(with_attention(settings, "sympow_gated", str(folder), biases=True))
-    state, new = program.begin(), program.init_state()
+    state, new = restore.begin(program), program.init_state()
     printed = capsys.readouterr().out
     assert f"the model is that of step 7 of {folder}, a run of the task 'next_token'\n" in printed
     assert "\nnew: blocks.*.attention.decay.kernel\n" in printed
     assert "\ndropped: position_embedding\n" in printed
-    gate = state.params["blocks"][0]["attention"].pop("decay")
-    jax.tree.map(np.testing.assert_array_equal, gate, new.params["blocks"][0]["attention"]["decay"])
+    gate = state.params["stacked_blocks"][0]["attention"].pop("decay")
+    jax.tree.map(np.testing.assert_array_equal, gate, new.params["stacked_blocks"][0]["attention"]["decay"])
     del params["position_embedding"]
     jax.tree.map(np.testing.assert_array_equal, state.params, params)
     assert int(state.step) == 0
@@ -58,20 +58,21 @@ def test_what_does_not_fit(settings, first):
     with pytest.raises(
         ValueError, match=r"model\.biases was True and is False; use the same settings or another"
     ):
-        _program(with_attention(settings, "conformal", str(folder))).begin()
+        restore.begin(_program(with_attention(settings, "conformal", str(folder))))
     longer = with_attention(settings, "gpt2", str(folder), biases=True)
     attention = dataclasses.replace(longer.model.attention, max_document_length=2048)
     longer = dataclasses.replace(longer, model=dataclasses.replace(longer.model, attention=attention))
     with pytest.raises(
         ValueError, match=r"position_embedding was \[1024, 16\] and is \[2048, 16\]; use the settings"
     ):
-        _program(longer).begin()
+        restore.begin(_program(longer))
     encoder = dataclasses.replace(
         settings,
         model=dataclasses.replace(settings.model, attention=config.preset("softmax", causal=False)),
         task=config.TaskConfig(name="masked_token", initial_run=str(folder)),
     )
     with pytest.raises(
-        ValueError, match="a run of the task 'next_token', whose attention is causal; name a run of an encoder"
+        ValueError,
+        match="a run of the task 'next_token', whose attention is causal; name a run of an encoder",
     ):
-        _program(encoder).begin()
+        restore.begin(_program(encoder))

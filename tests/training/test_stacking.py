@@ -1,4 +1,4 @@
-"""Tests that an update which scans the layers is the update that runs them one after another."""
+"""Tests of stacked layers: an update that loops over them is the update that runs them one after another."""
 
 import dataclasses
 import shutil
@@ -11,7 +11,7 @@ from flax import nnx
 
 from sympow_jax import config, loop, models, training
 from sympow_jax.process import workdir
-from sympow_jax.training import checkpoint, sharding, stacking
+from sympow_jax.training import checkpoint, restore, sharding
 from tests.training import test_tasks
 
 LAYERS = 3
@@ -41,13 +41,13 @@ def _rows(settings: config.Config) -> dict[str, jax.Array]:
 
 
 def _two_updates(settings: config.Config, rows) -> tuple[training.TrainState, dict, float]:
-    """Returns the state by layer, the last metrics, and the held-out loss."""
+    """Returns the state, the last metrics, and the held-out loss."""
     program = _program(settings)
     state = program.init_state()
     for _ in range(2):
         state, metrics = program.update(state, rows)
     return (
-        program.by_layer(state),
+        state,
         metrics,
         program.heldout_means(state.params, state.statistics, rows)["loss"],
     )
@@ -57,30 +57,17 @@ def _assert_close(found, expected) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected)
 
 
-def test_forms_of_a_tree():
-    block = {"kernel": np.zeros((2, 3)), "bias": np.zeros(3)}
-    params = {
-        "embedding": np.ones(4),
-        "blocks": {n: jax.tree.map(lambda x, n=n: x + n, block) for n in range(11)},
-    }
-    tree = (np.int32(5), {"mu": params, "nu": params}, ())
-    stacked = stacking.stack(tree, 1)
-    assert stacked[1]["mu"]["stacked_blocks"][0]["kernel"].shape == (11, 2, 3)
-    # Layer 10 comes after layer 9, not after layer 1.
-    np.testing.assert_array_equal(stacked[1]["nu"]["stacked_blocks"][0]["bias"][:, 0], np.arange(11))
-    back = stacking.unstack(stacked)
-    assert jax.tree.structure(back) == jax.tree.structure(tree)
-    jax.tree.map(np.testing.assert_array_equal, back, tree)
-
-
-def test_forms_of_a_tree_with_a_period():
+def test_forms_of_parameters():
     """Blocks of a period differ, and each is stacked with the blocks at its place in other periods."""
     blocks = {layer: {"decay" if layer % 3 else "bias": np.full(2, layer)} for layer in range(12)}
-    stacked = stacking.stack({"blocks": blocks}, 3)["stacked_blocks"]
-    assert [list(block) for block in stacked.values()] == [["bias"], ["decay"], ["decay"]]
-    np.testing.assert_array_equal(stacked[2]["decay"][:, 0], [2, 5, 8, 11])
-    back = stacking.unstack({"stacked_blocks": stacked})["blocks"]
-    assert list(back) == list(range(12))
+    stacked = models.stack({"embedding": np.ones(4), "blocks": blocks}, 3)
+    assert [list(block) for block in stacked["stacked_blocks"].values()] == [["bias"], ["decay"], ["decay"]]
+    np.testing.assert_array_equal(stacked["stacked_blocks"][2]["decay"][:, 0], [2, 5, 8, 11])
+    names = models.parameter_names(stacked)
+    assert names["stacked_blocks"][2]["decay"].tolist() == [f"blocks.{n}.decay" for n in (2, 5, 8, 11)]
+    assert names["embedding"] == "embedding"
+    back = models.unstack(stacked)["blocks"]
+    assert sorted(back) == list(range(12))
     jax.tree.map(np.testing.assert_array_equal, back, blocks)
 
 
@@ -115,12 +102,15 @@ def test_learning_rate_factors_are_those_of_each_layer(settings):
         deep = _deep(settings, scan_layers=scan_layers)
         optimizer = dataclasses.replace(deep.optimizer, learning_rate_factors=factors)
         state, _, _ = _two_updates(dataclasses.replace(deep, optimizer=optimizer), _rows(settings))
-        params.append(state.params)
+        params.append(models.unstack(state.params))
     _assert_close(params[1], params[0])
-    begun = _program(deep).by_layer(_program(deep).init_state()).params
+    begun = models.unstack(_program(deep).init_state().params)
     jax.tree.map(np.testing.assert_array_equal, params[1]["blocks"][1], begun["blocks"][1])
     plain, _, _ = _two_updates(deep, _rows(settings))
-    kernel, other = (tree["blocks"][0]["attention"]["decay"]["kernel"] for tree in (params[1], plain.params))
+    kernel, other = (
+        tree["blocks"][0]["attention"]["decay"]["kernel"]
+        for tree in (params[1], models.unstack(plain.params))
+    )
     assert not np.array_equal(kernel, other)
 
 
@@ -133,7 +123,7 @@ def test_running_means_are_those_of_layers_one_after_another():
         state, _ = program.update(
             program.init_state(), sharding.place_batch(test_tasks.batch(), program.mesh)
         )
-        states.append(program.by_layer(state))
+        states.append(state)
     _assert_close(states[1].statistics, states[0].statistics)
     _assert_close(states[1].params, states[0].params)
 
@@ -143,10 +133,10 @@ def test_initial_parameters_are_those_of_the_model(settings, changes):
     for scan_layers in (False, True):
         deep = _deep(settings, scan_layers=scan_layers, **changes)
         program = _program(deep)
-        state = program.by_layer(program.init_state())
+        params = models.unstack(program.init_state().params)
         model = models.make(deep.model, deep.task, rngs=deep.training.seed)
         expected = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-        jax.tree.map(np.testing.assert_array_equal, state.params, expected)
+        jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
 def test_a_deeper_model_has_no_larger_program(settings):
@@ -165,12 +155,9 @@ def test_abstract_states_are_those_of_the_states(settings, name):
     optimizer = config.OptimizerConfig(name=name, **sizes, **average)
     program = _program(dataclasses.replace(deep, optimizer=optimizer))
     state = program.init_state()
-    for found, abstract in ((state, program.abstract), (program.by_layer(state), program.abstract_by_layer)):
-        assert jax.tree.structure(found) == jax.tree.structure(abstract)
-        for leaf, shape in zip(jax.tree.leaves(found), jax.tree.leaves(abstract)):
-            assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)
-    back = program.from_layers(program.by_layer(state))
-    jax.tree.map(np.testing.assert_array_equal, back, state)
+    assert jax.tree.structure(state) == jax.tree.structure(program.abstract)
+    for leaf, shape in zip(jax.tree.leaves(state), jax.tree.leaves(program.abstract)):
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +165,7 @@ def test_abstract_states_are_those_of_the_states(settings, name):
     [pytest.param({}, marks=pytest.mark.slow), HYBRID],
     ids=["equal layers", "hybrid"],
 )
-def test_a_run_resumes_to_the_bit_and_in_the_other_form(tmp_path, settings, changes):
+def test_a_run_resumes_to_the_bit_and_with_the_other_choice(tmp_path, settings, changes):
     deep = _deep(settings, scan_layers=True, **changes)
     assert loop.train(deep, tmp_path / "whole") == 0
     half = dataclasses.replace(deep, training=dataclasses.replace(deep.training, steps=4))
@@ -186,26 +173,27 @@ def test_a_run_resumes_to_the_bit_and_in_the_other_form(tmp_path, settings, chan
     shutil.copytree(tmp_path / "halves", tmp_path / "other")
     assert loop.train(deep, tmp_path / "halves") == 0
     program = _program(deep)
-    whole, halves = (program.restore_arrays(tmp_path / name)[0]["params"] for name in ("whole", "halves"))
-    assert sorted(whole["blocks"]) == list(range(deep.model.layers))
+    whole, halves = (
+        restore.restore_arrays(program, tmp_path / name)[0]["params"] for name in ("whole", "halves")
+    )
     jax.tree.map(np.testing.assert_array_equal, halves, whole)
-    # The rest of the run by the other form, which a checkpoint does not depend on.
+    # The rest of the run with the other choice, which a checkpoint does not depend on.
     other = _deep(settings, scan_layers=False, **changes)
     assert loop.train(other, tmp_path / "other") == 0
-    _assert_close(program.restore_arrays(tmp_path / "other")[0]["params"], whole)
+    _assert_close(restore.restore_arrays(program, tmp_path / "other")[0]["params"], whole)
 
 
 def test_imported_weights_begin_with_a_new_optimizer_state(tmp_path, settings):
     deep = _deep(settings, scan_layers=True)
     program = _program(deep)
-    params = jax.tree.map(lambda x: x + 1, program.by_layer(program.init_state()).params)
+    params = jax.tree.map(lambda x: x + 1, program.init_state().params)
     workdir.open_workdir(tmp_path / "run", deep)
     with checkpoint.Checkpoints(tmp_path / "run", deep) as checkpoints:
         checkpoints.save(0, training.TrainState(jnp.int32(0), params, ()), None)
     with checkpoint.Checkpoints(tmp_path / "run", deep) as checkpoints:
-        state, position = program.restore_or_begin(checkpoints)
+        state, position = restore.restore_or_begin(program, checkpoints)
     assert position is None
-    jax.tree.map(np.testing.assert_array_equal, program.by_layer(state).params, params)
+    jax.tree.map(np.testing.assert_array_equal, state.params, params)
     assert jax.tree.structure(state) == jax.tree.structure(program.abstract)
 
 

@@ -121,7 +121,7 @@ def test_reasons_are_those_of_a_shard(settings, monkeypatch):
 def test_memory_is_that_of_the_larger_program(settings):
     program = training.Program(settings, sharding.whole_mesh())
     state = sharding.bytes_per_device(program.abstract)
-    arguments = sharding.bytes_per_device(program.params)
+    arguments = sharding.bytes_per_device(program.abstract.params)
 
     def compiled(temporary: int) -> types.SimpleNamespace:
         sizes = {"argument": arguments, "output": 0, "alias": 0, "temp": temporary}

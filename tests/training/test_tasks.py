@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import config, layers, loop, models, training
-from sympow_jax.training import sharding
+from sympow_jax.training import restore, sharding
 
 ROWS, TIME, CLASSES = 4, 8, 3
 
@@ -108,8 +108,8 @@ def test_rematerialization_changes_neither_gradients_nor_running_means(remat):
 
 
 def test_only_batch_normalization_has_running_means():
-    assert program(make()).statistics == {}
-    assert len(jax.tree.leaves(program(make(norm="batch")).statistics)) == 2 * 4
+    assert program(make()).abstract.statistics == {}
+    assert len(jax.tree.leaves(program(make(norm="batch")).abstract.statistics)) == 2 * 4
 
 
 @pytest.fixture
@@ -143,7 +143,9 @@ def test_resuming_is_exact_with_batch_normalization(texts, tmp_path):
     assert loop.train(texts(steps=2, norm="batch"), tmp_path / "halves") == 0
     assert loop.train(texts(steps=4, norm="batch"), tmp_path / "halves") == 0
     made = program(texts(norm="batch"))
-    (found, _), (expected, _) = (made.restore_arrays(tmp_path / name) for name in ("halves", "whole"))
+    (found, _), (expected, _) = (
+        restore.restore_arrays(made, tmp_path / name) for name in ("halves", "whole")
+    )
     assert set(found) == {"params", "statistics"}
     assert np.abs(found["statistics"]["final_norm"]["mean"]).max() > 0
     jax.tree.map(np.testing.assert_array_equal, found, expected)
@@ -161,8 +163,8 @@ def test_a_run_starts_from_the_encoder_of_another(texts, tmp_path):
     first = tmp_path / "first"
     assert loop.train(texts("masked_token"), first) == 0
     second = program(texts(initial_run=str(first)))
-    state, new = second.begin(), second.init_state()
-    arrays, _ = program(texts("masked_token")).restore_arrays(first)
+    state, new = restore.begin(second), second.init_state()
+    arrays, _ = restore.restore_arrays(program(texts("masked_token")), first)
     assert set(state.params) - set(arrays["params"]) == {"head"}
     for name, found in state.params.items():
         expected = new.params["head"] if name == "head" else arrays["params"][name]
@@ -179,15 +181,15 @@ def test_a_dual_encoder_starts_from_an_encoder_and_is_resumed(texts, tmp_path):
         return texts(steps=steps, initial_run=str(first), dual_encoder=True, norm="batch")
 
     begun, (arrays, _) = (
-        program(pairs(2)).begin(),
-        program(texts("masked_token", norm="batch")).restore_arrays(first),
+        restore.begin(program(pairs(2))),
+        restore.restore_arrays(program(texts("masked_token", norm="batch")), first),
     )
     params = {name: found for name, found in begun.params.items() if name != "head"}
     jax.tree.map(np.testing.assert_array_equal, params, dict(arrays["params"]))
     assert set(begun.params["head"]) == {"first", "second", "linear"}
     for steps, folder in ((4, runs[0]), (2, runs[1]), (4, runs[1])):
         assert loop.train(pairs(steps), folder) == 0
-    found, expected = (program(pairs(4)).restore_arrays(folder)[0] for folder in runs)
+    found, expected = (restore.restore_arrays(program(pairs(4)), folder)[0] for folder in runs)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert (
         np.abs(found["params"]["head"]["first"]["kernel"] - begun.params["head"]["first"]["kernel"]).max() > 0
@@ -208,15 +210,15 @@ def test_a_run_that_has_begun_no_longer_needs_what_it_started_from(texts, tmp_pa
 
 def test_an_initial_run_that_cannot_be(texts, tmp_path):
     with pytest.raises(ValueError, match=r"task\.initial_run: .*nowhere is not the workdir of a run"):
-        program(texts(initial_run=str(tmp_path / "nowhere"))).begin()
+        restore.begin(program(texts(initial_run=str(tmp_path / "nowhere"))))
     first = tmp_path / "first"
     assert loop.train(texts("masked_token", steps=1), first) == 0
     with pytest.raises(
         ValueError, match=r"does not fit: model\.head_dim was 8 and is 4, model\.width was 16 and is 8"
     ):
-        program(texts(initial_run=str(first), width=8)).begin()
+        restore.begin(program(texts(initial_run=str(first), width=8)))
     with pytest.raises(ValueError, match=r"model\.norm was 'layer' and is 'batch'"):
-        program(texts(initial_run=str(first), norm="batch")).begin()
+        restore.begin(program(texts(initial_run=str(first), norm="batch")))
     (first / "checkpoints").rename(first / "moved")
     with pytest.raises(ValueError, match=r"task\.initial_run: .*first has no checkpoint yet"):
-        program(texts(initial_run=str(first))).begin()
+        restore.begin(program(texts(initial_run=str(first))))

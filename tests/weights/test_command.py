@@ -15,7 +15,7 @@ from sympow_jax import loop, training
 from sympow_jax.commands import evaluate, generate
 from sympow_jax.commands import weights as command
 from sympow_jax.process import workdir
-from sympow_jax.training import checkpoint, sharding
+from sympow_jax.training import checkpoint, restore, sharding
 from tests import mistakes
 from tests.weights import originals, published
 
@@ -45,7 +45,7 @@ def test_what_a_published_model_lacks(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f'next: sympow generate --workdir={tmp_path}/run --prompt="The "\n' in out
     assert f"next: sympow eval --workdir={tmp_path}/run --config.data.source=tokens" in out
-    assert "data/loop.bin, is a placeholder" in out
+    assert "data/train.bin, is a placeholder" in out
 
 
 def program(folder: pathlib.Path) -> training.Program:
@@ -53,7 +53,7 @@ def program(folder: pathlib.Path) -> training.Program:
 
 
 def restored(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    arrays, number = program(folder).restore_arrays(folder)
+    arrays, number = restore.restore_arrays(program(folder), folder)
     assert number == 0
     return arrays["params"]
 
@@ -137,7 +137,7 @@ def test_generated_tokens_are_those_of_the_formula(gpt2, capsys):
 def test_the_optimizer_and_the_data_start_fresh(gpt2):
     made = program(gpt2 / "run")
     with checkpoint.Checkpoints(gpt2 / "run", made.config) as checkpoints:
-        state, position = made.restore_or_begin(checkpoints)
+        state, position = restore.restore_or_begin(made, checkpoints)
     assert position is None
     assert jax.tree.structure(state) == jax.tree.structure(made.abstract)
     assert all(not leaf.any() for leaf in jax.tree.leaves(state.opt_state))
