@@ -1,6 +1,5 @@
 """Tests of the command line: overrides, derived fields and one clear line for every mistake."""
 
-import dataclasses
 import os
 import pathlib
 import re
@@ -77,19 +76,16 @@ def test_several_overrides_are_validated_together():
 
 
 def test_derived_fields_are_derived_again():
-    parsed = _parse("--config.model.heads=8")
-    assert (parsed.model.kv_heads, parsed.model.head_dim) == (8, 16)
-    parsed = _parse("--config.model.width=64")
-    assert (parsed.model.kv_heads, parsed.model.head_dim) == (4, 16)
-    parsed = _parse("--config.model.heads=8", "--config.model.kv_heads=2", "--config.model.head_dim=32")
-    assert (parsed.model.kv_heads, parsed.model.head_dim) == (2, 32)
-
-
-def test_a_field_that_the_file_sets_is_kept():
-    base = config.load("configs/quickstart.py")
-    base = dataclasses.replace(base, model=dataclasses.replace(base.model, kv_heads=2, head_dim=48))
-    changed = config.override(base, {"model.heads": "6"})
-    assert (changed.model.kv_heads, changed.model.head_dim) == (2, 48)
+    for changes, sizes in (
+        (["heads=8"], (8, 16)),
+        (["width=64"], (4, 16)),
+        (["heads=8", "kv_heads=2", "head_dim=32"], (2, 32)),
+    ):
+        model = _parse(*(f"--config.model.{change}" for change in changes)).model
+        assert (model.num_kv_heads, model.head_size) == sizes
+    assert _parse("--config.optimizer.name=lion").optimizer.square_decay == 0.99
+    base = config.load("quickstart")
+    assert (base.model.kv_heads, base.optimizer.b2) == (None, None)
 
 
 @pytest.mark.parametrize(

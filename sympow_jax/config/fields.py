@@ -30,14 +30,15 @@ __all__ = [
 ]
 
 
-def about(help: str, *, choices: Collection[str] = ()) -> dict[str, Any]:
+def about(help: str, *, choices: Collection[str] = (), derived: str = "") -> dict[str, Any]:
     """Returns the metadata of a setting, for `dataclasses.field(metadata=...)`.
 
     Args:
         help: a noun phrase that names the setting, and further sentences.
         choices: valid values; empty if there is no list of them. Those of a table include rows added to it later.
+        derived: name of the property that has the value, where None means one derived from other settings.
     """
-    return {"help": help, "choices": choices}
+    return {"help": help, "choices": choices, "derived": derived}
 
 
 class Occasion(enum.Enum):

@@ -198,8 +198,7 @@ def override(base: run.Config, texts: Mapping[str, str]) -> run.Config:
     """Replaces fields by dotted path, e.g. {"model.layers": "4"}, with values as typed by the user.
 
     A tuple is written "64,128" or "(64,128)", with quotes around an item that has commas or has spaces at its ends.
-    A quote inside such an item is doubled. None is written "none". Fields that `base` derives from others are
-    derived again: overriding `model.heads` changes `model.kv_heads`.
+    A quote inside such an item is doubled. None is written "none".
 
     Raises:
         ValueError: a field is unknown, a value has the wrong type, or settings contradict each other.
@@ -211,7 +210,7 @@ def override(base: run.Config, texts: Mapping[str, str]) -> run.Config:
             raise ValueError(unknown_setting(path))
         values[path] = _read_value(f"--config.{path}", text, settings[path].annotation)
     try:
-        return _rebuild(base, "", values)
+        return _replace(base, values)
     except ValueError as error:
         raise ValueError(spelling.cut(str(error), spelling.LINE)) from error
 
@@ -270,24 +269,18 @@ def _names_by_group() -> dict[str, list[str]]:
     }
 
 
-def _rebuild(node: Any, prefix: str, values: Mapping[str, Any]) -> Any:
-    changes = {}
-    for field in dataclasses.fields(node):
-        path = f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(getattr(node, field.name)):
-            changes[field.name] = _rebuild(getattr(node, field.name), f"{path}.", values)
-        elif path in values:
-            changes[field.name] = values[path]
-        elif field.default is None and _same_without(node, field.name):
-            changes[field.name] = None
+def _replace(node: Any, values: Mapping[str, Any]) -> Any:
+    """Returns settings with other values by dotted path; a dataclass that has several is built once with all."""
+    changes: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            inner.setdefault(name, {})[rest] = value
+        else:
+            changes[name] = value
+    changes |= {name: _replace(getattr(node, name), below) for name, below in inner.items()}
     return dataclasses.replace(node, **changes)
-
-
-def _same_without(node: Any, name: str) -> bool:
-    try:
-        return dataclasses.replace(node, **{name: None}) == node
-    except ValueError:
-        return False
 
 
 def _read_value(name: str, text: str, annotation: Any) -> Any:

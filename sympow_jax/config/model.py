@@ -34,10 +34,11 @@ class ModelConfig:
     width: int = dataclasses.field(metadata=fields.about("Size of the residual stream."))
     heads: int = dataclasses.field(metadata=fields.about("Number of query heads."))
     kv_heads: int | None = dataclasses.field(
-        default=None, metadata=fields.about("Number of key/value heads. If none, `heads`.")
+        default=None,
+        metadata=fields.about("Number of key/value heads. If none, `heads`.", derived="num_kv_heads"),
     )
     head_dim: int | None = dataclasses.field(
-        default=None, metadata=fields.about("Size of a head. If none, `width // heads`.")
+        default=None, metadata=fields.about("Size of a head. If none, `width // heads`.", derived="head_size")
     )
     mlp_ratio: int = dataclasses.field(
         default=4,
@@ -47,7 +48,9 @@ class ModelConfig:
     )
     mlp_width: int | None = dataclasses.field(
         default=None,
-        metadata=fields.about("Hidden width of the feed-forward layers. If none, `mlp_ratio * width`."),
+        metadata=fields.about(
+            "Hidden width of the feed-forward layers. If none, `mlp_ratio * width`.", derived="hidden_width"
+        ),
     )
     activation: str = dataclasses.field(
         default="gelu",
@@ -166,19 +169,10 @@ class ModelConfig:
             raise ValueError(f"model.norm_epsilon is {self.norm_epsilon}; it must be at most {_MAX_EPSILON}")
         if self.patch_size is not None:
             checks.require_at_least(1, **{"model.patch_size": self.patch_size})
-        sizes = checks.head_sizes(
-            width=self.width,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            prefix="model.",
-        )
-        object.__setattr__(self, "kv_heads", sizes[0])
-        object.__setattr__(self, "head_dim", sizes[1])
-        if sizes[1] > _MAX_HEAD_DIM:
-            raise ValueError(f"model.head_dim is {sizes[1]}; it must be at most {_MAX_HEAD_DIM}")
+        if self.head_size > _MAX_HEAD_DIM:
+            raise ValueError(f"model.head_dim is {self.head_size}; it must be at most {_MAX_HEAD_DIM}")
         for attention in set(self.attentions):
-            attention.check_head(sizes[1])
+            attention.check_head(self.head_size)
         self._check_added_position()
 
     def _check_added_position(self):
@@ -194,6 +188,26 @@ class ModelConfig:
             )
         if added == {("sinusoidal", None)} and self.width % 2:
             raise ValueError(f"model.width is {self.width}; sinusoidal positions need an even one")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return self._head_sizes[0]
+
+    @property
+    def head_size(self) -> int:
+        """Size of a head."""
+        return self._head_sizes[1]
+
+    @functools.cached_property
+    def _head_sizes(self) -> tuple[int, int]:
+        return checks.head_sizes(
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            prefix="model.",
+        )
 
     @property
     def hidden_width(self) -> int:

@@ -41,37 +41,39 @@ _OWN_DEFAULTS: Mapping[str, Mapping[str, float]] = {
 class OptimizerConfig:
     """An optax optimizer; the default is the papers': Adam at 6e-4 with no schedule.
 
-    A setting that the optimizer does not read must have its default. After initialization, `learning_rate`, `b1`, `b2`
-    and `epsilon` are numbers: those of the optimizer, where they were None. `dataclasses.replace` with another `name`
-    keeps them; `config.override` derives them again.
+    A setting that the optimizer does not read must have its default.
     """
 
     name: str = dataclasses.field(default="adam", metadata=fields.about("Optimizer.", choices=OPTIMIZERS))
     learning_rate: float | None = dataclasses.field(
         default=None,
         metadata=fields.about(
-            "Learning rate after the warmup. If none, 6e-4, and 1 for `prodigy`, which multiplies it by its estimate."
+            "Learning rate after the warmup. If none, 6e-4, and 1 for `prodigy`, which multiplies it by its estimate.",
+            derived="peak_rate",
         ),
     )
     b1: float | None = dataclasses.field(
         default=None,
         metadata=fields.about(
             "Decay of the mean of gradients, in [0, 1). For `sgd`, the momentum. For `schedule_free`, the weight of "
-            "the average in the parameters that gradients are taken at. If none, 0.9, and 0 for `adafactor`."
+            "the average in the parameters that gradients are taken at. If none, 0.9, and 0 for `adafactor`.",
+            derived="mean_decay",
         ),
     )
     b2: float | None = dataclasses.field(
         default=None,
         metadata=fields.about(
             "Decay of the mean of squared gradients, in [0, 1); for `lion`, of the mean of gradients that is kept. "
-            "If none, 0.999, and 0.99 for `lion`. Not for `adafactor` and `sgd`."
+            "If none, 0.999, and 0.99 for `lion`. Not for `adafactor` and `sgd`.",
+            derived="square_decay",
         ),
     )
     epsilon: float | None = dataclasses.field(
         default=None,
         metadata=fields.about(
             "Number that is added to the root of the mean square; for `adafactor`, to squared gradients. If none, "
-            "1e-8, and 1e-30 for `adafactor`. Not for `lion` and `sgd`."
+            "1e-8, and 1e-30 for `adafactor`. Not for `lion` and `sgd`.",
+            derived="added_epsilon",
         ),
     )
     momentum: float = dataclasses.field(
@@ -181,17 +183,15 @@ class OptimizerConfig:
 
     def __post_init__(self):
         fields.validate(self, "optimizer")
-        for name, value in (_DEFAULTS | dict(_OWN_DEFAULTS.get(self.name, {}))).items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
         self._check_reads()
+        checks.require_at_least(0, **{"optimizer.learning_rate": self.peak_rate})
         for least, names in (
-            (0, ("learning_rate", "warmup_steps", "weight_decay", "z_loss")),
+            (0, ("warmup_steps", "weight_decay", "z_loss")),
             (1, ("accumulate", "factored_size")),
         ):
             checks.require_at_least(least, **{f"optimizer.{name}": getattr(self, name) for name in names})
-        fractions = ("b1", "b2", "momentum")
-        checks.require_fraction(**{f"optimizer.{name}": getattr(self, name) for name in fractions})
+        fractions = {"b1": self.mean_decay, "b2": self.square_decay, "momentum": self.momentum}
+        checks.require_fraction(**{f"optimizer.{name}": value for name, value in fractions.items()})
         for name in ("final_fraction", "decay_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)}; it must lie in [0, 1]")
@@ -200,8 +200,9 @@ class OptimizerConfig:
         if self.clip_norm is not None:
             checks.require_positive(**{"optimizer.clip_norm": self.clip_norm})
         # With an epsilon of 0, a gradient of 0 would be divided by 0.
-        for name in ("epsilon", "initial_distance"):
-            checks.require_positive(**{f"optimizer.{name}": getattr(self, name)})
+        checks.require_positive(
+            **{"optimizer.epsilon": self.added_epsilon, "optimizer.initial_distance": self.initial_distance}
+        )
         if self.weight_decay_factors and not self.weight_decay:
             raise ValueError(
                 f"optimizer.weight_decay_factors is {self.weight_decay_factors} but optimizer.weight_decay is 0; set "
@@ -216,7 +217,7 @@ class OptimizerConfig:
         defaults = {field.name: field.default for field in dataclasses.fields(self)} | _DEFAULTS
         for name, readers in _READERS.items():
             value = getattr(self, name)
-            if self.name not in readers and value != defaults[name]:
+            if self.name not in readers and value not in (None, defaults[name]):
                 raise ValueError(
                     f"optimizer.{name} is {value} but optimizer.name is {self.name!r}, which does not read it; use "
                     f"{', '.join(readers)}, or leave it at {fields.written(defaults[name])}"
@@ -233,11 +234,35 @@ class OptimizerConfig:
                 f"optimizer.ema_decay is {self.ema_decay} but optimizer.name 'schedule_free' has an average of its "
                 f"own; leave it out"
             )
-        if self.b1 < _LOWEST_INTERPOLATION:
+        if self.mean_decay < _LOWEST_INTERPOLATION:
             raise ValueError(
-                f"optimizer.b1 is {self.b1} and optimizer.name is 'schedule_free', whose average is computed by "
-                f"dividing by it; it must be at least {_LOWEST_INTERPOLATION}"
+                f"optimizer.b1 is {self.mean_decay} and optimizer.name is 'schedule_free', whose average is computed "
+                f"by dividing by it; it must be at least {_LOWEST_INTERPOLATION}"
             )
+
+    @property
+    def peak_rate(self) -> float:
+        """Learning rate after the warmup."""
+        return self._given_or_own("learning_rate")
+
+    @property
+    def mean_decay(self) -> float:
+        """Decay of the mean of gradients, b1."""
+        return self._given_or_own("b1")
+
+    @property
+    def square_decay(self) -> float:
+        """Decay of the mean of squared gradients, b2; for `lion`, of the mean of gradients that is kept."""
+        return self._given_or_own("b2")
+
+    @property
+    def added_epsilon(self) -> float:
+        """Number that is added to the root of the mean square; for `adafactor`, to squared gradients."""
+        return self._given_or_own("epsilon")
+
+    def _given_or_own(self, name: str) -> float:
+        given = getattr(self, name)
+        return _OWN_DEFAULTS.get(self.name, {}).get(name, _DEFAULTS[name]) if given is None else given
 
     def factors_by_pattern(self, name: str) -> tuple[tuple[str, float], ...]:
         """Returns `learning_rate_factors` or `weight_decay_factors`, by name, as pairs of a pattern and a factor."""

@@ -310,7 +310,7 @@ class Config:
     def _check_tensor(self):
         tensor, model = self.sharding.tensor, self.model
         divided = {
-            "model.kv_heads": model.kv_heads,
+            "model.kv_heads": model.num_kv_heads,
             "model.heads": model.heads,
             "the hidden width of feed-forward layers": model.hidden_width,
             "model.vocab_size": model.vocab_size,

@@ -54,8 +54,7 @@ def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedul
     rate over the last `decay_fraction * steps` updates, rounded. `inverse_sqrt` is `learning_rate * sqrt(w / u)`, with
     w at least 1. A run that ends within its warm-up does not reach `learning_rate`.
     """
-    peak, warmup = settings.learning_rate, settings.warmup_steps
-    assert peak is not None  # after initialization, it is a number
+    peak, warmup = settings.peak_rate, settings.warmup_steps
     length = max(steps - warmup, 1)
     linear = functools.partial(optax.polynomial_schedule, peak, settings.final_fraction * peak, power=1)
     if settings.schedule == "constant":
@@ -164,7 +163,7 @@ def make_optimizer(
         update = optax.contrib.schedule_free(
             optax.chain(update, factors),
             lambda update_number: rate(update_number - 1),
-            b1=settings.b1,
+            b1=settings.mean_decay,
         )
     if settings.clip_norm is not None:
         update = optax.chain(optax.clip_by_global_norm(settings.clip_norm), update)
@@ -196,14 +195,16 @@ def schedule_free_average(opt_state: optax.OptState, params: optax.Params) -> op
 def _direction(settings: config.OptimizerConfig, options: ParameterOptions) -> optax.GradientTransformation:
     """Returns the transformation of gradients into the direction that, times the learning rate, is subtracted."""
     if settings.name == "sgd":
-        return optax.trace(settings.b1)
+        return optax.trace(settings.mean_decay)
     if settings.name == "lion":
-        return optax.scale_by_lion(settings.b1, settings.b2)
+        return optax.scale_by_lion(settings.mean_decay, settings.square_decay)
     if settings.name == "schedule_free":
-        return optax.scale_by_rms(settings.b2, settings.epsilon, eps_in_sqrt=False, bias_correction=True)
+        return optax.scale_by_rms(
+            settings.square_decay, settings.added_epsilon, eps_in_sqrt=False, bias_correction=True
+        )
     if settings.name == "adafactor":
         return _adafactor(settings)
-    adam = optax.scale_by_adam(settings.b1, settings.b2, settings.epsilon)
+    adam = optax.scale_by_adam(settings.mean_decay, settings.square_decay, settings.added_epsilon)
     if settings.name != "muon":
         return adam
     labels = jax.tree.map(lambda matrix: "muon" if matrix else "adam", options.orthogonalized)
@@ -213,13 +214,17 @@ def _direction(settings: config.OptimizerConfig, options: ParameterOptions) -> o
 def _adafactor(settings: config.OptimizerConfig) -> optax.GradientTransformation:
     """Returns "Adafactor" (Shazeer and Stern 2018, algorithm 4 with the decay of section 7.2), as `optax.adafactor`."""
     parts = [
-        optax.scale_by_factored_rms(min_dim_size_to_factor=settings.factored_size, epsilon=settings.epsilon),
+        optax.scale_by_factored_rms(
+            min_dim_size_to_factor=settings.factored_size, epsilon=settings.added_epsilon
+        ),
         optax.clip_by_block_rms(1.0),
     ]
     if settings.parameter_scale:
         parts.append(optax.scale_by_param_block_rms())
     update = _by_layer(optax.chain(*parts))
-    return optax.chain(update, optax.ema(settings.b1, debias=False)) if settings.b1 else update
+    return (
+        optax.chain(update, optax.ema(settings.mean_decay, debias=False)) if settings.mean_decay else update
+    )
 
 
 def _muon(settings: config.OptimizerConfig) -> optax.GradientTransformation:
@@ -233,7 +238,7 @@ def _muon(settings: config.OptimizerConfig) -> optax.GradientTransformation:
         return jax.tree.map(lambda matrix: _MUON_RMS * max(matrix.shape[-2:]) ** 0.5 * matrix, matrices)
 
     orthogonalize = optax.contrib.scale_by_muon(
-        beta=settings.momentum, eps=settings.epsilon, weight_dimension_numbers=axes
+        beta=settings.momentum, eps=settings.added_epsilon, weight_dimension_numbers=axes
     )
     return optax.chain(orthogonalize, optax.stateless(scale))
 
@@ -242,8 +247,8 @@ def _prodigy(
     settings: config.OptimizerConfig, rate: optax.Schedule, options: ParameterOptions
 ) -> optax.GradientTransformation:
     """Returns "Prodigy" (Mishchenko and Defazio 2023), with weight decay of matrices only."""
-    b1, b2, start = settings.b1, settings.b2, settings.initial_distance
-    prodigy = optax.contrib.prodigy(rate, (b1, b2), eps=settings.epsilon, estim_lr0=start)
+    b1, b2, start = settings.mean_decay, settings.square_decay, settings.initial_distance
+    prodigy = optax.contrib.prodigy(rate, (b1, b2), eps=settings.added_epsilon, estim_lr0=start)
     decay = _weight_decay(settings, options)
 
     def init(params: optax.Params) -> optax.OptState:

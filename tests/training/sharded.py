@@ -96,7 +96,7 @@ def first_state(program: training.Program) -> training.TrainState:
     for block in state.params["blocks"].values():
         attention = block["attention"]
         query = attention["query"]["kernel"]
-        by_head = query.reshape(of.model.width, of.model.kv_heads, -1, of.model.head_dim)
+        by_head = query.reshape(of.model.width, of.model.num_kv_heads, -1, of.model.head_size)
         kernel = by_head[:, :, 0].reshape(of.model.width, -1)
         attention["key"]["kernel"] = jax.device_put(kernel, attention["key"]["kernel"].sharding)
         # RMSNorm has no bias, so that Brumby's gates stay near one half.
@@ -131,7 +131,7 @@ def compare(preset: str, arrangements: list[dict]) -> None:
     expected = {}
     for arrangement in arrangements:
         of = settings(preset, arrangement)
-        if of.model.kv_heads not in expected:
+        if of.model.num_kv_heads not in expected:
             one = dataclasses.replace(
                 of,
                 training=config.TrainingConfig(scan_layers=False),
@@ -139,9 +139,9 @@ def compare(preset: str, arrangements: list[dict]) -> None:
                 optimizer=_whole(of.optimizer),
             )
             one = dataclasses.replace(one, model=dataclasses.replace(of.model, remat="none"))
-            expected[of.model.kv_heads] = train(one, sharding.whole_mesh(jax.devices()[:1]))
+            expected[of.model.num_kv_heads] = train(one, sharding.whole_mesh(jax.devices()[:1]))
         losses, gradients = train(of, sharding.make_mesh(of))
-        wanted, wanted_gradients = expected[of.model.kv_heads]
+        wanted, wanted_gradients = expected[of.model.num_kv_heads]
         # A bias of the keys does not change softmax, so its gradient is only rounding.
         natural = max(float(np.sqrt(np.mean(np.square(x)))) for x in wanted_gradients)
         print(

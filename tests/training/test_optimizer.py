@@ -484,4 +484,4 @@ def test_what_is_none_is_the_optimizers_own():
         "prodigy": (1.0, 0.9, 0.999, 1e-8),
     }.items():
         made = config.OptimizerConfig(name=name)
-        assert (made.learning_rate, made.b1, made.b2, made.epsilon) == expected
+        assert (made.peak_rate, made.mean_decay, made.square_decay, made.added_epsilon) == expected
