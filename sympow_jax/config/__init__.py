@@ -9,7 +9,6 @@ from sympow_jax.config.attention import (
     AttentionConfig,
     LrpeConfig,
     RopeConfig,
-    SpeConfig,
     preset,
     preset_name,
 )
@@ -36,7 +35,6 @@ __all__ = [
     "Predicted",
     "RopeConfig",
     "ShardingConfig",
-    "SpeConfig",
     "TaskConfig",
     "TrainingConfig",
     "load",

@@ -18,7 +18,6 @@ __all__ = [
     "Kernel",
     "LrpeConfig",
     "RopeConfig",
-    "SpeConfig",
     "preset",
     "preset_name",
     "with_preset",
@@ -198,9 +197,9 @@ class LrpeConfig:
     core: str = dataclasses.field(
         default="orthogonal",
         metadata=fields.about(
-            "Lambda. `orthogonal` rotates pairs of dimensions (solution 2), except for the last "
-            "`identity_dim` dimensions. `unitary` rotates each dimension in the complex plane (solution 1). "
-            "`permutation` permutes dimensions (solution 3). `mixed` rotates half of them.",
+            "Lambda. `orthogonal` rotates pairs of dimensions (solution 2, without an identity part). `unitary` "
+            "rotates each dimension in the complex plane (solution 1). `permutation` permutes dimensions (solution "
+            "3). `mixed` rotates half of them.",
             choices=LRPE_CORES,
         ),
     )
@@ -218,15 +217,9 @@ class LrpeConfig:
     learned_rates: bool = dataclasses.field(
         default=False, metadata=fields.about("Whether the rates are trained, starting from `rates`.")
     )
-    learned_basis: bool = dataclasses.field(
-        default=False, metadata=fields.about("Whether the Householder vector of `basis` is trained.")
-    )
     permutation_per_head: bool = dataclasses.field(
         default=False,
         metadata=fields.about("Whether each key/value head has its own `permutation`, as in PermuteFormer."),
-    )
-    identity_dim: int = dataclasses.field(
-        default=0, metadata=fields.about("Number of dimensions that `orthogonal` leaves unchanged.")
     )
     reference_length: int = dataclasses.field(
         default=1024, metadata=fields.about("Divisor of the rates `b`, `c` and `cosine`, in tokens.")
@@ -234,59 +227,23 @@ class LrpeConfig:
 
     def __post_init__(self):
         fields.validate(self, "attention.lrpe")
-        checks.require_at_least(0, **{"attention.lrpe.identity_dim": self.identity_dim})
         checks.require_at_least(1, **{"attention.lrpe.reference_length": self.reference_length})
-        if self.learned_basis and self.basis != "householder":
-            raise ValueError(
-                f"attention.lrpe.learned_basis is set but basis is {self.basis!r}; only 'householder' can be learned"
-            )
         if self.learned_rates and self.core == "permutation":
             raise ValueError("attention.lrpe.learned_rates is set, but core 'permutation' has no rates")
         if self.permutation_per_head and self.core != "permutation":
             raise ValueError(
                 f"attention.lrpe.permutation_per_head is set but core is {self.core!r}; only 'permutation' permutes"
             )
-        if self.identity_dim and self.core != "orthogonal":
-            raise ValueError(
-                f"attention.lrpe.identity_dim is {self.identity_dim}, but only core 'orthogonal' has an identity part, "
-                f"not {self.core!r}"
-            )
 
     def check_head(self, head_dim: int, *, name: str = "model.head_dim") -> None:
         """Raises ValueError if the encoding does not support a head size, which the error calls `name`."""
-        if self.identity_dim > head_dim:
+        if self.core == "orthogonal" and head_dim % 2:
             raise ValueError(
-                f"attention.lrpe.identity_dim is {self.identity_dim}, larger than {name} {head_dim}"
-            )
-        if self.core == "orthogonal" and (head_dim - self.identity_dim) % 2:
-            raise ValueError(
-                f"{name} is {head_dim} and attention.lrpe.identity_dim {self.identity_dim}; core 'orthogonal' "
-                f"rotates pairs of the other dimensions, whose number must be even"
+                f"{name} is {head_dim}; attention.lrpe.core 'orthogonal' rotates pairs of dimensions and needs an "
+                f"even one"
             )
         if self.core == "mixed" and head_dim < 3:
             raise ValueError(f"{name} is {head_dim}; attention.lrpe.core 'mixed' needs at least 3")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SpeConfig:
-    """Position `spe`: stochastic positional encoding with sines.
-
-    Source: "Relative Positional Encoding for Transformers with Linear Complexity", Liutkus et al. 2021, without its
-    gate. `ops.spe` has the formula.
-    """
-
-    sines: int = dataclasses.field(default=5, metadata=fields.about("Number of frequencies per dimension."))
-    realizations: int = dataclasses.field(
-        default=64,
-        metadata=fields.about(
-            "Number of realizations of the noise, which is the head size of encoded queries and keys."
-        ),
-    )
-
-    def __post_init__(self):
-        fields.validate(self, "attention.spe")
-        values = {f"attention.spe.{name}": value for name, value in dataclasses.asdict(self).items()}
-        checks.require_at_least(1, **values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -401,7 +358,6 @@ class AttentionConfig:
     )
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     lrpe: LrpeConfig = dataclasses.field(default_factory=LrpeConfig)
-    spe: SpeConfig = dataclasses.field(default_factory=SpeConfig)
 
     def __post_init__(self):
         fields.validate(self, "attention")

@@ -18,7 +18,6 @@ SUFFIXES = {
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 PACKINGS = ("windows", "documents")
 TOKEN_DTYPES = ("uint16", "uint32")
-IMAGE_MODES = ("rgb", "gray")
 
 # How documents become rows does not change the held-out documents.
 _OF_ROWS = fields.may_differ(fields.Occasion.HELDOUT_DOCUMENTS)
@@ -133,14 +132,11 @@ class DataConfig:
     image_size: int = dataclasses.field(
         default=224, metadata=fields.about("Side of the square that images are cropped to, in pixels.")
     )
-    image_mode: str = dataclasses.field(
-        default="rgb", metadata=fields.about("Colors of images.", choices=IMAGE_MODES)
-    )
     image_tokens: bool = dataclasses.field(
         default=False,
         metadata=fields.about(
-            "Whether the pixels of gray images of `image_size` squared are read row by row as ids 0 to 255 "
-            "(the long-range tasks). Otherwise rows are arrays [image_size, image_size, channels]."
+            "Whether images of `image_size` squared are read in gray, row by row as ids 0 to 255 (the long-range "
+            "tasks). Otherwise rows are arrays of colors, [image_size, image_size, 3]."
         ),
     )
     augment: bool = dataclasses.field(
@@ -240,8 +236,6 @@ class DataConfig:
             raise ValueError(f"data.labels is {self.labels}; every class must be named once")
 
     def _check_pixels(self):
-        if self.image_mode != "gray":
-            raise ValueError("data.image_tokens reads gray pixels as ids; set data.image_mode=gray")
         if self.image_size**2 != self.context_length:
             raise ValueError(
                 f"data.context_length is {self.context_length}, but the pixels of data.image_size {self.image_size} "

@@ -7,7 +7,13 @@ from typing import Any
 from sympow_jax.config import attention as attention_lib
 from sympow_jax.config import checks, fields
 
-__all__ = ["MODEL_SIZES", "ModelConfig"]
+__all__ = ["CHANNELS", "MODEL_SIZES", "ModelConfig"]
+
+CHANNELS = 3
+"""Values per pixel of an image."""
+
+# Hidden width of feed-forward layers divided by the width: "Attention Is All You Need" (Vaswani et al. 2017, Table 3).
+_MLP_RATIO = 4
 
 DTYPES = ("float32", "bfloat16")
 # Building a model takes about 20 ms per layer, so that a mistyped number would seem to hang. The deepest published
@@ -40,16 +46,10 @@ class ModelConfig:
     head_dim: int | None = dataclasses.field(
         default=None, metadata=fields.about("Size of a head. If none, `width // heads`.", derived="head_size")
     )
-    mlp_ratio: int = dataclasses.field(
-        default=4,
-        metadata=fields.about(
-            "Hidden width of the feed-forward layers, divided by `width`, if `mlp_width` is none."
-        ),
-    )
     mlp_width: int | None = dataclasses.field(
         default=None,
         metadata=fields.about(
-            "Hidden width of the feed-forward layers. If none, `mlp_ratio * width`.", derived="hidden_width"
+            "Hidden width of the feed-forward layers. If none, four times `width`.", derived="hidden_width"
         ),
     )
     activation: str = dataclasses.field(
@@ -95,7 +95,6 @@ class ModelConfig:
             "tokens."
         ),
     )
-    channels: int = dataclasses.field(default=3, metadata=fields.about("Values per pixel of an image."))
     dtype: str = dataclasses.field(
         default="bfloat16",
         metadata=fields.about(
@@ -155,7 +154,7 @@ class ModelConfig:
         for name in ("dtype", "state_dtype"):
             object.__setattr__(self, name, checks.dtype_name(getattr(self, name)))
         fields.validate(self, "model")
-        positive = ["layers", "width", "heads", "mlp_ratio", "channels"]
+        positive = ["layers", "width", "heads"]
         positive += ["vocab_size"] if self.patch_size is None else []
         positive += ["mlp_width"] if self.mlp_width is not None else []
         checks.require_at_least(1, **{f"model.{name}": getattr(self, name) for name in positive})
@@ -212,7 +211,7 @@ class ModelConfig:
     @property
     def hidden_width(self) -> int:
         """Hidden width of the feed-forward layers."""
-        return self.mlp_ratio * self.width if self.mlp_width is None else self.mlp_width
+        return _MLP_RATIO * self.width if self.mlp_width is None else self.mlp_width
 
     @functools.cached_property
     def attentions(self) -> tuple[attention_lib.AttentionConfig, ...]:

@@ -301,11 +301,6 @@ class Config:
                 f"data.image_size is {data.image_size}, model.patch_size {side} and data.context_length "
                 f"{data.context_length}; the patches must divide the image, and their number be the context length"
             )
-        channels = {"rgb": 3, "gray": 1}[data.image_mode]
-        if model.channels != channels:
-            raise ValueError(
-                f"model.channels is {model.channels}, but images of data.image_mode {data.image_mode!r} have {channels}"
-            )
 
     def _check_tensor(self):
         tensor, model = self.sharding.tensor, self.model

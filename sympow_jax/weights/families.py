@@ -477,8 +477,6 @@ def function(model: config.ModelConfig) -> dict[str, Any]:
         "dtype",
         "state_dtype",
         "remat",
-        "mlp_ratio",
-        "channels",
         "attention.form",
         "attention.implementation",
     ]
@@ -492,7 +490,6 @@ def function(model: config.ModelConfig) -> dict[str, Any]:
         else []
     )
     groups = ["attention.lrpe."] if attention.position != "lrpe" else []
-    groups += ["attention.spe."] if attention.position != "spe" else []
     if attention.position != "rope":
         groups.append("attention.rope.")
     elif attention.rope.scaling == "none":

@@ -24,8 +24,8 @@ def test_every_setting_has_a_sentence_and_a_form():
 
 def test_groups_are_those_of_the_config():
     paths = [group.path for group in fields.groups(config.Config)]
-    inner = [f"model.attention.{name}" for name in ("rope", "lrpe", "spe")]
-    assert paths[:5] == ["model", "model.attention", *inner]
+    inner = [f"model.attention.{name}" for name in ("rope", "lrpe")]
+    assert paths[:4] == ["model", "model.attention", *inner]
     by_path = {setting.path: setting for setting in SETTINGS}
     assert by_path["model.layers"].default is dataclasses.MISSING
     heads = by_path["model.kv_heads"]

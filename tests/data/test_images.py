@@ -24,7 +24,7 @@ def settings(root, **changes) -> config_lib.DataConfig:
 
 
 def pixel_settings(root, **changes) -> config_lib.DataConfig:
-    return settings(root, **{"image_mode": "gray", "image_tokens": True, "context_length": 64, **changes})
+    return settings(root, **{"image_tokens": True, "context_length": 64, **changes})
 
 
 def encoded(pixels: np.ndarray, kind: str = "png") -> bytes:
@@ -85,11 +85,6 @@ def test_an_image_of_the_right_size_is_only_normalized(tmp_path):
     row = data.train_dataset(settings(tmp_path, augment=False), task=TASK, vocab_size=1)[0]
     assert (row["inputs"].shape, row["inputs"].dtype) == ((8, 8, 3), np.float32)
     np.testing.assert_allclose(row["inputs"] * DEVIATION + MEAN, pixels / 255, atol=1e-6)
-    gray = settings(tmp_path, augment=False, image_mode="gray")
-    row = data.train_dataset(gray, task=TASK, vocab_size=1)[0]
-    assert row["inputs"].shape == (8, 8, 1)
-    expected = np.asarray(PIL.Image.fromarray(pixels).convert("L"))[..., None] / 127.5 - 1
-    np.testing.assert_allclose(row["inputs"], expected, atol=1e-6)
 
 
 def ramps(height: int, width: int) -> np.ndarray:
@@ -306,8 +301,6 @@ def test_missing_or_different_folders(root, tmp_path):
             {"context_length": 32},
             r"data\.context_length is 32, but the pixels of data\.image_size 8 squared are 64",
         ),
-        ({"image_mode": "rgb"}, r"data\.image_tokens reads gray pixels as ids; set data\.image_mode=gray"),
-        ({"image_mode": "cmyk"}, r"data\.image_mode is 'cmyk'; it must be one of rgb, gray"),
         ({"image_size": 0}, r"data\.image_size is 0; it must be at least 1"),
         ({"paths": ()}, r"data\.paths is empty; source 'images' needs"),
     ],
