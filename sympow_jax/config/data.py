@@ -139,18 +139,6 @@ class DataConfig:
             "tasks). Otherwise rows are arrays of colors, [image_size, image_size, 3]."
         ),
     )
-    augment: bool = dataclasses.field(
-        default=True,
-        metadata=fields.about("Whether arrays of images are cropped and mirrored at random in training.")
-        | fields.may_differ(fields.Occasion.HELDOUT_ROWS),
-    )
-    listops_lengths: tuple[int, ...] = dataclasses.field(
-        default=(500, 2000), metadata=fields.about("Shortest and longest example of `listops`, in tokens.")
-    )
-    listops_examples: tuple[int, ...] = dataclasses.field(
-        default=(96_000, 2000),
-        metadata=fields.about("Number of examples of `listops` for training, and of held-out examples."),
-    )
     context_length: int = dataclasses.field(default=1024, metadata=fields.about("Tokens per row.") | _OF_ROWS)
     batch_tokens: int = dataclasses.field(
         default=524_288,
@@ -212,8 +200,10 @@ class DataConfig:
             self._check_columns()
         if self.source == "images" and self.image_tokens:
             self._check_pixels()
-        if self.source == "listops":
-            self._check_listops()
+        if self.source == "listops" and (self.paths or self.heldout_paths):
+            raise ValueError(
+                "data.paths and data.heldout_paths must be empty; source 'listops' reads no file"
+            )
 
     def _check_names(self):
         names, paths = self.heldout_names, self.heldout_paths
@@ -240,22 +230,6 @@ class DataConfig:
             raise ValueError(
                 f"data.context_length is {self.context_length}, but the pixels of data.image_size {self.image_size} "
                 f"squared are {self.image_size**2} tokens; make them equal"
-            )
-
-    def _check_listops(self):
-        if self.paths or self.heldout_paths:
-            raise ValueError(
-                "data.paths and data.heldout_paths must be empty; source 'listops' reads no file"
-            )
-        for name in ("listops_lengths", "listops_examples"):
-            if len(getattr(self, name)) != 2:
-                raise ValueError(f"data.{name} is {getattr(self, name)}; it must be two numbers")
-        checks.require_at_least(1, **{"data.listops_examples": min(self.listops_examples)})
-        shortest, longest = self.listops_lengths
-        if not 4 <= shortest <= longest <= self.context_length:
-            raise ValueError(
-                f"data.listops_lengths is {self.listops_lengths}; the shortest example must have at least 4 tokens "
-                f"and the longest at most data.context_length, {self.context_length}"
             )
 
     @property

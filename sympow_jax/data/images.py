@@ -234,10 +234,10 @@ def open_examples(
     Rows are `inputs [H, W, 3]`, float32, normalized with ImageNet's mean and deviation. With `data.image_tokens`, they
     are `inputs [H * W]` in gray, int32, from 0 to 255.
 
-    With `data.augment`, a training image is a random crop of 8 to 100 % of its area, with an aspect ratio from 3/4 to
-    4/3, mirrored with probability 1/2. Otherwise, and for held-out images, it is the center crop, 7/8 of the shorter
-    side, unless the image has the requested size. Both crops are resized with bicubic interpolation. An orientation in
-    the metadata is ignored, and channels of 16 bits of a color PNG are rounded to 8.
+    In training, an array is a random crop of 8 to 100 % of the image's area, with an aspect ratio from 3/4 to 4/3,
+    mirrored with probability 1/2. Held out, it is the center crop, 7/8 of the shorter side, unless the image has the
+    requested size. Both crops are resized with bicubic interpolation. An orientation in the metadata is ignored, and
+    channels of 16 bits of a color PNG are rounded to 8.
 
     Raises:
         ValueError: a folder is missing, a class is empty, or classes differ between folders or from `task.classes`.
@@ -256,7 +256,7 @@ def open_examples(
         raise ValueError(
             f"model.vocab_size is {vocab_size}, but pixels have 256 ids; raise it to at least that"
         )
-    vary = config.augment and not heldout and not config.image_tokens
+    vary = not heldout and not config.image_tokens
     return Images(images, config, vary=vary)
 
 

@@ -129,7 +129,6 @@ def test_what_does_not_fit(changes, message):
     ("task", "message"),
     [
         ({"name": "classification"}, "task.classes is 0; it must be at least 2"),
-        ({"name": "masked_token", "mask_fraction": 0.0}, "has nothing to predict"),
         (
             {"name": "masked_token", "dual_encoder": True},
             "task.dual_encoder is True and task.name 'masked_token'; pairs of texts have classes or numbers",
