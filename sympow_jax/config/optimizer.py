@@ -1,6 +1,7 @@
 """Settings of the optimizer: its name, learning rate, weight decay and terms of the loss."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
@@ -17,12 +18,7 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "b2": ("adam", "adamw", "lion", "muon", "prodigy", "schedule_free"),
     "epsilon": ("adam", "adamw", "adafactor", "muon", "prodigy", "schedule_free"),
     "weight_decay": ("adamw", "adafactor", "lion", "muon", "prodigy", "schedule_free", "sgd"),
-    "weight_decay_factors": ("adamw", "adafactor", "lion", "muon", "prodigy", "schedule_free", "sgd"),
-    "factored_size": ("adafactor",),
-    "parameter_scale": ("adafactor",),
     "momentum": ("muon",),
-    "orthogonalized": ("muon",),
-    "initial_distance": ("prodigy",),
 }
 
 # Lowest `b1` of `schedule_free`: with a lower one, its average may not be finite in float32.
@@ -80,35 +76,6 @@ class OptimizerConfig:
         default=0.95,
         metadata=fields.about("Decay of the mean of gradients of the matrices that `muon` orthogonalizes."),
     )
-    orthogonalized: tuple[str, ...] = dataclasses.field(
-        default=tuple(
-            f"blocks.*.{name}.kernel"
-            for name in ("attention.query", "attention.key", "attention.value", "attention.out", "mlp.*")
-        ),
-        metadata=fields.about(
-            "Patterns of the names of the matrices that `muon` orthogonalizes. All other parameters, such as "
-            "embeddings, gates and norms, have the updates of `adamw`."
-        ),
-    )
-    factored_size: int = dataclasses.field(
-        default=128,
-        metadata=fields.about(
-            "Smallest size of both axes of a matrix whose squared gradients `adafactor` keeps as means of rows and "
-            "columns."
-        ),
-    )
-    parameter_scale: bool = dataclasses.field(
-        default=True,
-        metadata=fields.about(
-            "Whether `adafactor` multiplies an update by the root mean square of its parameter."
-        ),
-    )
-    initial_distance: float = dataclasses.field(
-        default=1e-6,
-        metadata=fields.about(
-            "First estimate of `prodigy` for the distance to the solution, which only grows."
-        ),
-    )
     schedule: str = dataclasses.field(
         default="constant",
         metadata=fields.about(
@@ -136,13 +103,6 @@ class OptimizerConfig:
         metadata=fields.about(
             "Decoupled weight decay, applied to matrices only. An update subtracts the learning rate times this "
             "times the parameter; for `prodigy`, the rate includes its estimate. Not for `adam`."
-        ),
-    )
-    weight_decay_factors: tuple[str, ...] = dataclasses.field(
-        default=(),
-        metadata=fields.about(
-            "Factors of the weight decay, as PATTERN=FACTOR, for the matrices whose names match, such as "
-            "`*embedding=0`. They multiply as `learning_rate_factors` do."
         ),
     )
     clip_norm: float | None = dataclasses.field(
@@ -185,11 +145,14 @@ class OptimizerConfig:
         fields.validate(self, "optimizer")
         self._check_reads()
         checks.require_at_least(0, **{"optimizer.learning_rate": self.peak_rate})
-        for least, names in (
-            (0, ("warmup_steps", "weight_decay", "z_loss")),
-            (1, ("accumulate", "factored_size")),
-        ):
-            checks.require_at_least(least, **{f"optimizer.{name}": getattr(self, name) for name in names})
+        checks.require_at_least(
+            0,
+            **{
+                f"optimizer.{name}": getattr(self, name)
+                for name in ("warmup_steps", "weight_decay", "z_loss")
+            },
+        )
+        checks.require_at_least(1, **{"optimizer.accumulate": self.accumulate})
         fractions = {"b1": self.mean_decay, "b2": self.square_decay, "momentum": self.momentum}
         checks.require_fraction(**{f"optimizer.{name}": value for name, value in fractions.items()})
         for name in ("final_fraction", "decay_fraction"):
@@ -200,18 +163,10 @@ class OptimizerConfig:
         if self.clip_norm is not None:
             checks.require_positive(**{"optimizer.clip_norm": self.clip_norm})
         # With an epsilon of 0, a gradient of 0 would be divided by 0.
-        checks.require_positive(
-            **{"optimizer.epsilon": self.added_epsilon, "optimizer.initial_distance": self.initial_distance}
-        )
-        if self.weight_decay_factors and not self.weight_decay:
-            raise ValueError(
-                f"optimizer.weight_decay_factors is {self.weight_decay_factors} but optimizer.weight_decay is 0; set "
-                f"weight_decay, or leave the factors out"
-            )
+        checks.require_positive(**{"optimizer.epsilon": self.added_epsilon})
         if self.name == "schedule_free":
             self._check_schedule_free()
-        for name in ("learning_rate_factors", "weight_decay_factors"):
-            self.factors_by_pattern(name)  # which raises an error for those that are wrong
+        _ = self.rate_factors_by_pattern  # which raises an error for those that are wrong
 
     def _check_reads(self):
         defaults = {field.name: field.default for field in dataclasses.fields(self)} | _DEFAULTS
@@ -264,20 +219,20 @@ class OptimizerConfig:
         given = getattr(self, name)
         return _OWN_DEFAULTS.get(self.name, {}).get(name, _DEFAULTS[name]) if given is None else given
 
-    def factors_by_pattern(self, name: str) -> tuple[tuple[str, float], ...]:
-        """Returns `learning_rate_factors` or `weight_decay_factors`, by name, as pairs of a pattern and a factor."""
-        return tuple(_read_factor(name, item) for item in getattr(self, name))
-
-
-def _read_factor(name: str, item: str) -> tuple[str, float]:
-    pattern, _, text = item.partition("=")
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = math.nan
-    if not (pattern and 0 <= factor < math.inf):
-        raise ValueError(
-            f"optimizer.{name} has {item!r}; it must be PATTERN=FACTOR with a factor of at least 0, such as "
-            f"*.attention.rate.kernel=0.1"
-        )
-    return pattern, factor
+    @functools.cached_property
+    def rate_factors_by_pattern(self) -> tuple[tuple[str, float], ...]:
+        """Pairs of a pattern and a factor in `learning_rate_factors`."""
+        pairs = []
+        for item in self.learning_rate_factors:
+            pattern, _, text = item.partition("=")
+            try:
+                factor = float(text)
+            except ValueError:
+                factor = math.nan
+            if not (pattern and 0 <= factor < math.inf):
+                raise ValueError(
+                    f"optimizer.learning_rate_factors has {item!r}; it must be PATTERN=FACTOR with a factor of at "
+                    f"least 0, such as *.attention.rate.kernel=0.1"
+                )
+            pairs.append((pattern, factor))
+        return tuple(pairs)

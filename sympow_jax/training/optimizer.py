@@ -7,7 +7,6 @@ treats the array of each layer separately, so its updates are the same with and 
 import fnmatch
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +28,14 @@ __all__ = [
 # Root mean square of muon's updates, with which they need the learning rate and the weight decay of AdamW: "Muon is
 # Scalable for LLM Training" (Liu et al. 2025, section 2.2).
 _MUON_RMS = 0.2
+# Matrices that muon orthogonalizes. All other parameters, such as embeddings, gates and norms, have updates of AdamW.
+_MUON_MATRICES = tuple(
+    f"blocks.*.{name}.kernel"
+    for name in ("attention.query", "attention.key", "attention.value", "attention.out", "mlp.*")
+)
+# Smallest size of both axes of a matrix whose squared gradients Adafactor keeps as means of rows and columns, as in
+# optax; and the first estimate of prodigy for the distance to the solution, as in its paper's experiments.
+FACTORED_SIZE, INITIAL_DISTANCE = 128, 1e-6
 
 
 class ParameterOptions(NamedTuple):
@@ -36,7 +43,7 @@ class ParameterOptions(NamedTuple):
 
     Attributes:
         learning_rate: factors of the learning rate; arrays with one per layer where parameters are stacked.
-        weight_decay: factors of the weight decay, in the same form. They are 0 except for matrices.
+        weight_decay: whether the weight decay applies, which it does to matrices.
         orthogonalized: whether muon orthogonalizes the parameter.
     """
 
@@ -81,57 +88,31 @@ def parameter_options(settings: config.OptimizerConfig, params: optax.Params) ->
     A factor is the product of the factors of all patterns that the parameter's name matches.
 
     Raises:
-        ValueError: a pattern of `learning_rate_factors` matches no parameter, or one of `weight_decay_factors` no
-            matrix; or, for `muon`, a pattern of `orthogonalized` matches no matrix, unless it is one of the defaults
-            and another one matches.
+        ValueError: a pattern of `learning_rate_factors` matches no parameter.
     """
     names = jax.tree_util.tree_map_with_path(lambda path, _: models.parameter_name(path), params)
-    matrices = jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
-    rate_factors = settings.factors_by_pattern("learning_rate_factors")
-    decay_factors = settings.factors_by_pattern("weight_decay_factors")
-    parameter_names = jax.tree.leaves(names)
-    matrix_names = [name for name, is_matrix in zip(parameter_names, jax.tree.leaves(matrices)) if is_matrix]
-    _require_matches("learning_rate_factors", [x for x, _ in rate_factors], parameter_names, "parameter")
-    _require_matches("weight_decay_factors", [x for x, _ in decay_factors], matrix_names, "matrix")
+    factors, every = settings.rate_factors_by_pattern, jax.tree.leaves(names)
+    for pattern, _ in factors:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in every):
+            listed = f"the names are {', '.join(models.names_of_any_layer(every))}"
+            raise ValueError(
+                f"optimizer.learning_rate_factors has the pattern {pattern!r}, which matches no parameter; "
+                f"{spelling.remedy(pattern, every, otherwise=listed)}"
+            )
+
+    def rate_factor(name: str) -> float:
+        return math.prod(factor for pattern, factor in factors if fnmatch.fnmatchcase(name, pattern))
 
     def is_orthogonalized(name: str, leaf: Any) -> bool:
         # By the name of any layer, because an update may run all layers as one.
         (name,) = models.names_of_any_layer([name])
-        return leaf.ndim == 2 and any(fnmatch.fnmatchcase(name, x) for x in settings.orthogonalized)
+        return leaf.ndim == 2 and any(fnmatch.fnmatchcase(name, x) for x in _MUON_MATRICES)
 
-    orthogonalized = jax.tree.map(is_orthogonalized, names, params)
-    if settings.name == "muon":
-        matrix_names = models.names_of_any_layer(matrix_names)
-        defaults = config.OptimizerConfig().orthogonalized
-        own = [pattern for pattern in settings.orthogonalized if pattern not in defaults]
-        _require_matches("orthogonalized", own, matrix_names, "matrix")
-        if not any(jax.tree.leaves(orthogonalized)):
-            raise ValueError(
-                f"optimizer.orthogonalized is {settings.orthogonalized} and matches no matrix; the matrices are "
-                f"{', '.join(matrix_names)}"
-            )
     return ParameterOptions(
-        learning_rate=jax.tree.map(lambda name: _product(rate_factors, name), names),
-        weight_decay=jax.tree.map(
-            lambda name, is_matrix: _product(decay_factors, name) if is_matrix else 0, names, matrices
-        ),
-        orthogonalized=orthogonalized,
+        learning_rate=jax.tree.map(rate_factor, names),
+        weight_decay=jax.tree.map(lambda leaf: leaf.ndim >= 2, params),
+        orthogonalized=jax.tree.map(is_orthogonalized, names, params),
     )
-
-
-def _product(pairs: Sequence[tuple[str, float]], name: str) -> float:
-    return math.prod(factor for pattern, factor in pairs if fnmatch.fnmatchcase(name, pattern))
-
-
-def _require_matches(setting: str, patterns: Sequence[str], names: Sequence[str], kind: str) -> None:
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            remedy = spelling.remedy(
-                pattern, names, otherwise=f"the names are {', '.join(models.names_of_any_layer(names))}"
-            )
-            raise ValueError(
-                f"optimizer.{setting} has the pattern {pattern!r}, which matches no {kind}; {remedy}"
-            )
 
 
 def make_optimizer(
@@ -156,7 +137,7 @@ def make_optimizer(
         stages = [_direction(settings, options)]
         # AdamW always has the weight-decay stage, so that its state has one structure with and without decay.
         if settings.weight_decay or settings.name == "adamw":
-            stages.append(_weight_decay(settings, options))
+            stages.append(optax.add_decayed_weights(settings.weight_decay, options.weight_decay))
         update = optax.chain(*stages, optax.scale_by_learning_rate(rate))
     if settings.name == "schedule_free":
         # Factors scale the steps of z, of which x is the mean.
@@ -213,15 +194,12 @@ def _direction(settings: config.OptimizerConfig, options: ParameterOptions) -> o
 
 def _adafactor(settings: config.OptimizerConfig) -> optax.GradientTransformation:
     """Returns "Adafactor" (Shazeer and Stern 2018, algorithm 4 with the decay of section 7.2), as `optax.adafactor`."""
-    parts = [
-        optax.scale_by_factored_rms(
-            min_dim_size_to_factor=settings.factored_size, epsilon=settings.added_epsilon
-        ),
+    update = optax.chain(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=FACTORED_SIZE, epsilon=settings.added_epsilon),
         optax.clip_by_block_rms(1.0),
-    ]
-    if settings.parameter_scale:
-        parts.append(optax.scale_by_param_block_rms())
-    update = _by_layer(optax.chain(*parts))
+        optax.scale_by_param_block_rms(),
+    )
+    update = _by_layer(update)
     return (
         optax.chain(update, optax.ema(settings.mean_decay, debias=False)) if settings.mean_decay else update
     )
@@ -247,9 +225,9 @@ def _prodigy(
     settings: config.OptimizerConfig, rate: optax.Schedule, options: ParameterOptions
 ) -> optax.GradientTransformation:
     """Returns "Prodigy" (Mishchenko and Defazio 2023), with weight decay of matrices only."""
-    b1, b2, start = settings.mean_decay, settings.square_decay, settings.initial_distance
-    prodigy = optax.contrib.prodigy(rate, (b1, b2), eps=settings.added_epsilon, estim_lr0=start)
-    decay = _weight_decay(settings, options)
+    b1, b2 = settings.mean_decay, settings.square_decay
+    prodigy = optax.contrib.prodigy(rate, (b1, b2), eps=settings.added_epsilon, estim_lr0=INITIAL_DISTANCE)
+    decay = optax.add_decayed_weights(settings.weight_decay, options.weight_decay)
 
     def init(params: optax.Params) -> optax.OptState:
         # Copies: the state keeps the initial parameters, and the step donates `params`.
@@ -267,24 +245,6 @@ def _prodigy(
         return jax.tree.map(lambda change, decay: change - step * decay, changes, decays), new
 
     return optax.GradientTransformation(init, update)
-
-
-def _weight_decay(
-    settings: config.OptimizerConfig, options: ParameterOptions
-) -> optax.GradientTransformation:
-    """Returns decoupled weight decay, before the learning rate; its state has no arrays."""
-
-    def add(changes: optax.Updates, params: optax.Params) -> optax.Updates:
-        return jax.tree.map(add_one, options.weight_decay, changes, params)
-
-    def add_one(factor: Any, change: Any, param: Any) -> Any:
-        if not settings.weight_decay or isinstance(change, optax.MaskedNode):
-            return change
-        return change + _scaled(factor, settings.weight_decay * param)
-
-    return optax.masked(
-        optax.stateless(add), jax.tree.map(lambda factor: bool(np.any(factor)), options.weight_decay)
-    )
 
 
 def _by_layer(update: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -79,8 +79,9 @@ class Program:
         options = optimizer.parameter_options(config.optimizer, self.params)
         trained = jax.tree_util.tree_map_with_path(self._trains, self.params)
         if self.scans:
-            rates, decays = self._stack((options.learning_rate, options.weight_decay), join=np.array)
-            matrices, trained = self._stack((options.orthogonalized, trained), join=lambda leaves: leaves[0])
+            rates = self._stack(options.learning_rate, join=np.array)
+            kinds = options.weight_decay, options.orthogonalized, trained
+            decays, matrices, trained = self._stack(kinds, join=lambda leaves: leaves[0])
             options = optimizer.ParameterOptions(rates, decays, matrices)
         self.optimizer = optimizer.make_optimizer(config.optimizer, config.training.steps, options, trained)
 

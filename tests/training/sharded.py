@@ -20,7 +20,7 @@ import optax
 
 from sympow_jax import config, training
 from sympow_jax.config import optimizer as config_optimizer
-from sympow_jax.training import sharding
+from sympow_jax.training import optimizer, sharding
 from tests.models import families
 from tests.ops import cases
 from tests.training import collectives
@@ -184,12 +184,11 @@ def optimizers(preset: str, arrangements: list[dict]) -> None:
     The gradients are random, so that only the optimizers are compiled. Updates of the last are those of the program,
     with a z-loss.
     """
+    optimizer.FACTORED_SIZE, optimizer.INITIAL_DISTANCE = 32, 0.1
     for arrangement in arrangements:
         worst = {}
         for name in config_optimizer.OPTIMIZERS:
             decay = {} if name == "adam" else {"weight_decay": 0.1}
-            decay |= {"factored_size": 32} if name == "adafactor" else {}
-            decay |= {"initial_distance": 0.1} if name == "prodigy" else {}
             made = config.OptimizerConfig(name=name, learning_rate=0.01, clip_norm=1.0, **decay)
             worst[name] = _difference(preset, arrangement, made, _updated)
         made = config.OptimizerConfig(name="muon", learning_rate=0.01, z_loss=0.1, ema_decay=0.5)

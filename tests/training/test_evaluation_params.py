@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from sympow_jax import config, data, loop, tasks, training, weights
-from sympow_jax.training import sharding
+from sympow_jax.training import optimizer, sharding
 from sympow_jax.weights import runs
 
 AVERAGES = {
-    "ema": {"name": "adafactor", "factored_size": 8, "ema_decay": 0.9},
+    "ema": {"name": "adafactor", "ema_decay": 0.9},
     "schedule_free": {"name": "schedule_free"},
 }
 
@@ -52,7 +52,8 @@ def test_the_average_is_its_formula(settings):
 
 
 @pytest.mark.parametrize("name", ["ema", pytest.param("schedule_free", marks=pytest.mark.slow)])
-def test_a_run_evaluates_and_resumes_with_its_averages(tmp_path, settings, name):
+def test_a_run_evaluates_and_resumes_with_its_averages(tmp_path, settings, name, monkeypatch):
+    monkeypatch.setattr(optimizer, "FACTORED_SIZE", 8)
     options = AVERAGES[name]
     whole = _with(settings, **options)
     assert loop.train(whole, tmp_path / "whole") == 0
