@@ -51,14 +51,6 @@ class TrainingConfig:
         )
         | _ON_RESUME,
     )
-    skip_spikes: float | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Multiple of the mean norm of recent gradients above which an update is skipped. If none, no norm is too "
-            "large."
-        )
-        | _ON_RESUME,
-    )
     max_skips: int = dataclasses.field(
         default=10,
         metadata=fields.about("Number of updates that are skipped in a row at which the run ends.")
@@ -83,18 +75,8 @@ class TrainingConfig:
                 f"training.profile_steps is {steps}; it must be the first and the last step to trace, counted from 1, "
                 f"such as 11,13, or empty"
             )
-        if self.skip_spikes is not None and self.skip_spikes <= 1:
-            raise ValueError(
-                f"training.skip_spikes is {self.skip_spikes}; it must be above 1, such as 5, or about every second "
-                f"update would be skipped"
-            )
         if self.wandb_project == "":
             raise ValueError("training.wandb_project is empty; name a project, or none")
-
-    @property
-    def skips_updates(self) -> bool:
-        """Whether an update may be skipped."""
-        return self.skip_nonfinite or self.skip_spikes is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

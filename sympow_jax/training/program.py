@@ -20,7 +20,7 @@ from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.layers import partitioning
 from sympow_jax.ops._shared.promotion import by_default_rules
 from sympow_jax.process import hosts, workdir
-from sympow_jax.training import checkpoint, initial, optimizer, sharding, spikes, stacking
+from sympow_jax.training import checkpoint, initial, optimizer, sharding, stacking
 from sympow_jax.training.state import Params, TrainState
 
 __all__ = ["Program", "Update", "restore_exact", "restore_model"]
@@ -120,7 +120,7 @@ class Program:
             opt_state=opt_state,
             statistics=statistics,
             average=params if self.config.optimizer.ema_decay is not None else {},
-            skips=jax.tree.map(self._placed, jax.eval_shape(spikes.begin)),
+            skips=jax.tree.map(self._placed, jax.eval_shape(_no_skips)),
         )
 
     @property
@@ -218,7 +218,7 @@ class Program:
         # A copy, because the update donates both.
         average = jax.tree.map(jnp.copy, params) if self.config.optimizer.ema_decay is not None else {}
         opt_state = self.optimizer.init(params)
-        return TrainState(jnp.int32(0), params, opt_state, statistics, average, spikes.begin())
+        return TrainState(jnp.int32(0), params, opt_state, statistics, average, _no_skips())
 
     def begin(self) -> TrainState:
         """Returns the state before the first update, with the parameters of `task.initial_run` if it is set.
@@ -365,8 +365,14 @@ class Program:
             done = state.step - state.skips["total"]
             if ema_decay is not None:
                 average = _averaged(average, params, ema_decay, done + 1)
-            is_good, skips = spikes.judge(settings.training, state.skips, sums.loss, grad_norm)
-            if settings.training.skips_updates:
+            is_good = jnp.bool(True)
+            if settings.training.skip_nonfinite:
+                is_good = jnp.isfinite(sums.loss) & jnp.isfinite(grad_norm)
+            skips = {
+                "total": state.skips["total"] + ~is_good,
+                "in_a_row": jnp.where(is_good, 0, state.skips["in_a_row"] + 1),
+            }
+            if settings.training.skip_nonfinite:
                 old = state.params, state.opt_state, state.statistics, state.average
                 new = params, opt_state, statistics, average
                 params, opt_state, statistics, average = _selected(is_good, new, old)
@@ -379,7 +385,7 @@ class Program:
                 "update_norm": optax.tree.norm(changes),
                 "learning_rate": jnp.asarray(rate(done), jnp.float32),
             }
-            if settings.training.skips_updates:
+            if settings.training.skip_nonfinite:
                 metrics |= {"skipped_updates": skips["total"], "skipped_in_a_row": skips["in_a_row"]}
             return TrainState(step, params, opt_state, statistics, average, skips), metrics
 
@@ -450,6 +456,11 @@ def _param_path(path: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     names = itertools.takewhile(lambda key: isinstance(key, jax.tree_util.DictKey), reversed(path))
     return tuple(reversed(list(names)))
+
+
+def _no_skips() -> dict[str, Array]:
+    """Returns `TrainState.skips` before the first update."""
+    return {"total": jnp.int32(0), "in_a_row": jnp.int32(0)}
 
 
 def _averaged(average: Params, params: Params, decay: float, update: Int[Array, ""]) -> Params:

@@ -24,9 +24,7 @@ def _with(settings: config.Config, steps: int = 10, **optimizer) -> config.Confi
         settings,
         model=dataclasses.replace(settings.model, layers=2),
         optimizer=config.OptimizerConfig(learning_rate=3e-2, **optimizer),
-        training=dataclasses.replace(
-            settings.training, steps=steps, scan_layers=True, skip_nonfinite=True, skip_spikes=5.0
-        ),
+        training=dataclasses.replace(settings.training, steps=steps, scan_layers=True, skip_nonfinite=True),
     )
 
 
@@ -118,7 +116,7 @@ def _tokens(settings: config.Config) -> dict[str, jax.Array]:
 def test_skipping_may_begin_when_a_run_is_resumed(tmp_path, settings):
     plain = dataclasses.replace(settings, training=dataclasses.replace(settings.training, steps=4))
     assert loop.train(plain, tmp_path) == 0
-    skipping = dataclasses.replace(settings.training, steps=6, skip_spikes=5.0)
+    skipping = dataclasses.replace(settings.training, steps=6, skip_nonfinite=True)
     assert loop.train(dataclasses.replace(settings, training=skipping), tmp_path) == 0
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert ["skipped_updates" in line for line in lines] == [False] * 4 + [True] * 2
