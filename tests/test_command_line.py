@@ -203,7 +203,7 @@ def test_help_explains_every_setting(capsys, monkeypatch):
             assert f"--config.{setting.path} {form} {setting.help}{resumable}{choices} " in words
     assert "Number of blocks. Every config sets it. " in words
     assert "Tokens per row. Default: 1024. " in words
-    assert words.count("Quote an item that has commas, or spaces at its ends. Default: ()") == 9
+    assert words.count("Quote an item that has commas, or spaces at its ends. Default: ()") == 8
     assert max(map(len, printed.splitlines())) <= 80
     # Each config has a line with its arguments, and one with its summary.
     assert (

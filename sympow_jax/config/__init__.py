@@ -5,17 +5,18 @@ are named as in the papers; each sets a kernel, a decay and a position encoding.
 """
 
 from sympow_jax.config.attention import (
+    LRPE_METHODS,
     PRESETS,
     AttentionConfig,
     LrpeConfig,
     RopeConfig,
+    lrpe_method,
     preset,
     preset_name,
 )
 from sympow_jax.config.checks import require_choice
 from sympow_jax.config.data import DataConfig, source_of
 from sympow_jax.config.loading import load, override
-from sympow_jax.config.methods import LRPE_METHODS, lrpe_method
 from sympow_jax.config.model import MODEL_SIZES, ModelConfig
 from sympow_jax.config.optimizer import OptimizerConfig
 from sympow_jax.config.run import Config, EvaluationConfig, ShardingConfig, TrainingConfig

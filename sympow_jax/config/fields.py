@@ -5,6 +5,8 @@
 
 import dataclasses
 import enum
+import functools
+import math
 import types
 import typing
 from collections.abc import Collection
@@ -30,15 +32,26 @@ __all__ = [
 ]
 
 
-def about(help: str, *, choices: Collection[str] = (), derived: str = "") -> dict[str, Any]:
+SEEDS = 2**32
+"""Number of seeds. JAX draws keys from 32 bits of a seed, so larger ones would repeat smaller ones."""
+
+TINY = 1e-30
+"""Least value of a setting that must be positive; float32 may round smaller ones to 0."""
+
+# Largest float of the type that settings have in a run.
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def about(help: str, *, choices: Collection[str] = (), derived: str = "", **bounds: float) -> dict[str, Any]:
     """Returns the metadata of a setting, for `dataclasses.field(metadata=...)`.
 
     Args:
         help: a noun phrase that names the setting, and further sentences.
         choices: valid values; empty if there is no list of them. Those of a table include rows added to it later.
         derived: name of the property that has the value, where None means one derived from other settings.
+        **bounds: `least`, `most`, `above` or `below`: bounds of the number, or of each number of a tuple.
     """
-    return {"help": help, "choices": choices, "derived": derived}
+    return {"help": help, "choices": choices, "derived": derived, "bounds": bounds}
 
 
 class Occasion(enum.Enum):
@@ -63,6 +76,11 @@ def may_differ(*occasions: Occasion) -> dict[str, Any]:
     return {"may_differ": frozenset(occasions)}
 
 
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
 def validate(node: Any, prefix: str = "") -> None:
     """Raises ValueError if a field of a dataclass has the wrong type, or a value outside its choices.
 
@@ -73,7 +91,7 @@ def validate(node: Any, prefix: str = "") -> None:
         node: instance of a frozen dataclass.
         prefix: name of the dataclass in error messages, before a dot and the field; empty for the outermost.
     """
-    hints = typing.get_type_hints(type(node))
+    hints = _hints(type(node))
     for field in dataclasses.fields(node):
         name = f"{prefix}.{field.name}".lstrip(".")
         value = getattr(node, field.name)
@@ -82,7 +100,8 @@ def validate(node: Any, prefix: str = "") -> None:
             object.__setattr__(node, field.name, value)
         _check_type(name, value, hints[field.name])
         for item in value if isinstance(value, tuple) else (value,):
-            checks.require_representable(name, item)
+            if isinstance(item, int | float):
+                _check_number(name, item, **field.metadata["bounds"])
         choices = field.metadata.get("choices")
         if choices and value is not None:
             checks.require_choice(name, value, choices)
@@ -104,6 +123,28 @@ def _check_type(name: str, value: Any, annotation: Any) -> None:
         f"{name} is {spelling.shown(value)}, {_article(type(value))} {type(value).__name__}; it must be {expected}"
         f"{' or None' if optional else ''}{remedy}"
     )
+
+
+def _check_number(
+    name: str,
+    value: float,
+    *,
+    least: float = -math.inf,
+    most: float = math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+) -> None:
+    if isinstance(value, float) and not abs(value) <= _LARGEST:
+        raise ValueError(
+            f"{name} is {value}; it must be a finite number, of at most {_LARGEST:.1e} in float32"
+        )
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        # Python refuses to print the longest of them.
+        raise ValueError(f"{name} is an integer of {value.bit_length()} bits; it must fit in 64")
+    if not (least <= value <= most and above < value < below):
+        words = {"at least": least, "at most": most, "above": above, "below": below}
+        bounds = " and ".join(f"{word} {bound}" for word, bound in words.items() if math.isfinite(bound))
+        raise ValueError(f"{name} is {value}; it must be {bounds}")
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -194,7 +235,7 @@ def groups(kind: Any, path: str = "", *, resumable: bool = False) -> list[Group]
         path: path of the dataclass; empty for the outermost.
         resumable: whether all its fields may differ when a run is resumed.
     """
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     settings: list[Setting] = []
     inner: list[Group] = []
     for field in dataclasses.fields(kind):

@@ -16,6 +16,7 @@ CHANNELS = 3
 _MLP_RATIO = 4
 
 DTYPES = ("float32", "bfloat16")
+REMATS = ("none", "elementwise", "attention", "full")
 # Building a model takes about 20 ms per layer, so that a mistyped number would seem to hang. The deepest published
 # transformers have 1,000 layers (Wang et al. 2022).
 _MAX_LAYERS = 1024
@@ -24,9 +25,6 @@ _MAX_WIDTH = 2**20
 _MAX_HEAD_DIM = 2**16
 # What is normalized has a mean square of about 1. A larger number would outweigh it.
 _MAX_EPSILON = 1.0
-REMATS = ("none", "elementwise", "attention", "full")
-ACTIVATIONS = ("gelu", "relu", "swiglu", "geglu")
-NORMS = ("layer", "rms", "batch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,22 +32,32 @@ class ModelConfig:
     """A pre-norm transformer."""
 
     vocab_size: int = dataclasses.field(
-        default=0, metadata=fields.about("Number of token ids. Not used by a model of images.")
+        default=0, metadata=fields.about("Number of token ids. Not used by a model of images.", least=0)
     )
-    layers: int = dataclasses.field(metadata=fields.about("Number of blocks."))
-    width: int = dataclasses.field(metadata=fields.about("Size of the residual stream."))
-    heads: int = dataclasses.field(metadata=fields.about("Number of query heads."))
+    layers: int = dataclasses.field(metadata=fields.about("Number of blocks.", least=1, most=_MAX_LAYERS))
+    width: int = dataclasses.field(
+        metadata=fields.about("Size of the residual stream.", least=1, most=_MAX_WIDTH)
+    )
+    heads: int = dataclasses.field(metadata=fields.about("Number of query heads.", least=1))
     kv_heads: int | None = dataclasses.field(
         default=None,
-        metadata=fields.about("Number of key/value heads. If none, `heads`.", derived="num_kv_heads"),
+        metadata=fields.about(
+            "Number of key/value heads. If none, `heads`.", derived="num_kv_heads", least=1
+        ),
     )
     head_dim: int | None = dataclasses.field(
-        default=None, metadata=fields.about("Size of a head. If none, `width // heads`.", derived="head_size")
+        default=None,
+        metadata=fields.about(
+            "Size of a head. If none, `width // heads`.", derived="head_size", least=1, most=_MAX_HEAD_DIM
+        ),
     )
     mlp_width: int | None = dataclasses.field(
         default=None,
         metadata=fields.about(
-            "Hidden width of the feed-forward layers. If none, four times `width`.", derived="hidden_width"
+            "Hidden width of the feed-forward layers. If none, four times `width`.",
+            derived="hidden_width",
+            least=1,
+            most=_MAX_WIDTH,
         ),
     )
     activation: str = dataclasses.field(
@@ -57,7 +65,7 @@ class ModelConfig:
         metadata=fields.about(
             "Activation of the feed-forward layers. `swiglu` and `geglu` multiply hidden units by the silu or gelu of "
             "another projection, so that a layer has three matrices. gelu is the approximation by tanh.",
-            choices=ACTIVATIONS,
+            choices=("gelu", "relu", "swiglu", "geglu"),
         ),
     )
     norm: str = dataclasses.field(
@@ -65,11 +73,16 @@ class ModelConfig:
         metadata=fields.about(
             "Normalization before each half of a block and after the last block. `layer` and `rms` normalize over "
             "the width, `rms` without mean and bias; `batch` over the batch, with running means for evaluation.",
-            choices=NORMS,
+            choices=("layer", "rms", "batch"),
         ),
     )
     norm_epsilon: float = dataclasses.field(
-        default=1e-5, metadata=fields.about("Number that norms add to the variance, or to the mean square.")
+        default=1e-5,
+        metadata=fields.about(
+            "Number that norms add to the variance, or to the mean square.",
+            least=fields.TINY,
+            most=_MAX_EPSILON,
+        ),
     )
     embedding_norm: bool = dataclasses.field(
         default=True, metadata=fields.about("Whether one more norm follows the embedding. GPT-2 has none.")
@@ -92,7 +105,8 @@ class ModelConfig:
         default=None,
         metadata=fields.about(
             "Side of the square patches that an image model embeds. If none, the model embeds `vocab_size` "
-            "tokens."
+            "tokens.",
+            least=1,
         ),
     )
     dtype: str = dataclasses.field(
@@ -154,27 +168,10 @@ class ModelConfig:
         for name in ("dtype", "state_dtype"):
             object.__setattr__(self, name, checks.dtype_name(getattr(self, name)))
         fields.validate(self, "model")
-        positive = ["layers", "width", "heads"]
-        positive += ["vocab_size"] if self.patch_size is None else []
-        positive += ["mlp_width"] if self.mlp_width is not None else []
-        checks.require_at_least(1, **{f"model.{name}": getattr(self, name) for name in positive})
-        checks.require_positive(**{"model.norm_epsilon": self.norm_epsilon})
-        if self.layers > _MAX_LAYERS:
-            raise ValueError(f"model.layers is {self.layers}; it must be at most {_MAX_LAYERS}")
-        for name, width in {"width": self.width, "mlp_width": self.hidden_width}.items():
-            if width > _MAX_WIDTH:
-                raise ValueError(f"model.{name} is {width}; it must be at most {_MAX_WIDTH}")
-        if self.norm_epsilon > _MAX_EPSILON:
-            raise ValueError(f"model.norm_epsilon is {self.norm_epsilon}; it must be at most {_MAX_EPSILON}")
-        if self.patch_size is not None:
-            checks.require_at_least(1, **{"model.patch_size": self.patch_size})
-        if self.head_size > _MAX_HEAD_DIM:
-            raise ValueError(f"model.head_dim is {self.head_size}; it must be at most {_MAX_HEAD_DIM}")
+        if self.patch_size is None:
+            checks.require_at_least(1, **{"model.vocab_size": self.vocab_size})
         for attention in set(self.attentions):
             attention.check_head(self.head_size)
-        self._check_added_position()
-
-    def _check_added_position(self):
         added = {(x.position, x.longest_document) for x in self.attentions if x.adds_position}
         if len(added) > 1:
             names = (

@@ -46,6 +46,7 @@ class OptimizerConfig:
         metadata=fields.about(
             "Learning rate after the warmup. If none, 6e-4, and 1 for `prodigy`, which multiplies it by its estimate.",
             derived="peak_rate",
+            least=0,
         ),
     )
     b1: float | None = dataclasses.field(
@@ -54,6 +55,8 @@ class OptimizerConfig:
             "Decay of the mean of gradients, in [0, 1). For `sgd`, the momentum. For `schedule_free`, the weight of "
             "the average in the parameters that gradients are taken at. If none, 0.9, and 0 for `adafactor`.",
             derived="mean_decay",
+            least=0,
+            below=1,
         ),
     )
     b2: float | None = dataclasses.field(
@@ -62,6 +65,8 @@ class OptimizerConfig:
             "Decay of the mean of squared gradients, in [0, 1); for `lion`, of the mean of gradients that is kept. "
             "If none, 0.999, and 0.99 for `lion`. Not for `adafactor` and `sgd`.",
             derived="square_decay",
+            least=0,
+            below=1,
         ),
     )
     epsilon: float | None = dataclasses.field(
@@ -70,11 +75,15 @@ class OptimizerConfig:
             "Number that is added to the root of the mean square; for `adafactor`, to squared gradients. If none, "
             "1e-8, and 1e-30 for `adafactor`. Not for `lion` and `sgd`.",
             derived="added_epsilon",
+            # With an epsilon of 0, a gradient of 0 would be divided by 0.
+            least=fields.TINY,
         ),
     )
     momentum: float = dataclasses.field(
         default=0.95,
-        metadata=fields.about("Decay of the mean of gradients of the matrices that `muon` orthogonalizes."),
+        metadata=fields.about(
+            "Decay of the mean of gradients of the matrices that `muon` orthogonalizes.", least=0, below=1
+        ),
     )
     schedule: str = dataclasses.field(
         default="constant",
@@ -86,29 +95,36 @@ class OptimizerConfig:
         ),
     )
     warmup_steps: int = dataclasses.field(
-        default=0, metadata=fields.about("Updates over which the learning rate rises linearly from 0.")
+        default=0,
+        metadata=fields.about("Updates over which the learning rate rises linearly from 0.", least=0),
     )
     final_fraction: float = dataclasses.field(
         default=0.1,
         metadata=fields.about(
-            "Final learning rate of the schedules `cosine`, `linear` and `wsd`, divided by `learning_rate`."
+            "Final learning rate of the schedules `cosine`, `linear` and `wsd`, divided by `learning_rate`.",
+            least=0,
+            most=1,
         ),
     )
     decay_fraction: float = dataclasses.field(
         default=0.1,
-        metadata=fields.about("Last fraction of `training.steps`, over which the schedule `wsd` falls."),
+        metadata=fields.about(
+            "Last fraction of `training.steps`, over which the schedule `wsd` falls.", least=0, most=1
+        ),
     )
     weight_decay: float = dataclasses.field(
         default=0.0,
         metadata=fields.about(
             "Decoupled weight decay, applied to matrices only. An update subtracts the learning rate times this "
-            "times the parameter; for `prodigy`, the rate includes its estimate. Not for `adam`."
+            "times the parameter; for `prodigy`, the rate includes its estimate. Not for `adam`.",
+            least=0,
         ),
     )
     clip_norm: float | None = dataclasses.field(
         default=None,
         metadata=fields.about(
-            "Global norm that gradients are scaled down to if theirs is larger. If none, they are not clipped."
+            "Global norm that gradients are scaled down to if theirs is larger. If none, they are not clipped.",
+            least=fields.TINY,
         ),
     )
     learning_rate_factors: tuple[str, ...] = dataclasses.field(
@@ -124,51 +140,28 @@ class OptimizerConfig:
         metadata=fields.about(
             "Decay of an exponential moving average of the parameters, in (0, 1). Everything except training then "
             "uses the average: held-out metrics, `sympow eval`, generation, exports and `task.initial_run`. If "
-            "none, there is no average."
+            "none, there is no average.",
+            above=0,
+            below=1,
         ),
     )
     z_loss: float = dataclasses.field(
         default=0.0,
         metadata=fields.about(
             "Coefficient of the mean squared log-normalizer of the predicted tokens, which is added to the training "
-            "loss; PaLM's is 1e-4."
+            "loss; PaLM's is 1e-4.",
+            least=0,
         ),
     )
     accumulate: int = dataclasses.field(
         default=1,
         metadata=fields.about(
-            "Micro-batches per update. `data.batch_tokens` counts the tokens of an update."
+            "Micro-batches per update. `data.batch_tokens` counts the tokens of an update.", least=1
         ),
     )
 
     def __post_init__(self):
         fields.validate(self, "optimizer")
-        self._check_reads()
-        checks.require_at_least(0, **{"optimizer.learning_rate": self.peak_rate})
-        checks.require_at_least(
-            0,
-            **{
-                f"optimizer.{name}": getattr(self, name)
-                for name in ("warmup_steps", "weight_decay", "z_loss")
-            },
-        )
-        checks.require_at_least(1, **{"optimizer.accumulate": self.accumulate})
-        fractions = {"b1": self.mean_decay, "b2": self.square_decay, "momentum": self.momentum}
-        checks.require_fraction(**{f"optimizer.{name}": value for name, value in fractions.items()})
-        for name in ("final_fraction", "decay_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"optimizer.{name} is {getattr(self, name)}; it must lie in [0, 1]")
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ValueError(f"optimizer.ema_decay is {self.ema_decay}; it must lie in (0, 1)")
-        if self.clip_norm is not None:
-            checks.require_positive(**{"optimizer.clip_norm": self.clip_norm})
-        # With an epsilon of 0, a gradient of 0 would be divided by 0.
-        checks.require_positive(**{"optimizer.epsilon": self.added_epsilon})
-        if self.name == "schedule_free":
-            self._check_schedule_free()
-        _ = self.rate_factors_by_pattern  # which raises an error for those that are wrong
-
-    def _check_reads(self):
         defaults = {field.name: field.default for field in dataclasses.fields(self)} | _DEFAULTS
         for name, readers in _READERS.items():
             value = getattr(self, name)
@@ -177,23 +170,25 @@ class OptimizerConfig:
                     f"optimizer.{name} is {value} but optimizer.name is {self.name!r}, which does not read it; use "
                     f"{', '.join(readers)}, or leave it at {fields.written(defaults[name])}"
                 )
-
-    def _check_schedule_free(self):
-        if self.schedule != "constant":
-            raise ValueError(
+        averages = self.name == "schedule_free"
+        checks.refuse(
+            (
+                averages and self.schedule != "constant",
                 f"optimizer.schedule is {self.schedule!r} but optimizer.name 'schedule_free' averages in place of a "
-                f"schedule; use 'constant', with warmup_steps"
-            )
-        if self.ema_decay is not None:
-            raise ValueError(
+                f"schedule; use 'constant', with warmup_steps",
+            ),
+            (
+                averages and self.ema_decay is not None,
                 f"optimizer.ema_decay is {self.ema_decay} but optimizer.name 'schedule_free' has an average of its "
-                f"own; leave it out"
-            )
-        if self.mean_decay < _LOWEST_INTERPOLATION:
-            raise ValueError(
+                f"own; leave it out",
+            ),
+            (
+                averages and self.mean_decay < _LOWEST_INTERPOLATION,
                 f"optimizer.b1 is {self.mean_decay} and optimizer.name is 'schedule_free', whose average is computed "
-                f"by dividing by it; it must be at least {_LOWEST_INTERPOLATION}"
-            )
+                f"by dividing by it; it must be at least {_LOWEST_INTERPOLATION}",
+            ),
+        )
+        _ = self.rate_factors_by_pattern  # which raises an error for those that are wrong
 
     @property
     def peak_rate(self) -> float:

@@ -221,7 +221,11 @@ def test_slices_are_read_straight_to_a_mesh(tmp_path):
             "layer_types has chunked_attention, not",
         ),
         ("starcoder2", {"use_bias": None}, "use_bias is None, not true or false"),
-        ("llama", {"rms_norm_eps": 1e30}, "model.norm_epsilon is 1e+30; it must be at most 1.0"),
+        (
+            "llama",
+            {"rms_norm_eps": 1e30},
+            "model.norm_epsilon is 1e+30; it must be at least 1e-30 and at most 1.0",
+        ),
         ("llama", {"rms_norm_eps": float("nan")}, "model.norm_epsilon is nan; it must be a finite number"),
         ("llama", {"eos_token_id": True}, "eos_token_id is True; it must be an id from 0 to "),
         ("llama", {"eos_token_id": ["x"]}, "eos_token_id is ['x']; it must be an id from 0 to "),
