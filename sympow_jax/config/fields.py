@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import functools
 import math
-import types
 import typing
 from collections.abc import Collection
 from typing import Any
@@ -15,20 +14,16 @@ from typing import Any
 import numpy as np
 
 from sympow_jax import spelling
-from sympow_jax.config import checks
+from sympow_jax.config import checks, literals
 
 __all__ = [
-    "QUOTING",
     "Group",
     "Occasion",
     "Setting",
     "about",
-    "form",
     "groups",
     "may_differ",
-    "split_optional",
     "validate",
-    "written",
 ]
 
 
@@ -91,7 +86,8 @@ def validate(node: Any, prefix: str = "") -> None:
         node: instance of a frozen dataclass.
         prefix: name of the dataclass in error messages, before a dot and the field; empty for the outermost.
     """
-    hints = _hints(type(node))
+    kind: Any = type(node)
+    hints = _hints(kind)
     for field in dataclasses.fields(node):
         name = f"{prefix}.{field.name}".lstrip(".")
         value = getattr(node, field.name)
@@ -108,7 +104,7 @@ def validate(node: Any, prefix: str = "") -> None:
 
 
 def _check_type(name: str, value: Any, annotation: Any) -> None:
-    kind, optional = split_optional(annotation)
+    kind, optional = literals.split_optional(annotation)
     if _is_of(value, kind) or (optional and value is None):
         return
     several = typing.get_origin(kind) is tuple
@@ -184,32 +180,12 @@ class Setting:
     @property
     def form(self) -> str:
         """Form of a value on the command line, such as `INT`, `true|false` or `INT,INT,...`."""
-        return form(self.annotation, "NAME" if self.choices else "")
+        return literals.form(self.annotation, "NAME" if self.choices else "")
 
     @property
     def optional(self) -> bool:
         """True if the value may be none."""
-        return split_optional(self.annotation)[1]
-
-
-_FORMS = {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}
-
-
-def form(annotation: Any, name: str = "") -> str:
-    """Returns the form of a value of a type on the command line, such as `INT,INT,...`; None is not in it.
-
-    Args:
-        annotation: bool, int, float, str, or a tuple of one of these, or one of these or None.
-        name: word for the value, or for an item of a tuple; empty for the word of its type.
-    """
-    kind = split_optional(annotation)[0]
-    several = typing.get_origin(kind) is tuple
-    name = name or _FORMS[typing.get_args(kind)[0] if several else kind]
-    return f"{name},{name},..." if several else name
-
-
-QUOTING = "Quote an item that has commas, or spaces at its ends."
-"""Help on tuples of text, in addition to that of their setting."""
+        return literals.split_optional(self.annotation)[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,25 +223,3 @@ def groups(kind: Any, path: str = "", *, resumable: bool = False) -> list[Group]
             help, choices = field.metadata["help"], field.metadata["choices"]
             settings.append(Setting(below, hint, field.default, help, tuple(choices), may_change))
     return ([Group(path, kind, tuple(settings))] if settings else []) + inner
-
-
-def split_optional(annotation: Any) -> tuple[Any, bool]:
-    """Returns a type without None, and whether it has None."""
-    if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
-        return annotation, False
-    kinds = typing.get_args(annotation)
-    return next(kind for kind in kinds if kind is not types.NoneType), types.NoneType in kinds
-
-
-def written(value: Any) -> str:
-    """Returns a value of a setting as it is written on the command line."""
-    if isinstance(value, tuple):
-        return ",".join(_quoted(written(item)) for item in value) or "()"
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-
-def _quoted(item: str) -> str:
-    """Returns an item of a tuple in quotes if it would be read as another one without."""
-    if item and item == item.strip() and "," not in item and item[0] not in "'\"([":
-        return item
-    return '"{}"'.format(item.replace('"', '""'))

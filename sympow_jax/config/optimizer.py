@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Mapping
 
-from sympow_jax.config import checks, fields
+from sympow_jax.config import checks, fields, literals
 
 __all__ = ["OPTIMIZERS", "SCHEDULES", "OptimizerConfig"]
 
@@ -168,7 +168,7 @@ class OptimizerConfig:
             if self.name not in readers and value not in (None, defaults[name]):
                 raise ValueError(
                     f"optimizer.{name} is {value} but optimizer.name is {self.name!r}, which does not read it; use "
-                    f"{', '.join(readers)}, or leave it at {fields.written(defaults[name])}"
+                    f"{', '.join(readers)}, or leave it at {literals.written(defaults[name])}"
                 )
         averages = self.name == "schedule_free"
         checks.refuse(
