@@ -56,6 +56,10 @@ class Parser(argparse.ArgumentParser):
         """Raises ValueError with the message and a reference to --help."""
         raise ValueError(f"{message}; see {self.prog} --help")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Writes help; argparse's own does so without a word about errors."""
+        (file or sys.stderr).write(message)
+
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
         """Parses arguments; raises ValueError if there is another one, since all programs know theirs."""
         args = list(sys.argv[1:] if args is None else args)

@@ -5,8 +5,6 @@ are named as in the papers; each sets a kernel, a decay and a position encoding.
 """
 
 from sympow_jax.config.attention import (
-    LRPE_METHODS,
-    PRESETS,
     AttentionConfig,
     LrpeConfig,
     RopeConfig,
@@ -14,6 +12,7 @@ from sympow_jax.config.attention import (
     preset,
     preset_name,
 )
+from sympow_jax.config.attention.presets import LRPE_METHODS, PRESETS
 from sympow_jax.config.checks import require_choice
 from sympow_jax.config.data import DataConfig, source_of
 from sympow_jax.config.loading import load, override

@@ -97,7 +97,7 @@ def validate(node: Any, prefix: str = "") -> None:
         _check_type(name, value, hints[field.name])
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, int | float):
-                _check_number(name, item, **field.metadata["bounds"])
+                _check_number(name, item, **field.metadata.get("bounds", {}))
         choices = field.metadata.get("choices")
         if choices and value is not None:
             checks.require_choice(name, value, choices)
