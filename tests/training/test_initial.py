@@ -72,6 +72,7 @@ def test_what_does_not_fit(settings, first):
         task=config.TaskConfig(name="masked_token", initial_run=str(folder)),
     )
     with pytest.raises(
-        ValueError, match="a run of the task 'next_token', whose attention is causal; name a run of an encoder"
+        ValueError,
+        match="a run of the task 'next_token', whose attention is causal; name a run of an encoder",
     ):
         _program(encoder).begin()
