@@ -33,8 +33,8 @@ _MUON_MATRICES = tuple(
     f"blocks.*.{name}.kernel"
     for name in ("attention.query", "attention.key", "attention.value", "attention.out", "mlp.*")
 )
-# Smallest size of both axes of a matrix whose squared gradients Adafactor keeps as means of rows and columns, as in
-# optax; and the first estimate of prodigy for the distance to the solution, as in its paper's experiments.
+# Smallest size of both axes of a matrix whose squared gradients Adafactor keeps as means of rows and columns, and the
+# first estimate of prodigy for the distance to the solution; both as in optax.
 FACTORED_SIZE, INITIAL_DISTANCE = 128, 1e-6
 
 

@@ -45,7 +45,7 @@ def test_what_a_published_model_lacks(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f'next: sympow generate --workdir={tmp_path}/run --prompt="The "\n' in out
     assert f"next: sympow eval --workdir={tmp_path}/run --config.data.source=tokens" in out
-    assert "data/loop.bin, is a placeholder" in out
+    assert "data/train.bin, is a placeholder" in out
 
 
 def program(folder: pathlib.Path) -> training.Program:

@@ -24,7 +24,8 @@ HeadArrays = Mapping[str, Float[Array, "K ..."] | Int[Array, "K ..."]]
 
 # Initial frequencies of SPE are low: the logistic of a normal variable minus this (code of Liutkus et al. 2021).
 _LOW_FREQUENCIES = 4.0
-# Sines per dimension, and realizations of the noise, which are the head size of encoded queries and keys.
+# Sines per dimension, of which the authors' configs have 8 or 10, and realizations of the noise, of which all of these
+# have 64. The latter are the head size of encoded queries and keys.
 _SINES, _REALIZATIONS = 5, 64
 
 
