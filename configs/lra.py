@@ -54,7 +54,7 @@ def _source(task: str) -> dict[str, Any]:
         "heldout_paths": (f"data/lra/{task}/test{ending}",),
     }
     if not ending:
-        pixels = {"image_tokens": True, "image_mode": "gray", "image_size": 32}
+        pixels = {"image_tokens": True, "image_size": 32}
         return {"source": "images", **pixels, **sources}
     if task == "text":
         return {"source": "tsv", "text_columns": ("text",), **sources}

@@ -4,16 +4,16 @@ import dataclasses
 import pathlib
 
 from sympow_jax import config
-from sympow_jax.config import fields
+from sympow_jax.config import fields, literals
 
 PAGE = pathlib.Path(__file__).parent / "reference" / "settings.md"
 HEAD = (
     "# Settings\n\n"
     "All settings of a run, with their defaults: the fields of [`config.Config`](config.md#a-run). A config file sets "
     "them in Python, the command line with `--config.model.layers=4`, also written `--config.model.layers 4`. Several "
-    "values are separated by commas, and `none` is no value. An item that has commas, or spaces at its ends, is "
-    "quoted, as in `--config.evaluation.prompts='\"Hello, world\",the'`. `docs/settings.py` writes this page from the "
-    "metadata of the fields.\n"
+    "values are separated by commas, and `none` is no value. If an item of text has commas, all are quoted, as in "
+    '`--config.evaluation.prompts=\'"Hello, world","the"\'`. `docs/settings.py` writes this page from the metadata '
+    "of the fields.\n"
 )
 
 
@@ -31,7 +31,7 @@ def _section(group: fields.Group) -> str:
 def _row(setting: fields.Setting) -> str:
     values = [f"`{choice}`" for choice in setting.choices] or setting.form.split("|")
     values += ["`none`"] if setting.optional else []
-    default = "" if setting.default is dataclasses.MISSING else f"`{fields.written(setting.default)}`"
+    default = "" if setting.default is dataclasses.MISSING else f"`{literals.written(setting.default)}`"
     resumable = " May change when a run is resumed." if setting.resumable else ""
     return f"| `{setting.path}` | {', '.join(values)} | {default} | {setting.help}{resumable} |\n"
 

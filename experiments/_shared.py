@@ -30,6 +30,7 @@ from jaxtyping import Float, Int32
 from sympow_jax import config, loop, models, plotting, training
 from sympow_jax.commands import command_line
 from sympow_jax.config import serialize
+from sympow_jax.config import task as task_lib
 from sympow_jax.data import masking
 from sympow_jax.evaluation import report, workdirs
 from sympow_jax.process import atomic, compile_cache, signals, streams, workdir
@@ -504,9 +505,8 @@ def _random_batch(wanted: config.Config) -> dict[str, Int32[np.ndarray, "B T"]]:
     if wanted.task.is_language_model:
         return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
     mask_token = vocab_size - 1 if wanted.task.mask_token is None else wanted.task.mask_token
-    fraction = wanted.task.mask_fraction
     masked = [
-        masking.mask(row, rng, fraction=fraction, mask_token=mask_token, vocab_size=vocab_size)
+        masking.mask(row, rng, fraction=task_lib.MASK_FRACTION, mask_token=mask_token, vocab_size=vocab_size)
         for row in tokens[:, 1:]
     ]
     return {name: np.stack(part) for name, part in zip(("inputs", "targets"), zip(*masked))}

@@ -15,6 +15,7 @@ from flax import nnx
 
 from sympow_jax import config, models
 from sympow_jax.commands import launch
+from sympow_jax.data import listops
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = ["layers=2", "width=32", "heads=2", "dtype=float32"]
@@ -29,8 +30,8 @@ def shape(settings: config.Config) -> tuple:
     return (
         *(model.layers, model.width, model.heads, model.hidden_width, model.activation),
         *(settings.data.context_length, settings.data.batch_size, settings.training.steps),
-        *(optimizer.warmup_steps, optimizer.learning_rate, optimizer.schedule, optimizer.name),
-        *(optimizer.epsilon, optimizer.b1, optimizer.b2, optimizer.weight_decay),
+        *(optimizer.warmup_steps, optimizer.peak_rate, optimizer.schedule, optimizer.name),
+        *(optimizer.added_epsilon, optimizer.mean_decay, optimizer.square_decay, optimizer.weight_decay),
     )
 
 
@@ -244,16 +245,17 @@ def files(tmp_path: pathlib.Path) -> pathlib.Path:
         ),
         ("wikitext103.py:type1", "long.bin", ["model.vocab_size=16"]),
         ("glue.py:sst2,type1", "lines.tsv", ["model.vocab_size=256", "data.tokenizer=byte"]),
-        ("lra.py:listops,type1", None, ["data.listops_lengths=4,6"]),
+        ("lra.py:listops,type1", None, []),
         ("lra.py:retrieval,type1", "pairs.tsv", []),
     ],
 )
-def test_small_copies_learn(spec, source, changes, files):
+def test_small_copies_learn(spec, source, changes, files, monkeypatch):
     settings = [f"model.{change}" for change in SMALL]
     settings += ["data.context_length=16", "data.batch_tokens=512", "training.steps=100"]
     settings += ["optimizer.learning_rate=0.005", "optimizer.warmup_steps=0", *changes]
     if source is None:
-        settings.append("data.listops_examples=800,50")
+        monkeypatch.setattr(listops, "LENGTHS", (4, 6))
+        monkeypatch.setattr(listops, "EXAMPLES", (800, 50))
     else:
         heldout = files / f"heldout_{source}"
         (shutil.copytree if (files / source).is_dir() else shutil.copy)(files / source, heldout)

@@ -150,7 +150,7 @@ def _plans(job: Job, gpus: int) -> Iterator[Plan]:
     for fsdp, context, tensor in itertools.product(sizes, sizes, sizes):
         data = gpus // (fsdp * context * tensor)
         divides = data * fsdp * context * tensor == gpus and rows % (data * fsdp) == 0
-        heads_divide = not (model.heads % tensor or (model.kv_heads or 1) % tensor)
+        heads_divide = not (model.heads % tensor or model.num_kv_heads % tensor)
         # A shard of the sequence is at least one window long, and the many all-reduces of `tensor` stay within a node.
         long_enough = job.context_length // context >= model.attention.exact_window
         if divides and heads_divide and long_enough and tensor <= NODE:
@@ -160,8 +160,8 @@ def _plans(job: Job, gpus: int) -> Iterator[Plan]:
 
 def predict(job: Job, plan: Plan) -> Step:
     """Predicts a step of a job under a plan."""
-    model, inside, size = job.model, plan.in_node(), job.model.head_dim or 1
-    heads, kv_heads = model.heads // plan.tensor, (model.kv_heads or 1) // plan.tensor
+    model, inside, size = job.model, plan.in_node(), job.model.head_size
+    heads, kv_heads = model.heads // plan.tensor, model.num_kv_heads // plan.tensor
     rows = job.batch_tokens // job.context_length // (plan.data * plan.fsdp)
     tokens = rows * job.context_length // plan.context
     embedding, again = model.vocab_size * model.width, plan.remat != "none"
@@ -228,7 +228,7 @@ def _ring(size: int, near: int, nbytes: float, rounds: int) -> np.ndarray:
 
 def _context(job: Job, plan: Plan, rows: int, heads: int, kv_heads: int) -> np.ndarray:
     """Returns the traffic over `context` of one pass of a layer."""
-    size, near, channels = plan.context, plan.in_node()["context"], job.model.head_dim or 1
+    size, near, channels = plan.context, plan.in_node()["context"], job.model.head_size
     if size == 1:
         return np.zeros(3)
     if plan.form == "attention":

@@ -3,18 +3,17 @@
 import argparse
 import dataclasses
 import inspect
-import itertools
 import operator
 import os
 import pathlib
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from sympow_jax import config, spelling
-from sympow_jax.config import fields, loading
+from sympow_jax.config import fields, literals, loading
 from sympow_jax.process import hosts, workdir
 
 __all__ = ["Parser", "changed_settings", "parse_training", "read_settings"]
@@ -63,19 +62,22 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
         """Parses arguments; raises ValueError if there is another one, since all programs know theirs."""
-        args = _with_underscores(sys.argv[1:] if args is None else args)
+        args = list(sys.argv[1:] if args is None else args)
+        options = args.index("--") if "--" in args else len(args)
+        args[:options] = map(_with_underscores, args[:options])
         # Before argparse, which would report that a required option is missing when it is misspelled. Options after a
         # subcommand are checked by its parser.
         if self._subparsers is None and not _HELP & set(args):
-            names = (x.partition("=")[0] for x in itertools.takewhile(lambda x: x != "--", args))
-            for name in names:
+            for name in (argument.partition("=")[0] for argument in args[:options]):
                 if name.startswith("--") and name not in self._option_string_actions:
                     self._reject(name)
-        self._require_paths(args)
         known, rest = super().parse_known_args(args, namespace)
         for argument in rest:
             if argument != "--":
                 self._reject(argument)
+        for action in self._actions:
+            if _PATH.search(str(action.metavar)) and getattr(known, action.dest, None) == "":
+                self.error(f"{action.option_strings[0]} is empty; it must be of the form {action.metavar}")
         return known, []
 
     def add_tokenizer(self) -> None:
@@ -108,15 +110,6 @@ class Parser(argparse.ArgumentParser):
                 metavar = setting.form + ("|none" if setting.optional else "")
                 section.add_argument(f"--config.{setting.path}", metavar=metavar, help=text)
 
-    def _require_paths(self, arguments: Sequence[str]) -> None:
-        """Raises ValueError if an option whose form is `_PATH` is empty, as with a variable that is not set."""
-        for argument, following in itertools.zip_longest(arguments, arguments[1:]):
-            name, equals, value = argument.partition("=")
-            action = self._option_string_actions.get(name)
-            form = "" if action is None else str(action.metavar)
-            if _PATH.search(form) and (value if equals else following) == "":
-                self.error(f"{name} is empty; it must be of the form {form}")
-
     def _reject(self, argument: str) -> NoReturn:
         name = argument.removeprefix("--")
         options = self._option_string_actions
@@ -136,17 +129,10 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{what} {argument!r}; did you mean {near}?")
 
 
-def _with_underscores(arguments: Iterable[str]) -> list[str]:
-    """Returns arguments with underscores for dashes in the names of options, which end at `--`."""
-    arguments = list(arguments)
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    converted = []
-    for argument in arguments[:end]:
-        name, equals, value = argument.partition("=")
-        if name.startswith("--"):
-            name = f"--{name[2:].replace('-', '_')}"
-        converted.append(f"{name}{equals}{value}")
-    return converted + arguments[end:]
+def _with_underscores(argument: str) -> str:
+    """Returns an argument with underscores for the dashes in the name of an option."""
+    name, equals, text = argument.partition("=")
+    return f"--{name[2:].replace('-', '_')}{equals}{text}" if name.startswith("--") else argument
 
 
 def _describe(setting: fields.Setting, values: config.Config | None, *, of_run: bool) -> str:
@@ -155,13 +141,13 @@ def _describe(setting: fields.Setting, values: config.Config | None, *, of_run: 
         parts.append("May change when a run is resumed.")
     if setting.choices:
         parts.append(f"One of {', '.join(setting.choices)}.")
-    if setting.form == fields.form(tuple[str, ...]):
-        parts.append(fields.QUOTING)
+    if setting.form == literals.form(tuple[str, ...]):
+        parts.append(literals.QUOTING)
     if of_run:
         return " ".join(parts)
     default = setting.default if values is None else operator.attrgetter(setting.path)(values)
     required = default is dataclasses.MISSING
-    parts.append("Every config sets it." if required else f"Default: {fields.written(default)}.")
+    parts.append("Every config sets it." if required else f"Default: {literals.written(default)}.")
     return " ".join(parts)
 
 
@@ -218,7 +204,6 @@ def parse_training(
     parser.add_argument(
         "--workdir",
         required=True,
-        type=pathlib.Path,
         metavar="DIR",
         help="Folder for settings, metrics and checkpoints.",
     )
@@ -234,7 +219,7 @@ def parse_training(
     # Both come with data settings that are not the user's own: a run's `config.json`, and a run to start from.
     if pathlib.Path(known.config).suffix == ".json" or settings.task.initial_run is not None:
         loading.require_named(settings, changed_settings(known), f"--config={known.config}")
-    return settings, known.workdir, _read_launch(known)
+    return settings, pathlib.Path(known.workdir), _read_launch(known)
 
 
 def _add_help(parser: Parser, spec: str | None) -> None:

@@ -12,7 +12,7 @@ import rich.console
 import rich.progress
 
 from sympow_jax.commands import command_line
-from sympow_jax.config import fields
+from sympow_jax.config import literals
 from sympow_jax.data import longcrawl64, prepare
 from sympow_jax.process import signals, streams, workdir
 
@@ -171,6 +171,8 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
             "model.vocab_size": about["vocab_size"],
             "evaluation.context_lengths": None,  # those that fit the documents
         }
-        given = (f"--config.{name}={shlex.quote(fields.written(value))}" for name, value in settings.items())
+        given = (
+            f"--config.{name}={shlex.quote(literals.written(value))}" for name, value in settings.items()
+        )
         streams.say(f"next: sympow train --config=quickstart --workdir=NEW {' '.join(given)}")
     return 0

@@ -5,18 +5,17 @@ are named as in the papers; each sets a kernel, a decay and a position encoding.
 """
 
 from sympow_jax.config.attention import (
-    PRESETS,
     AttentionConfig,
     LrpeConfig,
     RopeConfig,
-    SpeConfig,
+    lrpe_method,
     preset,
     preset_name,
 )
+from sympow_jax.config.attention.presets import LRPE_METHODS, PRESETS
 from sympow_jax.config.checks import require_choice
 from sympow_jax.config.data import DataConfig, source_of
 from sympow_jax.config.loading import load, override
-from sympow_jax.config.methods import LRPE_METHODS, lrpe_method
 from sympow_jax.config.model import MODEL_SIZES, ModelConfig
 from sympow_jax.config.optimizer import OptimizerConfig
 from sympow_jax.config.run import Config, EvaluationConfig, ShardingConfig, TrainingConfig
@@ -36,7 +35,6 @@ __all__ = [
     "Predicted",
     "RopeConfig",
     "ShardingConfig",
-    "SpeConfig",
     "TaskConfig",
     "TrainingConfig",
     "load",

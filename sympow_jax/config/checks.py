@@ -10,19 +10,11 @@ from sympow_jax import spelling
 __all__ = [
     "dtype_name",
     "head_sizes",
+    "refuse",
     "require_at_least",
     "require_choice",
-    "require_fraction",
-    "require_positive",
-    "require_representable",
-    "require_seed",
 ]
 
-# JAX draws keys from 32 bits of a seed, so larger seeds would repeat smaller ones.
-_SEEDS = 2**32
-# Largest float of the type that settings have in a run, and a positive one that is not rounded to 0 there.
-_LARGEST = float(np.finfo(np.float32).max)
-_SMALLEST = 1e-30
 # Characters of a text that is compared with names, which takes a time in proportion to its length.
 _NAME = 100
 
@@ -37,47 +29,18 @@ def require_choice(name: str, value: object, choices: Iterable[object]) -> None:
         )
 
 
+def refuse(*contradictions: tuple[object, str]) -> None:
+    """Raises ValueError with the text of the first contradiction that holds."""
+    for holds, text in contradictions:
+        if holds:
+            raise ValueError(text)
+
+
 def require_at_least(least: float, **values: float) -> None:
     """Raises ValueError for the first of the named values that is below `least`."""
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
-
-
-def require_positive(**values: float) -> None:
-    """Raises ValueError for the first of the named values that is not above 0, or that float32 may round to 0."""
-    for name, value in values.items():
-        if value <= 0:
-            raise ValueError(f"{name} is {value}; it must be positive")
-        if value < _SMALLEST:
-            raise ValueError(
-                f"{name} is {value}; it must be at least {_SMALLEST}, or float32 may round it to 0"
-            )
-
-
-def require_fraction(**values: float) -> None:
-    """Raises ValueError for the first of the named values that is outside [0, 1)."""
-    for name, value in values.items():
-        if not 0 <= value < 1:
-            raise ValueError(f"{name} is {value}; it must lie in [0, 1)")
-
-
-def require_seed(**values: int) -> None:
-    """Raises ValueError for the first of the named seeds that is outside [0, 2^32)."""
-    for name, value in values.items():
-        if not 0 <= value < _SEEDS:
-            raise ValueError(f"{name} is {value}; it must be at least 0 and below {_SEEDS}")
-
-
-def require_representable(name: str, value: object) -> None:
-    """Raises ValueError for a float that is infinite or NaN in float32, or an int of more than 64 bits."""
-    if isinstance(value, float) and not abs(value) <= _LARGEST:
-        raise ValueError(
-            f"{name} is {value}; it must be a finite number, of at most {_LARGEST:.1e} in float32"
-        )
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        # Python refuses to print the longest of them.
-        raise ValueError(f"{name} is an integer of {value.bit_length()} bits; it must fit in 64")
 
 
 def head_sizes(

@@ -16,9 +16,6 @@ SUFFIXES = {
     "jsonl": (".jsonl", ".ndjson", ".json"),
 }
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-PACKINGS = ("windows", "documents")
-TOKEN_DTYPES = ("uint16", "uint32")
-IMAGE_MODES = ("rgb", "gray")
 
 # How documents become rows does not change the held-out documents.
 _OF_ROWS = fields.may_differ(fields.Occasion.HELDOUT_DOCUMENTS)
@@ -73,12 +70,14 @@ class DataConfig:
         default=0.1,
         metadata=fields.about(
             "Fraction that is held out if there are no `heldout_paths`: of the documents, or of the bytes of each "
-            "`text` file that `paths` names itself."
+            "`text` file that `paths` names itself.",
+            least=0,
+            below=1,
         ),
     )
     token_dtype: str = dataclasses.field(
         default="uint16",
-        metadata=fields.about("Type of the ids in the files of `tokens`.", choices=TOKEN_DTYPES),
+        metadata=fields.about("Type of the ids in the files of `tokens`.", choices=("uint16", "uint32")),
     )
     document_separator: int | None = dataclasses.field(
         default=None,
@@ -86,7 +85,9 @@ class DataConfig:
             "Id between documents. `tokens`: the id that ends a document. `longcrawl64`: the id before every "
             "row; if none, 50256. `parquet`, `jsonl`: the id after each document; if none, the tokenizer's end of "
             "text, and no id after lists of token ids. `tsv`: the id between two texts; if none, the tokenizer's end "
-            "of text."
+            "of text.",
+            least=0,
+            below=2**32,
         ),
     )
     text_columns: tuple[str, ...] = dataclasses.field(
@@ -119,7 +120,8 @@ class DataConfig:
         default=2,
         metadata=fields.about(
             "Number of processes that read and tokenize `parquet` and `jsonl`; 0 for a thread of the training process. "
-            "Rows do not depend on it."
+            "Rows do not depend on it.",
+            least=0,
         )
         | fields.may_differ(*fields.Occasion),
     )
@@ -127,38 +129,27 @@ class DataConfig:
         default=1,
         metadata=fields.about(
             "Number of tokens, with the separator, of the shortest document that is read; shorter ones are left out. "
-            "Only sources with documents have it."
+            "Only sources with documents have it.",
+            least=1,
         ),
     )
     image_size: int = dataclasses.field(
-        default=224, metadata=fields.about("Side of the square that images are cropped to, in pixels.")
-    )
-    image_mode: str = dataclasses.field(
-        default="rgb", metadata=fields.about("Colors of images.", choices=IMAGE_MODES)
+        default=224,
+        metadata=fields.about("Side of the square that images are cropped to, in pixels.", least=1),
     )
     image_tokens: bool = dataclasses.field(
         default=False,
         metadata=fields.about(
-            "Whether the pixels of gray images of `image_size` squared are read row by row as ids 0 to 255 "
-            "(the long-range tasks). Otherwise rows are arrays [image_size, image_size, channels]."
+            "Whether images of `image_size` squared are read in gray, row by row as ids 0 to 255 (the long-range "
+            "tasks). Otherwise rows are arrays of colors, [image_size, image_size, 3]."
         ),
     )
-    augment: bool = dataclasses.field(
-        default=True,
-        metadata=fields.about("Whether arrays of images are cropped and mirrored at random in training.")
-        | fields.may_differ(fields.Occasion.HELDOUT_ROWS),
+    context_length: int = dataclasses.field(
+        default=1024, metadata=fields.about("Tokens per row.", least=1) | _OF_ROWS
     )
-    listops_lengths: tuple[int, ...] = dataclasses.field(
-        default=(500, 2000), metadata=fields.about("Shortest and longest example of `listops`, in tokens.")
-    )
-    listops_examples: tuple[int, ...] = dataclasses.field(
-        default=(96_000, 2000),
-        metadata=fields.about("Number of examples of `listops` for training, and of held-out examples."),
-    )
-    context_length: int = dataclasses.field(default=1024, metadata=fields.about("Tokens per row.") | _OF_ROWS)
     batch_tokens: int = dataclasses.field(
         default=524_288,
-        metadata=fields.about("Tokens per update, a multiple of `context_length`.")
+        metadata=fields.about("Tokens per update, a multiple of `context_length`.", least=1)
         | fields.may_differ(fields.Occasion.HELDOUT_ROWS, fields.Occasion.HELDOUT_DOCUMENTS),
     )
     packing: str = dataclasses.field(
@@ -167,102 +158,73 @@ class DataConfig:
             "Way from documents to rows. `windows` cuts the concatenated documents into windows that cross "
             "documents, so that state and attention cross the boundary too. `documents` gives every document "
             "its own segment id, so that neither does.",
-            choices=PACKINGS,
+            choices=("windows", "documents"),
         )
         | _OF_ROWS,
     )
     seed: int = dataclasses.field(
         default=0,
-        metadata=fields.about("Seed of the order of rows and of random masks, crops and examples.")
+        metadata=fields.about(
+            "Seed of the order of rows and of random masks, crops and examples.", least=0, below=fields.SEEDS
+        )
         | _OF_ROWS,
     )
 
     def __post_init__(self):
         fields.validate(self, "data")
-        checks.require_fraction(**{"data.heldout_fraction": self.heldout_fraction})
-        checks.require_at_least(
-            1, **{"data.context_length": self.context_length, "data.image_size": self.image_size}
-        )
-        checks.require_at_least(1, **{"data.shortest_document": self.shortest_document})
-        checks.require_at_least(0, **{"data.tokenizer_workers": self.tokenizer_workers})
-        if self.shortest_document > 1 and self.source not in DOCUMENT_SOURCES:
-            raise ValueError(
-                f"data.shortest_document is {self.shortest_document}, but data.source {self.source!r} has no "
-                f"documents; leave it out"
-            )
-        if self.source in CORPUS_SOURCES and len(self.text_columns) > 1:
-            raise ValueError(
-                f"data.text_columns is {self.text_columns}; source {self.source!r} reads one column"
-            )
-        checks.require_seed(**{"data.seed": self.seed})
-        if self.document_separator is not None and not 0 <= self.document_separator < 2**32:
-            raise ValueError(
-                f"data.document_separator is {self.document_separator}; it must be an id from 0 to {2**32 - 1}, or none"
-            )
-        if self.tokenizer not in (None, "byte") and self.source in ("text", "images", "listops"):
-            raise ValueError(
-                f"data.tokenizer is {self.tokenizer!r}, but data.source {self.source!r} has no tokenizer; leave it "
-                f"out, or read text as parquet, jsonl, or tokens of `sympow prepare`"
-            )
-        self._check_names()
-        if self.batch_tokens < self.context_length or self.batch_tokens % self.context_length:
-            raise ValueError(
-                f"data.batch_tokens is {self.batch_tokens}; it must be a multiple of "
-                f"data.context_length {self.context_length}"
-            )
-        if self.source not in _PATHLESS and not self.paths:
-            raise ValueError(f"data.paths is empty; source {self.source!r} needs the path of its data")
-        if self.source == "tsv":
-            self._check_columns()
-        if self.source == "images" and self.image_tokens:
-            self._check_pixels()
-        if self.source == "listops":
-            self._check_listops()
-
-    def _check_names(self):
-        names, paths = self.heldout_names, self.heldout_paths
-        if names and len(names) != len(paths):
-            raise ValueError(
-                f"data.heldout_names is {names} and data.heldout_paths {paths}; give every path a name, or none"
-            )
-        if len(set(names)) != len(names) or not all(name.isidentifier() for name in names):
-            raise ValueError(
-                f"data.heldout_names is {names}; every name must be another one, of letters, digits and _"
-            )
-
-    def _check_columns(self):
-        if len(self.text_columns) not in (1, 2):
-            raise ValueError(
-                f"data.text_columns is {self.text_columns}; source 'tsv' needs the name of one column of text, or of "
-                f"two that are read together"
-            )
-        if len(set(self.labels)) != len(self.labels):
-            raise ValueError(f"data.labels is {self.labels}; every class must be named once")
-
-    def _check_pixels(self):
-        if self.image_mode != "gray":
-            raise ValueError("data.image_tokens reads gray pixels as ids; set data.image_mode=gray")
-        if self.image_size**2 != self.context_length:
-            raise ValueError(
+        source, names, columns = self.source, self.heldout_names, self.text_columns
+        checks.refuse(
+            (
+                self.batch_tokens % self.context_length,
+                f"data.batch_tokens is {self.batch_tokens}; it must be a multiple of data.context_length "
+                f"{self.context_length}",
+            ),
+            (
+                source not in _PATHLESS and not self.paths,
+                f"data.paths is empty; source {source!r} needs the path of its data",
+            ),
+            (
+                source == "listops" and (self.paths or self.heldout_paths),
+                "data.paths and data.heldout_paths must be empty; source 'listops' reads no file",
+            ),
+            (
+                self.shortest_document > 1 and source not in DOCUMENT_SOURCES,
+                f"data.shortest_document is {self.shortest_document}, but data.source {source!r} has no documents; "
+                f"leave it out",
+            ),
+            (
+                self.tokenizer not in (None, "byte") and source in ("text", "images", "listops"),
+                f"data.tokenizer is {self.tokenizer!r}, but data.source {source!r} has no tokenizer; leave it out, or "
+                f"read text as parquet, jsonl, or tokens of `sympow prepare`",
+            ),
+            (
+                names and len(names) != len(self.heldout_paths),
+                f"data.heldout_names is {names} and data.heldout_paths {self.heldout_paths}; give every path a name, "
+                f"or none",
+            ),
+            (
+                len(set(names)) != len(names) or not all(name.isidentifier() for name in names),
+                f"data.heldout_names is {names}; every name must be another one, of letters, digits and _",
+            ),
+            (
+                source in CORPUS_SOURCES and len(columns) > 1,
+                f"data.text_columns is {columns}; source {source!r} reads one column",
+            ),
+            (
+                source == "tsv" and len(columns) not in (1, 2),
+                f"data.text_columns is {columns}; source 'tsv' needs the name of one column of text, or of two that "
+                f"are read together",
+            ),
+            (
+                source == "tsv" and len(set(self.labels)) != len(self.labels),
+                f"data.labels is {self.labels}; every class must be named once",
+            ),
+            (
+                source == "images" and self.image_tokens and self.image_size**2 != self.context_length,
                 f"data.context_length is {self.context_length}, but the pixels of data.image_size {self.image_size} "
-                f"squared are {self.image_size**2} tokens; make them equal"
-            )
-
-    def _check_listops(self):
-        if self.paths or self.heldout_paths:
-            raise ValueError(
-                "data.paths and data.heldout_paths must be empty; source 'listops' reads no file"
-            )
-        for name in ("listops_lengths", "listops_examples"):
-            if len(getattr(self, name)) != 2:
-                raise ValueError(f"data.{name} is {getattr(self, name)}; it must be two numbers")
-        checks.require_at_least(1, **{"data.listops_examples": min(self.listops_examples)})
-        shortest, longest = self.listops_lengths
-        if not 4 <= shortest <= longest <= self.context_length:
-            raise ValueError(
-                f"data.listops_lengths is {self.listops_lengths}; the shortest example must have at least 4 tokens "
-                f"and the longest at most data.context_length, {self.context_length}"
-            )
+                f"squared are {self.image_size**2} tokens; make them equal",
+            ),
+        )
 
     @property
     def batch_size(self) -> int:

@@ -5,7 +5,8 @@
 
 import dataclasses
 import enum
-import types
+import functools
+import math
 import typing
 from collections.abc import Collection
 from typing import Any
@@ -13,31 +14,39 @@ from typing import Any
 import numpy as np
 
 from sympow_jax import spelling
-from sympow_jax.config import checks
+from sympow_jax.config import checks, literals
 
 __all__ = [
-    "QUOTING",
     "Group",
     "Occasion",
     "Setting",
     "about",
-    "form",
     "groups",
     "may_differ",
-    "split_optional",
     "validate",
-    "written",
 ]
 
 
-def about(help: str, *, choices: Collection[str] = ()) -> dict[str, Any]:
+SEEDS = 2**32
+"""Number of seeds. JAX draws keys from 32 bits of a seed, so larger ones would repeat smaller ones."""
+
+TINY = 1e-30
+"""Least value of a setting that must be positive; float32 may round smaller ones to 0."""
+
+# Largest float of the type that settings have in a run.
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def about(help: str, *, choices: Collection[str] = (), derived: str = "", **bounds: float) -> dict[str, Any]:
     """Returns the metadata of a setting, for `dataclasses.field(metadata=...)`.
 
     Args:
         help: a noun phrase that names the setting, and further sentences.
         choices: valid values; empty if there is no list of them. Those of a table include rows added to it later.
+        derived: name of the property that has the value, where None means one derived from other settings.
+        **bounds: `least`, `most`, `above` or `below`: bounds of the number, or of each number of a tuple.
     """
-    return {"help": help, "choices": choices}
+    return {"help": help, "choices": choices, "derived": derived, "bounds": bounds}
 
 
 class Occasion(enum.Enum):
@@ -62,6 +71,11 @@ def may_differ(*occasions: Occasion) -> dict[str, Any]:
     return {"may_differ": frozenset(occasions)}
 
 
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
 def validate(node: Any, prefix: str = "") -> None:
     """Raises ValueError if a field of a dataclass has the wrong type, or a value outside its choices.
 
@@ -72,7 +86,8 @@ def validate(node: Any, prefix: str = "") -> None:
         node: instance of a frozen dataclass.
         prefix: name of the dataclass in error messages, before a dot and the field; empty for the outermost.
     """
-    hints = typing.get_type_hints(type(node))
+    kind: Any = type(node)
+    hints = _hints(kind)
     for field in dataclasses.fields(node):
         name = f"{prefix}.{field.name}".lstrip(".")
         value = getattr(node, field.name)
@@ -81,14 +96,15 @@ def validate(node: Any, prefix: str = "") -> None:
             object.__setattr__(node, field.name, value)
         _check_type(name, value, hints[field.name])
         for item in value if isinstance(value, tuple) else (value,):
-            checks.require_representable(name, item)
+            if isinstance(item, int | float):
+                _check_number(name, item, **field.metadata.get("bounds", {}))
         choices = field.metadata.get("choices")
         if choices and value is not None:
             checks.require_choice(name, value, choices)
 
 
 def _check_type(name: str, value: Any, annotation: Any) -> None:
-    kind, optional = split_optional(annotation)
+    kind, optional = literals.split_optional(annotation)
     if _is_of(value, kind) or (optional and value is None):
         return
     several = typing.get_origin(kind) is tuple
@@ -103,6 +119,28 @@ def _check_type(name: str, value: Any, annotation: Any) -> None:
         f"{name} is {spelling.shown(value)}, {_article(type(value))} {type(value).__name__}; it must be {expected}"
         f"{' or None' if optional else ''}{remedy}"
     )
+
+
+def _check_number(
+    name: str,
+    value: float,
+    *,
+    least: float = -math.inf,
+    most: float = math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+) -> None:
+    if isinstance(value, float) and not abs(value) <= _LARGEST:
+        raise ValueError(
+            f"{name} is {value}; it must be a finite number, of at most {_LARGEST:.1e} in float32"
+        )
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        # Python refuses to print the longest of them.
+        raise ValueError(f"{name} is an integer of {value.bit_length()} bits; it must fit in 64")
+    if not (least <= value <= most and above < value < below):
+        words = {"at least": least, "at most": most, "above": above, "below": below}
+        bounds = " and ".join(f"{word} {bound}" for word, bound in words.items() if math.isfinite(bound))
+        raise ValueError(f"{name} is {value}; it must be {bounds}")
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -142,32 +180,12 @@ class Setting:
     @property
     def form(self) -> str:
         """Form of a value on the command line, such as `INT`, `true|false` or `INT,INT,...`."""
-        return form(self.annotation, "NAME" if self.choices else "")
+        return literals.form(self.annotation, "NAME" if self.choices else "")
 
     @property
     def optional(self) -> bool:
         """True if the value may be none."""
-        return split_optional(self.annotation)[1]
-
-
-_FORMS = {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}
-
-
-def form(annotation: Any, name: str = "") -> str:
-    """Returns the form of a value of a type on the command line, such as `INT,INT,...`; None is not in it.
-
-    Args:
-        annotation: bool, int, float, str, or a tuple of one of these, or one of these or None.
-        name: word for the value, or for an item of a tuple; empty for the word of its type.
-    """
-    kind = split_optional(annotation)[0]
-    several = typing.get_origin(kind) is tuple
-    name = name or _FORMS[typing.get_args(kind)[0] if several else kind]
-    return f"{name},{name},..." if several else name
-
-
-QUOTING = "Quote an item that has commas, or spaces at its ends."
-"""Help on tuples of text, in addition to that of their setting."""
+        return literals.split_optional(self.annotation)[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +211,7 @@ def groups(kind: Any, path: str = "", *, resumable: bool = False) -> list[Group]
         path: path of the dataclass; empty for the outermost.
         resumable: whether all its fields may differ when a run is resumed.
     """
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     settings: list[Setting] = []
     inner: list[Group] = []
     for field in dataclasses.fields(kind):
@@ -205,25 +223,3 @@ def groups(kind: Any, path: str = "", *, resumable: bool = False) -> list[Group]
             help, choices = field.metadata["help"], field.metadata["choices"]
             settings.append(Setting(below, hint, field.default, help, tuple(choices), may_change))
     return ([Group(path, kind, tuple(settings))] if settings else []) + inner
-
-
-def split_optional(annotation: Any) -> tuple[Any, bool]:
-    """Returns a type without None, and whether it has None."""
-    if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
-        return annotation, False
-    kinds = typing.get_args(annotation)
-    return next(kind for kind in kinds if kind is not types.NoneType), types.NoneType in kinds
-
-
-def written(value: Any) -> str:
-    """Returns a value of a setting as it is written on the command line."""
-    if isinstance(value, tuple):
-        return ",".join(_quoted(written(item)) for item in value) or "()"
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-
-def _quoted(item: str) -> str:
-    """Returns an item of a tuple in quotes if it would be read as another one without."""
-    if item and item == item.strip() and "," not in item and item[0] not in "'\"([":
-        return item
-    return '"{}"'.format(item.replace('"', '""'))

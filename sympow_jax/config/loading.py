@@ -3,17 +3,16 @@
 import dataclasses
 import difflib
 import inspect
-import itertools
 import pathlib
 import re
 import runpy
+import shlex
 import traceback
-import typing
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from sympow_jax import spelling
-from sympow_jax.config import checks, fields, run, serialize
+from sympow_jax.config import fields, literals, run, serialize
 
 __all__ = [
     "describe_configs",
@@ -31,7 +30,7 @@ def load(spec: str) -> run.Config:
     """Loads a config by running its `get_config`, or from the `config.json` of a run.
 
     In `CONFIG:VALUE,key=VALUE` the values are arguments of `get_config`, in order or by name, with the types of its
-    signature. A value with commas is quoted, as in `CONFIG:"a,b",key="64,128"`. A quote inside it is doubled.
+    signature. A value with commas is quoted, as in `CONFIG:"a,b",key="64,128"`.
 
     Args:
         spec: path of a Python file or name of a config of the package, and optionally ":" and arguments; or path of a
@@ -51,7 +50,7 @@ def load(spec: str) -> run.Config:
         get_config = runpy.run_path(str(path)).get("get_config")
         if not callable(get_config):
             raise ValueError(f"{path} has no function get_config; it must have one that returns a Config")
-        arguments = _bind(name, get_config, _pieces(text) if colon else [])
+        arguments = _bind(name, get_config, _split(text) if colon else [])
         loaded = get_config(*arguments.args, **arguments.kwargs)
     except (Exception, SystemExit) as error:  # any error of the user's file
         frames = traceback.extract_tb(error.__traceback__)
@@ -74,9 +73,9 @@ def read(path: pathlib.Path) -> run.Config:
         ValueError: the file is of another kind, or this version does not support its settings.
         OSError: the file cannot be read.
     """
-    values = serialize.read_object(path)
+    found = serialize.read_object(path)
     try:
-        return serialize.from_dict(run.Config, values)
+        return serialize.from_dict(run.Config, found)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -99,7 +98,7 @@ def require_named(config: run.Config, named: Collection[str], source: str) -> No
         places = (value,) if isinstance(value, str) else value or ()
         if path not in named and any(map(is_remote, places)):
             raise ValueError(
-                f"{path} of {source} is {spelling.shown(fields.written(value))}, on another host; if you trust it, "
+                f"{path} of {source} is {spelling.shown(literals.written(value))}, on another host; if you trust it, "
                 f"name it again with --config.{path}"
             )
 
@@ -162,8 +161,8 @@ def _bind(name: str, get_config: Callable, parts: list[str]) -> inspect.BoundArg
         key = key.strip().replace("-", "_")
         known = key in keys or any_keys
         # A function that takes any number of values may be given some that contain "=".
-        if not equals or (any_values and not known) or _unquoted(part) is not None:
-            positional.append(_plain(part))
+        if not equals or (any_values and not known):
+            positional.append(part)
         elif not known:
             raise ValueError(
                 f"config {name!r} has no argument {key!r}; {spelling.remedy(key, keys, otherwise=usage)}"
@@ -171,47 +170,53 @@ def _bind(name: str, get_config: Callable, parts: list[str]) -> inspect.BoundArg
         elif key in named:
             raise ValueError(f"config {name!r} is given argument {key!r} twice")
         else:
-            named[key] = _plain(text)
+            named[key] = text
     try:
         arguments = signature.bind(*positional, **named)
     except TypeError as error:
         spec = f"{name}:{','.join(parts)}" if parts else name
         raise ValueError(f"--config {spec!r}: {error}; {usage}") from error
 
-    def read(key: str, text: str, annotation: Any) -> Any:
-        return _read_value(f"argument {key!r} of config {name!r}", text, annotation)
+    def read(key: str, given: Any, annotation: Any) -> Any:
+        if isinstance(given, dict):
+            return {x: read(x, text, annotation) for x, text in given.items()}
+        if isinstance(given, tuple):
+            return tuple(read(key, text, annotation) for text in given)
+        return literals.read(f"argument {key!r} of config {name!r}", given, annotation)
 
-    for key, value in arguments.arguments.items():
+    for key, given in arguments.arguments.items():
         annotation = signature.parameters[key].annotation
-        if annotation is inspect.Parameter.empty:
-            continue
-        if isinstance(value, dict):
-            arguments.arguments[key] = {x: read(x, text, annotation) for x, text in value.items()}
-        elif isinstance(value, tuple):
-            arguments.arguments[key] = tuple(read(key, text, annotation) for text in value)
-        else:
-            arguments.arguments[key] = read(key, value, annotation)
+        if annotation is not inspect.Parameter.empty:
+            arguments.arguments[key] = read(key, given, annotation)
     return arguments
+
+
+def _split(text: str) -> list[str]:
+    """Splits arguments at the commas outside quotes, which are left out."""
+    pieces = shlex.shlex(text, posix=True)
+    pieces.whitespace, pieces.whitespace_split, pieces.commenters, pieces.escape = ",", True, "", ""
+    try:
+        return list(pieces) or [""]
+    except ValueError:  # a quote without another one is text
+        return text.split(",")
 
 
 def override(base: run.Config, texts: Mapping[str, str]) -> run.Config:
     """Replaces fields by dotted path, e.g. {"model.layers": "4"}, with values as typed by the user.
 
-    A tuple is written "64,128" or "(64,128)", with quotes around an item that has commas or has spaces at its ends.
-    A quote inside such an item is doubled. None is written "none". Fields that `base` derives from others are
-    derived again: overriding `model.heads` changes `model.kv_heads`.
+    `literals.read` says how they are written.
 
     Raises:
         ValueError: a field is unknown, a value has the wrong type, or settings contradict each other.
     """
     settings = {setting.path: setting for group in fields.groups(run.Config) for setting in group.settings}
-    values = {}
+    changes = {}
     for path, text in texts.items():
         if path not in settings:
             raise ValueError(unknown_setting(path))
-        values[path] = _read_value(f"--config.{path}", text, settings[path].annotation)
+        changes[path] = literals.read(f"--config.{path}", text, settings[path].annotation)
     try:
-        return _rebuild(base, "", values)
+        return _replace(base, changes)
     except ValueError as error:
         raise ValueError(spelling.cut(str(error), spelling.LINE)) from error
 
@@ -270,113 +275,15 @@ def _names_by_group() -> dict[str, list[str]]:
     }
 
 
-def _rebuild(node: Any, prefix: str, values: Mapping[str, Any]) -> Any:
-    changes = {}
-    for field in dataclasses.fields(node):
-        path = f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(getattr(node, field.name)):
-            changes[field.name] = _rebuild(getattr(node, field.name), f"{path}.", values)
-        elif path in values:
-            changes[field.name] = values[path]
-        elif field.default is None and _same_without(node, field.name):
-            changes[field.name] = None
-    return dataclasses.replace(node, **changes)
-
-
-def _same_without(node: Any, name: str) -> bool:
-    try:
-        return dataclasses.replace(node, **{name: None}) == node
-    except ValueError:
-        return False
-
-
-def _read_value(name: str, text: str, annotation: Any) -> Any:
-    """Reads a value of a type, as users write it.
-
-    Args:
-        name: name of the setting in error messages.
-        text: the value as written.
-        annotation: bool, int, float, str, a literal, or a tuple of one of the first four, or one of these or None.
-
-    Raises:
-        ValueError: the text is not a value of the type, or the type is another one.
-    """
-    kind, optional = fields.split_optional(annotation)
-    if optional and text.strip().lower() == "none":
-        return None
-    if typing.get_origin(kind) is typing.Literal:
-        values = {str(value): value for value in typing.get_args(kind)}
-        checks.require_choice(name, text, values)
-        return values[text]
-    several = typing.get_origin(kind) is tuple
-    item = typing.get_args(kind)[0] if several else kind
-    if item not in _READERS:
-        raise ValueError(
-            f"{name} has the type {inspect.formatannotation(annotation)}, which cannot be read from a command line; "
-            f"annotate it as {', '.join(x.__name__ for x in _READERS)}, a Literal, a tuple such as tuple[int, ...], "
-            f"or one of these or None"
-        )
-    try:
-        return tuple(map(_READERS[item], _items(text))) if several else _READERS[item](text)
-    except ValueError:
-        form = fields.form(annotation).replace("|", " or ") + (" or none" if optional else "")
-        raise ValueError(f"{name} is {spelling.shown(text)}; it must be {form}") from None
-
-
-# A text in quotes, inside which a quote is doubled.
-_QUOTED = r"""(?:'(?:[^']|'')*'|"(?:[^"]|"")*")"""
-# A quoted item, or a key and a quoted value, or text without quotes, before a comma.
-_PIECE = re.compile(rf"(\s*(?:[\w-]+=)?{_QUOTED}\s*|[^,]*),")
-
-
-def _pieces(text: str) -> list[str]:
-    """Splits a text at the commas outside quotes, which open at the start of an item or of the value of a key."""
-    return _PIECE.findall(f"{text},")
-
-
-def _unquoted(text: str) -> str | None:
-    """Returns the text inside quotes; None if there are none around the whole text."""
-    text = text.strip()
-    return text[1:-1].replace(text[0] * 2, text[0]) if re.fullmatch(_QUOTED, text) else None
-
-
-def _plain(text: str) -> str:
-    """Returns a value without its quotes, if it has any."""
-    inside = _unquoted(text)
-    return text if inside is None else inside
-
-
-def _items(text: str) -> list[str]:
-    """Splits "64,128" or "(64,128)" at the commas outside quotes."""
-    text = text.strip()
-    bare = re.sub(rf"(?<![^,(\[\s]){_QUOTED}", lambda match: " " * len(match[0]), text)
-    for opening, closing in ("()", "[]"):
-        depths = list(itertools.accumulate((x == opening) - (x == closing) for x in bare))
-        # The first bracket is closed by the last character, unlike in "(a),(b)".
-        if depths and depths[-1] == 0 and min(depths[:-1], default=0) > 0:
-            text = text[1:-1]
-            break
-    # Nothing before a comma, or after the last one, is no item.
-    return [_plain(piece.strip()) for piece in _pieces(text) if piece.strip()]
-
-
-def _whole(text: str) -> int:
-    """Parses an integer, also one that is written as a float, such as 1e3."""
-    try:
-        return int(text)
-    except ValueError:
-        if not (value := float(text)).is_integer():
-            raise ValueError(f"{text!r} is not whole") from None
-        return int(value)
-
-
-def _truth(text: str) -> bool:
-    """Parses a boolean as written in Python or in shells."""
-    values = {"true": True, "1": True, "false": False, "0": False}
-    try:
-        return values[text.strip().lower()]
-    except KeyError:
-        raise ValueError(f"{text!r} is neither true nor false") from None
-
-
-_READERS: Mapping[type, Callable[[str], Any]] = {bool: _truth, int: _whole, float: float, str: str}
+def _replace(node: Any, changes: Mapping[str, Any]) -> Any:
+    """Returns settings with other values by dotted path; a dataclass that has several is built once with all."""
+    own: dict[str, Any] = {}
+    below: dict[str, dict[str, Any]] = {}
+    for path, value in changes.items():
+        name, _, rest = path.partition(".")
+        if rest:
+            below.setdefault(name, {})[rest] = value
+        else:
+            own[name] = value
+    own |= {name: _replace(getattr(node, name), inner) for name, inner in below.items()}
+    return dataclasses.replace(node, **own)

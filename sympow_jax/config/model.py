@@ -7,9 +7,16 @@ from typing import Any
 from sympow_jax.config import attention as attention_lib
 from sympow_jax.config import checks, fields
 
-__all__ = ["MODEL_SIZES", "ModelConfig"]
+__all__ = ["CHANNELS", "MODEL_SIZES", "ModelConfig"]
+
+CHANNELS = 3
+"""Values per pixel of an image."""
+
+# Hidden width of feed-forward layers divided by the width: "Attention Is All You Need" (Vaswani et al. 2017, Table 3).
+_MLP_RATIO = 4
 
 DTYPES = ("float32", "bfloat16")
+REMATS = ("none", "elementwise", "attention", "full")
 # Building a model takes about 20 ms per layer, so that a mistyped number would seem to hang. The deepest published
 # transformers have 1,000 layers (Wang et al. 2022).
 _MAX_LAYERS = 1024
@@ -18,9 +25,6 @@ _MAX_WIDTH = 2**20
 _MAX_HEAD_DIM = 2**16
 # What is normalized has a mean square of about 1. A larger number would outweigh it.
 _MAX_EPSILON = 1.0
-REMATS = ("none", "elementwise", "attention", "full")
-ACTIVATIONS = ("gelu", "relu", "swiglu", "geglu")
-NORMS = ("layer", "rms", "batch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,33 +32,40 @@ class ModelConfig:
     """A pre-norm transformer."""
 
     vocab_size: int = dataclasses.field(
-        default=0, metadata=fields.about("Number of token ids. Not used by a model of images.")
+        default=0, metadata=fields.about("Number of token ids. Not used by a model of images.", least=0)
     )
-    layers: int = dataclasses.field(metadata=fields.about("Number of blocks."))
-    width: int = dataclasses.field(metadata=fields.about("Size of the residual stream."))
-    heads: int = dataclasses.field(metadata=fields.about("Number of query heads."))
+    layers: int = dataclasses.field(metadata=fields.about("Number of blocks.", least=1, most=_MAX_LAYERS))
+    width: int = dataclasses.field(
+        metadata=fields.about("Size of the residual stream.", least=1, most=_MAX_WIDTH)
+    )
+    heads: int = dataclasses.field(metadata=fields.about("Number of query heads.", least=1))
     kv_heads: int | None = dataclasses.field(
-        default=None, metadata=fields.about("Number of key/value heads. If none, `heads`.")
+        default=None,
+        metadata=fields.about(
+            "Number of key/value heads. If none, `heads`.", derived="num_kv_heads", least=1
+        ),
     )
     head_dim: int | None = dataclasses.field(
-        default=None, metadata=fields.about("Size of a head. If none, `width // heads`.")
-    )
-    mlp_ratio: int = dataclasses.field(
-        default=4,
+        default=None,
         metadata=fields.about(
-            "Hidden width of the feed-forward layers, divided by `width`, if `mlp_width` is none."
+            "Size of a head. If none, `width // heads`.", derived="head_size", least=1, most=_MAX_HEAD_DIM
         ),
     )
     mlp_width: int | None = dataclasses.field(
         default=None,
-        metadata=fields.about("Hidden width of the feed-forward layers. If none, `mlp_ratio * width`."),
+        metadata=fields.about(
+            "Hidden width of the feed-forward layers. If none, four times `width`.",
+            derived="hidden_width",
+            least=1,
+            most=_MAX_WIDTH,
+        ),
     )
     activation: str = dataclasses.field(
         default="gelu",
         metadata=fields.about(
             "Activation of the feed-forward layers. `swiglu` and `geglu` multiply hidden units by the silu or gelu of "
             "another projection, so that a layer has three matrices. gelu is the approximation by tanh.",
-            choices=ACTIVATIONS,
+            choices=("gelu", "relu", "swiglu", "geglu"),
         ),
     )
     norm: str = dataclasses.field(
@@ -62,11 +73,16 @@ class ModelConfig:
         metadata=fields.about(
             "Normalization before each half of a block and after the last block. `layer` and `rms` normalize over "
             "the width, `rms` without mean and bias; `batch` over the batch, with running means for evaluation.",
-            choices=NORMS,
+            choices=("layer", "rms", "batch"),
         ),
     )
     norm_epsilon: float = dataclasses.field(
-        default=1e-5, metadata=fields.about("Number that norms add to the variance, or to the mean square.")
+        default=1e-5,
+        metadata=fields.about(
+            "Number that norms add to the variance, or to the mean square.",
+            least=fields.TINY,
+            most=_MAX_EPSILON,
+        ),
     )
     embedding_norm: bool = dataclasses.field(
         default=True, metadata=fields.about("Whether one more norm follows the embedding. GPT-2 has none.")
@@ -89,10 +105,10 @@ class ModelConfig:
         default=None,
         metadata=fields.about(
             "Side of the square patches that an image model embeds. If none, the model embeds `vocab_size` "
-            "tokens."
+            "tokens.",
+            least=1,
         ),
     )
-    channels: int = dataclasses.field(default=3, metadata=fields.about("Values per pixel of an image."))
     dtype: str = dataclasses.field(
         default="bfloat16",
         metadata=fields.about(
@@ -152,36 +168,10 @@ class ModelConfig:
         for name in ("dtype", "state_dtype"):
             object.__setattr__(self, name, checks.dtype_name(getattr(self, name)))
         fields.validate(self, "model")
-        positive = ["layers", "width", "heads", "mlp_ratio", "channels"]
-        positive += ["vocab_size"] if self.patch_size is None else []
-        positive += ["mlp_width"] if self.mlp_width is not None else []
-        checks.require_at_least(1, **{f"model.{name}": getattr(self, name) for name in positive})
-        checks.require_positive(**{"model.norm_epsilon": self.norm_epsilon})
-        if self.layers > _MAX_LAYERS:
-            raise ValueError(f"model.layers is {self.layers}; it must be at most {_MAX_LAYERS}")
-        for name, width in {"width": self.width, "mlp_width": self.hidden_width}.items():
-            if width > _MAX_WIDTH:
-                raise ValueError(f"model.{name} is {width}; it must be at most {_MAX_WIDTH}")
-        if self.norm_epsilon > _MAX_EPSILON:
-            raise ValueError(f"model.norm_epsilon is {self.norm_epsilon}; it must be at most {_MAX_EPSILON}")
-        if self.patch_size is not None:
-            checks.require_at_least(1, **{"model.patch_size": self.patch_size})
-        sizes = checks.head_sizes(
-            width=self.width,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            prefix="model.",
-        )
-        object.__setattr__(self, "kv_heads", sizes[0])
-        object.__setattr__(self, "head_dim", sizes[1])
-        if sizes[1] > _MAX_HEAD_DIM:
-            raise ValueError(f"model.head_dim is {sizes[1]}; it must be at most {_MAX_HEAD_DIM}")
+        if self.patch_size is None:
+            checks.require_at_least(1, **{"model.vocab_size": self.vocab_size})
         for attention in set(self.attentions):
-            attention.check_head(sizes[1])
-        self._check_added_position()
-
-    def _check_added_position(self):
+            attention.check_head(self.head_size)
         added = {(x.position, x.longest_document) for x in self.attentions if x.adds_position}
         if len(added) > 1:
             names = (
@@ -196,9 +186,29 @@ class ModelConfig:
             raise ValueError(f"model.width is {self.width}; sinusoidal positions need an even one")
 
     @property
+    def num_kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return self._head_sizes[0]
+
+    @property
+    def head_size(self) -> int:
+        """Size of a head."""
+        return self._head_sizes[1]
+
+    @functools.cached_property
+    def _head_sizes(self) -> tuple[int, int]:
+        return checks.head_sizes(
+            width=self.width,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            prefix="model.",
+        )
+
+    @property
     def hidden_width(self) -> int:
         """Hidden width of the feed-forward layers."""
-        return self.mlp_ratio * self.width if self.mlp_width is None else self.mlp_width
+        return _MLP_RATIO * self.width if self.mlp_width is None else self.mlp_width
 
     @functools.cached_property
     def attentions(self) -> tuple[attention_lib.AttentionConfig, ...]:

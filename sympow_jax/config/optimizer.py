@@ -1,10 +1,11 @@
 """Settings of the optimizer: its name, learning rate, weight decay and terms of the loss."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 
-from sympow_jax.config import checks, fields
+from sympow_jax.config import checks, fields, literals
 
 __all__ = ["OPTIMIZERS", "SCHEDULES", "OptimizerConfig"]
 
@@ -17,12 +18,7 @@ _READERS: Mapping[str, tuple[str, ...]] = {
     "b2": ("adam", "adamw", "lion", "muon", "prodigy", "schedule_free"),
     "epsilon": ("adam", "adamw", "adafactor", "muon", "prodigy", "schedule_free"),
     "weight_decay": ("adamw", "adafactor", "lion", "muon", "prodigy", "schedule_free", "sgd"),
-    "weight_decay_factors": ("adamw", "adafactor", "lion", "muon", "prodigy", "schedule_free", "sgd"),
-    "factored_size": ("adafactor",),
-    "parameter_scale": ("adafactor",),
     "momentum": ("muon",),
-    "orthogonalized": ("muon",),
-    "initial_distance": ("prodigy",),
 }
 
 # Lowest `b1` of `schedule_free`: with a lower one, its average may not be finite in float32.
@@ -41,70 +37,52 @@ _OWN_DEFAULTS: Mapping[str, Mapping[str, float]] = {
 class OptimizerConfig:
     """An optax optimizer; the default is the papers': Adam at 6e-4 with no schedule.
 
-    A setting that the optimizer does not read must have its default. After initialization, `learning_rate`, `b1`, `b2`
-    and `epsilon` are numbers: those of the optimizer, where they were None. `dataclasses.replace` with another `name`
-    keeps them; `config.override` derives them again.
+    A setting that the optimizer does not read must have its default.
     """
 
     name: str = dataclasses.field(default="adam", metadata=fields.about("Optimizer.", choices=OPTIMIZERS))
     learning_rate: float | None = dataclasses.field(
         default=None,
         metadata=fields.about(
-            "Learning rate after the warmup. If none, 6e-4, and 1 for `prodigy`, which multiplies it by its estimate."
+            "Learning rate after the warmup. If none, 6e-4, and 1 for `prodigy`, which multiplies it by its estimate.",
+            derived="peak_rate",
+            least=0,
         ),
     )
     b1: float | None = dataclasses.field(
         default=None,
         metadata=fields.about(
             "Decay of the mean of gradients, in [0, 1). For `sgd`, the momentum. For `schedule_free`, the weight of "
-            "the average in the parameters that gradients are taken at. If none, 0.9, and 0 for `adafactor`."
+            "the average in the parameters that gradients are taken at. If none, 0.9, and 0 for `adafactor`.",
+            derived="mean_decay",
+            least=0,
+            below=1,
         ),
     )
     b2: float | None = dataclasses.field(
         default=None,
         metadata=fields.about(
             "Decay of the mean of squared gradients, in [0, 1); for `lion`, of the mean of gradients that is kept. "
-            "If none, 0.999, and 0.99 for `lion`. Not for `adafactor` and `sgd`."
+            "If none, 0.999, and 0.99 for `lion`. Not for `adafactor` and `sgd`.",
+            derived="square_decay",
+            least=0,
+            below=1,
         ),
     )
     epsilon: float | None = dataclasses.field(
         default=None,
         metadata=fields.about(
             "Number that is added to the root of the mean square; for `adafactor`, to squared gradients. If none, "
-            "1e-8, and 1e-30 for `adafactor`. Not for `lion` and `sgd`."
+            "1e-8, and 1e-30 for `adafactor`. Not for `lion` and `sgd`.",
+            derived="added_epsilon",
+            # With an epsilon of 0, a gradient of 0 would be divided by 0.
+            least=fields.TINY,
         ),
     )
     momentum: float = dataclasses.field(
         default=0.95,
-        metadata=fields.about("Decay of the mean of gradients of the matrices that `muon` orthogonalizes."),
-    )
-    orthogonalized: tuple[str, ...] = dataclasses.field(
-        default=tuple(
-            f"blocks.*.{name}.kernel"
-            for name in ("attention.query", "attention.key", "attention.value", "attention.out", "mlp.*")
-        ),
         metadata=fields.about(
-            "Patterns of the names of the matrices that `muon` orthogonalizes. All other parameters, such as "
-            "embeddings, gates and norms, have the updates of `adamw`."
-        ),
-    )
-    factored_size: int = dataclasses.field(
-        default=128,
-        metadata=fields.about(
-            "Smallest size of both axes of a matrix whose squared gradients `adafactor` keeps as means of rows and "
-            "columns."
-        ),
-    )
-    parameter_scale: bool = dataclasses.field(
-        default=True,
-        metadata=fields.about(
-            "Whether `adafactor` multiplies an update by the root mean square of its parameter."
-        ),
-    )
-    initial_distance: float = dataclasses.field(
-        default=1e-6,
-        metadata=fields.about(
-            "First estimate of `prodigy` for the distance to the solution, which only grows."
+            "Decay of the mean of gradients of the matrices that `muon` orthogonalizes.", least=0, below=1
         ),
     )
     schedule: str = dataclasses.field(
@@ -117,36 +95,36 @@ class OptimizerConfig:
         ),
     )
     warmup_steps: int = dataclasses.field(
-        default=0, metadata=fields.about("Updates over which the learning rate rises linearly from 0.")
+        default=0,
+        metadata=fields.about("Updates over which the learning rate rises linearly from 0.", least=0),
     )
     final_fraction: float = dataclasses.field(
         default=0.1,
         metadata=fields.about(
-            "Final learning rate of the schedules `cosine`, `linear` and `wsd`, divided by `learning_rate`."
+            "Final learning rate of the schedules `cosine`, `linear` and `wsd`, divided by `learning_rate`.",
+            least=0,
+            most=1,
         ),
     )
     decay_fraction: float = dataclasses.field(
         default=0.1,
-        metadata=fields.about("Last fraction of `training.steps`, over which the schedule `wsd` falls."),
+        metadata=fields.about(
+            "Last fraction of `training.steps`, over which the schedule `wsd` falls.", least=0, most=1
+        ),
     )
     weight_decay: float = dataclasses.field(
         default=0.0,
         metadata=fields.about(
             "Decoupled weight decay, applied to matrices only. An update subtracts the learning rate times this "
-            "times the parameter; for `prodigy`, the rate includes its estimate. Not for `adam`."
-        ),
-    )
-    weight_decay_factors: tuple[str, ...] = dataclasses.field(
-        default=(),
-        metadata=fields.about(
-            "Factors of the weight decay, as PATTERN=FACTOR, for the matrices whose names match, such as "
-            "`*embedding=0`. They multiply as `learning_rate_factors` do."
+            "times the parameter; for `prodigy`, the rate includes its estimate. Not for `adam`.",
+            least=0,
         ),
     )
     clip_norm: float | None = dataclasses.field(
         default=None,
         metadata=fields.about(
-            "Global norm that gradients are scaled down to if theirs is larger. If none, they are not clipped."
+            "Global norm that gradients are scaled down to if theirs is larger. If none, they are not clipped.",
+            least=fields.TINY,
         ),
     )
     learning_rate_factors: tuple[str, ...] = dataclasses.field(
@@ -162,97 +140,94 @@ class OptimizerConfig:
         metadata=fields.about(
             "Decay of an exponential moving average of the parameters, in (0, 1). Everything except training then "
             "uses the average: held-out metrics, `sympow eval`, generation, exports and `task.initial_run`. If "
-            "none, there is no average."
+            "none, there is no average.",
+            above=0,
+            below=1,
         ),
     )
     z_loss: float = dataclasses.field(
         default=0.0,
         metadata=fields.about(
             "Coefficient of the mean squared log-normalizer of the predicted tokens, which is added to the training "
-            "loss; PaLM's is 1e-4."
+            "loss; PaLM's is 1e-4.",
+            least=0,
         ),
     )
     accumulate: int = dataclasses.field(
         default=1,
         metadata=fields.about(
-            "Micro-batches per update. `data.batch_tokens` counts the tokens of an update."
+            "Micro-batches per update. `data.batch_tokens` counts the tokens of an update.", least=1
         ),
     )
 
     def __post_init__(self):
         fields.validate(self, "optimizer")
-        for name, value in (_DEFAULTS | dict(_OWN_DEFAULTS.get(self.name, {}))).items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        self._check_reads()
-        for least, names in (
-            (0, ("learning_rate", "warmup_steps", "weight_decay", "z_loss")),
-            (1, ("accumulate", "factored_size")),
-        ):
-            checks.require_at_least(least, **{f"optimizer.{name}": getattr(self, name) for name in names})
-        fractions = ("b1", "b2", "momentum")
-        checks.require_fraction(**{f"optimizer.{name}": getattr(self, name) for name in fractions})
-        for name in ("final_fraction", "decay_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"optimizer.{name} is {getattr(self, name)}; it must lie in [0, 1]")
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ValueError(f"optimizer.ema_decay is {self.ema_decay}; it must lie in (0, 1)")
-        if self.clip_norm is not None:
-            checks.require_positive(**{"optimizer.clip_norm": self.clip_norm})
-        # With an epsilon of 0, a gradient of 0 would be divided by 0.
-        for name in ("epsilon", "initial_distance"):
-            checks.require_positive(**{f"optimizer.{name}": getattr(self, name)})
-        if self.weight_decay_factors and not self.weight_decay:
-            raise ValueError(
-                f"optimizer.weight_decay_factors is {self.weight_decay_factors} but optimizer.weight_decay is 0; set "
-                f"weight_decay, or leave the factors out"
-            )
-        if self.name == "schedule_free":
-            self._check_schedule_free()
-        for name in ("learning_rate_factors", "weight_decay_factors"):
-            self.factors_by_pattern(name)  # which raises an error for those that are wrong
-
-    def _check_reads(self):
         defaults = {field.name: field.default for field in dataclasses.fields(self)} | _DEFAULTS
         for name, readers in _READERS.items():
             value = getattr(self, name)
-            if self.name not in readers and value != defaults[name]:
+            if self.name not in readers and value not in (None, defaults[name]):
                 raise ValueError(
                     f"optimizer.{name} is {value} but optimizer.name is {self.name!r}, which does not read it; use "
-                    f"{', '.join(readers)}, or leave it at {fields.written(defaults[name])}"
+                    f"{', '.join(readers)}, or leave it at {literals.written(defaults[name])}"
                 )
-
-    def _check_schedule_free(self):
-        if self.schedule != "constant":
-            raise ValueError(
+        averages = self.name == "schedule_free"
+        checks.refuse(
+            (
+                averages and self.schedule != "constant",
                 f"optimizer.schedule is {self.schedule!r} but optimizer.name 'schedule_free' averages in place of a "
-                f"schedule; use 'constant', with warmup_steps"
-            )
-        if self.ema_decay is not None:
-            raise ValueError(
+                f"schedule; use 'constant', with warmup_steps",
+            ),
+            (
+                averages and self.ema_decay is not None,
                 f"optimizer.ema_decay is {self.ema_decay} but optimizer.name 'schedule_free' has an average of its "
-                f"own; leave it out"
-            )
-        if self.b1 < _LOWEST_INTERPOLATION:
-            raise ValueError(
-                f"optimizer.b1 is {self.b1} and optimizer.name is 'schedule_free', whose average is computed by "
-                f"dividing by it; it must be at least {_LOWEST_INTERPOLATION}"
-            )
-
-    def factors_by_pattern(self, name: str) -> tuple[tuple[str, float], ...]:
-        """Returns `learning_rate_factors` or `weight_decay_factors`, by name, as pairs of a pattern and a factor."""
-        return tuple(_read_factor(name, item) for item in getattr(self, name))
-
-
-def _read_factor(name: str, item: str) -> tuple[str, float]:
-    pattern, _, text = item.partition("=")
-    try:
-        factor = float(text)
-    except ValueError:
-        factor = math.nan
-    if not (pattern and 0 <= factor < math.inf):
-        raise ValueError(
-            f"optimizer.{name} has {item!r}; it must be PATTERN=FACTOR with a factor of at least 0, such as "
-            f"*.attention.rate.kernel=0.1"
+                f"own; leave it out",
+            ),
+            (
+                averages and self.mean_decay < _LOWEST_INTERPOLATION,
+                f"optimizer.b1 is {self.mean_decay} and optimizer.name is 'schedule_free', whose average is computed "
+                f"by dividing by it; it must be at least {_LOWEST_INTERPOLATION}",
+            ),
         )
-    return pattern, factor
+        _ = self.rate_factors_by_pattern  # which raises an error for those that are wrong
+
+    @property
+    def peak_rate(self) -> float:
+        """Learning rate after the warmup."""
+        return self._given_or_own("learning_rate")
+
+    @property
+    def mean_decay(self) -> float:
+        """Decay of the mean of gradients, b1."""
+        return self._given_or_own("b1")
+
+    @property
+    def square_decay(self) -> float:
+        """Decay of the mean of squared gradients, b2; for `lion`, of the mean of gradients that is kept."""
+        return self._given_or_own("b2")
+
+    @property
+    def added_epsilon(self) -> float:
+        """Number that is added to the root of the mean square; for `adafactor`, to squared gradients."""
+        return self._given_or_own("epsilon")
+
+    def _given_or_own(self, name: str) -> float:
+        given = getattr(self, name)
+        return _OWN_DEFAULTS.get(self.name, {}).get(name, _DEFAULTS[name]) if given is None else given
+
+    @functools.cached_property
+    def rate_factors_by_pattern(self) -> tuple[tuple[str, float], ...]:
+        """Pairs of a pattern and a factor in `learning_rate_factors`."""
+        pairs = []
+        for item in self.learning_rate_factors:
+            pattern, _, text = item.partition("=")
+            try:
+                factor = float(text)
+            except ValueError:
+                factor = math.nan
+            if not (pattern and 0 <= factor < math.inf):
+                raise ValueError(
+                    f"optimizer.learning_rate_factors has {item!r}; it must be PATTERN=FACTOR with a factor of at "
+                    f"least 0, such as *.attention.rate.kernel=0.1"
+                )
+            pairs.append((pattern, factor))
+        return tuple(pairs)

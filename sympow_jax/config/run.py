@@ -17,16 +17,21 @@ _ON_RESUME = fields.may_differ(fields.Occasion.RESUME)
 class TrainingConfig:
     """Length of training, and the frequency of logs and checkpoints."""
 
-    steps: int = dataclasses.field(default=100_000, metadata=fields.about("Number of updates.") | _ON_RESUME)
-    seed: int = dataclasses.field(default=0, metadata=fields.about("Seed of the initial parameters."))
+    steps: int = dataclasses.field(
+        default=100_000, metadata=fields.about("Number of updates.", least=1) | _ON_RESUME
+    )
+    seed: int = dataclasses.field(
+        default=0, metadata=fields.about("Seed of the initial parameters.", least=0, below=fields.SEEDS)
+    )
     log_every: int = dataclasses.field(
-        default=10, metadata=fields.about("Steps between logged metrics.") | _ON_RESUME
+        default=10, metadata=fields.about("Steps between logged metrics.", least=1) | _ON_RESUME
     )
     checkpoint_every: int = dataclasses.field(
-        default=1000, metadata=fields.about("Steps between checkpoints.") | _ON_RESUME
+        default=1000, metadata=fields.about("Steps between checkpoints.", least=1) | _ON_RESUME
     )
     keep_checkpoints: int = dataclasses.field(
-        default=3, metadata=fields.about("Number of newest checkpoints that are not deleted.") | _ON_RESUME
+        default=3,
+        metadata=fields.about("Number of newest checkpoints that are not deleted.", least=1) | _ON_RESUME,
     )
     scan_layers: bool | None = dataclasses.field(
         default=None,
@@ -51,17 +56,9 @@ class TrainingConfig:
         )
         | _ON_RESUME,
     )
-    skip_spikes: float | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Multiple of the mean norm of recent gradients above which an update is skipped. If none, no norm is too "
-            "large."
-        )
-        | _ON_RESUME,
-    )
     max_skips: int = dataclasses.field(
         default=10,
-        metadata=fields.about("Number of updates that are skipped in a row at which the run ends.")
+        metadata=fields.about("Number of updates that are skipped in a row at which the run ends.", least=1)
         | _ON_RESUME,
     )
     wandb_project: str | None = dataclasses.field(
@@ -74,27 +71,15 @@ class TrainingConfig:
 
     def __post_init__(self):
         fields.validate(self, "training")
-        names = ("steps", "log_every", "checkpoint_every", "keep_checkpoints", "max_skips")
-        checks.require_at_least(1, **{f"training.{name}": getattr(self, name) for name in names})
-        checks.require_seed(**{"training.seed": self.seed})
         steps = self.profile_steps
-        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
-            raise ValueError(
+        checks.refuse(
+            (
+                steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]),
                 f"training.profile_steps is {steps}; it must be the first and the last step to trace, counted from 1, "
-                f"such as 11,13, or empty"
-            )
-        if self.skip_spikes is not None and self.skip_spikes <= 1:
-            raise ValueError(
-                f"training.skip_spikes is {self.skip_spikes}; it must be above 1, such as 5, or about every second "
-                f"update would be skipped"
-            )
-        if self.wandb_project == "":
-            raise ValueError("training.wandb_project is empty; name a project, or none")
-
-    @property
-    def skips_updates(self) -> bool:
-        """Whether an update may be skipped."""
-        return self.skip_nonfinite or self.skip_spikes is not None
+                f"such as 11,13, or empty",
+            ),
+            (self.wandb_project == "", "training.wandb_project is empty; name a project, or none"),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,28 +89,31 @@ class ShardingConfig:
     data: int | None = dataclasses.field(
         default=None,
         metadata=fields.about(
-            "Number of shards of the rows of a batch. If none, the devices that the other axes leave."
+            "Number of shards of the rows of a batch. If none, the devices that the other axes leave.",
+            least=1,
         ),
     )
     fsdp: int = dataclasses.field(
         default=1,
         metadata=fields.about(
             "Number of shards of the rows, and also of parameters and optimizer state, which are gathered layer by "
-            "layer."
+            "layer.",
+            least=1,
         ),
     )
     tensor: int = dataclasses.field(
         default=1,
         metadata=fields.about(
-            "Number of shards of heads, of the hidden units of feed-forward layers and of the vocabulary."
+            "Number of shards of heads, of the hidden units of feed-forward layers and of the vocabulary.",
+            least=1,
         ),
     )
-    context: int = dataclasses.field(default=1, metadata=fields.about("Number of shards of the sequence."))
+    context: int = dataclasses.field(
+        default=1, metadata=fields.about("Number of shards of the sequence.", least=1)
+    )
 
     def __post_init__(self):
         fields.validate(self, "sharding")
-        sizes = {name: size for name, size in dataclasses.asdict(self).items() if size is not None}
-        checks.require_at_least(1, **{f"sharding.{name}": size for name, size in sizes.items()})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +127,8 @@ class EvaluationConfig:
         default=None,
         metadata=fields.about(
             "Steps between losses, and accuracies of `classification`, on a fixed batch of held-out rows, during "
-            "training. If none, a tenth of `training.steps`. 0 turns them off."
+            "training. If none, a tenth of `training.steps`. 0 turns them off.",
+            least=0,
         ),
     )
     context_lengths: tuple[int, ...] | None = dataclasses.field(
@@ -159,20 +148,22 @@ class EvaluationConfig:
     )
     documents: int = dataclasses.field(
         default=64,
-        metadata=fields.about("Maximum number of held-out documents, the same documents at every length."),
+        metadata=fields.about(
+            "Maximum number of held-out documents, the same documents at every length.", least=1
+        ),
     )
 
     def __post_init__(self):
         fields.validate(self, "evaluation")
-        checks.require_at_least(0, **{"evaluation.every": self.every or 0})
-        lengths = self.context_lengths or ()
-        if any(length < 1 for length in lengths) or list(lengths) != sorted(set(lengths)):
-            raise ValueError(f"evaluation.context_lengths is {lengths}; it must be positive and increasing")
-        checks.require_at_least(1, **{"evaluation.documents": self.documents})
-        if "" in self.prompts:
-            raise ValueError(f"evaluation.prompts is {self.prompts}; each must have at least one character")
-        if len(set(self.prompts)) < len(self.prompts):
-            raise ValueError(f"evaluation.prompts is {self.prompts}; each must occur once")
+        lengths, prompts = self.context_lengths or (), self.prompts
+        checks.refuse(
+            (
+                list(lengths) != sorted({length for length in lengths if length > 0}),
+                f"evaluation.context_lengths is {lengths}; it must be positive and increasing",
+            ),
+            ("" in prompts, f"evaluation.prompts is {prompts}; each must have at least one character"),
+            (len(set(prompts)) < len(prompts), f"evaluation.prompts is {prompts}; each must occur once"),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -301,16 +292,11 @@ class Config:
                 f"data.image_size is {data.image_size}, model.patch_size {side} and data.context_length "
                 f"{data.context_length}; the patches must divide the image, and their number be the context length"
             )
-        channels = {"rgb": 3, "gray": 1}[data.image_mode]
-        if model.channels != channels:
-            raise ValueError(
-                f"model.channels is {model.channels}, but images of data.image_mode {data.image_mode!r} have {channels}"
-            )
 
     def _check_tensor(self):
         tensor, model = self.sharding.tensor, self.model
         divided = {
-            "model.kv_heads": model.kv_heads,
+            "model.kv_heads": model.num_kv_heads,
             "model.heads": model.heads,
             "the hidden width of feed-forward layers": model.hidden_width,
             "model.vocab_size": model.vocab_size,

@@ -24,6 +24,8 @@ _BYTES = 1 << 26
 def flatten(values: Any, occasion: fields.Occasion | None = None, *, prefix: str = "") -> dict[str, Any]:
     """Flattens nested dataclasses and mappings to one mapping by dotted path.
 
+    Where a setting is derived from others, this is its value, so that settings with the same effect are equal.
+
     Args:
         values: a settings dataclass, or a mapping.
         occasion: leaves out the fields of dataclasses that may differ on this occasion; None keeps all.
@@ -33,7 +35,7 @@ def flatten(values: Any, occasion: fields.Occasion | None = None, *, prefix: str
         items = dict(values)
     else:
         items = {
-            field.name: getattr(values, field.name)
+            field.name: getattr(values, field.metadata.get("derived") or field.name)
             for field in dataclasses.fields(values)
             if occasion not in field.metadata.get("may_differ", ())
         }

@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 from sympow_jax.config import checks, fields
 
-__all__ = ["Predicted", "TaskConfig"]
+__all__ = ["MASK_FRACTION", "Predicted", "TaskConfig"]
+
+MASK_FRACTION = 0.15
+"""Fraction of the tokens that `masked_token` predicts (Devlin et al. 2019, section 3.1)."""
 
 
 class Predicted(enum.Enum):
@@ -66,16 +69,13 @@ class TaskConfig:
             "texts are joined and encoded as one."
         ),
     )
-    mask_fraction: float = dataclasses.field(
-        default=0.15,
-        metadata=fields.about(
-            "Fraction of the tokens that `masked_token` predicts. Of these, 80% are replaced by `mask_token`, "
-            "10% by a random token, and 10% are unchanged (Devlin et al. 2019). They are drawn anew each "
-            "epoch (Liu et al. 2019)."
-        ),
-    )
     mask_token: int | None = dataclasses.field(
-        default=None, metadata=fields.about("Id of the mask. If none, the last id of the vocabulary.")
+        default=None,
+        metadata=fields.about(
+            "Id of the mask. If none, the last id of the vocabulary. `masked_token` predicts 15% of the tokens. Of "
+            "these, 80% are replaced by the mask, 10% by a random token, and 10% are unchanged (Devlin et al. 2019). "
+            "They are drawn anew each epoch (Liu et al. 2019)."
+        ),
     )
     initial_run: str | None = dataclasses.field(
         default=None,
@@ -89,7 +89,6 @@ class TaskConfig:
 
     def __post_init__(self):
         fields.validate(self, "task")
-        checks.require_fraction(**{"task.mask_fraction": self.mask_fraction})
         if self.predicted is Predicted.CLASS:
             checks.require_at_least(2, **{"task.classes": self.classes or 0})
         if self.dual_encoder and self.outputs is None:
@@ -97,8 +96,6 @@ class TaskConfig:
                 f"task.dual_encoder is True and task.name {self.name!r}; pairs of texts have classes or numbers: use "
                 f"a task with labels"
             )
-        if self.masks_tokens and not self.mask_fraction:
-            raise ValueError(f"task.mask_fraction is 0.0; task {self.name!r} has nothing to predict")
 
     @property
     def predicted(self) -> Predicted:

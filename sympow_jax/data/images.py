@@ -28,9 +28,8 @@ _DECODERS = {
     b"\xff\xd8\xff": PIL.JpegImagePlugin.JpegImageFile,
 }
 _MAX_PIXELS = 1 << 26  # 200 MB in memory; the header of a small file can claim any size
-_MODES = {"rgb": "RGB", "gray": "L"}
-# Mean and standard deviation of each channel: ImageNet's for color; gray images are mapped to [-1, 1].
-_STATISTICS = {"rgb": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "gray": ((0.5,), (0.5,))}
+# Mean and standard deviation of each channel of ImageNet.
+_STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Side of the center crop of held-out images, as a fraction of the shorter side.
 _CENTER = 0.875
 # Random crop of Szegedy et al. 2015, as in DeiT: fraction of the area, aspect ratio, and the number of draws before
@@ -210,7 +209,7 @@ class Images:
 
     def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
         """Returns image `index`; in training, `key` determines the crop and the mirroring."""
-        image = _decode(self._paths[index], _MODES[self._config.image_mode])
+        image = _decode(self._paths[index], "L" if self._config.image_tokens else "RGB")
         read = self._pixels(image) if self._config.image_tokens else self._array(image, key)
         return {"inputs": read, "labels": np.array(self._labels[index])}
 
@@ -223,7 +222,7 @@ class Images:
             _random_crop(image, side, np.random.default_rng(key)) if self._vary else _center_crop(image, side)
         )
         pixels: UInt8[np.ndarray, "H W C"] = np.asarray(crop).reshape(side, side, -1)
-        mean, deviation = (255 * np.array(s, np.float32) for s in _STATISTICS[self._config.image_mode])
+        mean, deviation = (255 * np.array(s, np.float32) for s in _STATISTICS)
         return (pixels - mean) / deviation
 
 
@@ -232,13 +231,13 @@ def open_examples(
 ) -> Images:
     """Returns the training or the held-out images, labeled by the rank of their folder's name.
 
-    Rows are `inputs [H, W, C]`, float32, normalized with ImageNet's mean and deviation (gray: 0.5 and 0.5). With
-    `data.image_tokens`, they are `inputs [H * W]`, int32, from 0 to 255.
+    Rows are `inputs [H, W, 3]`, float32, normalized with ImageNet's mean and deviation. With `data.image_tokens`, they
+    are `inputs [H * W]` in gray, int32, from 0 to 255.
 
-    With `data.augment`, a training image is a random crop of 8 to 100 % of its area, with an aspect ratio from 3/4 to
-    4/3, mirrored with probability 1/2. Otherwise, and for held-out images, it is the center crop, 7/8 of the shorter
-    side, unless the image has the requested size. Both crops are resized with bicubic interpolation. An orientation in
-    the metadata is ignored, and channels of 16 bits of a color PNG are rounded to 8.
+    In training, an array is a random crop of 8 to 100 % of the image's area, with an aspect ratio from 3/4 to 4/3,
+    mirrored with probability 1/2. Held out, it is the center crop, 7/8 of the shorter side, unless the image has the
+    requested size. Both crops are resized with bicubic interpolation. An orientation in the metadata is ignored, and
+    channels of 16 bits of a color PNG are rounded to 8.
 
     Raises:
         ValueError: a folder is missing, a class is empty, or classes differ between folders or from `task.classes`.
@@ -257,7 +256,7 @@ def open_examples(
         raise ValueError(
             f"model.vocab_size is {vocab_size}, but pixels have 256 ids; raise it to at least that"
         )
-    vary = config.augment and not heldout and not config.image_tokens
+    vary = not heldout and not config.image_tokens
     return Images(images, config, vary=vary)
 
 

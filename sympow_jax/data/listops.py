@@ -24,12 +24,15 @@ __all__ = ["CLASSES", "SYMBOLS", "ListOps", "describe", "generate", "open_exampl
 CLASSES = 10
 SYMBOLS = ("", *"0123456789", "[MAX", "[MIN", "[MED", "[SM", "]")  # symbols by id
 
+# Long Range Arena's tokens of the shortest and the longest example, and numbers of training and held-out examples.
+LENGTHS = 500, 2000
+EXAMPLES = 96_000, 2000
 _DEPTH = 10
 _ARGUMENTS = (2, 10)
 _OPERATION_PROBABILITY = 0.25
 _DIGIT, _OPERATION, _END = 1, 11, 15
 
-# Number of draws before giving up. With the default lengths, one draw in three fits.
+# Number of draws before giving up. With these lengths, one draw in three fits.
 _DRAWS = 50_000
 _DESCRIBED = 16  # number of examples per side that enter the digest
 
@@ -85,8 +88,7 @@ def generate(key: tuple[int, ...], shortest: int, longest: int) -> tuple[Int64[n
             break
     else:
         raise ValueError(
-            f"data.listops_lengths is {(shortest, longest)}; of {_DRAWS} expressions none has such a length; widen "
-            f"them, or start below 2,000"
+            f"of {_DRAWS} expressions none has from {shortest} to {longest} tokens; widen these lengths"
         )
     symbols = [
         np.where(
@@ -121,7 +123,7 @@ class ListOps:
         self._config, self._heldout = config, heldout
 
     def __len__(self) -> int:
-        return self._config.listops_examples[self._heldout]
+        return EXAMPLES[self._heldout]
 
     together = property(__len__)
 
@@ -129,7 +131,7 @@ class ListOps:
         """Returns the ids and the value of an example."""
         # The last number is never 0, because in SeedSequence a key that ends in 0 equals the shorter key.
         key = (self._config.seed, index, 1 + self._heldout)
-        return generate(key, *self._config.listops_lengths)
+        return generate(key, *LENGTHS)
 
     def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
         """Returns example `index`; `key` is unused."""
@@ -143,7 +145,7 @@ def open_examples(
     """Returns the training or the held-out examples.
 
     Raises:
-        ValueError: the task does not have ten classes, the vocabulary is too small, or the lengths are too rare.
+        ValueError: the task does not have ten classes, or the vocabulary is too small.
     """
     if task.outputs != CLASSES:
         raise ValueError(
@@ -154,9 +156,12 @@ def open_examples(
         raise ValueError(
             f"model.vocab_size is {vocab_size}, but listops has {len(SYMBOLS)} ids; raise it to at least that"
         )
-    dataset = ListOps(config, heldout=heldout)
-    dataset.example(0)
-    return dataset
+    if config.context_length < LENGTHS[1]:
+        raise ValueError(
+            f"data.context_length is {config.context_length}, but listops has examples of {LENGTHS[1]} tokens; raise "
+            f"it to at least that"
+        )
+    return ListOps(config, heldout=heldout)
 
 
 def describe(config: config_lib.DataConfig) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from sympow_jax import config as config_lib
+from sympow_jax.config import task as task_lib
 from sympow_jax.data import documents, rows
 
 __all__ = ["MaskedRows", "mask"]
@@ -60,7 +61,7 @@ class MaskedRows:
         *,
         vocab_size: int,
     ):
-        self._fraction, self._vocab_size = task.mask_fraction, vocab_size
+        self._vocab_size = vocab_size
         self._mask_token = vocab_size - 1 if task.mask_token is None else task.mask_token
         if not 0 <= self._mask_token < vocab_size or vocab_size < 2:
             raise ValueError(
@@ -92,7 +93,7 @@ class MaskedRows:
         shown, targets = mask(
             tokens[:real],
             np.random.default_rng(key),
-            fraction=self._fraction,
+            fraction=task_lib.MASK_FRACTION,
             mask_token=self._mask_token,
             vocab_size=self._vocab_size,
         )

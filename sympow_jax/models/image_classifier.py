@@ -5,6 +5,7 @@ from flax import nnx
 
 from sympow_jax import config as configs
 from sympow_jax.array_types import Array, Float
+from sympow_jax.config import model as model_lib
 from sympow_jax.layers import initializers
 from sympow_jax.models import head, trunk
 
@@ -36,34 +37,31 @@ class ImageClassifier(trunk.Trunk):
 
     def _init_embedding(self, rngs):
         self.patch = nnx.Linear(
-            self.patch_size**2 * self.config.channels,
+            self.patch_size**2 * model_lib.CHANNELS,
             self.config.width,
             dtype=jnp.dtype(self.config.dtype),
             kernel_init=nnx.initializers.normal(initializers.STANDARD_DEVIATION),
             rngs=rngs,
         )
 
-    def classify(self, images: Float[Array, "B H W channels"]) -> Float[Array, "B outputs"]:
+    def classify(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B outputs"]:
         """Returns logits of the classes of each image, or the number predicted for it, in float32.
 
         Raises:
-            ValueError: the images are not [B, H, W, channels], the patch size does not divide them, or they have
-                another number of channels.
+            ValueError: the images are not [B, H, W, 3], or the patch size does not divide them.
         """
-        if images.ndim != 4:
+        if images.ndim != 4 or images.shape[-1] != model_lib.CHANNELS:
             raise ValueError(
-                f"images has shape {images.shape}; it must be [B, H, W, channels]; add the batch axis to one image "
-                f"with images[None]"
+                f"images has shape {images.shape}; it must be [B, H, W, {model_lib.CHANNELS}]; add the batch axis to "
+                f"one image with images[None]"
             )
-        _, height, width, channels = images.shape
+        _, height, width, _ = images.shape
         side = self.patch_size
         if height % side or width % side:
             raise ValueError(
                 f"images are {height} x {width} pixels, which model.patch_size {side} does not divide; use a "
                 f"divisor of both"
             )
-        if channels != self.config.channels:
-            raise ValueError(f"images have {channels} channels, but model.channels is {self.config.channels}")
         x = self.patch(_patches(images, side)).astype(jnp.float32)
         return self.head(self.encode(x, None), None)
 

@@ -4,6 +4,7 @@ import jax
 
 from sympow_jax import config
 from sympow_jax.config import attention as attention_lib
+from sympow_jax.config import model as model_lib
 from sympow_jax.layers import mlp
 from sympow_jax.layers.attention import kernels, positions
 
@@ -63,7 +64,7 @@ def model_flops_per_token(
     layers = sum(attention(model, layer, context_length) for layer in range(model.layers))
     outside = model.width * unembedded * model.vocab_size
     if model.patch_size is not None:
-        outside += model.width * model.patch_size**2 * model.channels
+        outside += model.width * model.patch_size**2 * model_lib.CHANNELS
     return PASSES * (layers + feed_forward(model) + 2 * outside)
 
 

@@ -4,6 +4,7 @@ import numpy as np
 from jaxtyping import Float
 
 from sympow_jax import config as config_lib
+from sympow_jax.config import task as task_lib
 from sympow_jax.tasks import next_token
 
 __all__ = ["MaskedToken"]
@@ -14,7 +15,7 @@ class MaskedToken(next_token.NextToken):
 
     def __init__(self, config: config_lib.Config):
         super().__init__(config)
-        self.unembedded = config.task.mask_fraction
+        self.unembedded = task_lib.MASK_FRACTION
 
     def scores(
         self, mean: float, labels: np.ndarray, outputs: Float[np.ndarray, "n outputs"] | None

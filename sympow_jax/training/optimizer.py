@@ -7,7 +7,6 @@ treats the array of each layer separately.
 import fnmatch
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +27,14 @@ __all__ = [
 # Root mean square of muon's updates, with which they need the learning rate and the weight decay of AdamW: "Muon is
 # Scalable for LLM Training" (Liu et al. 2025, section 2.2).
 _MUON_RMS = 0.2
+# Matrices that muon orthogonalizes. All other parameters, such as embeddings, gates and norms, have updates of AdamW.
+_MUON_MATRICES = tuple(
+    f"blocks.*.{name}.kernel"
+    for name in ("attention.query", "attention.key", "attention.value", "attention.out", "mlp.*")
+)
+# Smallest size of both axes of a matrix whose squared gradients Adafactor keeps as means of rows and columns, and the
+# first estimate of prodigy for the distance to the solution; both as in optax.
+FACTORED_SIZE, INITIAL_DISTANCE = 128, 1e-6
 
 
 class ParameterOptions(NamedTuple):
@@ -35,7 +42,7 @@ class ParameterOptions(NamedTuple):
 
     Attributes:
         learning_rate: factors of the learning rate, as arrays with one per layer or without an axis.
-        weight_decay: factors of the weight decay, in the same form. They are 0 except for matrices.
+        weight_decay: whether the weight decay applies, which it does to matrices.
         orthogonalized: whether muon orthogonalizes the parameter.
     """
 
@@ -53,8 +60,7 @@ def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedul
     rate over the last `decay_fraction * steps` updates, rounded. `inverse_sqrt` is `learning_rate * sqrt(w / u)`, with
     w at least 1. A run that ends within its warm-up does not reach `learning_rate`.
     """
-    peak, warmup = settings.learning_rate, settings.warmup_steps
-    assert peak is not None  # after initialization, it is a number
+    peak, warmup = settings.peak_rate, settings.warmup_steps
     length = max(steps - warmup, 1)
     linear = functools.partial(optax.polynomial_schedule, peak, settings.final_fraction * peak, power=1)
     if settings.schedule == "constant":
@@ -81,64 +87,38 @@ def parameter_options(settings: config.OptimizerConfig, params: optax.Params) ->
     A factor is the product of the factors of all patterns that the parameter's name matches.
 
     Raises:
-        ValueError: a pattern of `learning_rate_factors` matches no parameter, or one of `weight_decay_factors` no
-            matrix; or, for `muon`, a pattern of `orthogonalized` matches no matrix, unless it is one of the defaults
-            and another one matches.
+        ValueError: a pattern of `learning_rate_factors` matches no parameter.
     """
     names = models.parameter_names(params)
-    matrices = jax.tree.map(lambda names, leaf: leaf.ndim - names.ndim >= 2, names, params)
-    rate_factors = settings.factors_by_pattern("learning_rate_factors")
-    decay_factors = settings.factors_by_pattern("weight_decay_factors")
-    by_array = [*zip(map(np.ravel, jax.tree.leaves(names)), jax.tree.leaves(matrices))]
-    parameter_names = [str(name) for array, _ in by_array for name in array]
-    matrix_names = [str(name) for array, is_matrix in by_array if is_matrix for name in array]
-    _require_matches("learning_rate_factors", [x for x, _ in rate_factors], parameter_names, "parameter")
-    _require_matches("weight_decay_factors", [x for x, _ in decay_factors], matrix_names, "matrix")
+    factors = settings.rate_factors_by_pattern
+    every = [str(name) for array in jax.tree.leaves(names) for name in array.ravel()]
+    for pattern, _ in factors:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in every):
+            listed = f"the names are {', '.join(models.names_of_any_layer(every))}"
+            raise ValueError(
+                f"optimizer.learning_rate_factors has the pattern {pattern!r}, which matches no parameter; "
+                f"{spelling.remedy(pattern, every, otherwise=listed)}"
+            )
+
+    def rate_factors(names: np.ndarray) -> np.ndarray:
+        products = [
+            math.prod(factor for pattern, factor in factors if fnmatch.fnmatchcase(str(name), pattern))
+            for name in names.ravel()
+        ]
+        return np.array(products, float).reshape(names.shape)
+
+    def is_matrix(names: np.ndarray, leaf: Any) -> bool:
+        return leaf.ndim - names.ndim >= 2
 
     def is_orthogonalized(names: np.ndarray, leaf: Any) -> bool:
         (name,) = models.names_of_any_layer(map(str, names.ravel()))  # all layers at once
-        return leaf.ndim - names.ndim == 2 and any(
-            fnmatch.fnmatchcase(name, x) for x in settings.orthogonalized
-        )
+        return leaf.ndim - names.ndim == 2 and any(fnmatch.fnmatchcase(name, x) for x in _MUON_MATRICES)
 
-    orthogonalized = jax.tree.map(is_orthogonalized, names, params)
-    if settings.name == "muon":
-        matrix_names = models.names_of_any_layer(matrix_names)
-        defaults = config.OptimizerConfig().orthogonalized
-        own = [pattern for pattern in settings.orthogonalized if pattern not in defaults]
-        _require_matches("orthogonalized", own, matrix_names, "matrix")
-        if not any(jax.tree.leaves(orthogonalized)):
-            raise ValueError(
-                f"optimizer.orthogonalized is {settings.orthogonalized} and matches no matrix; the matrices are "
-                f"{', '.join(matrix_names)}"
-            )
     return ParameterOptions(
-        learning_rate=jax.tree.map(lambda names: _products(rate_factors, names), names),
-        weight_decay=jax.tree.map(
-            lambda names, is_matrix: is_matrix * _products(decay_factors, names), names, matrices
-        ),
-        orthogonalized=orthogonalized,
+        learning_rate=jax.tree.map(rate_factors, names),
+        weight_decay=jax.tree.map(is_matrix, names, params),
+        orthogonalized=jax.tree.map(is_orthogonalized, names, params),
     )
-
-
-def _products(pairs: Sequence[tuple[str, float]], names: np.ndarray) -> np.ndarray:
-    """Returns the product of the factors whose patterns match, for each name."""
-
-    def product(name: str) -> float:
-        return math.prod(factor for pattern, factor in pairs if fnmatch.fnmatchcase(name, pattern))
-
-    return np.array([product(str(name)) for name in names.ravel()], float).reshape(names.shape)
-
-
-def _require_matches(setting: str, patterns: Sequence[str], names: Sequence[str], kind: str) -> None:
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-            remedy = spelling.remedy(
-                pattern, names, otherwise=f"the names are {', '.join(models.names_of_any_layer(names))}"
-            )
-            raise ValueError(
-                f"optimizer.{setting} has the pattern {pattern!r}, which matches no {kind}; {remedy}"
-            )
 
 
 def make_optimizer(
@@ -163,14 +143,14 @@ def make_optimizer(
         stages = [_direction(settings, options)]
         # AdamW always has the weight-decay stage, so that its state has one structure with and without decay.
         if settings.weight_decay or settings.name == "adamw":
-            stages.append(_weight_decay(settings, options))
+            stages.append(optax.add_decayed_weights(settings.weight_decay, options.weight_decay))
         update = optax.chain(*stages, optax.scale_by_learning_rate(rate))
     if settings.name == "schedule_free":
         # Factors scale the steps of z, of which x is the mean.
         update = optax.contrib.schedule_free(
             optax.chain(update, factors),
             lambda update_number: rate(update_number - 1),
-            b1=settings.b1,
+            b1=settings.mean_decay,
         )
     if settings.clip_norm is not None:
         update = optax.chain(optax.clip_by_global_norm(settings.clip_norm), update)
@@ -202,14 +182,16 @@ def schedule_free_average(opt_state: optax.OptState, params: optax.Params) -> op
 def _direction(settings: config.OptimizerConfig, options: ParameterOptions) -> optax.GradientTransformation:
     """Returns the transformation of gradients into the direction that, times the learning rate, is subtracted."""
     if settings.name == "sgd":
-        return optax.trace(settings.b1)
+        return optax.trace(settings.mean_decay)
     if settings.name == "lion":
-        return optax.scale_by_lion(settings.b1, settings.b2)
+        return optax.scale_by_lion(settings.mean_decay, settings.square_decay)
     if settings.name == "schedule_free":
-        return optax.scale_by_rms(settings.b2, settings.epsilon, eps_in_sqrt=False, bias_correction=True)
+        return optax.scale_by_rms(
+            settings.square_decay, settings.added_epsilon, eps_in_sqrt=False, bias_correction=True
+        )
     if settings.name == "adafactor":
         return _adafactor(settings)
-    adam = optax.scale_by_adam(settings.b1, settings.b2, settings.epsilon)
+    adam = optax.scale_by_adam(settings.mean_decay, settings.square_decay, settings.added_epsilon)
     if settings.name != "muon":
         return adam
     labels = jax.tree.map(lambda matrix: "muon" if matrix else "adam", options.orthogonalized)
@@ -218,14 +200,15 @@ def _direction(settings: config.OptimizerConfig, options: ParameterOptions) -> o
 
 def _adafactor(settings: config.OptimizerConfig) -> optax.GradientTransformation:
     """Returns "Adafactor" (Shazeer and Stern 2018, algorithm 4 with the decay of section 7.2), as `optax.adafactor`."""
-    parts = [
-        optax.scale_by_factored_rms(min_dim_size_to_factor=settings.factored_size, epsilon=settings.epsilon),
+    update = optax.chain(
+        optax.scale_by_factored_rms(min_dim_size_to_factor=FACTORED_SIZE, epsilon=settings.added_epsilon),
         optax.clip_by_block_rms(1.0),
-    ]
-    if settings.parameter_scale:
-        parts.append(optax.scale_by_param_block_rms())
-    update = _by_layer(optax.chain(*parts))
-    return optax.chain(update, optax.ema(settings.b1, debias=False)) if settings.b1 else update
+        optax.scale_by_param_block_rms(),
+    )
+    update = _by_layer(update)
+    return (
+        optax.chain(update, optax.ema(settings.mean_decay, debias=False)) if settings.mean_decay else update
+    )
 
 
 def _muon(settings: config.OptimizerConfig) -> optax.GradientTransformation:
@@ -239,7 +222,7 @@ def _muon(settings: config.OptimizerConfig) -> optax.GradientTransformation:
         return jax.tree.map(lambda matrix: _MUON_RMS * max(matrix.shape[-2:]) ** 0.5 * matrix, matrices)
 
     orthogonalize = optax.contrib.scale_by_muon(
-        beta=settings.momentum, eps=settings.epsilon, weight_dimension_numbers=axes
+        beta=settings.momentum, eps=settings.added_epsilon, weight_dimension_numbers=axes
     )
     return optax.chain(orthogonalize, optax.stateless(scale))
 
@@ -248,9 +231,9 @@ def _prodigy(
     settings: config.OptimizerConfig, rate: optax.Schedule, options: ParameterOptions
 ) -> optax.GradientTransformation:
     """Returns "Prodigy" (Mishchenko and Defazio 2023), with weight decay of matrices only."""
-    b1, b2, start = settings.b1, settings.b2, settings.initial_distance
-    prodigy = optax.contrib.prodigy(rate, (b1, b2), eps=settings.epsilon, estim_lr0=start)
-    decay = _weight_decay(settings, options)
+    b1, b2 = settings.mean_decay, settings.square_decay
+    prodigy = optax.contrib.prodigy(rate, (b1, b2), eps=settings.added_epsilon, estim_lr0=INITIAL_DISTANCE)
+    decay = optax.add_decayed_weights(settings.weight_decay, options.weight_decay)
 
     def init(params: optax.Params) -> optax.OptState:
         # Copies: the state keeps the initial parameters, and the step donates `params`.
@@ -270,27 +253,8 @@ def _prodigy(
     return optax.GradientTransformation(init, update)
 
 
-def _weight_decay(
-    settings: config.OptimizerConfig, options: ParameterOptions
-) -> optax.GradientTransformation:
-    """Returns decoupled weight decay, before the learning rate; its state has no arrays."""
-
-    def add(changes: optax.Updates, params: optax.Params) -> optax.Updates:
-        return jax.tree.map(add_one, options.weight_decay, changes, params)
-
-    def add_one(factor: Any, change: Any, param: Any) -> Any:
-        if not settings.weight_decay or isinstance(change, optax.MaskedNode):
-            return change
-        return change + _scaled(factor, settings.weight_decay * param)
-
-    return optax.masked(
-        optax.stateless(add), jax.tree.map(lambda factor: bool(np.any(factor)), options.weight_decay)
-    )
-
-
 def _by_layer(update: optax.GradientTransformation) -> optax.GradientTransformation:
     """Returns an optimizer of single arrays as one that treats each layer of stacked arrays as an array."""
-
     layers = jax.tree_util.DictKey("stacked_blocks")
 
     def axes(tree: Any) -> Any:

@@ -18,7 +18,7 @@ from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.layers import partitioning
 from sympow_jax.layers.attention import kernels
 from sympow_jax.ops._shared.promotion import by_default_rules
-from sympow_jax.training import optimizer, sharding, spikes
+from sympow_jax.training import optimizer, sharding
 from sympow_jax.training.state import Params, TrainState
 
 __all__ = ["Program", "Update"]
@@ -106,7 +106,7 @@ class Program:
             opt_state=opt_state,
             statistics=jax.tree.map(self._placed, self._statistics),
             average=self._params if self.config.optimizer.ema_decay is not None else {},
-            skips=jax.tree.map(self._placed, jax.eval_shape(spikes.begin)),
+            skips=jax.tree.map(self._placed, jax.eval_shape(_no_skips)),
         )
 
     @functools.cached_property
@@ -128,7 +128,7 @@ class Program:
         # A copy, because the update donates both.
         average = jax.tree.map(jnp.copy, params) if self.config.optimizer.ema_decay is not None else {}
         opt_state = self.optimizer.init(params)
-        return TrainState(jnp.int32(0), params, opt_state, statistics, average, spikes.begin())
+        return TrainState(jnp.int32(0), params, opt_state, statistics, average, _no_skips())
 
     def evaluation_params(self, state: TrainState) -> Params:
         """Returns the parameters of a state for everything except training.
@@ -207,8 +207,14 @@ class Program:
             done = state.step - state.skips["total"]
             if ema_decay is not None:
                 average = _averaged(average, params, ema_decay, done + 1)
-            is_good, skips = spikes.judge(settings.training, state.skips, sums.loss, grad_norm)
-            if settings.training.skips_updates:
+            is_good = jnp.bool(True)
+            if settings.training.skip_nonfinite:
+                is_good = jnp.isfinite(sums.loss) & jnp.isfinite(grad_norm)
+            skips = {
+                "total": state.skips["total"] + ~is_good,
+                "in_a_row": jnp.where(is_good, 0, state.skips["in_a_row"] + 1),
+            }
+            if settings.training.skip_nonfinite:
                 old = state.params, state.opt_state, state.statistics, state.average
                 new = params, opt_state, statistics, average
                 params, opt_state, statistics, average = _selected(is_good, new, old)
@@ -221,7 +227,7 @@ class Program:
                 "update_norm": optax.tree.norm(changes),
                 "learning_rate": jnp.asarray(rate(done), jnp.float32),
             }
-            if settings.training.skips_updates:
+            if settings.training.skip_nonfinite:
                 metrics |= {"skipped_updates": skips["total"], "skipped_in_a_row": skips["in_a_row"]}
             return TrainState(step, params, opt_state, statistics, average, skips), metrics
 
@@ -283,6 +289,11 @@ class Program:
             lambda rows: rows.reshape(rows.shape[0] // parts, parts, *rows.shape[1:]).swapaxes(0, 1),
             dict(batch),
         )
+
+
+def _no_skips() -> dict[str, Array]:
+    """Returns `TrainState.skips` before the first update."""
+    return {"total": jnp.int32(0), "in_a_row": jnp.int32(0)}
 
 
 def _averaged(average: Params, params: Params, decay: float, update: Int[Array, ""]) -> Params:

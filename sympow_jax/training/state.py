@@ -25,7 +25,7 @@ class TrainState:
         opt_state: optimizer state; `()` in a checkpoint of imported weights.
         statistics: running statistics of batch normalization; empty without it.
         average: moving average of the parameters; empty without `optimizer.ema_decay`.
-        skips: numbers of skipped updates and norms of gradients (`spikes`); empty in a checkpoint of imported weights.
+        skips: numbers of skipped updates, `total` and `in_a_row`; empty in a checkpoint of imported weights.
     """
 
     step: Int[Array, ""]

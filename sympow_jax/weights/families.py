@@ -154,14 +154,14 @@ class Family:
 
     def values(self, model: config.ModelConfig) -> dict[str, Any]:
         """Returns the keys of `config.json` that describe a model, which must be one of this family."""
-        sizes = {key: getattr(model, field) for field, key in self.sizes.items()}
+        settings = serialize.flatten(model)
+        sizes = {key: settings[field] for field, key in self.sizes.items()}
         activations = {value: name for name, value in reversed(list(self.activations.items()))}
         values: dict[str, Any] = {
             **self.fixed,
             "model_type": self.model_type,
             "architectures": [self.architecture],
             **sizes,
-            self.sizes["mlp_width"]: model.hidden_width,
             self.epsilon: model.norm_epsilon,
             # If no name fits, `differences` says so.
             self.activation: activations.get(model.activation, next(iter(self.activations))),
@@ -471,14 +471,12 @@ def _write_rope(rope: config.RopeConfig) -> dict[str, Any]:
 
 def function(model: config.ModelConfig) -> dict[str, Any]:
     """Returns the fields, by dotted path, that decide the parameters of a model and their function."""
-    flat = serialize.flatten(dataclasses.replace(model, mlp_width=model.hidden_width), prefix="model.")
+    flat = serialize.flatten(model, prefix="model.")
     attention = model.attention
     unused = [
         "dtype",
         "state_dtype",
         "remat",
-        "mlp_ratio",
-        "channels",
         "attention.form",
         "attention.implementation",
     ]
@@ -492,7 +490,6 @@ def function(model: config.ModelConfig) -> dict[str, Any]:
         else []
     )
     groups = ["attention.lrpe."] if attention.position != "lrpe" else []
-    groups += ["attention.spe."] if attention.position != "spe" else []
     if attention.position != "rope":
         groups.append("attention.rope.")
     elif attention.rope.scaling == "none":

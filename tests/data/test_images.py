@@ -11,6 +11,7 @@ import pytest
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
+from sympow_jax.data import images
 from tests.data import builders
 
 TASK = config_lib.TaskConfig(name="classification", classes=2)
@@ -24,7 +25,7 @@ def settings(root, **changes) -> config_lib.DataConfig:
 
 
 def pixel_settings(root, **changes) -> config_lib.DataConfig:
-    return settings(root, **{"image_mode": "gray", "image_tokens": True, "context_length": 64, **changes})
+    return settings(root, **{"image_tokens": True, "context_length": 64, **changes})
 
 
 def encoded(pixels: np.ndarray, kind: str = "png") -> bytes:
@@ -81,15 +82,17 @@ def test_colors_become_gray_by_luma(tmp_path):
 
 def test_an_image_of_the_right_size_is_only_normalized(tmp_path):
     pixels = random_pixels(0, 8, 8, 3)
-    write(tmp_path, {"a/x.png": pixels, "b/x.png": pixels})
-    row = data.train_dataset(settings(tmp_path, augment=False), task=TASK, vocab_size=1)[0]
-    assert (row["inputs"].shape, row["inputs"].dtype) == ((8, 8, 3), np.float32)
-    np.testing.assert_allclose(row["inputs"] * DEVIATION + MEAN, pixels / 255, atol=1e-6)
-    gray = settings(tmp_path, augment=False, image_mode="gray")
-    row = data.train_dataset(gray, task=TASK, vocab_size=1)[0]
-    assert row["inputs"].shape == (8, 8, 1)
-    expected = np.asarray(PIL.Image.fromarray(pixels).convert("L"))[..., None] / 127.5 - 1
-    np.testing.assert_allclose(row["inputs"], expected, atol=1e-6)
+    array = heldout_image(tmp_path, pixels)
+    assert (array.shape, array.dtype) == ((8, 8, 3), np.float32)
+    np.testing.assert_allclose(array * DEVIATION + MEAN, pixels / 255, atol=1e-6)
+
+
+def heldout_image(folder: pathlib.Path, content: np.ndarray | bytes, name: str = "x.png") -> np.ndarray:
+    """Returns the array of a held-out image, which is not cropped at random."""
+    for side in ("train", "heldout"):
+        write(folder / side, {f"{label}/{name}": content for label in ("a", "b")})
+    config = settings(folder / "train", heldout_paths=(str(folder / "heldout"),))
+    return images.open_examples(config, TASK, vocab_size=1, heldout=True).row(0, (0,))["inputs"]
 
 
 def ramps(height: int, width: int) -> np.ndarray:
@@ -164,9 +167,9 @@ def test_random_crops_of_narrow_images(tmp_path):
 @pytest.mark.parametrize("kind", ["png", "jpeg"])
 def test_kinds_of_files(tmp_path, kind):
     pixels = np.full((8, 8, 3), (200, 40, 90), np.uint8)
-    write(tmp_path, {f"a/x.{kind.upper()}": encoded(pixels, kind), f"b/x.{kind}": encoded(pixels, kind)})
-    row = data.train_dataset(settings(tmp_path, augment=False), task=TASK, vocab_size=1)[0]
-    np.testing.assert_allclose(row["inputs"] * DEVIATION + MEAN, pixels / 255, atol=4 / 255)
+    for name in (f"x.{kind.upper()}", f"x.{kind}"):
+        array = heldout_image(tmp_path / name, encoded(pixels, kind), name)
+        np.testing.assert_allclose(array * DEVIATION + MEAN, pixels / 255, atol=4 / 255)
 
 
 @pytest.mark.parametrize("kind", ["bmp", "gif", "tiff", "webp"])
@@ -256,9 +259,9 @@ def test_an_empty_class_folder(root):
 
 def test_images_of_mixed_size_are_resized_unless_they_are_tokens(root):
     write(root, {"ape/g.png": random_pixels(0, 20, 7)})
-    for augment in (True, False):
-        dataset = data.train_dataset(settings(root, augment=augment), task=TASK, vocab_size=256)
-        assert {dataset[i]["inputs"].shape for i in range(6)} == {(8, 8, 3)}
+    dataset = data.train_dataset(settings(root), task=TASK, vocab_size=256)
+    assert {dataset[i]["inputs"].shape for i in range(6)} == {(8, 8, 3)}
+    assert heldout_image(root / "others", random_pixels(0, 20, 7)).shape == (8, 8, 3)
 
 
 def test_pixels_of_another_size(root):
@@ -306,8 +309,6 @@ def test_missing_or_different_folders(root, tmp_path):
             {"context_length": 32},
             r"data\.context_length is 32, but the pixels of data\.image_size 8 squared are 64",
         ),
-        ({"image_mode": "rgb"}, r"data\.image_tokens reads gray pixels as ids; set data\.image_mode=gray"),
-        ({"image_mode": "cmyk"}, r"data\.image_mode is 'cmyk'; it must be one of rgb, gray"),
         ({"image_size": 0}, r"data\.image_size is 0; it must be at least 1"),
         ({"paths": ()}, r"data\.paths is empty; source 'images' needs"),
     ],

@@ -66,9 +66,7 @@ def settings(attention: str, model: str) -> config.ModelConfig:
     options = dict(ATTENTION[attention])
     causal = model not in ("encoder", "images")
     kind = config.preset(options.pop("preset"), causal=causal, **options)
-    inputs: dict[str, Any] = (
-        {"patch_size": 2, "channels": 1} if model == "images" else {"vocab_size": VOCABULARY}
-    )
+    inputs: dict[str, Any] = {"patch_size": 2} if model == "images" else {"vocab_size": VOCABULARY}
     body = config.MODEL_SIZES["qwen3_14b"] if attention == "qwen3" else {"biases": attention == "table"}
     sizes = {
         "layers": 1,

@@ -50,9 +50,9 @@ def test_the_formula(activation, biases):
     np.testing.assert_allclose(layer(x.astype(np.float32)), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_width_of_its_own_or_a_multiple():
+def test_a_width_of_its_own_or_four_times_the_width():
     sizes = {"vocab_size": 8, "layers": 1, "width": WIDTH, "heads": 1}
-    assert config.ModelConfig(**sizes, mlp_ratio=3).hidden_width == 18
-    assert config.ModelConfig(**sizes, mlp_ratio=3, mlp_width=HIDDEN).hidden_width == HIDDEN
+    assert config.ModelConfig(**sizes).hidden_width == 4 * WIDTH
+    assert config.ModelConfig(**sizes, mlp_width=HIDDEN).hidden_width == HIDDEN
     with pytest.raises(ValueError, match=r"model\.mlp_width is 0; it must be at least 1"):
         config.ModelConfig(**sizes, mlp_width=0)

@@ -12,14 +12,14 @@ from sympow_jax import config, models
 
 
 def make(attention, *, classes=5, **changes):
-    settings = {"patch_size": 4, "channels": 2, "layers": 1, "width": 16, "heads": 2, "dtype": "float32"}
+    settings = {"patch_size": 4, "layers": 1, "width": 16, "heads": 2, "dtype": "float32"}
     model = config.ModelConfig(attention=attention, **settings | changes)
     task = config.TaskConfig(name="classification", classes=classes)
     return models.make(model, task, rngs=nnx.Rngs(0))
 
 
 def images(batch=3):
-    return jax.random.normal(jax.random.key(1), (batch, 8, 12, 2))
+    return jax.random.normal(jax.random.key(1), (batch, 8, 12, 3))
 
 
 classify = nnx.jit(models.ImageClassifier.classify)
@@ -33,7 +33,7 @@ def test_patches_are_squares_row_by_row():
         x[:, top : top + 4, left : left + 4].reshape(3, -1)
         for top, left in itertools.product((0, 4), (0, 4, 8))
     ]
-    singles = jnp.stack(cut, axis=1)[:, :, None, :].reshape(3, 6 * 4, 4, 2)
+    singles = jnp.stack(cut, axis=1)[:, :, None, :].reshape(3, 6 * 4, 4, 3)
     # A column of patches, in the same order.
     np.testing.assert_allclose(classify(model, singles), classify(model, images()), rtol=1e-5, atol=1e-6)
     assert classify(model, images()).shape == (3, 5)
@@ -67,8 +67,8 @@ def test_deit_small_has_22_million_parameters():
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((1, 8, 10, 2), r"images are 8 x 10 pixels, which model\.patch_size 4 does not divide"),
-        ((1, 8, 8, 3), r"images have 3 channels, but model\.channels is 2"),
+        ((1, 8, 10, 3), r"images are 8 x 10 pixels, which model\.patch_size 4 does not divide"),
+        ((1, 8, 8, 1), r"images has shape \(1, 8, 8, 1\); it must be \[B, H, W, 3\]"),
     ],
 )
 def test_images_that_do_not_fit(shape, message):

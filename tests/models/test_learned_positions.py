@@ -98,10 +98,10 @@ def test_rows_may_be_longer_than_the_table():
 
 
 def test_encoders_have_learned_positions():
-    images = make("classification", patch_size=2, channels=1, vocab_size=0)
-    assert jax.eval_shape(images.classify, jnp.zeros((2, 8, 4, 1))).shape == (2, 2)
+    images = make("classification", patch_size=2, vocab_size=0)
+    assert jax.eval_shape(images.classify, jnp.zeros((2, 8, 4, 3))).shape == (2, 2)
     with pytest.raises(ValueError, match="a document has 16 tokens, but learned positions end"):
-        jax.eval_shape(images.classify, jnp.zeros((2, 8, 8, 1)))
+        jax.eval_shape(images.classify, jnp.zeros((2, 8, 8, 3)))
     encoder = make("masked_token")
     assert jax.eval_shape(encoder.hidden, tokens()).shape == (2, LENGTH, WIDTH)
     with pytest.raises(ValueError, match="a document has 9 tokens, but learned positions end"):

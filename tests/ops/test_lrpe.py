@@ -1,5 +1,6 @@
 """Tests of linearized relative positional encoding against its formulas in float64, and of special cases."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 
 from sympow_jax import config, ops
-from sympow_jax.config import attention
 from sympow_jax.ops import lrpe, rotary
 from tests.ops import cases, exact_angles
 
@@ -337,11 +337,8 @@ def test_fixed_draws_stay():
 
 
 def test_the_settings_have_the_same_names():
-    assert (attention.LRPE_CORES, attention.LRPE_BASES, attention.LRPE_RATES) == (
-        lrpe.CORES,
-        lrpe.BASES,
-        lrpe.KINDS,
-    )
+    choices = {x.name: x.metadata["choices"] for x in dataclasses.fields(config.LrpeConfig)}
+    assert (choices["core"], choices["basis"], choices["rates"]) == (lrpe.CORES, lrpe.BASES, lrpe.KINDS)
 
 
 @pytest.mark.parametrize(

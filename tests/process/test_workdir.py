@@ -138,7 +138,7 @@ def test_not_a_workdir(tmp_path):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("model.layers", "100000", "model.layers is 100000; it must be at most 1024"),
+        ("model.layers", "100000", "model.layers is 100000; it must be at least 1 and at most 1024"),
         ("model.layers", "1.0", "model.layers is 1.0, a float; it must be an int: write 1"),
         ("model.layers", "NaN", "model.layers is nan"),
         ("data.paths", '"x"', "data.paths is 'x'"),

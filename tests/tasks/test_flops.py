@@ -33,7 +33,7 @@ def _matrices(model: config.ModelConfig) -> int:
 
 
 @pytest.mark.parametrize("name", config.PRESETS)
-@pytest.mark.parametrize("changes", [{}, {"kv_heads": 3}, {"head_dim": 32, "mlp_ratio": 3}, GATED])
+@pytest.mark.parametrize("changes", [{}, {"kv_heads": 3}, {"head_dim": 32, "mlp_width": 2304}, GATED])
 def test_products_with_weights_are_6_flops_a_weight(name, changes):
     model = dataclasses.replace(_gpt2(name), **changes)
     # Attention over a context of nothing costs nothing.

@@ -20,7 +20,7 @@ import optax
 
 from sympow_jax import config, models, training
 from sympow_jax.config import optimizer as config_optimizer
-from sympow_jax.training import sharding
+from sympow_jax.training import optimizer, sharding
 from tests.models import families
 from tests.ops import cases
 from tests.training import collectives
@@ -97,7 +97,7 @@ def first_state(program: training.Program) -> training.TrainState:
     for block in params["blocks"].values():
         attention = block["attention"]
         query = attention["query"]["kernel"]
-        by_head = query.reshape(of.model.width, of.model.kv_heads, -1, of.model.head_dim)
+        by_head = query.reshape(of.model.width, of.model.num_kv_heads, -1, of.model.head_size)
         kernel = by_head[:, :, 0].reshape(of.model.width, -1)
         attention["key"]["kernel"] = jax.device_put(kernel, attention["key"]["kernel"].sharding)
         # RMSNorm has no bias, so that Brumby's gates stay near one half.
@@ -132,7 +132,7 @@ def compare(preset: str, arrangements: list[dict]) -> None:
     expected = {}
     for arrangement in arrangements:
         of = settings(preset, arrangement)
-        if of.model.kv_heads not in expected:
+        if of.model.num_kv_heads not in expected:
             one = dataclasses.replace(
                 of,
                 training=config.TrainingConfig(scan_layers=False),
@@ -140,9 +140,9 @@ def compare(preset: str, arrangements: list[dict]) -> None:
                 optimizer=_whole(of.optimizer),
             )
             one = dataclasses.replace(one, model=dataclasses.replace(of.model, remat="none"))
-            expected[of.model.kv_heads] = train(one, sharding.whole_mesh(jax.devices()[:1]))
+            expected[of.model.num_kv_heads] = train(one, sharding.whole_mesh(jax.devices()[:1]))
         losses, gradients = train(of, sharding.make_mesh(of))
-        wanted, wanted_gradients = expected[of.model.kv_heads]
+        wanted, wanted_gradients = expected[of.model.num_kv_heads]
         # A bias of the keys does not change softmax, so its gradient is only rounding.
         natural = max(float(np.sqrt(np.mean(np.square(x)))) for x in wanted_gradients)
         print(
@@ -185,12 +185,11 @@ def optimizers(preset: str, arrangements: list[dict]) -> None:
     The gradients are random, so that only the optimizers are compiled. Updates of the last are those of the program,
     with a z-loss.
     """
+    optimizer.FACTORED_SIZE, optimizer.INITIAL_DISTANCE = 32, 0.1
     for arrangement in arrangements:
         worst = {}
         for name in config_optimizer.OPTIMIZERS:
             decay = {} if name == "adam" else {"weight_decay": 0.1}
-            decay |= {"factored_size": 32} if name == "adafactor" else {}
-            decay |= {"initial_distance": 0.1} if name == "prodigy" else {}
             made = config.OptimizerConfig(name=name, learning_rate=0.01, clip_norm=1.0, **decay)
             worst[name] = _difference(preset, arrangement, made, _updated)
         made = config.OptimizerConfig(name="muon", learning_rate=0.01, z_loss=0.1, ema_decay=0.5)

@@ -88,7 +88,7 @@ def gathered(model):
 def moved(settings, devices):
     """Returns the bytes of states and windows that a device sends in all passes."""
     model, rows = settings.model, settings.data.batch_size
-    size, exact_window = model.head_dim, model.attention.exact_window
+    size, exact_window = model.head_size, model.attention.exact_window
     rounds = 1 + math.ceil(math.log2(devices - 1))
     state = 4 * ops.symmetric_power_dim(size, model.attention.power) * (size + 1)
     passes = 2 + (model.remat != "none")

@@ -187,7 +187,7 @@ def test_rematerialization_keeps_less_for_the_backward_pass(settings):
         shapes = jax.tree.leaves(jax.eval_shape(residuals, params))
         leaves = [x for x in shapes if rows in x.shape[:2] and time in x.shape]
         kept[remat] = sum(x.size * x.dtype.itemsize for x in leaves)
-    heads, head_dim = settings.model.heads, settings.model.head_dim
+    heads, head_dim = settings.model.heads, settings.model.head_size
     of_attention = layers * rows * time * heads * (head_dim + 1) * 4
     assert kept["attention"] - kept["full"] == of_attention
     assert kept["none"] > kept["elementwise"] > kept["attention"]

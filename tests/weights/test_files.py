@@ -38,7 +38,7 @@ RUNS = {
     "conformal": decoder(),
     "gpt2": decoder("gpt2", biases=True, max_document_length=8),
     "channels": decoder("conformal", decay="channel_constant", position="learned_rope_pairs"),
-    "lrpe": decoder("linear_lrpe", lrpe=config.LrpeConfig(basis="householder", learned_basis=True)),
+    "lrpe": decoder("linear_lrpe", lrpe=config.LrpeConfig(basis="householder", learned_rates=True)),
     "spe": decoder("linear", position="spe"),
     "batch norm": encoder(norm="batch"),
     "classes": encoder("classification"),

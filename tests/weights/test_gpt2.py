@@ -97,7 +97,7 @@ def test_settings(tmp_path):
             "n_layer is '2', not a positive integer; n_embd is None, not a positive integer; activation_function is "
             "'gelu', not one of gelu_new",
         ),
-        ({"layer_norm_epsilon": 0}, "model.norm_epsilon is 0; it must be positive"),
+        ({"layer_norm_epsilon": 0}, "model.norm_epsilon is 0; it must be at least 1e-30"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True, not False"),
         ({"n_inner": 0}, "n_inner is 0, not a positive integer"),
         ({"n_head": 5}, "model.heads is 5 and does not divide model.width 24"),

@@ -39,7 +39,6 @@ class PowerAttention(layer.Attention):
         qkv_biases: whether the projections to queries, keys and values have a bias even without `use_bias`.
         rope: rates and layout of positions "rope", "learned_rope" and "learned_rope_pairs".
         lrpe: options of position "lrpe".
-        spe: options of position "spe".
         use_bias: whether the four projections have a bias.
         dtype: dtype of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
         rngs: source of initial values, or a seed.
@@ -76,7 +75,6 @@ class PowerAttention(layer.Attention):
         qkv_biases: bool = False,
         rope: configs.RopeConfig | None = None,
         lrpe: configs.LrpeConfig | None = None,
-        spe: configs.SpeConfig | None = None,
         use_bias: bool = False,
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs | int,
@@ -101,7 +99,6 @@ class PowerAttention(layer.Attention):
             qkv_biases=qkv_biases,
             rope=rope,
             lrpe=lrpe,
-            spe=spe,
         )
         super().__init__(width, kernel, dtype=dtype, use_bias=use_bias, rngs=rngs)
 
@@ -132,7 +129,6 @@ class LinearAttention(layer.Attention):
         qkv_biases: whether the projections to queries, keys and values have a bias even without `use_bias`.
         rope: rates and layout of positions "rope", "learned_rope" and "learned_rope_pairs".
         lrpe: options of position "lrpe".
-        spe: options of position "spe".
         use_bias: whether the four projections have a bias.
         dtype: dtype of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
         rngs: source of initial values, or a seed.
@@ -171,7 +167,6 @@ class LinearAttention(layer.Attention):
         qkv_biases: bool = False,
         rope: configs.RopeConfig | None = None,
         lrpe: configs.LrpeConfig | None = None,
-        spe: configs.SpeConfig | None = None,
         use_bias: bool = False,
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs | int,
@@ -199,7 +194,6 @@ class LinearAttention(layer.Attention):
             qkv_biases=qkv_biases,
             rope=rope,
             lrpe=lrpe,
-            spe=spe,
         )
         super().__init__(width, kernel, dtype=dtype, use_bias=use_bias, rngs=rngs)
 
@@ -224,7 +218,6 @@ class SoftmaxAttention(layer.Attention):
         qkv_biases: whether the projections to queries, keys and values have a bias even without `use_bias`.
         rope: rates and layout of positions "rope", "learned_rope" and "learned_rope_pairs".
         lrpe: options of position "lrpe".
-        spe: options of position "spe".
         use_bias: whether the four projections have a bias.
         dtype: dtype of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
         rngs: source of initial values, or a seed.
@@ -258,7 +251,6 @@ class SoftmaxAttention(layer.Attention):
         qkv_biases: bool = False,
         rope: configs.RopeConfig | None = None,
         lrpe: configs.LrpeConfig | None = None,
-        spe: configs.SpeConfig | None = None,
         use_bias: bool = False,
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs | int,
@@ -280,7 +272,6 @@ class SoftmaxAttention(layer.Attention):
             qkv_biases=qkv_biases,
             rope=rope,
             lrpe=lrpe,
-            spe=spe,
         )
         super().__init__(width, kernel, dtype=dtype, use_bias=use_bias, rngs=rngs)
 
@@ -303,7 +294,6 @@ class ExpressiveAttention(layer.Attention):
         qkv_biases: whether the projections to queries, keys and values have a bias even without `use_bias`.
         rope: rates and layout of positions "rope", "learned_rope" and "learned_rope_pairs".
         lrpe: options of position "lrpe".
-        spe: options of position "spe".
         use_bias: whether the four projections have a bias.
         dtype: dtype of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
         rngs: source of initial values, or a seed.
@@ -336,7 +326,6 @@ class ExpressiveAttention(layer.Attention):
         qkv_biases: bool = False,
         rope: configs.RopeConfig | None = None,
         lrpe: configs.LrpeConfig | None = None,
-        spe: configs.SpeConfig | None = None,
         use_bias: bool = False,
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs | int,
@@ -358,7 +347,6 @@ class ExpressiveAttention(layer.Attention):
             qkv_biases=qkv_biases,
             rope=rope,
             lrpe=lrpe,
-            spe=spe,
         )
         super().__init__(width, kernel, dtype=dtype, use_bias=use_bias, rngs=rngs)
 
@@ -373,7 +361,6 @@ def _kernel(
     position: str,
     rope: configs.RopeConfig | None,
     lrpe: configs.LrpeConfig | None,
-    spe: configs.SpeConfig | None,
     **options: Any,
 ) -> kernels.Kernel:
     """Validates the arguments and returns the kernel."""
@@ -396,7 +383,6 @@ def _kernel(
         position=position,
         rope=configs.RopeConfig() if rope is None else rope,
         lrpe=configs.LrpeConfig() if lrpe is None else lrpe,
-        spe=configs.SpeConfig() if spe is None else spe,
         **options,
     )
     attention.check_head(head_dim, name="head_dim")

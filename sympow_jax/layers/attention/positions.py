@@ -24,6 +24,9 @@ HeadArrays = Mapping[str, Float[Array, "K ..."] | Int[Array, "K ..."]]
 
 # Initial frequencies of SPE are low: the logistic of a normal variable minus this (code of Liutkus et al. 2021).
 _LOW_FREQUENCIES = 4.0
+# Sines per dimension, of which the authors' configs have 8 or 10, and realizations of the noise, of which all of these
+# have 64. The latter are the head size of encoded queries and keys.
+_SINES, _REALIZATIONS = 5, 64
 
 
 def rotates(attention: configs.AttentionConfig) -> bool:
@@ -223,16 +226,11 @@ class Lrpe(_Rotating):
         if self.attention.lrpe.learned_rates:
             rates = jnp.asarray(self._fixed_rates(), jnp.float32)
             self.rates = nnx.Param(jnp.broadcast_to(rates, (self.num_kv_heads, len(rates))))
-        if self.attention.lrpe.learned_basis:
-            shape = (self.num_kv_heads, self.size)
-            self.householder = nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32))
 
     def head_arrays(self):
         arrays = {}
         if self.attention.lrpe.learned_rates:
             arrays["rates"] = self.rates[...]
-        if self.attention.lrpe.learned_basis:
-            arrays["householder"] = self.householder[...]
         if self.attention.lrpe.permutation_per_head:
             permutations = lrpe.permutation(self.size, heads=self.num_kv_heads)
             arrays["permutation"] = jnp.asarray(permutations, jnp.int32)
@@ -241,11 +239,7 @@ class Lrpe(_Rotating):
     def _rotation(self, rate, head_arrays, segment_ids, state, axis_name):
         places, state = _places(segment_ids, state, axis_name)
         options = self.attention.lrpe
-        fixed: dict[str, Any] = {
-            "core": options.core,
-            "basis": options.basis,
-            "identity_dim": options.identity_dim,
-        }
+        fixed: dict[str, Any] = {"core": options.core, "basis": options.basis}
         if options.core == "permutation":
             fixed["permutation"] = lrpe.permutation(self.size)
         else:
@@ -260,7 +254,6 @@ class Lrpe(_Rotating):
             options.core,
             self.size,
             kind=options.rates,
-            identity_dim=options.identity_dim,
             reference_length=options.reference_length,
             max_document_length=self.attention.max_document_length,
         )
@@ -269,15 +262,16 @@ class Lrpe(_Rotating):
 class Spe(Positions):
     """Stochastic positional encoding, applied before the feature map of the kernel `linear`, as in the paper.
 
-    The noise is drawn once. The paper draws it for every batch.
+    Source: "Relative Positional Encoding for Transformers with Linear Complexity", Liutkus et al. 2021, without its
+    gate. The noise is drawn once. The paper draws it for every batch.
     """
 
     @staticmethod
     def _encoded_dim(attention, size):
-        return attention.spe.realizations
+        return _REALIZATIONS
 
     def init_parameters(self, rngs):
-        shape = (self.num_kv_heads, self.size, self.attention.spe.sines)
+        shape = (self.num_kv_heads, self.size, _SINES)
         gains = jax.random.normal(rngs.params(), shape)
         self.frequencies = nnx.Param(jax.random.normal(rngs.params(), shape) - _LOW_FREQUENCIES)
         self.phases = nnx.Param(jax.random.normal(rngs.params(), shape))
@@ -297,7 +291,7 @@ class Spe(Positions):
         segment_ids = _continued(query, state) if segment_ids is None else segment_ids
         places, state = _places(segment_ids, state, axis_name)
         kv_heads, head_dim, sines = head_arrays["phases"].shape
-        shape = (kv_heads, head_dim, 2 * sines, self.attention.spe.realizations)
+        shape = (kv_heads, head_dim, 2 * sines, _REALIZATIONS)
         with jax.threefry_partitionable(True):  # the noise is part of the model, whatever JAX's flags are
             noise = jax.random.normal(jax.random.key(0, impl="threefry2x32"), shape)
         query, key = spe.encode(

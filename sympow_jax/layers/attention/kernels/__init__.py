@@ -41,13 +41,11 @@ def make(
 
 def from_config(config: configs.ModelConfig, layer: int = 0) -> Kernel:
     """Returns the kernel of a layer of a model, counted from 0."""
-    assert config.kv_heads is not None  # set by ModelConfig
-    assert config.head_dim is not None
     return make(
         config.attentions[layer],
         num_heads=config.heads,
-        num_kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_size,
         dtype=config.dtype,
         state_dtype=config.state_dtype,
     )

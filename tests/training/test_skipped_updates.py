@@ -1,55 +1,14 @@
-"""Tests of updates that are skipped, against their formula and in a program."""
+"""Tests of updates that are skipped because their loss or gradients are not finite."""
 
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from sympow_jax import config
-from sympow_jax.training import metrics, sharding, spikes
+from sympow_jax.training import metrics, sharding
 from tests.training import test_metrics, test_tasks
-
-SPIKES = config.TrainingConfig(skip_nonfinite=True, skip_spikes=3.0)
-
-
-def _judge(settings, norms, losses=None):
-    """Returns whether each update is done, and the state after the last."""
-    skips, done = spikes.begin(), []
-    for norm, loss in zip(norms, losses or [1.0] * len(norms), strict=True):
-        is_good, skips = spikes.judge(settings, skips, jnp.float32(loss), jnp.float32(norm))
-        done.append(bool(is_good))
-    return done, {name: float(value) for name, value in skips.items()}
-
-
-def test_a_norm_above_a_multiple_of_the_mean_is_skipped():
-    norms = [*np.linspace(2.0, 1.0, 25), 4.5, 3.0, 50.0, np.nan, 1.0]
-    done, skips = _judge(SPIKES, norms)
-    total, weight, expected = 0.0, 0.0, []
-    for norm in norms:
-        good = bool(np.isfinite(norm)) and (sum(expected) < 20 or norm <= 3 * total / weight)
-        expected.append(good)
-        if good:
-            total, weight = 0.98 * total + 0.02 * norm, 0.98 * weight + 0.02
-    assert done == expected
-    assert done.count(False) == 3
-    assert skips["norms"] == pytest.approx(total, rel=1e-5)
-    assert (skips["total"], skips["in_a_row"], skips["done"]) == (3, 0, 27)
-
-
-def test_no_spike_is_found_before_there_is_a_mean():
-    assert _judge(SPIKES, [1.0] * 19 + [100.0])[0] == [True] * 20
-    assert _judge(SPIKES, [1.0] * 20 + [100.0, 100.0])[1]["in_a_row"] == 2
-
-
-@pytest.mark.parametrize("norm", [np.nan, np.inf])
-def test_what_is_not_finite_is_skipped_if_asked_for(norm):
-    only_nonfinite = config.TrainingConfig(skip_nonfinite=True)
-    assert _judge(only_nonfinite, [1.0] * 20 + [1e9, norm])[0] == [True] * 21 + [False]
-    assert _judge(only_nonfinite, [1.0, 1.0], [norm, 2.0])[0] == [False, True]
-    # A NaN, which no comparison holds for, ends the run as it does without the setting.
-    assert _judge(config.TrainingConfig(skip_spikes=3.0), [1.0] * 20 + [np.nan])[0] == [True] * 21
 
 
 def test_a_skipped_update_leaves_all_but_the_step():

@@ -1,0 +1,82 @@
+"""The kernels and decays of attention: a table of each."""
+
+import dataclasses
+import enum
+from collections.abc import Mapping
+
+__all__ = ["DECAYS", "IMPLEMENTATIONS", "KERNELS", "Decay", "DecaySource", "Kernel"]
+
+IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
+
+
+class DecaySource(enum.Enum):
+    """Source of the per-token decays."""
+
+    NONE = enum.auto()
+    FIXED = enum.auto()  # ALiBi's slopes
+    RATIO = enum.auto()  # PermuteFormer's r = sigmoid(2 + 3 h / K) of head h = 0 ... K - 1
+    PARAMETER = enum.auto()  # learned, the same for all tokens
+    DATA = enum.auto()  # sigmoid(W x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decay:
+    """Properties of a value of `attention.decay`.
+
+    Attributes:
+        source: fixed, learned, computed from the token, or none.
+        per_channel: one decay per value channel, instead of one per key/value head.
+    """
+
+    source: DecaySource
+    per_channel: bool = False
+
+
+DECAYS: Mapping[str, Decay] = {
+    "none": Decay(DecaySource.NONE),
+    "alibi": Decay(DecaySource.FIXED),
+    "permuteformer": Decay(DecaySource.RATIO),
+    "constant": Decay(DecaySource.PARAMETER),
+    "learned": Decay(DecaySource.DATA),
+    "channel_fixed": Decay(DecaySource.FIXED, per_channel=True),
+    "channel_constant": Decay(DecaySource.PARAMETER, per_channel=True),
+    "channel_learned": Decay(DecaySource.DATA, per_channel=True),
+}
+"""Decays by name, the choices of `AttentionConfig.decay`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """Class of a value of `attention.kernel`, and the options that it supports.
+
+    Attributes:
+        target: "module:class" of a subclass of `sympow_jax.layers.attention.kernels.Kernel`. A string, because the
+            config package imports no layers.
+        implementations: choices of `attention.implementation`.
+        even_power: whether `attention.power` must be even.
+        per_channel_decay: whether decays may be per value channel.
+        bidirectional: whether `causal=False` is supported.
+    """
+
+    target: str
+    implementations: tuple[str, ...] = IMPLEMENTATIONS
+    even_power: bool = False
+    per_channel_decay: bool = False
+    bidirectional: bool = True
+
+
+_MODULES = "sympow_jax.layers.attention.kernels"
+KERNELS: dict[str, Kernel] = {
+    "softmax": Kernel(target=f"{_MODULES}.softmax:SoftmaxKernel", implementations=("xla", "cudnn")),
+    "power": Kernel(
+        target=f"{_MODULES}.power:PowerKernel", even_power=True, per_channel_decay=True, bidirectional=False
+    ),
+    "linear": Kernel(target=f"{_MODULES}.linear:LinearKernel"),
+    "expressive": Kernel(target=f"{_MODULES}.expressive:ExpressiveKernel"),
+    "sliding_window": Kernel(
+        target=f"{_MODULES}.softmax:SlidingWindowKernel",
+        implementations=("xla", "cudnn"),
+        bidirectional=False,
+    ),
+}
+"""Kernels by name, the choices of `AttentionConfig.kernel`. A new kernel is one more row."""

@@ -1,0 +1,148 @@
+"""Position encodings: their names, and the settings of rotations and of LRPE."""
+
+import dataclasses
+
+from sympow_jax.config import checks, fields
+
+__all__ = ["ADDED_POSITIONS", "LAYER_POSITIONS", "POSITIONS", "LrpeConfig", "RopeConfig"]
+
+# Added to the embedding by the model, and applied to queries and keys by each layer.
+ADDED_POSITIONS = ("sinusoidal", "learned_absolute")
+LAYER_POSITIONS = ("none", "rope", "learned_rope", "learned_rope_pairs", "lrpe", "spe")
+POSITIONS = (*ADDED_POSITIONS, *LAYER_POSITIONS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rates and layout of the positions `rope`, `learned_rope` and `learned_rope_pairs`."""
+
+    base: float | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Base b of the rotation rates theta_m = b^(-2m/D), m from 0, in radians per token, as in Llama. If none, "
+            "the rates depend on `max_document_length`.",
+            above=1,
+        ),
+    )
+    layout: str = dataclasses.field(
+        default="pairs",
+        metadata=fields.about(
+            "Dimensions that rotate together, m from 0: 2m and 2m + 1 in `pairs`, m and m + D/2 in `halves`, as in "
+            "Llama.",
+            choices=("pairs", "halves"),
+        ),
+    )
+    scaling: str = dataclasses.field(
+        default="none",
+        metadata=fields.about(
+            "Scaling of the rates. With `llama3`, pairs that rotate slowly have their rates divided by `factor`, and "
+            "fast ones keep theirs. Between `low_frequency_factor` and `high_frequency_factor`, the scale is "
+            "interpolated.",
+            choices=("none", "llama3"),
+        ),
+    )
+    factor: float = dataclasses.field(
+        default=8.0, metadata=fields.about("Divisor of the slow rates of `llama3`.", least=1)
+    )
+    low_frequency_factor: float = dataclasses.field(
+        default=1.0,
+        metadata=fields.about(
+            "Turns in `original_length` tokens below which `llama3` divides a rate by `factor`.", above=0
+        ),
+    )
+    high_frequency_factor: float = dataclasses.field(
+        default=4.0,
+        metadata=fields.about("Turns in `original_length` tokens above which `llama3` keeps a rate."),
+    )
+    original_length: int = dataclasses.field(
+        default=8192,
+        metadata=fields.about("Context length of the training before `llama3` scaled the rates.", least=1),
+    )
+
+    def __post_init__(self):
+        fields.validate(self, "attention.rope")
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        checks.refuse(
+            (
+                self.scaling != "none" and self.base is None,
+                f"attention.rope.scaling is {self.scaling!r} and attention.rope.base None; set the base of the rates "
+                f"that are scaled",
+            ),
+            (
+                low >= high,
+                f"attention.rope.low_frequency_factor is {low} and attention.rope.high_frequency_factor {high}; the "
+                f"second must be larger",
+            ),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LrpeConfig:
+    """Position `lrpe`: linearized relative positional encoding, W_s = P^H Lambda^(s) P.
+
+    Source: "Linearized Relative Positional Encoding", Qin et al. 2023, section 3. `ops.lrpe` has the formulas.
+
+    The core `unitary` and the basis `fourier` are complex. Each doubles the size of queries and keys, and so of the
+    state.
+    """
+
+    core: str = dataclasses.field(
+        default="orthogonal",
+        metadata=fields.about(
+            "Lambda. `orthogonal` rotates pairs of dimensions (solution 2, without an identity part). `unitary` "
+            "rotates each dimension in the complex plane (solution 1). `permutation` permutes dimensions (solution "
+            "3). `mixed` rotates half of them.",
+            choices=("orthogonal", "unitary", "permutation", "mixed"),
+        ),
+    )
+    basis: str = dataclasses.field(
+        default="identity",
+        metadata=fields.about("Basis P.", choices=("identity", "householder", "odd_even", "fourier")),
+    )
+    rates: str = dataclasses.field(
+        default="a",
+        metadata=fields.about(
+            "Rotation rates. `a` is 10000^(-2 t / d). `b` and `c` are linear and harmonic in t, divided by "
+            "`reference_length` in place of the current length. `rope` is 2 pi M^(-2 t / d), with M the "
+            "`max_document_length`. `cosine` is pi / 2 over `reference_length` for every t: with core "
+            "`unitary`, weights are those of cosFormer, which reaches 0 at that distance.",
+            choices=("a", "b", "c", "rope", "cosine"),
+        ),
+    )
+    learned_rates: bool = dataclasses.field(
+        default=False, metadata=fields.about("Whether the rates are trained, starting from `rates`.")
+    )
+    permutation_per_head: bool = dataclasses.field(
+        default=False,
+        metadata=fields.about("Whether each key/value head has its own `permutation`, as in PermuteFormer."),
+    )
+    reference_length: int = dataclasses.field(
+        default=1024, metadata=fields.about("Divisor of the rates `b`, `c` and `cosine`, in tokens.", least=1)
+    )
+
+    def __post_init__(self):
+        fields.validate(self, "attention.lrpe")
+        checks.refuse(
+            (
+                self.learned_rates and self.core == "permutation",
+                "attention.lrpe.learned_rates is set, but core 'permutation' has no rates",
+            ),
+            (
+                self.permutation_per_head and self.core != "permutation",
+                f"attention.lrpe.permutation_per_head is set but core is {self.core!r}; only 'permutation' permutes",
+            ),
+        )
+
+    def check_head(self, head_dim: int, *, name: str = "model.head_dim") -> None:
+        """Raises ValueError if the encoding does not support a head size, which the error calls `name`."""
+        checks.refuse(
+            (
+                self.core == "orthogonal" and head_dim % 2,
+                f"{name} is {head_dim}; attention.lrpe.core 'orthogonal' rotates pairs of dimensions and needs an "
+                f"even one",
+            ),
+            (
+                self.core == "mixed" and head_dim < 3,
+                f"{name} is {head_dim}; attention.lrpe.core 'mixed' needs at least 3",
+            ),
+        )

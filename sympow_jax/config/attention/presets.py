@@ -1,0 +1,171 @@
+"""Kernel, decay and position together, by the names that papers and published models use."""
+
+import dataclasses
+from typing import Any
+
+from sympow_jax.config import checks
+from sympow_jax.config.attention.positions import LrpeConfig, RopeConfig
+from sympow_jax.config.attention.settings import AttentionConfig
+
+__all__ = [
+    "LRPE_METHODS",
+    "PRESETS",
+    "SHARED",
+    "lrpe_method",
+    "preset",
+    "preset_name",
+    "with_preset",
+]
+
+_ROPE_SOFTMAX: dict[str, Any] = {"kernel": "softmax", "decay": "none", "position": "rope"}
+_LLAMA3_ROPE = RopeConfig(base=500_000.0, layout="halves")
+_QWEN_ROPE = RopeConfig(base=1_000_000.0, layout="halves")
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "softmax": _ROPE_SOFTMAX,
+    "softmax_alibi": {"kernel": "softmax", "decay": "alibi", "position": "none"},
+    "gpt2": {
+        "kernel": "softmax",
+        "decay": "none",
+        "position": "learned_absolute",
+        "max_document_length": 1024,
+    },
+    "sliding_window": {"kernel": "sliding_window", "decay": "none", "position": "rope"},
+    "linear": {"kernel": "linear", "decay": "none", "position": "sinusoidal"},
+    "linear_lrpe": {
+        "kernel": "linear",
+        "decay": "none",
+        "position": "lrpe",
+        "lrpe": LrpeConfig(basis="householder", learned_rates=True),
+    },
+    "expressive": {"kernel": "expressive", "decay": "none", "position": "rope"},
+    "even_power": {"kernel": "power", "decay": "none", "position": "rope", "form": "attention"},
+    "sympow": {"kernel": "power", "decay": "none", "position": "rope"},
+    "sympow_gated": {"kernel": "power", "decay": "learned", "position": "rope"},
+    "sympow_learned_rope": {"kernel": "power", "decay": "none", "position": "learned_rope"},
+    "conformal": {"kernel": "power", "decay": "learned", "position": "learned_rope"},
+    "llama3": _ROPE_SOFTMAX | {"rope": _LLAMA3_ROPE},
+    "llama31": _ROPE_SOFTMAX | {"rope": dataclasses.replace(_LLAMA3_ROPE, scaling="llama3")},
+    "llama32": _ROPE_SOFTMAX | {"rope": dataclasses.replace(_LLAMA3_ROPE, scaling="llama3", factor=32.0)},
+    "qwen2": _ROPE_SOFTMAX | {"rope": _QWEN_ROPE, "qkv_biases": True},
+    "qwen3": _ROPE_SOFTMAX | {"rope": _QWEN_ROPE, "qk_norm": True},
+    "starcoder2": _ROPE_SOFTMAX
+    | {
+        "kernel": "sliding_window",
+        "window": 4096,
+        "rope": RopeConfig(base=999_999.4420358813, layout="halves"),
+    },
+    "brumby": {
+        "kernel": "power",
+        "decay": "learned",
+        "position": "rope",
+        "rope": _QWEN_ROPE,
+        "qk_norm": True,
+    },
+}
+"""Fields of `AttentionConfig` by the names that papers and published models use; `preset` makes one."""
+
+
+SHARED = "shared"
+"""Word of a pattern for layers that have `model.attention` itself."""
+
+
+def preset(name: str, **changes) -> AttentionConfig:
+    """Returns the attention that papers or published models call `name`, with `changes` to its fields.
+
+    Raises:
+        ValueError: `name` is not in `PRESETS`, or `AttentionConfig` rejects the fields.
+    """
+    checks.require_choice("preset", name, tuple(PRESETS))
+    return AttentionConfig(**{**PRESETS[name], **changes})
+
+
+def with_preset(attention: AttentionConfig, name: str) -> AttentionConfig:
+    """Returns `attention` with all that the preset sets, which is at least a kernel, a decay and a position.
+
+    Args:
+        attention: fields that the preset does not set.
+        name: name in `PRESETS`, or `SHARED` for `attention` itself.
+
+    Raises:
+        ValueError: there is no such preset, or `AttentionConfig` rejects the fields. The error names the preset.
+    """
+    checks.require_choice("model.attention_pattern", name, (SHARED, *PRESETS))
+    if name == SHARED:
+        return attention
+    try:
+        return dataclasses.replace(attention, **PRESETS[name])
+    except ValueError as error:
+        raise ValueError(f"in layers of preset {name!r}: {error}") from error
+
+
+def preset_name(attention: AttentionConfig) -> str:
+    """Returns the name in `PRESETS` with the most fields, all of which `attention` has, or else names its parts."""
+    names = [
+        name
+        for name, values in PRESETS.items()
+        if all(getattr(attention, field) == value for field, value in values.items())
+    ]
+    if names:
+        return max(names, key=lambda name: len(PRESETS[name]))
+    return f"{attention.kernel}, {attention.decay}, {attention.position}"
+
+
+# Methods compared in "Linearized Relative Positional Encoding" (Qin et al. 2023, section 4).
+# All except the first are linear attention, with the features elu + 1, or relu in cosFormer. Learned rates and fixed
+# Householder matrices are as in appendix D.1, where the identity with fixed rates is RoPE. PermuteFormer has its own
+# paper's permutation per head and decay r (Chen 2021, section 3.2). The LRPE paper's identity with a permutation has
+# neither: `LrpeConfig(core="permutation")`. cosFormer's M is `lrpe.reference_length`; `lrpe_method` sets
+# it to the sequence length of the paper's language models (Table 8), or to the given one. It must be at least the
+# length of a document: weights of tokens that are further apart are negative.
+#
+# The paper's denominator (equation 38) has rotated features. It is kept where training with it is stable: weights of
+# PermuteFormer and cosFormer are not negative, and RoPE trains better with it. After a Householder matrix features have
+# both signs, and in training the sums of weights become negative or nearly zero, so that types 1 and 2 end at a much
+# higher perplexity (experiments/README.md). They therefore have the unrotated denominator, and so does type 3, for
+# which both are level. normalizer="rotated" is equation 38.
+LRPE_METHODS: dict[str, dict[str, Any]] = {
+    "softmax": {"kernel": "softmax", "position": "rope"},
+    "base": {"position": "sinusoidal"},
+    "rope": {"normalizer": "rotated", "lrpe": {"core": "orthogonal"}},
+    "spe": {"position": "spe"},
+    "permuteformer": {
+        "decay": "permuteformer",
+        "normalizer": "rotated",
+        "lrpe": {"core": "permutation", "permutation_per_head": True},
+    },
+    "cosformer": {
+        "feature_map": "relu",
+        "normalizer": "rotated",
+        "lrpe": {"core": "unitary", "rates": "cosine"},
+    },
+    "type1": {"lrpe": {"core": "unitary", "basis": "householder", "learned_rates": True}},
+    "type2": {"lrpe": {"core": "orthogonal", "basis": "householder", "learned_rates": True}},
+    "type3": {"lrpe": {"core": "permutation", "basis": "householder"}},
+}
+"""Fields of `AttentionConfig` for each method of the paper; `lrpe_method` makes one."""
+
+
+def lrpe_method(name: str, *, length: int = 512, **changes: Any) -> AttentionConfig:
+    """Returns the attention that the paper calls `name`, with `changes` to its fields.
+
+    With `causal=False` there is no decay, as decays run in one direction.
+
+    Args:
+        name: one of `LRPE_METHODS`.
+        length: tokens of the longest document. Only cosFormer uses it, and not if `lrpe` is given.
+        **changes: fields of `AttentionConfig`.
+
+    Raises:
+        ValueError: `name` is not in `LRPE_METHODS`, or `AttentionConfig` rejects the fields.
+    """
+    checks.require_choice("method", name, tuple(LRPE_METHODS))
+    values = {"kernel": "linear", "decay": "none", "position": "lrpe", **LRPE_METHODS[name]}
+    if not changes.get("causal", True):
+        values["decay"] = "none"
+    if name == "cosformer":
+        values["lrpe"] = {**values["lrpe"], "reference_length": length}
+    if "lrpe" in values:
+        values["lrpe"] = LrpeConfig(**values["lrpe"])
+    values |= changes
+    return AttentionConfig(**values)

@@ -1,0 +1,202 @@
+"""Settings of attention."""
+
+import dataclasses
+
+from sympow_jax.config import checks, fields
+from sympow_jax.config.attention.kernels import DECAYS, IMPLEMENTATIONS, KERNELS, Decay
+from sympow_jax.config.attention.positions import ADDED_POSITIONS, POSITIONS, LrpeConfig, RopeConfig
+
+__all__ = ["AttentionConfig"]
+
+# How attention is computed changes neither parameters nor the function. Some of it changes the layout of states.
+_COMPUTATION = fields.may_differ(fields.Occasion.INITIAL_ENCODER)
+_SPEED = fields.may_differ(fields.Occasion.INITIAL_ENCODER, fields.Occasion.SAVED_STATE)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Attention as a kernel, a decay and a position encoding."""
+
+    kernel: str = dataclasses.field(
+        default="power",
+        metadata=fields.about("Weight of a value, as a function of its key and the query.", choices=KERNELS),
+    )
+    decay: str = dataclasses.field(
+        default="learned",
+        metadata=fields.about(
+            "Decay of the weights of older tokens. Per head, `alibi` and `permuteformer` are fixed, `constant` is "
+            "trained and `learned` is computed from each token; `channel_fixed`, `channel_constant` and "
+            "`channel_learned` are per value channel: fixed, trained, and computed from each token.",
+            choices=DECAYS,
+        ),
+    )
+    decay_bias: float | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Initial value of a bias of the decays `learned` and `channel_learned`, before their sigmoid. If none, "
+            "there is no bias, and decays start at about 1/2. From 4 on they start near 1, so that layers that "
+            "replace softmax forget little at first.",
+            least=-100,
+            most=100,
+        ),
+    )
+    position: str = dataclasses.field(
+        default="learned_rope",
+        metadata=fields.about(
+            "Position encoding. The kernel `linear` applies it to features instead of to queries and keys.",
+            choices=POSITIONS,
+        ),
+    )
+    qk_norm: bool = dataclasses.field(
+        default=False,
+        metadata=fields.about(
+            "Whether the queries and keys of each head are RMS-normalized before positions are applied, with a "
+            "scale for queries and one for keys. Qwen3 has these norms."
+        ),
+    )
+    qkv_biases: bool = dataclasses.field(
+        default=False,
+        metadata=fields.about(
+            "Whether the projections to queries, keys and values have biases even if `model.biases` is false. Qwen2 "
+            "has these biases."
+        ),
+    )
+    causal: bool = dataclasses.field(
+        default=True,
+        metadata=fields.about(
+            "Whether a token attends only to itself and to tokens before it. If false, every token attends to "
+            "its whole document."
+        ),
+    )
+    power: int = dataclasses.field(
+        default=2,
+        metadata=fields.about(
+            "Degree of the kernel `power`, and of the feature maps `symmetric` and `tensor` of the kernel `linear`.",
+            least=1,
+        ),
+    )
+    feature_map: str = dataclasses.field(
+        default="elu",
+        metadata=fields.about(
+            "Feature map of the kernel `linear`.", choices=("elu", "relu", "identity", "symmetric", "tensor")
+        ),
+    )
+    normalizer: str = dataclasses.field(
+        default="unrotated",
+        metadata=fields.about(
+            "Features in the denominator of the kernel `linear`.", choices=("unrotated", "rotated")
+        ),
+    )
+    form: str | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Form of the op, as in `ops.power_attention`. If none, the op chooses.",
+            choices=("attention", "chunked", "recurrent"),
+        )
+        | _COMPUTATION,
+    )
+    implementation: str | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Implementation of the op, as in `ops.power_attention`; for the kernels `softmax` and "
+            "`sliding_window`, as in `ops.softmax_attention`. If none, the op chooses. With a KV cache, these two "
+            "always use `xla`.",
+            choices=(*IMPLEMENTATIONS, "cudnn"),
+        )
+        | _SPEED,
+    )
+    chunk_size: int | None = dataclasses.field(
+        default=None,
+        metadata=fields.about(
+            "Tokens per chunk, as in `ops.power_attention`. If none, the op chooses.", least=1
+        )
+        | _SPEED,
+    )
+    exact_window: int = dataclasses.field(
+        default=64,
+        metadata=fields.about(
+            "Minimum number of last keys that every query attends to exactly, as in `ops.power_attention`.",
+            least=0,
+        )
+        | _COMPUTATION,
+    )
+    window: int = dataclasses.field(
+        default=1024,
+        metadata=fields.about(
+            "Number of tokens of a document that the kernel `sliding_window` attends to: the token itself and those "
+            "directly before it.",
+            least=1,
+        ),
+    )
+    max_document_length: int = dataclasses.field(
+        default=65_536,
+        metadata=fields.about(
+            "M in theta_m = 2 pi / M^(2m/D), m from 0, the rotation rates of all ropes without `rope.base`. Also the "
+            "number of rows in the table of position `learned_absolute`, and so the longest document that it supports.",
+            least=2,
+        ),
+    )
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
+    lrpe: LrpeConfig = dataclasses.field(default_factory=LrpeConfig)
+
+    def __post_init__(self):
+        fields.validate(self, "attention")
+        kernel, decay = KERNELS[self.kernel], self.decay_kind
+        if self.implementation is not None:
+            checks.require_choice("attention.implementation", self.implementation, kernel.implementations)
+        channels = " and ".join(repr(name) for name, row in KERNELS.items() if row.per_channel_decay)
+        checks.refuse(
+            (
+                kernel.even_power and self.power % 2,
+                f"attention.power is {self.power}; it must be positive and even, so that weights are >= 0",
+            ),
+            (
+                decay.per_channel and not kernel.per_channel_decay,
+                f"attention.decay is {self.decay!r}, which the kernel {channels} has and {self.kernel!r} has not; use "
+                f"'learned'",
+            ),
+            (
+                decay.per_channel and self.form not in (None, "chunked"),
+                f"attention.decay is {self.decay!r}, which has the chunked form alone, and attention.form "
+                f"{self.form!r}; leave form out",
+            ),
+            (
+                self.form == "recurrent" and self.chunk_size is not None,
+                f"attention.chunk_size is {self.chunk_size} and attention.form 'recurrent', which updates the state "
+                f"one token at a time; leave chunk_size out, or use form 'chunked'",
+            ),
+            (
+                not self.causal and not kernel.bidirectional,
+                f"attention.causal is False, which the kernel {self.kernel!r} has not; use kernel 'linear' with "
+                f"feature_map 'symmetric', or kernel 'softmax'",
+            ),
+            (
+                not self.causal and self.decay != "none",
+                f"attention.causal is False and attention.decay {self.decay!r}; decays run in one direction: use "
+                f"'none'",
+            ),
+        )
+
+    @property
+    def adds_position(self) -> bool:
+        """True if the model adds positions to the embedding, instead of each layer to queries and keys."""
+        return self.position in ADDED_POSITIONS
+
+    @property
+    def decay_kind(self) -> Decay:
+        """Row of `DECAYS` that `decay` names."""
+        return DECAYS[self.decay]
+
+    @property
+    def longest_document(self) -> int | None:
+        """Tokens of the longest document that the positions support; None if unlimited."""
+        return self.max_document_length if self.position == "learned_absolute" else None
+
+    def check_head(self, head_dim: int, *, name: str = "model.head_dim") -> None:
+        """Raises ValueError if the positions do not support a head size, which the error calls `name`."""
+        if "rope" in self.position and head_dim % 2:
+            raise ValueError(
+                f"{name} is {head_dim}; position {self.position!r} rotates pairs of dimensions and needs an even one"
+            )
+        if self.position == "lrpe":
+            self.lrpe.check_head(head_dim, name=name)

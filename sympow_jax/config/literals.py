@@ -1,0 +1,126 @@
+"""Values of settings as text: Python literals, or plain strings."""
+
+import ast
+import inspect
+import types
+import typing
+import warnings
+from typing import Any
+
+from sympow_jax import spelling
+from sympow_jax.config import checks
+
+__all__ = ["QUOTING", "form", "read", "split_optional", "written"]
+
+QUOTING = "If an item has commas, quote every item."
+"""Help on tuples of text, in addition to that of their setting."""
+
+_FORMS = {bool: "true|false", int: "INT", float: "FLOAT", str: "TEXT"}
+_TRUTH = {"true": True, "1": True, "false": False, "0": False}
+
+
+def split_optional(annotation: Any) -> tuple[Any, bool]:
+    """Returns a type without None, and whether it has None."""
+    if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
+        return annotation, False
+    kinds = typing.get_args(annotation)
+    return next(kind for kind in kinds if kind is not types.NoneType), types.NoneType in kinds
+
+
+def form(annotation: Any, name: str = "") -> str:
+    """Returns the form of a value of a type on the command line, such as `INT,INT,...`; None is not in it.
+
+    Args:
+        annotation: bool, int, float, str, or a tuple of one of these, or one of these or None.
+        name: word for the value, or for an item of a tuple; empty for the word of its type.
+    """
+    kind = split_optional(annotation)[0]
+    several = typing.get_origin(kind) is tuple
+    name = name or _FORMS[typing.get_args(kind)[0] if several else kind]
+    return f"{name},{name},..." if several else name
+
+
+def read(name: str, text: str, annotation: Any) -> Any:
+    """Reads a value of a type, as users write it.
+
+    Numbers are Python literals, and text is as it stands, or a literal in quotes. A tuple is a literal, with or without
+    brackets, or text that is split at its commas. None is "none", and 1000 also 1e3.
+
+    Args:
+        name: name of the setting in error messages.
+        text: the value as written.
+        annotation: bool, int, float, str, a literal, or a tuple of one of the first four, or one of these or None.
+
+    Raises:
+        ValueError: the text is not a value of the type, or the type is another one.
+    """
+    kind, optional = split_optional(annotation)
+    if optional and text.strip().lower() == "none":
+        return None
+    if typing.get_origin(kind) is typing.Literal:
+        values = {str(value): value for value in typing.get_args(kind)}
+        checks.require_choice(name, text, values)
+        return values[text]
+    several = typing.get_origin(kind) is tuple
+    item = typing.get_args(kind)[0] if several else kind
+    if item not in _FORMS:
+        raise ValueError(
+            f"{name} has the type {inspect.formatannotation(annotation)}, which cannot be read from a command line; "
+            f"annotate it as {', '.join(x.__name__ for x in _FORMS)}, a Literal, a tuple such as tuple[int, ...], or "
+            f"one of these or None"
+        )
+    try:
+        return _read_tuple(text, item) if several else _read_item(text, item)
+    except (KeyError, OverflowError, ValueError):
+        expected = form(annotation).replace("|", " or ") + (" or none" if optional else "")
+        raise ValueError(f"{name} is {spelling.shown(text)}; it must be {expected}") from None
+
+
+def written(value: Any) -> str:
+    """Returns a value of a setting as it is written on the command line."""
+    if isinstance(value, tuple):
+        as_text = str if all(map(_is_plain, value)) else repr
+        return ",".join(map(as_text, value)) or "()"
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _literal(text: str) -> Any:
+    """Returns the value of a Python literal; None if the text is none."""
+    with warnings.catch_warnings(action="ignore"):  # of syntax, in what is plain text
+        try:
+            return ast.literal_eval(text.strip())
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return None
+
+
+def _read_item(text: str, kind: type) -> Any:
+    if kind is bool:
+        return _TRUTH[text.strip().lower()]
+    value = _literal(text)
+    if kind is str:
+        return value if isinstance(value, str) else text
+    return _number(value, kind)
+
+
+def _number(value: Any, kind: type) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError
+    if kind is int and isinstance(value, float) and not value.is_integer():
+        raise ValueError
+    return kind(value)
+
+
+def _read_tuple(text: str, kind: type) -> tuple[Any, ...]:
+    value = _literal(text)
+    items = (value,) if isinstance(value, str) else value
+    if isinstance(items, tuple | list) and all(isinstance(x, str) == (kind is str) for x in items):
+        return tuple(items if kind is str else (_number(x, kind) for x in items))
+    # Nothing before a comma, or after the last one, is no item.
+    return tuple(_read_item(x.strip(), kind) for x in text.split(",") if x.strip())
+
+
+def _is_plain(item: Any) -> bool:
+    """Returns whether an item of a tuple is read as itself without quotes."""
+    if not isinstance(item, str):
+        return True
+    return bool(item) and item == item.strip() and item[0] not in "([" and not set(item) & set(",'\"")
