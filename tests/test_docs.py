@@ -153,7 +153,7 @@ def write_run(folder: pathlib.Path, *, pattern: tuple[str, ...] = (), task: str 
 
 
 # Packages that a program imports before it parses, and that the README's test command does not install.
-NEEDED = {"tools.fuzz": ("hypothesis",), "benchmarks.reading": ("pyarrow",)}
+NEEDED = {"benchmarks.reading": ("pyarrow",)}
 
 
 def check_command_line(line: str, monkeypatch) -> None:
