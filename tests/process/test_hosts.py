@@ -21,7 +21,7 @@ from sympow_jax import config, data, evaluation
 from sympow_jax.commands import command_line
 from sympow_jax.process import hosts, signals, workdir
 from sympow_jax.training import sharding
-from tests.training import launching
+from tools import launching
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from tests.training import launching
+from tools import launching
 from tools.faults.stage import PATIENCE, Stage, losses, resumed_at, steps
 
 # Seconds from the beginning of a moment to the signal.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from sympow_jax.process import signals
-from tests.training import launching
+from tools import launching
 from tools.faults import clock
 from tools.faults.stage import (
     PATIENCE,

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from sympow_jax import training
-from tests.training import launching
+from tools import launching
 
 # Seconds for a process to end. Eight processes on one slow core take minutes.
 PATIENCE = 600

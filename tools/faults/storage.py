@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import tensorstore
 
-from sympow_jax.data import prepare
-from tests.data import builders
-from tests.training import launching
-from tools import small_disk
+from sympow_jax.data import longcrawl64, prepare
+from tools import launching, small_disk
 from tools.faults.stage import (
     PATIENCE,
     Reason,
@@ -131,7 +130,9 @@ def vanishing_chunks(stage: Stage, numbers: range) -> Iterator[Reason]:
     """Removes chunks of a Zarr array while a run reads it, and restores them."""
     array = stage.folder / "array"
     values = np.random.default_rng(0).integers(1, 256, (2048, 64)).astype(np.uint16)
-    builders.write_zarr(array, values, chunks=(8, 64))
+    metadata = longcrawl64.metadata(*values.shape, values.dtype) | {"chunks": [8, 64]}
+    spec = {**longcrawl64.spec(str(array)), "metadata": metadata}
+    tensorstore.open(spec, create=True).result().write(values).result()
     options: dict[str, Any] = {
         "training__steps": 100,
         "training__checkpoint_every": 10,
