@@ -10,19 +10,18 @@ __all__ = ["OPTIMIZERS", "SCHEDULES", "OptimizerConfig"]
 
 SCHEDULES = ("constant", "cosine", "inverse_sqrt", "linear", "wsd")
 
-OPTIMIZERS = ("adam", "adamw", "adafactor", "lion", "muon", "prodigy", "schedule_free", "sgd")
+OPTIMIZERS = ("adam", "adamw", "adafactor", "lion", "muon", "schedule_free", "sgd")
 
 # Settings that not every optimizer reads, with the optimizers that do.
 _READERS: Mapping[str, tuple[str, ...]] = {
-    "b2": ("adam", "adamw", "lion", "muon", "prodigy", "schedule_free"),
-    "epsilon": ("adam", "adamw", "adafactor", "muon", "prodigy", "schedule_free"),
-    "weight_decay": ("adamw", "adafactor", "lion", "muon", "prodigy", "schedule_free", "sgd"),
-    "weight_decay_factors": ("adamw", "adafactor", "lion", "muon", "prodigy", "schedule_free", "sgd"),
+    "b2": ("adam", "adamw", "lion", "muon", "schedule_free"),
+    "epsilon": ("adam", "adamw", "adafactor", "muon", "schedule_free"),
+    "weight_decay": ("adamw", "adafactor", "lion", "muon", "schedule_free", "sgd"),
+    "weight_decay_factors": ("adamw", "adafactor", "lion", "muon", "schedule_free", "sgd"),
     "factored_size": ("adafactor",),
     "parameter_scale": ("adafactor",),
     "momentum": ("muon",),
     "orthogonalized": ("muon",),
-    "initial_distance": ("prodigy",),
 }
 
 # Lowest `b1` of `schedule_free`: with a lower one, its average may not be finite in float32.
@@ -33,7 +32,6 @@ _DEFAULTS = {"learning_rate": 6e-4, "b1": 0.9, "b2": 0.999, "epsilon": 1e-8}
 _OWN_DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "adafactor": {"b1": 0.0, "epsilon": 1e-30},
     "lion": {"b2": 0.99},
-    "prodigy": {"learning_rate": 1.0},
 }
 
 
@@ -49,9 +47,7 @@ class OptimizerConfig:
     name: str = dataclasses.field(default="adam", metadata=fields.about("Optimizer.", choices=OPTIMIZERS))
     learning_rate: float | None = dataclasses.field(
         default=None,
-        metadata=fields.about(
-            "Learning rate after the warmup. If none, 6e-4, and 1 for `prodigy`, which multiplies it by its estimate."
-        ),
+        metadata=fields.about("Learning rate after the warmup. If none, 6e-4."),
     )
     b1: float | None = dataclasses.field(
         default=None,
@@ -101,12 +97,6 @@ class OptimizerConfig:
             "Whether `adafactor` multiplies an update by the root mean square of its parameter."
         ),
     )
-    initial_distance: float = dataclasses.field(
-        default=1e-6,
-        metadata=fields.about(
-            "First estimate of `prodigy` for the distance to the solution, which only grows."
-        ),
-    )
     schedule: str = dataclasses.field(
         default="constant",
         metadata=fields.about(
@@ -133,7 +123,7 @@ class OptimizerConfig:
         default=0.0,
         metadata=fields.about(
             "Decoupled weight decay, applied to matrices only. An update subtracts the learning rate times this "
-            "times the parameter; for `prodigy`, the rate includes its estimate. Not for `adam`."
+            "times the parameter. Not for `adam`."
         ),
     )
     weight_decay_factors: tuple[str, ...] = dataclasses.field(
@@ -200,8 +190,7 @@ class OptimizerConfig:
         if self.clip_norm is not None:
             checks.require_positive(**{"optimizer.clip_norm": self.clip_norm})
         # With an epsilon of 0, a gradient of 0 would be divided by 0.
-        for name in ("epsilon", "initial_distance"):
-            checks.require_positive(**{f"optimizer.{name}": getattr(self, name)})
+        checks.require_positive(**{"optimizer.epsilon": self.epsilon})
         if self.weight_decay_factors and not self.weight_decay:
             raise ValueError(
                 f"optimizer.weight_decay_factors is {self.weight_decay_factors} but optimizer.weight_decay is 0; set "

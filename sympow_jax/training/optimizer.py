@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -151,14 +150,11 @@ def make_optimizer(
     """
     rate = learning_rate(settings, steps)
     factors = optax.stateless(lambda changes, _: jax.tree.map(_scaled, options.learning_rate, changes))
-    if settings.name == "prodigy":
-        update = _prodigy(settings, rate, options)
-    else:
-        stages = [_direction(settings, options)]
-        # AdamW always has the weight-decay stage, so that its state has one structure with and without decay.
-        if settings.weight_decay or settings.name == "adamw":
-            stages.append(_weight_decay(settings, options))
-        update = optax.chain(*stages, optax.scale_by_learning_rate(rate))
+    stages = [_direction(settings, options)]
+    # AdamW always has the weight-decay stage, so that its state has one structure with and without decay.
+    if settings.weight_decay or settings.name == "adamw":
+        stages.append(_weight_decay(settings, options))
+    update = optax.chain(*stages, optax.scale_by_learning_rate(rate))
     if settings.name == "schedule_free":
         # Factors scale the steps of z, of which x is the mean.
         update = optax.contrib.schedule_free(
@@ -236,32 +232,6 @@ def _muon(settings: config.OptimizerConfig) -> optax.GradientTransformation:
         beta=settings.momentum, eps=settings.epsilon, weight_dimension_numbers=axes
     )
     return optax.chain(orthogonalize, optax.stateless(scale))
-
-
-def _prodigy(
-    settings: config.OptimizerConfig, rate: optax.Schedule, options: ParameterOptions
-) -> optax.GradientTransformation:
-    """Returns "Prodigy" (Mishchenko and Defazio 2023), with weight decay of matrices only."""
-    b1, b2, start = settings.b1, settings.b2, settings.initial_distance
-    prodigy = optax.contrib.prodigy(rate, (b1, b2), eps=settings.epsilon, estim_lr0=start)
-    decay = _weight_decay(settings, options)
-
-    def init(params: optax.Params) -> optax.OptState:
-        # Copies: the state keeps the initial parameters, and the step donates `params`.
-        return prodigy.init(jax.tree.map(jnp.copy, params))
-
-    def update(grads: optax.Updates, state: Any, params: Any) -> tuple[optax.Updates, Any]:
-        changes, new = prodigy.update(grads, state, params)
-        if not settings.weight_decay:
-            return changes, new
-        correction = (1 - b2**new.count) ** 0.5 / (1 - b1**new.count)
-        step = state.estim_lr * rate(state.count) * correction
-        # Applied to zeros, the weight-decay stage gives the decay alone.
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        decays, _ = decay.update(zeros, decay.init(params), params)
-        return jax.tree.map(lambda change, decay: change - step * decay, changes, decays), new
-
-    return optax.GradientTransformation(init, update)
 
 
 def _weight_decay(

@@ -189,7 +189,6 @@ def optimizers(preset: str, arrangements: list[dict]) -> None:
         for name in config_optimizer.OPTIMIZERS:
             decay = {} if name == "adam" else {"weight_decay": 0.1}
             decay |= {"factored_size": 32} if name == "adafactor" else {}
-            decay |= {"initial_distance": 0.1} if name == "prodigy" else {}
             made = config.OptimizerConfig(name=name, learning_rate=0.01, clip_norm=1.0, **decay)
             worst[name] = _difference(preset, arrangement, made, _updated)
         made = config.OptimizerConfig(name="muon", learning_rate=0.01, z_loss=0.1, ema_decay=0.5)
