@@ -19,7 +19,7 @@ PARTS = ("check", "kernels", "hardware", "chunks", "counters", "training", "text
 def markdown(reports: dict[str, dict]) -> str:
     """Returns the tables of the reports by part; parts that have not started have none."""
     rows = {name: reports.get(name, {}).get("rows", []) for name in PARTS}
-    machine = next((report["machine"] for report in reports.values() if "machine" in report), {})
+    machine: dict = next((report["machine"] for report in reports.values() if "machine" in report), {})
     sections = {
         "Kernels, ms on the device": _kernels(rows["kernels"]),
         "Chunks, ms of both passes": _kernels(rows["chunks"]),

@@ -63,6 +63,7 @@ def test_counters_need_ncu(monkeypatch):
         counters.measure(NCU_CALL)
 
 
+@pytest.mark.robust
 @pytest.mark.parametrize("failure", ["kill -11 $$", """echo '"ID","Process ID","Kernel Name"'"""])
 def test_replay_of_applications_follows_a_crash_or_an_empty_table(monkeypatch, tmp_path, failure):
     program = tmp_path / "ncu"
@@ -181,6 +182,7 @@ def test_training_on_text_lowers_the_loss(folder, monkeypatch):
     assert found["tokens_per_second"] > 0
 
 
+@pytest.mark.robust
 def test_the_script_runs_every_part_with_its_limit(tmp_path):
     """Runs it with a `python` that records its arguments. A part that fails does not end the others."""
     root = pathlib.Path(text.__file__).parents[2]

@@ -36,6 +36,7 @@ def test_names_do_not_change_what_a_terminal_shows(capsys):
     assert spelling.shown([name, name]).isprintable()
 
 
+@pytest.mark.robust
 @pytest.mark.parametrize(("flush", "unbuffered"), [(True, ""), (False, ""), (True, "1")])
 def test_the_reader_of_stdout_ends_first(flush, unbuffered):
     """The program ends as of SIGPIPE, without a word, as before `| head -1`."""
@@ -65,6 +66,7 @@ with signals.user_errors():
 
 
 @linux
+@pytest.mark.robust
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
     "command",
