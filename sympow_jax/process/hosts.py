@@ -156,12 +156,16 @@ def join(launch: Launch | None) -> None:
         ) from error
     finally:
         watchdog.cancel()
-    numbers = list(collections.Counter(device.process_index for device in jax.devices()).values())
-    if len(set(numbers)) > 1:
+    numbers = collections.Counter(device.process_index for device in jax.devices())
+    least, most = min(numbers, key=numbers.__getitem__), max(numbers, key=numbers.__getitem__)
+    if numbers[least] != numbers[most]:
         if is_first():
             # JAX aborts processes whose first process has ended: let the others end with this error before.
             time.sleep(_SECONDS_TO_END)
-        raise ValueError(f"the processes must have the same number of devices; by index, they have {numbers}")
+        raise ValueError(
+            f"the processes must have the same number of devices; process {least} has {numbers[least]} and process "
+            f"{most} has {numbers[most]}"
+        )
 
 
 @contextlib.contextmanager

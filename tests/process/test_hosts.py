@@ -350,7 +350,9 @@ def test_numbers_of_devices_that_differ(start):
         processes=3, before_start=[functools.partial(_have_devices, number) for number in (1, 2, 3)]
     )
     assert [one.wait() for one in started] == [1, 1, 1]
-    expected = "error: the processes must have the same number of devices; by index, they have [1, 2, 3]"
+    expected = (
+        "error: the processes must have the same number of devices; process 0 has 1 and process 2 has 3"
+    )
     assert [one.errors()[:1] for one in started] == [[expected]] * 3
 
 
