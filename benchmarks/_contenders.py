@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from benchmarks import _rows, _timing
 from benchmarks._shapes import CONTENDERS, WINDOW, Row
 from sympow_jax import ops
-from sympow_jax.ops._shared import target
 from sympow_jax.training import sharding
 
 __all__ = [
@@ -154,7 +153,7 @@ def _op(form, implementation):
 
 
 def _attention_kernel(row):
-    target.require_hopper()
+    _rows.require_hopper()
     from pallas_kernels import power_attention
 
     def call(query, key, value, log_decay):
@@ -164,7 +163,7 @@ def _attention_kernel(row):
 
 
 def _chunked_kernel(row):
-    target.require_hopper()
+    _rows.require_hopper()
     from pallas_kernels import power_state
 
     def call(query, key, value, log_decay):

@@ -42,6 +42,7 @@ __all__ = [
     "record",
     "report_path",
     "require_device",
+    "require_hopper",
     "result_path",
     "resumed",
     "version",
@@ -233,6 +234,15 @@ def machine(*, gpu: bool = False) -> dict[str, Any]:
         "cudnn": version("nvidia-cudnn-cu13") or version("nvidia-cudnn-cu12"),
         "jax-linear-attention": version("jax-linear-attention"),
     }
+
+
+def require_hopper() -> None:
+    """Raises NotImplementedError unless the first device is a Hopper GPU."""
+    device = jax.devices()[0]
+    if not str(getattr(device, "compute_capability", "")).startswith("9."):
+        raise NotImplementedError(
+            f"it needs a Hopper GPU (compute capability 9.x), not {device.device_kind or device.platform}"
+        )
 
 
 def version(package: str) -> str | None:

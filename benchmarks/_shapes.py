@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from sympow_jax.ops._recurrent import cost
+from sympow_jax import ops
 
 __all__ = ["CONTENDERS", "PARTS", "PEERS", "SMOKE", "WINDOW", "Row", "flops", "step_bytes"]
 
@@ -65,17 +65,15 @@ def flops(row: Row) -> float | None:
     form = CONTENDERS[row.contender]
     if form == "step":
         return None
-    linear = form == "linear"
-    per_token = cost.flops_per_token(
-        "chunked" if linear else form,
-        time=row.time,
-        head_dim=row.head_dim,
-        value_dim=row.head_dim,
-        power=1 if linear else row.power,
-        chunk=64 if linear else cost.default_chunk("chunked"),
-        exact_window=0 if linear else WINDOW,
-        backward=row.mode == "training",
-    )
+    pairs = {"attention": row.time / 2, "chunked": 128 / 2 + WINDOW, "linear": 64 / 2}[form]
+    features = {
+        "attention": 0,
+        "chunked": ops.symmetric_power_dim(row.head_dim, row.power),
+        "linear": row.head_dim,
+    }[form]
+    # Two products over pairs forward and five backward; over features, two and four.
+    over_pairs, over_features = (7, 6) if row.mode == "training" else (2, 2)
+    per_token = 2 * row.head_dim * (over_pairs * pairs + over_features * features)
     return row.batch * row.heads * row.time * per_token
 
 
@@ -85,13 +83,8 @@ def step_bytes(row: Row) -> float:
     They are: the state, read in every step; the state, read and written once more every W steps, to fold the window
     into it; and the 3 W / 2 tokens that a window holds on average.
     """
-    state = cost.state_bytes(
-        batch=row.batch,
-        kv_heads=row.heads,
-        head_dim=row.head_dim,
-        value_dim=row.head_dim,
-        power=row.power,
-    )
+    features = ops.symmetric_power_dim(row.head_dim, row.power)
+    state = 4 * row.batch * row.heads * features * (row.head_dim + 1)
     window_bytes = 4 * row.batch * row.heads * 3 * WINDOW / 2 * (2 * row.head_dim + 1)
     return state * (1 + 2 / WINDOW) + window_bytes
 

@@ -34,7 +34,6 @@ _MIDDLE_RATES = {
     "adafactor": 9e-2,
     "lion": 1e-3,
     "muon": 1.8e-2,
-    "prodigy": 1.0,
     "schedule_free": 6e-3,
     "sgd": 0.3,
 }

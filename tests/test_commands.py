@@ -1,18 +1,14 @@
 """Tests of the command `sympow`, and of the scripts that run its subcommands from a clone."""
 
-import gc
 import pathlib
 import runpy
-import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 import sympow_jax
 from sympow_jax import commands
-from sympow_jax.process import signals
 
 ROOT = pathlib.Path(__file__).parents[1]
 EVERY = f"the commands are {', '.join(commands.COMMANDS)}"
@@ -87,40 +83,3 @@ def test_a_missing_package_is_one_line_that_names_the_extra(program, tmp_path, m
         f"error: {program} needs not_installed, which is not installed: pip install 'sympow-jax[train]'"
     )
     assert stopped.value.code == expected
-
-
-PROGRAM = """
-import os, signal, sys, types
-from sympow_jax import commands
-signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
-def interrupt(name):
-    os.kill(os.getpid(), signal.SIGINT)
-    raise AssertionError("it goes on")
-commands.importlib.import_module = interrupt
-commands.run("train", [], program="train.py")
-"""
-
-
-def test_ctrl_c_during_imports_is_one_line():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
-
-
-@pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_in_a_callback_of_the_garbage_collector_is_not_lost(capsys, monkeypatch):
-    def interrupt(phase, info):
-        gc.callbacks.remove(interrupt)
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
-
-    @signals.user_errors()
-    def collect():
-        gc.callbacks.append(interrupt)
-        gc.collect()
-        time.sleep(10)
-
-    with pytest.raises(SystemExit) as raised:
-        collect()
-    assert raised.value.code == 130
-    assert capsys.readouterr().err == "interrupted\n"

@@ -30,7 +30,7 @@ def shape(settings: config.Config) -> tuple:
     return (
         *(model.layers, model.width, model.heads, model.hidden_width, model.activation),
         *(settings.data.context_length, settings.data.batch_size, settings.training.steps),
-        *(optimizer.warmup_steps, optimizer.peak_rate, optimizer.schedule, optimizer.name),
+        *(optimizer.warmup_steps, optimizer.learning_rate, optimizer.schedule, optimizer.name),
         *(optimizer.added_epsilon, optimizer.mean_decay, optimizer.square_decay, optimizer.weight_decay),
     )
 

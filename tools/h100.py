@@ -29,8 +29,8 @@ KERNELS = sorted(
     path.stem for path in (pathlib.Path(__file__).parent / "compiled").glob("*.py") if path.stem != "__init__"
 )
 
-# Assumptions of the predictions, in cycles of one multiprocessor. `benchmarks.hopper --parts=hardware` measures those
-# that are guesses, and its summary lists the values to set.
+# Assumptions of the predictions, in cycles of one multiprocessor. `benchmarks.hopper.hardware` measures those
+# that are guesses.
 #
 # Dense matrix products sustain about 0.8 of the data sheet's 989 TFLOP/s, given the clock under load.
 SUSTAINED_HERTZ = 0.8 * 1.83e9

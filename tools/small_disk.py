@@ -19,14 +19,13 @@ class SmallDisk:
     path: pathlib.Path
     seen: pathlib.Path
     enter: Callable[[], None]
-    holder: int
-    """Process that keeps the disk mounted."""
 
     def fill(self, *, left: int) -> None:
         """Fills the disk except for `left` bytes, rounded down to pages, or entirely if others write meanwhile."""
         with (self.seen / _BALLAST).open("wb", buffering=0) as file:
             try:
-                file.write(bytes(max(0, self._free() - left)))
+                stats = os.statvfs(self.seen)
+                file.write(bytes(max(0, stats.f_bavail * stats.f_frsize - left)))
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
@@ -34,31 +33,6 @@ class SmallDisk:
     def free(self) -> None:
         """Frees the space again."""
         (self.seen / _BALLAST).unlink()
-
-    def make_read_only(self) -> None:
-        """Makes the disk read-only. Files that are open for writing stay so, as no system would allow otherwise."""
-        self._run('mount --bind "$1" "$1" && mount -o remount,bind,ro "$1"')
-
-    def make_writable(self) -> None:
-        """Undoes `make_read_only`."""
-        self._run('umount -l "$1"')
-
-    def hide(self) -> None:
-        """Leaves the empty folder that a disk is mounted on, as if it were unmounted."""
-        self._run('mount -t tmpfs none "$1"')
-
-    def show(self) -> None:
-        """Undoes `hide`."""
-        self._run('umount -l "$1"')
-
-    def _run(self, command: str) -> None:
-        """Runs a shell command, with the path of the disk as $1, where the disk is mounted."""
-        enter = ["nsenter", "-t", str(self.holder), "-U", "-m", "--preserve-credentials"]
-        subprocess.run([*enter, "sh", "-c", command, "sh", self.path], check=True)
-
-    def _free(self) -> int:
-        stats = os.statvfs(self.seen)
-        return stats.f_bavail * stats.f_frsize
 
 
 def permitted() -> bool:
@@ -80,7 +54,7 @@ def mounted(path: pathlib.Path, *, mebibytes: int) -> Iterator[SmallDisk]:
         try:
             assert holder.stdout.readline() == b"\n"
             seen = pathlib.Path(f"/proc/{holder.pid}/root{path}")
-            yield SmallDisk(path, seen, functools.partial(_enter, holder.pid), holder.pid)
+            yield SmallDisk(path, seen, functools.partial(_enter, holder.pid))
         finally:
             holder.kill()
 

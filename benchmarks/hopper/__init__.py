@@ -1,1 +1,1 @@
-"""All measurements on one Hopper GPU in the order of their importance: `python -m benchmarks.hopper`."""
+"""All measurements on one Hopper GPU, which `run.sh` makes in the order of their importance."""

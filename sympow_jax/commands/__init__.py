@@ -3,16 +3,12 @@
 `train.py`, `eval.py` and `generate.py` of the repository run the same programs.
 """
 
-import contextlib
 import importlib
-import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from sympow_jax import extras, spelling
-from sympow_jax.process import streams
+from sympow_jax.process import signals
 
 __all__ = ["COMMANDS", "main", "run"]
 
@@ -41,9 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in COMMANDS:
         return run(name, rest, program=f"sympow {name}")
-    streams.open_closed()
     if name in ("-h", "--help", "--version"):
-        streams.show(_version() if name == "--version" else _help())
+        with signals.user_errors():
+            print(_version() if name == "--version" else _help())
         return 0
     remedy = spelling.remedy(name, COMMANDS, otherwise=f"the commands are {', '.join(COMMANDS)}")
     print(f"error: sympow has no command {name!r}; {remedy}", file=sys.stderr)
@@ -61,36 +57,9 @@ def run(name: str, arguments: Sequence[str], *, program: str) -> int:
     Raises:
         SystemExit: the user made a mistake, which is printed in one line, or asked for help.
     """
-    streams.open_closed()
     with extras.required("train", program, exits=True):
         # Imported only now, because most subcommands import jax, which takes seconds.
-        with _ended_by_interrupts():
-            module = importlib.import_module(COMMANDS[name][0])
-        return module.main(arguments, program)
-
-
-@contextlib.contextmanager
-def _ended_by_interrupts() -> Iterator[None]:
-    """Lets Ctrl-C end the process at once, with a line; nothing has been written yet.
-
-    Within an import, an exception would be printed with its traceback, or be swallowed.
-    """
-    # Another handler is the caller's, where the signal is ignored it stays so, and only the main thread may set one.
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not usual or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signal.signal(signal.SIGINT, _end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _end(number: int, frame: object) -> None:
-    del frame
-    os.write(2, b"interrupted\n")
-    os._exit(128 + number)
+        return importlib.import_module(COMMANDS[name][0]).main(arguments, program)
 
 
 def _version() -> str:

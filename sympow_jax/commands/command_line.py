@@ -171,7 +171,7 @@ def read_settings(known: argparse.Namespace, base: config.Config) -> config.Conf
 
 def parse_training(
     arguments: Sequence[str], program: str = "sympow train"
-) -> tuple[config.Config, pathlib.Path, hosts.Launch | hosts.Cluster | None]:
+) -> tuple[config.Config, pathlib.Path, hosts.Launch | None]:
     """Parses the arguments of a training run.
 
     Args:
@@ -260,7 +260,7 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _read_launch(known: argparse.Namespace) -> hosts.Launch | hosts.Cluster | None:
+def _read_launch(known: argparse.Namespace) -> hosts.Launch | None:
     names = ("coordinator_address", "process_count", "process_id")
     missing = [f"--{name}" for name in names if getattr(known, name) is None]
     if len(missing) == len(names):

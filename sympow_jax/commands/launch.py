@@ -5,6 +5,9 @@ Running the same command again resumes the run in the workdir, bit for bit.
 
 from collections.abc import Sequence
 
+import jax
+
+from pallas_kernels.check import verdict
 from sympow_jax.commands import command_line
 from sympow_jax.process import compile_cache, hosts, signals
 
@@ -22,6 +25,9 @@ def main(arguments: Sequence[str], program: str = "sympow train") -> int:
         from sympow_jax.training import summary
 
         hosts.join(launch)
+        if jax.process_count() > 1:
+            # Use only kernels that every process has verified, so that all compile the same program.
+            verdict.agree(jax.devices()[0].device_kind)
         if advice := compile_cache.unused_gpu():
             hosts.say(advice, error=True)
         code = loop.train(config, folder)

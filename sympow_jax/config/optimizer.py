@@ -11,25 +11,24 @@ __all__ = ["OPTIMIZERS", "SCHEDULES", "OptimizerConfig"]
 
 SCHEDULES = ("constant", "cosine", "inverse_sqrt", "linear", "wsd")
 
-OPTIMIZERS = ("adam", "adamw", "adafactor", "lion", "muon", "prodigy", "schedule_free", "sgd")
+OPTIMIZERS = ("adam", "adamw", "adafactor", "lion", "muon", "schedule_free", "sgd")
 
 # Settings that not every optimizer reads, with the optimizers that do.
 _READERS: Mapping[str, tuple[str, ...]] = {
-    "b2": ("adam", "adamw", "lion", "muon", "prodigy", "schedule_free"),
-    "epsilon": ("adam", "adamw", "adafactor", "muon", "prodigy", "schedule_free"),
-    "weight_decay": ("adamw", "adafactor", "lion", "muon", "prodigy", "schedule_free", "sgd"),
+    "b2": ("adam", "adamw", "lion", "muon", "schedule_free"),
+    "epsilon": ("adam", "adamw", "adafactor", "muon", "schedule_free"),
+    "weight_decay": ("adamw", "adafactor", "lion", "muon", "schedule_free", "sgd"),
     "momentum": ("muon",),
 }
 
 # Lowest `b1` of `schedule_free`: with a lower one, its average may not be finite in float32.
 _LOWEST_INTERPOLATION = 1e-3
 # Values that replace None.
-_DEFAULTS = {"learning_rate": 6e-4, "b1": 0.9, "b2": 0.999, "epsilon": 1e-8}
+_DEFAULTS = {"b1": 0.9, "b2": 0.999, "epsilon": 1e-8}
 # Values of optimizers whose authors recommend others.
 _OWN_DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "adafactor": {"b1": 0.0, "epsilon": 1e-30},
     "lion": {"b2": 0.99},
-    "prodigy": {"learning_rate": 1.0},
 }
 
 
@@ -41,13 +40,8 @@ class OptimizerConfig:
     """
 
     name: str = dataclasses.field(default="adam", metadata=fields.about("Optimizer.", choices=OPTIMIZERS))
-    learning_rate: float | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Learning rate after the warmup. If none, 6e-4, and 1 for `prodigy`, which multiplies it by its estimate.",
-            derived="peak_rate",
-            least=0,
-        ),
+    learning_rate: float = dataclasses.field(
+        default=6e-4, metadata=fields.about("Learning rate after the warmup.", least=0)
     )
     b1: float | None = dataclasses.field(
         default=None,
@@ -116,7 +110,7 @@ class OptimizerConfig:
         default=0.0,
         metadata=fields.about(
             "Decoupled weight decay, applied to matrices only. An update subtracts the learning rate times this "
-            "times the parameter; for `prodigy`, the rate includes its estimate. Not for `adam`.",
+            "times the parameter. Not for `adam`.",
             least=0,
         ),
     )
@@ -189,11 +183,6 @@ class OptimizerConfig:
             ),
         )
         _ = self.rate_factors_by_pattern  # which raises an error for those that are wrong
-
-    @property
-    def peak_rate(self) -> float:
-        """Learning rate after the warmup."""
-        return self._given_or_own("learning_rate")
 
     @property
     def mean_decay(self) -> float:

@@ -1,12 +1,10 @@
 """Common code of the command-line programs: one-line errors, and an orderly stop on Ctrl-C."""
 
-import _thread
 import contextlib
 import logging
 import os
 import signal
 import sys
-import threading
 import time
 import types
 from collections.abc import Iterator
@@ -26,21 +24,11 @@ _STDERR = 2
 _MAX_ERROR_CHARACTERS = 1500
 # Seconds. `uv run` and `timeout` forward a signal that the process, being in their group, has already received.
 _DUPLICATE_SECONDS = 1.0
-# Longer than a callback of the garbage collector.
-_RETRY_SECONDS = 0.05
 
 
 def _report_unraisable(unraisable: Any) -> None:
-    """Prints an error that cannot be raised, except those of writes that end after Orbax has given up a save.
-
-    A Ctrl-C that arrives in a callback of the garbage collector, of which JAX has one, cannot be raised there. It
-    arrives again once the callback has returned. The argument of a subclass of KeyboardInterrupt is the number of its
-    signal.
-    """
-    if issubclass(unraisable.exc_type, KeyboardInterrupt):
-        number = next(iter(getattr(unraisable.exc_value, "args", ())), signal.SIGINT)
-        threading.Timer(_RETRY_SECONDS, _thread.interrupt_main, (number,)).start()
-    elif not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
+    """Prints an error that cannot be raised, except those of writes that end after Orbax has given up a save."""
+    if not (unraisable.exc_type is RuntimeError and str(unraisable.exc_value) == "Event loop is closed"):
         sys.__unraisablehook__(unraisable)
 
 
@@ -58,23 +46,26 @@ def user_errors() -> Iterator[None]:
         logging.getLogger("absl").addHandler(logging.NullHandler())
         logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         sys.unraisablehook = _report_unraisable
-    streams.open_closed()
-    with streams.flushed():
+    try:
         try:
             yield
-        except (ValueError, OSError, NotImplementedError, MemoryError) as error:
-            if sys.flags.dev_mode or (isinstance(error, BrokenPipeError) and not streams.has_reader()):
-                raise
-            reason = spelling.cut(str(error), _MAX_ERROR_CHARACTERS) or type(error).__name__
-            if isinstance(error, OSError) and error.filename is not None and error.strerror:
-                reason = f"{spelling.cut(os.fsdecode(error.filename), spelling.LINE)}: {error.strerror}"
-            if isinstance(error, MemoryError):
-                reason = "memory is short; use a machine that has more, or smaller data"
-            print(f"error: {reason}", file=sys.stderr, flush=True)
-            raise SystemExit(1) from None
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr, flush=True)
-            raise SystemExit(128 + signal.SIGINT) from None
+        finally:
+            streams.flush()
+    except (ValueError, OSError, NotImplementedError, MemoryError) as error:
+        if isinstance(error, BrokenPipeError) and not streams.has_reader():
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        if sys.flags.dev_mode:
+            raise
+        reason = spelling.cut(str(error), _MAX_ERROR_CHARACTERS) or type(error).__name__
+        if isinstance(error, OSError) and error.filename is not None and error.strerror:
+            reason = f"{spelling.cut(os.fsdecode(error.filename), spelling.LINE)}: {error.strerror}"
+        if isinstance(error, MemoryError):
+            reason = "memory is short; use a machine that has more, or smaller data"
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        raise SystemExit(128 + signal.SIGINT) from None
 
 
 class StopSignals:

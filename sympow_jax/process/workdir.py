@@ -89,19 +89,23 @@ def open_workdir(workdir: pathlib.Path, settings: config.Config) -> None:
         ValueError: the folder cannot be written, another process trains in it, its `config.json` is not a run's, or it
             holds a run with other settings, which the error lists.
     """
-    path, new = workdir / "config.json", not os.path.lexists(workdir / _LOCK)
+    path = workdir / "config.json"
     try:
         workdir.mkdir(parents=True, exist_ok=True)
+        if holds_run(workdir):
+            before = serialize.flatten(read_config(workdir), fields.Occasion.RESUME)
+            if changed := serialize.differences(before, serialize.flatten(settings, fields.Occasion.RESUME)):
+                raise ValueError(
+                    f"{workdir} holds a run with other settings: {changed}; use those it has or another --workdir"
+                )
+        elif path.exists() and not path.is_symlink():
+            try:
+                loading.read(path)
+            except ValueError as error:  # other programs name their settings `config.json` too
+                raise ValueError(
+                    f"{path} is not the settings of a run and would be overwritten; use another --workdir"
+                ) from error
         _hold(workdir)
-        try:
-            if holds_run(workdir):
-                _check_same_run(workdir, settings)
-            elif path.exists() and not path.is_symlink():
-                _require_settings(path)
-        except ValueError:
-            if new:
-                _release(workdir)
-            raise
         write_json(path, dataclasses.asdict(settings))
         write_json(workdir / "environment.json", _environment())
     except OSError as error:
@@ -156,16 +160,9 @@ def _hold(workdir: pathlib.Path) -> None:
     path = pathlib.Path(os.path.realpath(workdir), _LOCK)
     if path in _held:
         return
-    try:
-        # Not through a link, whose target would be emptied below. The lock cannot be replaced as other files are,
-        # because the process that holds it would not notice.
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a+")
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise ValueError(
-            f"{path} is a symbolic link; a run locks a file of its own: remove the link"
-        ) from None
+    # Not through a link, whose target would be emptied below. The lock cannot be replaced as other files are, because
+    # the process that holds it would not notice.
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666), "a+")
     try:
         # The operating system releases the lock however the process ends.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -187,13 +184,6 @@ def _hold(workdir: pathlib.Path) -> None:
     file.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
     file.flush()
     _held[path] = file
-
-
-def _release(workdir: pathlib.Path) -> None:
-    """Removes the lock that `_hold` made in the folder, which stays as it was."""
-    path = pathlib.Path(os.path.realpath(workdir), _LOCK)
-    _held.pop(path).close()
-    path.unlink()
 
 
 def holds_run(workdir: pathlib.Path) -> bool:
@@ -244,24 +234,6 @@ def require_path(
         raise ValueError(
             f"{name} is {path!r}; {contents} need a path without {' and '.join(found)}: rename the folder, or use a "
             f"symbolic link to it"
-        )
-
-
-def _require_settings(path: pathlib.Path) -> None:
-    """Raises ValueError unless a file has settings of a run, because other programs name theirs `config.json` too."""
-    try:
-        loading.read(path)
-    except ValueError as error:
-        raise ValueError(
-            f"{path} is not the settings of a run and would be overwritten; use another --workdir"
-        ) from error
-
-
-def _check_same_run(workdir: pathlib.Path, settings: config.Config) -> None:
-    fixed = (serialize.flatten(x, fields.Occasion.RESUME) for x in (read_config(workdir), settings))
-    if changed := serialize.differences(*fixed):
-        raise ValueError(
-            f"{workdir} holds a run with other settings: {changed}; use those it has or another --workdir"
         )
 
 

@@ -10,7 +10,6 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -32,9 +31,9 @@ _MUON_MATRICES = tuple(
     f"blocks.*.{name}.kernel"
     for name in ("attention.query", "attention.key", "attention.value", "attention.out", "mlp.*")
 )
-# Smallest size of both axes of a matrix whose squared gradients Adafactor keeps as means of rows and columns, and the
-# first estimate of prodigy for the distance to the solution; both as in optax.
-FACTORED_SIZE, INITIAL_DISTANCE = 128, 1e-6
+# Smallest size of both axes of a matrix whose squared gradients Adafactor keeps as means of rows and columns, as in
+# optax.
+FACTORED_SIZE = 128
 
 
 class ParameterOptions(NamedTuple):
@@ -60,7 +59,7 @@ def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedul
     rate over the last `decay_fraction * steps` updates, rounded. `inverse_sqrt` is `learning_rate * sqrt(w / u)`, with
     w at least 1. A run that ends within its warm-up does not reach `learning_rate`.
     """
-    peak, warmup = settings.peak_rate, settings.warmup_steps
+    peak, warmup = settings.learning_rate, settings.warmup_steps
     length = max(steps - warmup, 1)
     linear = functools.partial(optax.polynomial_schedule, peak, settings.final_fraction * peak, power=1)
     if settings.schedule == "constant":
@@ -137,14 +136,11 @@ def make_optimizer(
     """
     rate = learning_rate(settings, steps)
     factors = optax.stateless(lambda changes, _: jax.tree.map(_scaled, options.learning_rate, changes))
-    if settings.name == "prodigy":
-        update = _prodigy(settings, rate, options)
-    else:
-        stages = [_direction(settings, options)]
-        # AdamW always has the weight-decay stage, so that its state has one structure with and without decay.
-        if settings.weight_decay or settings.name == "adamw":
-            stages.append(optax.add_decayed_weights(settings.weight_decay, options.weight_decay))
-        update = optax.chain(*stages, optax.scale_by_learning_rate(rate))
+    stages = [_direction(settings, options)]
+    # AdamW always has the weight-decay stage, so that its state has one structure with and without decay.
+    if settings.weight_decay or settings.name == "adamw":
+        stages.append(optax.add_decayed_weights(settings.weight_decay, options.weight_decay))
+    update = optax.chain(*stages, optax.scale_by_learning_rate(rate))
     if settings.name == "schedule_free":
         # Factors scale the steps of z, of which x is the mean.
         update = optax.contrib.schedule_free(
@@ -225,32 +221,6 @@ def _muon(settings: config.OptimizerConfig) -> optax.GradientTransformation:
         beta=settings.momentum, eps=settings.added_epsilon, weight_dimension_numbers=axes
     )
     return optax.chain(orthogonalize, optax.stateless(scale))
-
-
-def _prodigy(
-    settings: config.OptimizerConfig, rate: optax.Schedule, options: ParameterOptions
-) -> optax.GradientTransformation:
-    """Returns "Prodigy" (Mishchenko and Defazio 2023), with weight decay of matrices only."""
-    b1, b2 = settings.mean_decay, settings.square_decay
-    prodigy = optax.contrib.prodigy(rate, (b1, b2), eps=settings.added_epsilon, estim_lr0=INITIAL_DISTANCE)
-    decay = optax.add_decayed_weights(settings.weight_decay, options.weight_decay)
-
-    def init(params: optax.Params) -> optax.OptState:
-        # Copies: the state keeps the initial parameters, and the step donates `params`.
-        return prodigy.init(jax.tree.map(jnp.copy, params))
-
-    def update(grads: optax.Updates, state: Any, params: Any) -> tuple[optax.Updates, Any]:
-        changes, new = prodigy.update(grads, state, params)
-        if not settings.weight_decay:
-            return changes, new
-        correction = (1 - b2**new.count) ** 0.5 / (1 - b1**new.count)
-        step = state.estim_lr * rate(state.count) * correction
-        # Applied to zeros, the weight-decay stage gives the decay alone.
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        decays, _ = decay.update(zeros, decay.init(params), params)
-        return jax.tree.map(lambda change, decay: change - step * decay, changes, decays), new
-
-    return optax.GradientTransformation(init, update)
 
 
 def _by_layer(update: optax.GradientTransformation) -> optax.GradientTransformation:

@@ -12,7 +12,7 @@ from sympow_jax import config
 OPTIONS = _shared.Options(
     scale="tiny",
     plan=optimizers.PLANS["tiny"],
-    variants=("prodigy",),
+    variants=("sgd",),
     power=2,
     results=pathlib.Path("results"),
     runs=pathlib.Path("runs"),
@@ -45,6 +45,7 @@ def test_rates_go_on_until_the_best_is_inside(monkeypatch, best, tried):
         trained.extend(pairs)
         return [pathlib.Path(f"{rate}_{seed}") for rate, seed in pairs]
 
+    monkeypatch.setitem(optimizers._MIDDLE_RATES, "sgd", 1.0)
     monkeypatch.setattr(optimizers, "_loss", loss)
     monkeypatch.setattr(_shared, "train_all", train)
     monkeypatch.setattr(optimizers, "_report", lambda *_: None)

@@ -185,7 +185,7 @@ def optimizers(preset: str, arrangements: list[dict]) -> None:
     The gradients are random, so that only the optimizers are compiled. Updates of the last are those of the program,
     with a z-loss.
     """
-    optimizer.FACTORED_SIZE, optimizer.INITIAL_DISTANCE = 32, 0.1
+    optimizer.FACTORED_SIZE = 32
     for arrangement in arrangements:
         worst = {}
         for name in config_optimizer.OPTIMIZERS:

@@ -94,7 +94,7 @@ def test_a_run_evaluates_and_resumes_with_its_averages(tmp_path, settings, name,
 def test_a_run_that_starts_from_an_average(tmp_path, settings):
     first = _with(settings, 4, name="adam", ema_decay=0.9)
     assert loop.train(first, tmp_path / "first") == 0
-    for options in ({"name": "schedule_free"}, {"name": "prodigy", "ema_decay": 0.9}):
+    for options in ({"name": "schedule_free"}, {"name": "adamw", "ema_decay": 0.9}):
         second = dataclasses.replace(
             _with(settings, **options), task=config.TaskConfig(initial_run=str(tmp_path / "first"))
         )

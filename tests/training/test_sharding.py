@@ -95,7 +95,7 @@ def test_softmax_over_devices(compilation_cache):
 
 
 def test_every_optimizer_over_devices(compilation_cache):
-    """Adafactor's means, muon's matrices and prodigy's sums are of whole parameters, and states are sharded."""
+    """Adafactor's means and muon's matrices are of whole parameters, and states are sharded."""
     arrangement = {"data": 2, "fsdp": 2, "tensor": 2, "layers": 2, "scan_layers": True}
     (worst,) = run("optimizers", "sympow_gated", [arrangement], compilation_cache)
     assert set(worst) == {*config_optimizer.OPTIMIZERS, "program"}

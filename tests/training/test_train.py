@@ -20,7 +20,7 @@ from sympow_jax.data import text
 from sympow_jax.process import signals
 from sympow_jax.training import checkpoint, metrics, sharding
 from tests.data import builders
-from tests.training import launching
+from tools import launching
 
 ROOT = pathlib.Path(__file__).parents[2]
 

@@ -7,32 +7,19 @@ are 2.1 GB.
 """
 
 import argparse
+import functools
 import pathlib
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
-from tests.training import launching
+from tools import launching
 from tools.faults.stage import PATIENCE, Stage, losses, resumed_at, steps
 
 # Seconds from the beginning of a moment to the signal.
 _DELAY = 0.2
-
-
-class Moment(NamedTuple):
-    """Moment of a run.
-
-    Attributes:
-        is_now: returns whether a process is in it, from the workdir, the process, and the number of losses that were
-            in the workdir before it started.
-        checkpoint_every: number of steps between the checkpoints.
-    """
-
-    is_now: Callable[[pathlib.Path, launching.Started, int], bool]
-    checkpoint_every: int = 1000
 
 
 def _is_restoring(run: pathlib.Path, one: launching.Started, before: int) -> bool:
@@ -42,40 +29,27 @@ def _is_restoring(run: pathlib.Path, one: launching.Started, before: int) -> boo
     return locked and resumed_at(one) is None
 
 
-# They share a workdir, in this order: the last needs a checkpoint.
-MOMENTS: Mapping[str, Moment] = {
-    "compiling": Moment(lambda run, one, before: resumed_at(one) is not None and len(losses(run)) == before),
-    "an update": Moment(lambda run, one, before: len(losses(run)) > before),
-    "a save": Moment(lambda run, one, before: any(run.glob("checkpoints/*tmp*")), checkpoint_every=4),
-    "restoring": Moment(_is_restoring),
+# Each moment with whether a process is in it, from the workdir, the process and the number of losses before its start,
+# and the number of steps between checkpoints. They share a workdir, in this order: the last needs a checkpoint.
+MOMENTS: Mapping[str, tuple[Callable[[pathlib.Path, launching.Started, int], bool], int]] = {
+    "compiling": (lambda run, one, before: resumed_at(one) is not None and len(losses(run)) == before, 1000),
+    "an update": (lambda run, one, before: len(losses(run)) > before, 1000),
+    "a save": (lambda run, one, before: any(run.glob("checkpoints/*tmp*")), 4),
+    "restoring": (_is_restoring, 1000),
 }
 
 
-def measure(stage: Stage, run: pathlib.Path, name: str, **options) -> tuple[float, int, int | None]:
-    """Starts a run, sends SIGTERM at a moment; returns the seconds to its end, the exit code and its newest step.
-
-    Exits with one line if the moment is over before the signal.
-    """
-    moment, before = MOMENTS[name], len(losses(run))
-    (one,) = stage.start(run, training__checkpoint_every=moment.checkpoint_every, **options)
-    launching.wait_until(lambda: moment.is_now(run, one, before), [one], timeout=PATIENCE)
-    time.sleep(_DELAY)
-    if not moment.is_now(run, one, before):
-        one.process.kill()
-        one.process.join()
-        sys.exit(f"{name} takes less than {_DELAY} s; measure a larger model with --layers or --width")
-    began = time.monotonic()
-    one.send(signal.SIGTERM)
-    code = one.wait(PATIENCE)
-    return time.monotonic() - began, code, max(steps(run), default=None)
-
-
 def main(arguments: Sequence[str]) -> int:
-    """Runs the program with the arguments after its name; returns the exit code."""
+    """Runs the program with the arguments after its name; returns the exit code.
+
+    Exits with one line if a moment is over before the signal.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--width", type=int, default=1024)
-    options = parser.parse_args(arguments)
+    flags = parser.parse_args(arguments)
+    options = {"model__layers": flags.layers, "model__width": flags.width, "model__heads": 8}
+    options |= {"training__scan_layers": True, "training__steps": 1000}
     print(
         "| SIGTERM during | seconds to the end | exit code | newest step saved |\n|---|---|---|---|",
         flush=True,
@@ -85,18 +59,22 @@ def main(arguments: Sequence[str]) -> int:
         (folder / "cache").mkdir()
         stage = Stage(folder, folder / "cache", "0")
         run = stage.new("run")
-        for name in MOMENTS:
-            seconds, code, newest = measure(
-                stage,
-                run,
-                name,
-                model__layers=options.layers,
-                model__width=options.width,
-                model__heads=8,
-                training__scan_layers=True,
-                training__steps=1000,
-            )
-            print(f"| {name} | {seconds:.1f} | {code} | {newest} |", flush=True)
+        for name, (is_now, every) in MOMENTS.items():
+            before = len(losses(run))
+            (one,) = stage.start(run, training__checkpoint_every=every, **options)
+            launching.wait_until(functools.partial(is_now, run, one, before), [one], timeout=PATIENCE)
+            time.sleep(_DELAY)
+            if not is_now(run, one, before):
+                one.process.kill()
+                one.process.join()
+                sys.exit(
+                    f"{name} takes less than {_DELAY} s; measure a larger model with --layers or --width"
+                )
+            began = time.monotonic()
+            one.send(signal.SIGTERM)
+            code = one.wait(PATIENCE)
+            newest = max(steps(run), default=None)
+            print(f"| {name} | {time.monotonic() - began:.1f} | {code} | {newest} |", flush=True)
         last = run / "checkpoints" / str(steps(run)[-1])
         size = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
         print(f"A checkpoint has {size / 1e9:.2f} GB.")

@@ -1,16 +1,13 @@
-"""Faults of processes: they are killed, told to stop, started twice, or their clock is wrong."""
+"""Faults of processes: they are killed, told to stop, or started twice."""
 
-import contextlib
-import os
+import functools
 import pathlib
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from sympow_jax.process import signals
-from tests.training import launching
-from tools.faults import clock
+from tools import launching
 from tools.faults.stage import (
     PATIENCE,
     NotSurvived,
@@ -31,15 +28,13 @@ _KILLS = 8
 _ABORTS = "another task died"
 # Seconds for the moment of a SIGKILL to come.
 _PROGRESS = 120
-# Largest offset of the clock from the true time, in seconds. A wait until a time of day may take this much longer.
-_OFFSET = 60.0
 
 
 def _kills(
     stage: Stage, tries: int, name: str, moment: Callable[[pathlib.Path, list[launching.Started]], None]
 ) -> Iterator[Reason]:
     """Sends SIGKILL when `moment` returns, several times to a run, which is then resumed to its end."""
-    options = {"training__steps": 150, "training__checkpoint_every": 5}
+    options: dict = {"training__steps": 150, "training__checkpoint_every": 5}
     expected = stage.undisturbed(**options)
     while tries:
         run = stage.new(name)
@@ -68,24 +63,20 @@ def _kills(
                 wrong.append(f"it ended with {code} and said {one.errors()[-3:]}")
             if ended and not reasons:
                 wrong.append("it ended before it was killed")
-            # A leftover of an earlier SIGKILL is removed before the plan is printed.
-            if not ended and began is not None and any(run.glob("checkpoints/*tmp*")):
-                stage.half_written += 1
             # An end by itself is no try, unless something is wrong.
             if wrong or not ended:
                 reasons.append("; ".join(wrong) or None)
         tries -= len(reasons)
 
-        end = tried(_resume, stage, run, expected, options)
+        def resume(run: pathlib.Path = run) -> None:
+            stage.finish(run, resumes_at=max(steps(run), default=0), **options)
+            check_same(run, expected)
+
+        end = tried(resume)
         yield from (reason or end for reason in reasons)
 
 
-def _resume(stage: Stage, run: pathlib.Path, expected: pathlib.Path, options: Mapping[str, Any]) -> None:
-    stage.finish(run, resumes_at=max(steps(run), default=0), **options)
-    check_same(run, expected)
-
-
-def kills_anywhere(stage: Stage, numbers: range) -> Iterator[Reason]:
+def kills_anywhere(stage: Stage, tries: int) -> Iterator[Reason]:
     """Sends SIGKILL at a random time: 3 in 10 soon after the start of the process, the others after its first step."""
 
     def moment(run: pathlib.Path, started: list[launching.Started]) -> None:
@@ -102,10 +93,10 @@ def kills_anywhere(stage: Stage, numbers: range) -> Iterator[Reason]:
         launching.wait_until(has_stepped, started, timeout=_PROGRESS)
         time.sleep(stage.random.uniform(0, 1.5))
 
-    return _kills(stage, len(numbers), "killed", moment)
+    return _kills(stage, tries, "killed", moment)
 
 
-def kills_in_saves(stage: Stage, numbers: range) -> Iterator[Reason]:
+def kills_in_saves(stage: Stage, tries: int) -> Iterator[Reason]:
     """Sends SIGKILL while a checkpoint is being written."""
 
     def moment(run: pathlib.Path, started: list[launching.Started]) -> None:
@@ -122,10 +113,10 @@ def kills_in_saves(stage: Stage, numbers: range) -> Iterator[Reason]:
         launching.wait_until(saving, started, timeout=_PROGRESS)
         time.sleep(stage.random.uniform(0, 0.1))
 
-    return _kills(stage, len(numbers), "killed-saving", moment)
+    return _kills(stage, tries, "killed-saving", moment)
 
 
-def terminations(stage: Stage, numbers: range) -> Iterator[Reason]:
+def terminations(stage: Stage, tries: int) -> Iterator[Reason]:
     """Sends SIGTERM: the current step is saved, and the exit code is 143."""
     options = {"training__steps": 400, "training__checkpoint_every": 100}
     expected = stage.undisturbed(**options)
@@ -143,20 +134,10 @@ def terminations(stage: Stage, numbers: range) -> Iterator[Reason]:
         stage.finish(run, resumes_at=last, **options)
         check_same(run, expected)
 
-    return (tried(attempt) for _ in numbers)
+    return (tried(attempt) for _ in range(tries))
 
 
-def one_of_two(stage: Stage, numbers: range) -> Iterator[Reason]:
-    """Sends SIGKILL to one of two processes; the other fails or is aborted by JAX, and both are restarted."""
-    return _one_of(2, stage, numbers)
-
-
-def one_of_four(stage: Stage, numbers: range) -> Iterator[Reason]:
-    """Sends SIGKILL to one of four processes; the others fail or are aborted by JAX, and all are restarted."""
-    return _one_of(4, stage, numbers)
-
-
-def _one_of(processes: int, stage: Stage, numbers: range) -> Iterator[Reason]:
+def _one_of(processes: int, stage: Stage, tries: int) -> Iterator[Reason]:
     options = {"training__steps": 60, "training__checkpoint_every": 10, "processes": processes}
     expected = stage.undisturbed(**options)
 
@@ -180,10 +161,14 @@ def _one_of(processes: int, stage: Stage, numbers: range) -> Iterator[Reason]:
         stage.finish(run, resumes_at=steps(run)[-1], **options)
         check_same(run, expected)
 
-    return (tried(attempt, number) for number in numbers)
+    return (tried(attempt, number) for number in range(tries))
 
 
-def two_runs(stage: Stage, numbers: range) -> Iterator[Reason]:
+one_of_two = functools.partial(_one_of, 2)
+one_of_four = functools.partial(_one_of, 4)
+
+
+def two_runs(stage: Stage, tries: int) -> Iterator[Reason]:
     """Starts a second run in the same workdir: one of the two trains, the other ends with one line."""
     options = {"training__steps": 100, "training__checkpoint_every": 10}
     expected = stage.undisturbed(**options)
@@ -202,30 +187,4 @@ def two_runs(stage: Stage, numbers: range) -> Iterator[Reason]:
         check_success(first)
         check_same(run, expected)
 
-    return (tried(attempt, number) for number in numbers)
-
-
-def wrong_clock(stage: Stage, numbers: range) -> Iterator[Reason]:
-    """Steps the system clock forward and back during a run, to at most a minute from the true time, until it ends.
-
-    The time of each of its files is set to its own offset from the true time, within the same limit.
-    """
-    options = {"training__steps": 100, "training__checkpoint_every": 5}
-    expected = stage.undisturbed(**options)
-
-    def attempt() -> None:
-        run = stage.new("clock")
-        with clock.stepped() as stepped:
-            (one,) = stage.start(run, **options)
-            deadline = time.monotonic() + PATIENCE
-            while one.process.exitcode is None and time.monotonic() < deadline:
-                stepped.step(stage.random.uniform(-_OFFSET, _OFFSET))
-                for path in run.rglob("*"):
-                    then = time.time() + stage.random.uniform(-_OFFSET, _OFFSET)
-                    with contextlib.suppress(FileNotFoundError):  # a checkpoint that is being written
-                        os.utime(path, (then, then))
-                time.sleep(stage.random.uniform(0, 0.5))
-            check_success([one])
-        check_same(run, expected)
-
-    return (tried(attempt) for _ in numbers)
+    return (tried(attempt, number) for number in range(tries))

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from sympow_jax import training
-from tests.training import launching
+from tools import launching
 
 # Seconds for a process to end. Eight processes on one slow core take minutes.
 PATIENCE = 600
@@ -46,7 +46,6 @@ class Stage:
     def __init__(self, folder: pathlib.Path, cache: pathlib.Path, seed: str):
         self.random = random.Random(seed)
         self.folder = folder
-        self.half_written = 0  # checkpoints that a SIGKILL left so
         self._cache = cache
         self.corpus = folder / "corpus"
         self.corpus.mkdir()

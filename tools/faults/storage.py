@@ -1,4 +1,4 @@
-"""Faults of files and file systems: damage, a full disk, one that is read-only, and one that vanishes."""
+"""Faults of files: damage, absence and a full disk."""
 
 import functools
 import os
@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import tensorstore
 
-from sympow_jax.data import prepare
-from tests.data import builders
-from tests.training import launching
-from tools import small_disk
+from sympow_jax.data import longcrawl64, prepare
+from tools import launching, small_disk
 from tools.faults.stage import (
     PATIENCE,
     Reason,
@@ -26,10 +25,8 @@ from tools.faults.stage import (
     tried,
 )
 
-# Words of the errors of a run whose disk fails; each has at least one of its kind.
+# Words of the errors of a run whose disk is full, of which each has one.
 _FULL = ("could not be saved", "cannot write", "No space left", "File too large")
-_READ_ONLY = ("could not be saved", "cannot write", "Read-only")
-_VANISHED = ("could not be saved", "cannot write", "the folder has vanished")
 
 
 def _files(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -50,7 +47,7 @@ def _flip(stage: Stage, path: pathlib.Path) -> None:
 Damage = Callable[[Stage, pathlib.Path], None]
 
 
-def _damaged_checkpoints(damage: Damage, stage: Stage, numbers: range) -> Iterator[Reason]:
+def _damaged_checkpoints(damage: Damage, stage: Stage, tries: int) -> Iterator[Reason]:
     """Damages one file of the newest checkpoint; the run must end like an undisturbed one.
 
     If it notices the damage, it quarantines the checkpoint and resumes from the one before. Otherwise, the damage was
@@ -73,7 +70,7 @@ def _damaged_checkpoints(damage: Damage, stage: Stage, numbers: range) -> Iterat
         check_success(started, resumes_at=15 if noticed else 20)
         check_same(run, expected, after=f"{file}, {'noticed' if noticed else 'not noticed'}")
 
-    return (tried(attempt, number) for number in numbers)
+    return (tried(attempt, number) for number in range(tries))
 
 
 truncated_checkpoints = functools.partial(_damaged_checkpoints, _truncate)
@@ -93,7 +90,7 @@ def _prepare_corpus(stage: Stage) -> list[tuple[pathlib.Path, dict[str, Any]]]:
     ]
 
 
-def _damaged_data(damage: Damage, stage: Stage, numbers: range) -> Iterator[Reason]:
+def _damaged_data(damage: Damage, stage: Stage, tries: int) -> Iterator[Reason]:
     """Damages a file of prepared data, each in turn.
 
     The run is not affected, or ends with one line and resumes once the file is good again.
@@ -120,18 +117,20 @@ def _damaged_data(damage: Damage, stage: Stage, numbers: range) -> Iterator[Reas
             stage.finish(run, training__steps=20, resumes_at=steps(run)[-1], **options)
         check_same(run, expected, after=f"{path.name}, not noticed")
 
-    return (tried(attempt, number) for number in numbers)
+    return (tried(attempt, number) for number in range(tries))
 
 
 truncated_data = functools.partial(_damaged_data, _truncate)
 flipped_data = functools.partial(_damaged_data, _flip)
 
 
-def vanishing_chunks(stage: Stage, numbers: range) -> Iterator[Reason]:
+def vanishing_chunks(stage: Stage, tries: int) -> Iterator[Reason]:
     """Removes chunks of a Zarr array while a run reads it, and restores them."""
     array = stage.folder / "array"
     values = np.random.default_rng(0).integers(1, 256, (2048, 64)).astype(np.uint16)
-    builders.write_zarr(array, values, chunks=(8, 64))
+    metadata = longcrawl64.metadata(2048, 64, values.dtype) | {"chunks": [8, 64]}
+    spec = {**longcrawl64.spec(str(array)), "metadata": metadata}
+    tensorstore.open(spec, create=True).result().write(values).result()
     options: dict[str, Any] = {
         "training__steps": 100,
         "training__checkpoint_every": 10,
@@ -158,72 +157,40 @@ def vanishing_chunks(stage: Stage, numbers: range) -> Iterator[Reason]:
         stage.finish(run, **options)
         check_same(run, expected)
 
-    return (tried(attempt) for _ in numbers)
+    return (tried(attempt) for _ in range(tries))
 
 
-_SAVING = {"training__steps": 60, "training__checkpoint_every": 10}
-
-
-def full_disk(stage: Stage, numbers: range) -> Iterator[Reason]:
+def full_disk(stage: Stage, tries: int) -> Iterator[Reason]:
     """Leaves less than half a checkpoint of free space after the first save, and frees it after the run has ended.
 
     Where mounting is not permitted, limits the size of files instead.
     """
-    expected = stage.undisturbed(**_SAVING)
-    newest = expected / "checkpoints" / str(_SAVING["training__steps"])
-    size = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
+    options = {"training__steps": 60, "training__checkpoint_every": 10}
+    expected = stage.undisturbed(**options)
+    size = sum(path.stat().st_size for path in _files(expected / "checkpoints" / "60"))
 
-    def fill(disk: small_disk.SmallDisk) -> None:
-        disk.fill(left=stage.random.randrange(size // 2))
+    def attempt() -> None:
+        with small_disk.mounted(stage.new("disk"), mebibytes=4) as disk:
+            run = disk.seen / "run"
+            started = stage.start(disk.path / "run", before_start=disk.enter, **options)
+            launching.wait_until(lambda: bool(steps(run)), started)
+            disk.fill(left=stage.random.randrange(size // 2))
+            started[0].wait(PATIENCE)
+            disk.free()
+            check_error(started[0], *_FULL)
+            stage.finish(disk.path / "run", before_start=disk.enter, resumes_at=steps(run)[-1], **options)
+            check_same(run, expected)
 
     def attempt_by_limit() -> None:
         run = stage.new("full")
-        stage.finish(run, **(_SAVING | {"training__steps": 20}))
+        stage.finish(run, **(options | {"training__steps": 20}))
         limit = functools.partial(_limit_files, stage.random.randrange(1 << 12, 1 << 16))
-        (limited,) = stage.start(run, before_start=limit, **_SAVING)
+        (limited,) = stage.start(run, before_start=limit, **options)
         check_error(limited, *_FULL)
-        stage.finish(run, resumes_at=steps(run)[-1], **_SAVING)
+        stage.finish(run, resumes_at=steps(run)[-1], **options)
         check_same(run, expected)
 
-    if small_disk.permitted():
-        return (
-            tried(_disturbed_disk, stage, expected, fill, small_disk.SmallDisk.free, _FULL) for _ in numbers
-        )
-    return (tried(attempt_by_limit) for _ in numbers)
-
-
-def read_only(stage: Stage, numbers: range) -> Iterator[Reason]:
-    """Makes the file system of the workdir read-only during a run, and writable again."""
-    lock, unlock = small_disk.SmallDisk.make_read_only, small_disk.SmallDisk.make_writable
-    expected = stage.undisturbed(**_SAVING)
-    return (tried(_disturbed_disk, stage, expected, lock, unlock, _READ_ONLY) for _ in numbers)
-
-
-def vanishing(stage: Stage, numbers: range) -> Iterator[Reason]:
-    """Unmounts the file system of the workdir during a run, and mounts it again."""
-    hide, show = small_disk.SmallDisk.hide, small_disk.SmallDisk.show
-    expected = stage.undisturbed(**_SAVING)
-    return (tried(_disturbed_disk, stage, expected, hide, show, _VANISHED) for _ in numbers)
-
-
-def _disturbed_disk(
-    stage: Stage,
-    expected: pathlib.Path,
-    disturb: Callable[[small_disk.SmallDisk], None],
-    repair: Callable[[small_disk.SmallDisk], None],
-    words: tuple[str, ...],
-) -> None:
-    """Disturbs the disk of a run, which ends with a line that has one of `words`; repairs it and resumes the run."""
-    with small_disk.mounted(stage.new("disk"), mebibytes=4) as disk:
-        run = disk.seen / "run"
-        started = stage.start(disk.path / "run", before_start=disk.enter, **_SAVING)
-        launching.wait_until(lambda: bool(steps(run)), started)
-        disturb(disk)
-        started[0].wait(PATIENCE)
-        repair(disk)
-        check_error(started[0], *words)
-        stage.finish(disk.path / "run", before_start=disk.enter, resumes_at=steps(run)[-1], **_SAVING)
-        check_same(run, expected)
+    return (tried(attempt if small_disk.permitted() else attempt_by_limit) for _ in range(tries))
 
 
 def _limit_files(size: int) -> None:

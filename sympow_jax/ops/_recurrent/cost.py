@@ -22,7 +22,7 @@ __all__ = [
     "state_bytes",
 ]
 
-# Measured for the kernels, see `faster_kernel`: `benchmarks.hopper` fits both to its rows.
+# Measured for the kernels, see `faster_kernel`: both fit the rows of benchmarks/results/h200.
 FEATURE_COST = 2.0
 LEAST_CHUNKED_TIME = 6144
 

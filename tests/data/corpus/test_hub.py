@@ -16,7 +16,7 @@ from sympow_jax.config import loading
 from sympow_jax.data import prepare, tokenizer
 from tests import hub_server
 from tests.data import builders
-from tests.training import launching
+from tools import launching
 
 parquet = pytest.importorskip("pyarrow.parquet")
 huggingface_hub = pytest.importorskip("huggingface_hub")
