@@ -16,15 +16,12 @@ from jaxtyping import Array, Float, PyTree
 from sympow_jax import config as config_lib
 from sympow_jax import data, models, training
 from sympow_jax.config import fields, serialize
-from sympow_jax.evaluation import metrics, report
+from sympow_jax.evaluation import metrics, report, scores
 from sympow_jax.evaluation import workdirs as workdirs_lib
 from sympow_jax.process import hosts, workdir
 from sympow_jax.training import checkpoint, loss, sharding
 
 __all__ = ["evaluate_heldout", "heldout_metrics"]
-
-# Maximum number of tokens or patches per device and call.
-_CALL_TOKENS = 16_384
 
 
 def heldout_metrics(
@@ -134,7 +131,7 @@ def evaluate_heldout(
         workdirs_lib.warn_of_changed_data(console, paths, configs[0])
 
     devices = jax.local_device_count()
-    rows = min(_CALL_TOKENS // source.context_length, -(-source.batch_size // devices))
+    rows = min(scores.CALL_TOKENS // source.context_length, -(-source.batch_size // devices))
     batch_size = devices * max(1, rows)
     results: dict[str, dict[str, float]] = {}
     runs = []

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from sympow_jax import config as config_lib
 from sympow_jax import data, models, training
 from sympow_jax.config import fields, serialize
-from sympow_jax.evaluation import buckets, report, streaming
+from sympow_jax.evaluation import buckets, report, scores
 from sympow_jax.evaluation import workdirs as workdirs_lib
 from sympow_jax.process import hosts
 from sympow_jax.training import checkpoint
@@ -91,7 +91,7 @@ def context_loss(
             f"context length {lengths[-1]} needs documents of {size} tokens; the shortest has {shortest}"
         )
     tokens = np.stack([np.asarray(document[:size], np.int32) for document in documents])
-    losses = streaming.token_losses(model, tokens, on_call=on_call)
+    losses = scores.token_losses(model, tokens, on_call=on_call)
     return buckets.bucket_means(losses, lengths, first_position=first_position)
 
 

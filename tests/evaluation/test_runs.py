@@ -110,13 +110,13 @@ def test_longcrawl64_predicts_position_1_from_the_lead_id(corpus, tmp_path):
 
 def test_every_length_is_a_mean_over_the_same_documents(corpus, tmp_path, monkeypatch):
     seen = []
-    token_losses = runs.streaming.token_losses
+    token_losses = runs.scores.token_losses
 
     def recorded(model, tokens, **kwargs):
         seen.append(tokens)
         return token_losses(model, tokens, **kwargs)
 
-    monkeypatch.setattr(runs.streaming, "token_losses", recorded)
+    monkeypatch.setattr(runs.scores, "token_losses", recorded)
     workdirs = [make_run(corpus, "a"), make_run(corpus, "b", train_context=8)]
     rows, _ = evaluate(workdirs, (2, 8, 60), out=tmp_path / "out")
     assert [tokens.shape for tokens in seen] == [(5, 60)] * 2

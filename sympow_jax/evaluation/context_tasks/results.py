@@ -13,7 +13,8 @@ import rich.console
 
 from sympow_jax import plotting
 from sympow_jax.evaluation import report
-from sympow_jax.evaluation.context_tasks import answers, prompts
+from sympow_jax.evaluation import scores as scores_lib
+from sympow_jax.evaluation.context_tasks import prompts
 
 __all__ = ["COLUMNS", "Row", "TaskResult", "make_rows", "print_table", "summarize", "write_plot"]
 
@@ -88,7 +89,7 @@ def summarize(
     task: str,
     context_length: int,
     exams: Sequence[prompts.Exam],
-    scores: Sequence[Sequence[answers.Score]],
+    scores: Sequence[Sequence[scores_lib.Score]],
 ) -> TaskResult:
     """Returns the result of exams; `scores` has a list for each exam, with the score of each of its questions."""
     from scipy import stats  # slow to import
@@ -121,7 +122,7 @@ def summarize(
 
 
 def _exact_match_by_depth(
-    exams: Sequence[prompts.Exam], scores: Sequence[Sequence[answers.Score]]
+    exams: Sequence[prompts.Exam], scores: Sequence[Sequence[scores_lib.Score]]
 ) -> list[float | None]:
     """Returns the `exact_match` of each quarter of the context; None if no question has a depth in it."""
     quarters: list[list[bool]] = [[] for _ in range(4)]

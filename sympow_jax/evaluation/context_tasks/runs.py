@@ -13,9 +13,9 @@ import rich.console
 from jaxtyping import Int
 
 from sympow_jax import data, models, spelling, training
-from sympow_jax.evaluation import buckets, report, runs
+from sympow_jax.evaluation import buckets, report, runs, scores
 from sympow_jax.evaluation import workdirs as workdirs_lib
-from sympow_jax.evaluation.context_tasks import answers, prompts, results
+from sympow_jax.evaluation.context_tasks import prompts, results
 from sympow_jax.process import hosts
 from sympow_jax.training import checkpoint
 
@@ -79,8 +79,8 @@ def context_task_results(
                 prompts.make_exam(task, material, length, seed=seed, index=index)
                 for index in range(_num_contexts(task, trials))
             ]
-            scores = answers.answer_scores(model, [exam.case for exam in exams])
-            task_results.append(results.summarize(task, length, exams, scores))
+            exam_scores = scores.answer_scores(model, [exam.case for exam in exams])
+            task_results.append(results.summarize(task, length, exams, exam_scores))
             if on_result is not None:
                 on_result()
     return task_results

@@ -10,17 +10,18 @@ import pytest
 import rich.console
 
 from sympow_jax import config, evaluation
-from sympow_jax.evaluation.context_tasks import answers, prompts, results
+from sympow_jax.evaluation import scores as scores_lib
+from sympow_jax.evaluation.context_tasks import prompts, results
 from sympow_jax.process import workdir
 
 
 def make_exam(log_candidates, depths=()):
-    case = answers.Case([1], [answers.Question([], [1, 2]), answers.Question([], [3])])
+    case = scores_lib.Case([1], [scores_lib.Question([], [1, 2]), scores_lib.Question([], [3])])
     return prompts.Exam(case, log_candidates, depths)
 
 
 def make_score(losses, correct):
-    return answers.Score(np.array(losses, np.float32), np.array(correct))
+    return scores_lib.Score(np.array(losses, np.float32), np.array(correct))
 
 
 def test_a_result_is_over_all_answers_and_tokens():
