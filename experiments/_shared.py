@@ -31,7 +31,7 @@ from sympow_jax import config, loop, models, plotting, training
 from sympow_jax.commands import command_line
 from sympow_jax.config import serialize
 from sympow_jax.data import masking
-from sympow_jax.evaluation import report, workdirs
+from sympow_jax.evaluation import over_runs, report
 from sympow_jax.process import atomic, compile_cache, signals, streams, workdir
 from sympow_jax.training import sharding
 
@@ -223,7 +223,7 @@ def run(
             plan=dataclasses.replace(plan, seeds=flags.seeds or plan.seeds, steps=flags.steps or plan.steps),
             variants=flags.variants,
             power=flags.power,
-            results=workdirs.writable_folder(flags.out / name),
+            results=over_runs.writable_folder(flags.out / name),
             runs=flags.out / "runs" / flags.scale,
             data=flags.data or (),
             heldout=flags.heldout or (),

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 import matplotlib.axes
@@ -29,6 +29,7 @@ __all__ = [
     "print_cells",
     "print_table",
     "training_differences",
+    "without_nan",
     "write_csv",
     "write_json",
     "write_plot",
@@ -141,14 +142,17 @@ def write_json(path: pathlib.Path, rows: Sequence[Any], **metadata: Any) -> None
 
     Numbers that are not finite become null, because JSON does not have them.
     """
-    records = [
-        {name: _finite_or_none(value) for name, value in dataclasses.asdict(row).items()} for row in rows
-    ]
+    content = without_nan({**metadata, "rows": [dataclasses.asdict(row) for row in rows]})
     with atomic.replace(path) as draft:
-        draft.write_text(json.dumps({**metadata, "rows": records}, indent=2, allow_nan=False) + "\n")
+        draft.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-def _finite_or_none(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """Returns a value of JSON with None in place of NaN and infinities, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: without_nan(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
-from sympow_jax.evaluation import heldout, runs
-from sympow_jax.evaluation import workdirs as workdirs_lib
+from sympow_jax.evaluation import context_length as runs
+from sympow_jax.evaluation import heldout
+from sympow_jax.evaluation import over_runs as workdirs_lib
 
 __all__ = ["check_settings", "evaluate", "finish"]
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from sympow_jax import config as config_lib
 from sympow_jax import data, models, plotting, training
-from sympow_jax.evaluation import workdirs
+from sympow_jax.evaluation import over_runs, report
 from sympow_jax.inspection import attention_maps, figures
 from sympow_jax.process import atomic, workdir
 from sympow_jax.training import checkpoint
@@ -64,7 +64,7 @@ def inspect(
     codec = data.codec_of_run(settings, tokenizer)
     tokens = codec.encode(text, name)
     _require_few(settings, len(tokens), len(layers), name)
-    target = workdirs.writable_folder(folder / "inspect" if out is None else out)
+    target = over_runs.writable_folder(folder / "inspect" if out is None else out)
 
     _, model, step = training.restore_exact(folder)
     assert isinstance(model, models.DecoderLM | models.Encoder)
@@ -76,7 +76,7 @@ def inspect(
         "attention": settings.model.attention_name,
     }
     texts = [_text_of(codec, token) for token in tokens]
-    with workdirs.writing(target):
+    with over_runs.writing(target):
         content = metadata | {"tokens": tokens, "text": [text.decode(errors="replace") for text in texts]}
         _write_json(target / "inspect.json", maps, content, causal=causal)
         labels = [figures.visible(text) for text in texts]
@@ -146,29 +146,18 @@ def _write_json(
     causal: bool,
 ) -> None:
     """Writes `metadata` and the values of each layer; a causal row of weights ends with its own token."""
+
+    def numbers(values: np.ndarray | None) -> Any:
+        return None if values is None else report.without_nan(values.tolist())
+
     records = []
     for layer in maps:
-        heads = np.round(layer.weights.astype(np.float64), _DECIMALS).tolist()
-        records.append(
-            {
-                "layer": layer.layer,
-                "weights": [[row[: i + 1] for i, row in enumerate(rows)] for rows in heads]
-                if causal
-                else heads,
-                "half_life": _numbers(layer.half_life),
-                "rate": _numbers(layer.rate),
-            }
-        )
+        weights = np.round(layer.weights.astype(np.float64), _DECIMALS).tolist()
+        if causal:
+            weights = [[row[: i + 1] for i, row in enumerate(rows)] for rows in weights]
+        values = {"half_life": numbers(layer.half_life), "rate": numbers(layer.rate)}
+        records.append({"layer": layer.layer, "weights": weights} | values)
     theta = next((layer.theta for layer in maps if layer.theta is not None), None)
-    content = metadata | {"theta": _numbers(theta), "layers": records}
+    content = metadata | {"theta": numbers(theta), "layers": records}
     with atomic.replace(path) as draft:
         draft.write_text(json.dumps(content, allow_nan=False) + "\n")
-
-
-def _numbers(values: np.ndarray | None) -> Any:
-    """Returns nested lists, with null in place of infinity, which JSON does not have."""
-    if values is None:
-        return None
-    numbers = values.astype(object)
-    numbers[~np.isfinite(values)] = None
-    return numbers.tolist()

@@ -11,7 +11,7 @@ import pytest
 
 from sympow_jax.commands import evaluate as eval_program
 from sympow_jax.commands import launch
-from sympow_jax.evaluation import workdirs
+from sympow_jax.evaluation import over_runs
 from tests import mistakes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -109,7 +109,7 @@ def test_results_are_in_the_first_workdir_by_default(trained, capsys):
 
 
 def test_tasks_of_two_runs_are_written_next_to_the_losses(trained, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(workdirs, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(over_runs, "_LINE_SECONDS", 0.0)
     arguments = [f"--workdir={trained}/a,{trained}/b", f"--out={tmp_path}", "--trials=2"]
     assert eval_program.main([*arguments, "--tasks=copy,recall", "--context_lengths=128"]) == 0
     out, err = capsys.readouterr()

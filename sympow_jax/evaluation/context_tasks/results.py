@@ -16,7 +16,7 @@ from sympow_jax.evaluation import report
 from sympow_jax.evaluation import scores as scores_lib
 from sympow_jax.evaluation.context_tasks import prompts
 
-__all__ = ["COLUMNS", "Row", "TaskResult", "make_rows", "print_table", "summarize", "write_plot"]
+__all__ = ["COLUMNS", "Row", "TaskResult", "print_table", "summarize", "write_plot"]
 
 # Columns of panels at most.
 _MAX_COLUMNS = 2
@@ -131,11 +131,6 @@ def _exact_match_by_depth(
         for depth, score in zip(exam.depths, exam_scores):
             quarters[int(4 * depth)].append(bool(score.correct.all()))
     return [float(np.mean(right)) if right else None for right in quarters]
-
-
-def make_rows(run: report.Run, results: Sequence[TaskResult]) -> list[Row]:
-    """Returns the rows of one run."""
-    return [Row(**dataclasses.asdict(run), **dataclasses.asdict(result)) for result in results]
 
 
 def print_table(rows: Sequence[Row], console: rich.console.Console) -> None:

@@ -1,24 +1,19 @@
-"""Context-length evaluation of trained runs: restores models, streams documents, writes results."""
+"""Loss by position, within and beyond the training context."""
 
 import dataclasses
-import math
 import os
 import pathlib
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import rich.console
 from jaxtyping import Int
 
 from sympow_jax import config as config_lib
-from sympow_jax import data, models, training
-from sympow_jax.config import fields, serialize
-from sympow_jax.evaluation import buckets, report, scores
-from sympow_jax.evaluation import workdirs as workdirs_lib
-from sympow_jax.process import hosts
-from sympow_jax.training import checkpoint
+from sympow_jax import data, models
+from sympow_jax.config import fields
+from sympow_jax.evaluation import buckets, over_runs, report, scores
 
 __all__ = [
     "context_loss",
@@ -26,7 +21,6 @@ __all__ = [
     "lengths_of",
     "require_documents",
     "require_places",
-    "require_same_documents",
     "select_documents",
 ]
 
@@ -126,72 +120,58 @@ def evaluate_runs(
         ValueError: a workdir holds no run or no checkpoint, the runs' data or vocabularies differ, a length exceeds
             every document or a model's learned positions, or `out` cannot be written.
     """
-    console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
-    paths, configs = workdirs_lib.read_runs(workdirs, changes)
-    require_same_documents(paths, configs)
-    workdirs_lib.require_held_apart(configs[0].data, paths)
-    for path in paths:  # checked before hours are spent on earlier runs
-        checkpoint.require_checkpoint(path)
-    folder = workdirs_lib.writable_folder(out)
-    if heldout is None:
-        heldout = workdirs_lib.open_heldout(console, paths[0], configs[0])
-    if lengths is None:
-        lengths = lengths_of(configs[0], heldout)
-    if documents is None:
-        documents = configs[0].evaluation.documents
-    for path, config in zip(paths, configs):
-        require_places(config, lengths, f"the model of {path}")
-    chosen = select_documents(configs[0], heldout, lengths, documents)
-    tokens = chosen.read(lengths[-1])
-    count = len(tokens)
-    if count < _FEW_DOCUMENTS:
-        workdirs_lib.warn(
-            console,
-            f"{count} held-out document{'s' if count > 1 else ''} of at least {lengths[-1]:,} tokens; "
-            f"a mean over fewer than {_FEW_DOCUMENTS} is noisy",
-        )
-    if not changes:
-        workdirs_lib.warn_of_changed_data(console, paths, configs[0])
-
-    rows: list[report.Row] = []
-    runs = []
-    for name, path, config in zip(workdirs_lib.run_names(paths, configs), paths, configs):
-        means, step, trained = _evaluate(console, name, path, tokens, lengths, chosen.first_position)
-        rows += report.make_rows(workdirs_lib.describe_run(name, path, trained, step), means)
-        runs.append({"run": name, "workdir": str(path), "step": step, "config": dataclasses.asdict(config)})
-    workdirs_lib.warn_of_different_training(console, rows)
-    diverged = sorted({row.run for row in rows if not math.isfinite(row.loss)})
-    if diverged:
-        workdirs_lib.warn(
-            console, f"losses of {', '.join(diverged)} are not finite; they are null in the JSON"
-        )
-    if hosts.is_first():
-        _write(folder, rows, chosen, runs)
-    report.print_table(rows, console)
-    return rows
-
-
-def _evaluate(
-    console: rich.console.Console,
-    name: str,
-    path: pathlib.Path,
-    tokens: Sequence[Int[np.ndarray, " length"]],
-    lengths: Sequence[int],
-    first_position: int,
-) -> tuple[list[buckets.Bucket], int, config_lib.Config]:
-    """Returns the buckets, the step and the config of one run; its model is freed after this call."""
-    started = time.perf_counter()
-    trained, restored, step = training.restore_model(path)
-    model = cast(models.DecoderLM, restored)  # the task is 'next_token'
-    count = len(tokens)
-    with workdirs_lib.progress(console, name, count * lengths[-1]) as advance:
-        means = context_loss(model, tokens, lengths, first_position=first_position, on_call=advance)
-    workdirs_lib.say(
-        console,
-        f"{name}: step {step:,}, {count} documents of {lengths[-1]:,} tokens, "
-        f"{time.perf_counter() - started:.1f} s",
+    return over_runs.evaluate(
+        _ContextLoss(lengths, documents), workdirs, out=out, heldout=heldout, changes=changes, console=console
     )
-    return means, step, trained
+
+
+class _ContextLoss(over_runs.Evaluation[report.Row]):
+    def __init__(self, lengths: Sequence[int] | None, documents: int | None):
+        self._lengths, self._documents = lengths, documents
+
+    def compared(self, path: pathlib.Path, config: config_lib.Config) -> dict[str, Any]:
+        del path
+        return over_runs.same_data(config, fields.Occasion.HELDOUT_DOCUMENTS)
+
+    def prepare(self, runs: over_runs.Runs) -> int:
+        first = runs.first
+        lengths = lengths_of(first, runs.heldout) if self._lengths is None else self._lengths
+        for path, config in zip(runs.paths, runs.configs):
+            require_places(config, lengths, f"the model of {path}")
+        count = first.evaluation.documents if self._documents is None else self._documents
+        self._lengths, self._selection = lengths, select_documents(first, runs.heldout, lengths, count)
+        self._tokens = self._selection.read(lengths[-1])
+        count = len(self._tokens)
+        if count < _FEW_DOCUMENTS:
+            runs.warn(
+                f"{count} held-out document{'s' if count > 1 else ''} of at least {lengths[-1]:,} tokens; a mean over "
+                f"fewer than {_FEW_DOCUMENTS} is noisy"
+            )
+        return count * lengths[-1]
+
+    def score(self, model: models.Model, run: report.Run, advance: Callable[[int], None]) -> list[report.Row]:
+        means = context_loss(
+            cast(models.DecoderLM, model),
+            self._tokens,
+            cast(Sequence[int], self._lengths),
+            first_position=self._selection.first_position,
+            on_call=advance,
+        )
+        return report.make_rows(run, means)
+
+    def write(self, folder: pathlib.Path, rows: list[report.Row], runs: list[dict[str, Any]]) -> None:
+        report.write_csv(folder / "context_loss.csv", rows)
+        report.write_json(
+            folder / "context_loss.json",
+            rows,
+            first_position=self._selection.first_position,
+            document_indices=self._selection.indices.tolist(),
+            runs=runs,
+        )
+        report.write_plot(folder / "context_loss.png", rows)
+
+    def print(self, rows: list[report.Row], console: rich.console.Console) -> None:
+        report.print_table(rows, console)
 
 
 def lengths_of(config: config_lib.Config, opened: data.HeldoutData) -> tuple[int, ...]:
@@ -244,23 +224,3 @@ def require_places(config: config_lib.Config, lengths: Sequence[int], name: str)
             f"{name} has learned positions for {longest} tokens (model.attention.max_document_length) and cannot be "
             f"evaluated at {lengths[-1]}; give context lengths up to {longest}"
         )
-
-
-def require_same_documents(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> None:
-    """Raises ValueError unless all runs have the same held-out documents and vocabulary."""
-    values = [{"model": {"vocab_size": config.model.vocab_size}, "data": config.data} for config in configs]
-    settings = [serialize.flatten(value, fields.Occasion.HELDOUT_DOCUMENTS) for value in values]
-    workdirs_lib.require_comparable(paths, settings)
-
-
-def _write(folder: pathlib.Path, rows: Sequence[report.Row], chosen: Selection, runs: list[dict]) -> None:
-    with workdirs_lib.writing(folder):
-        report.write_csv(folder / "context_loss.csv", rows)
-        report.write_json(
-            folder / "context_loss.json",
-            rows,
-            first_position=chosen.first_position,
-            document_indices=chosen.indices.tolist(),
-            runs=runs,
-        )
-        report.write_plot(folder / "context_loss.png", rows)
