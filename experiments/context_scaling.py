@@ -40,13 +40,15 @@ _PAIRS = (("sympow", "softmax"), ("gated", "softmax"), ("gated", "sympow"), ("co
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     return _shared.run(
-        "context_scaling",
-        __doc__,
+        _shared.Experiment(
+            name="context_scaling",
+            description=__doc__,
+            plans=PLANS,
+            variants=VARIANTS,
+            powers=tuple(PAPER_CONTEXTS),
+        ),
         arguments,
         _experiment,
-        plans=PLANS,
-        variants=VARIANTS,
-        powers=tuple(PAPER_CONTEXTS),
     )
 
 

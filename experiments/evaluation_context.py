@@ -40,8 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     variants = tuple(_shared.power_variants(2))
     return _shared.run(
-        "evaluation_context",
-        __doc__,
+        _shared.Experiment(
+            name="evaluation_context", description=__doc__, plans=PLANS, variants=variants, powers=(2, 4, 6)
+        ),
         arguments,
         lambda options: report(
             options,
@@ -49,9 +50,6 @@ def main(arguments: Sequence[str]) -> int:
             tables,
             title=f"Loss within and beyond the training context, p = {options.power}",
         ),
-        plans=PLANS,
-        variants=variants,
-        powers=(2, 4, 6),
     )
 
 

@@ -53,14 +53,11 @@ _PAIRS = (
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     return _shared.run(
-        "hybrids",
-        __doc__,
+        _shared.Experiment(name="hybrids", description=__doc__, plans=PLANS, variants=tuple(PATTERNS)),
         arguments,
         lambda options: evaluation_context.report(
             options, _train(options), tables, title="Hybrids within and beyond the training context"
         ),
-        plans=PLANS,
-        variants=tuple(PATTERNS),
     )
 
 

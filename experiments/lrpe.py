@@ -73,7 +73,11 @@ def attentions() -> dict[str, config.AttentionConfig]:
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     return _shared.run(
-        "lrpe", __doc__, arguments, _experiment, plans=PLANS, variants=tuple(attentions()), base=_BASE
+        _shared.Experiment(
+            name="lrpe", description=__doc__, plans=PLANS, variants=tuple(attentions()), base=_BASE
+        ),
+        arguments,
+        _experiment,
     )
 
 

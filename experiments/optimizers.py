@@ -48,7 +48,11 @@ Folders = dict[tuple[str, float, int], pathlib.Path]
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
-    return _shared.run("optimizers", __doc__, arguments, _run, plans=PLANS, variants=VARIANTS)
+    return _shared.run(
+        _shared.Experiment(name="optimizers", description=__doc__, plans=PLANS, variants=VARIANTS),
+        arguments,
+        _run,
+    )
 
 
 def _run(options: _shared.Options) -> None:

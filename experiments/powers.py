@@ -38,13 +38,11 @@ _ARTICLE_RATIOS = ("0.0048", "0.0045", "0.0037", "0.0031")
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     return _shared.run(
-        "powers",
-        __doc__,
+        _shared.Experiment(
+            name="powers", description=__doc__, plans=PLANS, variants=tuple(_ATTENTIONS), base=_BASE
+        ),
         arguments,
         _experiment,
-        plans=PLANS,
-        variants=tuple(_ATTENTIONS),
-        base=_BASE,
     )
 
 

@@ -377,7 +377,9 @@ def recalled(points: Sequence[int], accuracies: Sequence[float]) -> float:
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     return _shared.run(
-        "recall", __doc__, arguments, _experiment, plans=PLANS, variants=VARIANTS, trains=False
+        _shared.Experiment(name="recall", description=__doc__, plans=PLANS, variants=VARIANTS, trains=False),
+        arguments,
+        _experiment,
     )
 
 
@@ -456,7 +458,7 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
 
 
 def _capacity(mean: _shared.Mean, largest: int) -> str:
-    return f"at least {largest}" if mean.value == largest else mean.text(1)
+    return f"at least {largest}" if mean.value == largest else f"{mean.value:.1f}{mean.error_text(1)}"
 
 
 def _draw(path, setting, rows, seeds):

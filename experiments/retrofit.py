@@ -45,7 +45,11 @@ _HELDOUT_TIMES = 10
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
-    return _shared.run("retrofit", __doc__, arguments, _report, plans=PLANS, variants=tuple(VARIANTS))
+    return _shared.run(
+        _shared.Experiment(name="retrofit", description=__doc__, plans=PLANS, variants=tuple(VARIANTS)),
+        arguments,
+        _report,
+    )
 
 
 def _report(options: _shared.Options) -> None:

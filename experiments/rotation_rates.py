@@ -41,21 +41,23 @@ _TOY_TOKENS = 1024
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     return _shared.run(
-        "rotation_rates",
-        __doc__,
+        _shared.Experiment(
+            name="rotation_rates",
+            description=__doc__,
+            plans=PLANS,
+            variants=VARIANTS,
+            base=_BASE,
+            powers=(2, 4),
+            more={
+                "context": {
+                    "type": _shared.positive,
+                    "metavar": "T",
+                    "help": "Training context; held-out losses are of positions to it and to four times it.",
+                }
+            },
+        ),
         arguments,
         _experiment,
-        plans=PLANS,
-        variants=VARIANTS,
-        base=_BASE,
-        powers=(2, 4),
-        more={
-            "context": {
-                "type": _shared.positive,
-                "metavar": "T",
-                "help": "Training context; held-out losses are of positions to it and to four times it.",
-            }
-        },
     )
 
 

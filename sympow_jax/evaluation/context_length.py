@@ -160,7 +160,7 @@ class _ContextLoss(over_runs.Evaluation[report.Row]):
         return report.make_rows(run, means)
 
     def write(self, folder: pathlib.Path, rows: list[report.Row], runs: list[dict[str, Any]]) -> None:
-        report.write_csv(folder / "context_loss.csv", rows)
+        report.write_csv(folder / "context_loss.csv", map(dataclasses.asdict, rows), report.COLUMNS)
         report.write_json(
             folder / "context_loss.json",
             rows,

@@ -6,7 +6,7 @@ Rows longer than a call are processed in segments, each of which gets the state 
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -165,9 +165,9 @@ def answer_scores(
     for length, keys in whole.items():
         questions = {key: cases[key[0]].questions[key[1]] for key in keys}
         answer_size = padded_length(max(len(question.answer) for question in questions.values()))
-        for batch in _batches(keys, max(1, CALL_TOKENS // length)):
-            rows = [(cases[key[0]].context, questions[key]) for key in batch]
-            scores.update(zip(batch, engine.answers(rows, length, answer_size)))
+        for row_keys in _batches(keys, max(1, CALL_TOKENS // length)):
+            rows = [(cases[key[0]].context, questions[key]) for key in row_keys]
+            scores.update(zip(row_keys, engine.answers(rows, length, answer_size)))
 
     # Process each context once, and score its questions after that state.
     for (context_size, question_size), indices in shared.items():
@@ -330,7 +330,8 @@ class _Engine:
         for start in range(0, length, segment):
             part = np.s_[:, start : start + segment]
             ids = None if segment_ids is None else segment_ids[part]
-            columns, positions = part, None
+            columns: tuple[Any, ...] = part
+            positions = None
             segment_targets = targets[part]
             if starts is not None:
                 # The `scored` positions of this segment that include every position to score.

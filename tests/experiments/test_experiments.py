@@ -161,7 +161,7 @@ def test_speeds_of_lrpe_are_those_of_an_encoder():
     assert found.model.attention == paper.model.attention
     assert (found.task.name, found.task.mask_fraction) == ("masked_token", paper.task.mask_fraction)
     assert lrpe.encoder_settings(dataclasses.replace(options, scale="paper"), "type2") == paper
-    batch = _shared._random_batch(found)
+    batch = _shared.runs.random_batch(found)
     predicted = batch["targets"] >= 0
     assert batch["inputs"].shape == batch["targets"].shape == (2, 16)
     assert 1 <= predicted.sum(1).min() <= predicted.sum(1).max() < 16
@@ -283,7 +283,7 @@ def test_every_variant(experiment, name):
 )
 def test_the_papers_scale_is_its_configuration(monkeypatch, tmp_path, module, contexts):
     wanted = {}
-    monkeypatch.setattr("experiments._shared.train_all", lambda _, runs: wanted.update(runs) or exit(0))
+    monkeypatch.setattr("experiments._shared.runs.train_all", lambda _, runs: wanted.update(runs) or exit(0))
     with pytest.raises(SystemExit):
         module.main(
             ["--scale=paper", "--power=4", "--data=train.zarr", "--heldout=heldout.zarr", "--seeds=1"]

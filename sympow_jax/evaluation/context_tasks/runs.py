@@ -201,7 +201,7 @@ class _ContextTasks(over_runs.Evaluation[results.Row]):
         return [results.Row(**dataclasses.asdict(run), **dataclasses.asdict(x)) for x in task_results]
 
     def write(self, folder: pathlib.Path, rows: list[results.Row], runs: list[dict[str, Any]]) -> None:
-        report.write_csv(folder / "tasks.csv", rows, results.COLUMNS)
+        report.write_csv(folder / "tasks.csv", map(dataclasses.asdict, rows), results.COLUMNS)
         titles = {task: prompts.TASKS[task].title for task in self._tasks}
         report.write_json(folder / "tasks.json", rows, tasks=titles, trials=self._trials, runs=runs)
         results.write_plot(folder / "tasks.png", rows)
