@@ -86,11 +86,7 @@ def _panels(options: _shared.Options, rows: Sequence[_shared.Row]) -> list[_shar
     common: dict[str, Any] = {"x_label": "training context (tokens)", "ticks": contexts}
 
     def lines(rows: Sequence[_shared.Row], value: str) -> dict[str, Sequence[Sequence[float]]]:
-        found = _shared.means(rows, ("variant", "context"), value)
-        names = dict.fromkeys(row["variant"] for row in rows)
-        return {
-            name: _shared.bands(contexts, [found[name, context] for context in contexts]) for name in names
-        }
+        return _shared.lines(_shared.means(rows, ("variant", "context"), value))
 
     panels = [_shared.Panel(lines=lines(rows, "loss"), y_label="training loss (nats per token)", **common)]
     base = {(row["context"], row["seed"]): row["loss"] for row in rows if row["variant"] == "softmax"}

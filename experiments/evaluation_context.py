@@ -85,10 +85,7 @@ def report(
         found = _shared.differences(rows, "context_length", "loss", differences)
         means = {(first, length): mean for (first, _, length), mean in found.items()}
     panel = _shared.Panel(
-        lines={
-            name: _shared.bands(lengths, [means[name, length] for length in lengths])
-            for name in dict.fromkeys(name for name, _ in means)
-        },
+        lines=_shared.lines(means),
         x_label="context length: upper end of each bucket of positions (tokens)",
         y_label=f"held-out loss{f' minus that of {differences[0][1]}' if differences else ''} (nats per token)",
         ticks=lengths,

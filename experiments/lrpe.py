@@ -121,12 +121,7 @@ def _panel(folders: _shared.Folders) -> _shared.Panel:
         if variant in _METHODS
         for step, loss in _late(_shared.heldout_curve(folder))
     ]
-    found = _shared.means(rows, ("variant", "step"), "loss")
-    steps = list(dict.fromkeys(row["step"] for row in rows))
-    lines = {
-        name: _shared.bands(steps, [found[name, step] for step in steps])
-        for name in dict.fromkeys(row["variant"] for row in rows)
-    }
+    lines = _shared.lines(_shared.means(rows, ("variant", "step"), "loss"))
     return _shared.Panel(lines=lines, x_label="updates", y_label="held-out loss (nats per token)")
 
 

@@ -74,12 +74,12 @@ def _report(options: _shared.Options) -> None:
     softmax = [{key: row[key] for key in ("context_length", "loss")} for row in _shared.evaluation(base)]
     path = _shared.write(options, rows, [base, *folders.values()], curves=curves, softmax=softmax)
     panels = [_curves_panel(options, variant, curves) for variant in options.variants]
-    means = _shared.means(rows, ("variant", "start", "context_length"), "loss")
+    matched = [row for row in rows if row["start"] == "matched"]
     base_updates = _BASE_RATIO * options.plan.steps
-    lines = {f"softmax, {base_updates:,} updates": [lengths, [row["loss"] for row in softmax]]} | {
-        variant: _shared.bands(lengths, [means[variant, "matched", length] for length in lengths])
-        for variant in options.variants
+    lines: dict[str, Sequence[Sequence[float]]] = {
+        f"softmax, {base_updates:,} updates": [lengths, [row["loss"] for row in softmax]]
     }
+    lines |= _shared.lines(_shared.means(matched, ("variant", "context_length"), "loss"))
     (context,) = options.plan.contexts
     panels.append(
         _shared.Panel(
@@ -186,14 +186,9 @@ def _changed(
 def _curves_panel(options: _shared.Options, variant: str, curves: Sequence[_shared.Row]) -> _shared.Panel:
     """Returns a panel of the held-out losses of a variant during training, by start."""
     found = _shared.means([row for row in curves if row["variant"] == variant], ("start", "step"), "loss")
-    lines = {}
-    for start in STARTS:
-        steps = [step for name, step in found if name == start]
-        # The first stage comes before the first update of a matched model.
-        begins = _first(options) if start == "matched" else 0
-        lines[start] = _shared.bands(
-            [begins + step for step in steps], [found[start, step] for step in steps]
-        )
+    # The first stage comes before the first update of a matched model.
+    begins = {start: _first(options) if start == "matched" else 0 for start in STARTS}
+    lines = _shared.lines({(start, begins[start] + step): mean for (start, step), mean in found.items()})
     return _shared.Panel(
         lines=lines, x_label="updates, both stages", y_label="held-out loss (nats per token)", title=variant
     )

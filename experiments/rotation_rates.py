@@ -113,9 +113,8 @@ def _panel(options: _shared.Options, folders: Mapping[tuple[str, int], pathlib.P
     # Sympow is far above all others.
     pairs = [(name, _BASE) for name in options.variants if name in _FACTORS]
     found = _shared.differences(rows, "step", "loss", pairs)
-    steps = list(dict.fromkeys(row["step"] for row in rows))
     return _shared.Panel(
-        lines={name: _shared.bands(steps, [found[name, _BASE, step] for step in steps]) for name, _ in pairs},
+        lines=_shared.lines({(name, step): mean for (name, _, step), mean in found.items()}),
         x_label="updates",
         y_label="training loss minus gated's (nats per token)",
         linear=True,

@@ -9,7 +9,7 @@ from experiments._shared.options import (
     power_variants,
     run,
 )
-from experiments._shared.plots import Panel, bands, curves_panel, draw_lines, draw_values
+from experiments._shared.plots import Panel, curves_panel, draw_lines, draw_values, lines
 from experiments._shared.runs import (
     Folders,
     alternate,
@@ -43,7 +43,6 @@ __all__ = [
     "Table",
     "Tables",
     "alternate",
-    "bands",
     "curve",
     "curves_panel",
     "difference_table",
@@ -54,6 +53,7 @@ __all__ = [
     "final_loss",
     "from_json",
     "heldout_curve",
+    "lines",
     "loss_table",
     "mean",
     "mean_curves",

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from experiments._shared.statistics import Mean, Row
 from sympow_jax import plotting
@@ -30,9 +30,12 @@ class Panel:
     mark: tuple[float, str] | None = None
 
 
-def bands(x: Sequence[float], means: Iterable[Mean]) -> Sequence[Sequence[float]]:
-    """Returns a line of a panel: x, the means, and the edges of a band of one standard error."""
-    return (x, *zip(*(point.band for point in means)))
+def lines(means: Mapping[tuple[str, float], Mean]) -> dict[str, Sequence[Sequence[float]]]:
+    """Returns the lines of a panel, with bands of one standard error, from means by the name of a line and x."""
+    points: dict[str, list[tuple[float, ...]]] = {}
+    for (name, x), mean in means.items():
+        points.setdefault(name, []).append((x, *mean.band))
+    return {name: tuple(zip(*of_line)) for name, of_line in points.items()}
 
 
 def curves_panel(rows: Sequence[Row], context: int) -> Panel:
@@ -40,14 +43,13 @@ def curves_panel(rows: Sequence[Row], context: int) -> Panel:
 
     The high losses of the first updates would compress everything else.
     """
-    lines = {}
+    late = {}
     for name in dict.fromkeys(row["variant"] for row in rows):
         points = [row for row in rows if (row["variant"], row["context"]) == (name, context)]
-        late = points[len(points) // 8 :]
-        lines[name] = bands([row["step"] for row in late], [Mean(row["loss"], row["error"]) for row in late])
-    return Panel(
-        lines=lines, x_label="updates", y_label="training loss (nats per token)", title=f"context {context:,}"
-    )
+        for row in points[len(points) // 8 :]:
+            late[name, row["step"]] = Mean(row["loss"], row["error"])
+    label, title = "training loss (nats per token)", f"context {context:,}"
+    return Panel(lines=lines(late), x_label="updates", y_label=label, title=title)
 
 
 def draw_lines(
