@@ -55,9 +55,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def train(options: _shared.Options, attentions: Mapping[str, config.AttentionConfig]) -> _shared.Folders:
     """Trains and evaluates the variants of `options`; returns the folders of the runs."""
-    return _shared.train(
-        options, attentions, lambda name: _shared.power_label(name, options.power), evaluated=True
-    )
+    return _shared.train(options, attentions, lambda name: _shared.power_label(name, options.power))
 
 
 def report(

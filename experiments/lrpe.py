@@ -49,7 +49,6 @@ _PAPER_CORES = {
     "identity": ("32.04", "31.86", "34.53"),
     "odd_even": ("32.09", "31.59", "34.16"),
 }
-_PAPER = "wikitext103:base"
 _ROUNDS = {"toy": 9, "paper": 20, "tiny": 2}
 
 
@@ -74,7 +73,12 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     return _shared.run(
         _shared.Experiment(
-            name="lrpe", description=__doc__, plans=PLANS, variants=tuple(attentions()), base=_BASE
+            name="lrpe",
+            description=__doc__,
+            plans=PLANS,
+            variants=tuple(attentions()),
+            base=_BASE,
+            paper="wikitext103:base",
         ),
         arguments,
         _experiment,
@@ -82,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _experiment(options: _shared.Options) -> None:
-    folders = _shared.train(options, attentions(), lambda name: f"lrpe {name}", evaluated=True, paper=_PAPER)
+    folders = _shared.train(options, attentions(), lambda name: f"lrpe {name}")
     rows: list[dict[str, Any]] = []
     for (variant, context, seed), folder in folders.items():
         (bucket,) = _shared.evaluation(folder)
@@ -152,6 +156,7 @@ def encoder_settings(options: _shared.Options, method: str) -> config.Config:
         decoder,
         model=dataclasses.replace(decoder.model, attention=found.model.attention),
         task=dataclasses.replace(found.task, mask_token=None),
+        evaluation=config.EvaluationConfig(context_lengths=()),
     )
 
 

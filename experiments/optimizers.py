@@ -96,8 +96,6 @@ def settings(options: _shared.Options, variant: str, *, rate: float, seed: int) 
         config.preset("conformal"),
         context=options.plan.contexts[0],
         seed=seed,
-        evaluated=True,
-        paper="gpt2_124m:conformal",
     )
     if options.scale == "toy":
         # `_shared.settings` has smaller batches.

@@ -154,7 +154,7 @@ def _settings(options: _shared.Options, *, steps: int) -> config.Config:
     """Returns the config of the softmax model."""
     (context,) = options.plan.contexts
     attention = config.preset("llama3")
-    found = _shared.settings(options, attention, context=context, seed=0, evaluated=True)
+    found = _shared.settings(options, attention, context=context, seed=0)
     model = dataclasses.replace(found.model, layers=max(2, found.model.layers), **_BODY)
     found = dataclasses.replace(found, model=model)
     return _changed(options, found, rate="base", steps=steps, seed=0)

@@ -65,7 +65,7 @@ def settings(options: _shared.Options, variant: str, seed: int) -> config.Config
     """Returns the config of a variant's run."""
     (context,) = options.plan.contexts
     attention = _shared.power_variants(options.power)["conformal" if variant in _FACTORS else variant]
-    found = _shared.settings(options, attention, context=context, seed=seed, evaluated=True)
+    found = _shared.settings(options, attention, context=context, seed=seed)
     if options.scale == "toy":
         found = dataclasses.replace(found, data=dataclasses.replace(found.data, batch_tokens=_TOY_TOKENS))
     factor = _FACTORS.get(variant, 1.0)

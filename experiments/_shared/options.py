@@ -45,6 +45,7 @@ class Experiment:
         base: variant that may not be left out.
         powers: degrees that --power offers.
         trains: whether there are flags about data.
+        paper: name of the config for the paper's scale.
         more: flags of this experiment alone, by name, each with the keyword arguments of `add_argument`.
     """
 
@@ -55,6 +56,7 @@ class Experiment:
     base: str | None = None
     powers: Sequence[int] = (2,)
     trains: bool = True
+    paper: str = "gpt2_124m:softmax"
     more: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({})
 
 
@@ -63,10 +65,12 @@ class Options:
     """Options of an experiment: its flags, with the plan of its scale as defaults.
 
     `results` is the folder that the experiment writes to. `runs` is the folder of workdirs, which experiments share.
-    `more` has the flags of this experiment alone, None for those that were not given.
+    `paper` names the config of the paper's scale. `more` has the flags of this experiment alone, None for those that
+    were not given.
     """
 
     scale: str
+    paper: str
     plan: Plan
     variants: tuple[str, ...]
     power: int
@@ -89,6 +93,7 @@ def run(experiment: Experiment, arguments: Sequence[str], main: Callable[[Option
         plan = experiment.plans[flags.scale]
         options = Options(
             scale=flags.scale,
+            paper=experiment.paper,
             plan=dataclasses.replace(plan, seeds=flags.seeds or plan.seeds, steps=flags.steps or plan.steps),
             variants=flags.variants,
             power=flags.power,

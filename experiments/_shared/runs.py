@@ -37,9 +37,6 @@ def train(
     options: Options,
     attentions: Mapping[str, config.AttentionConfig],
     label: Callable[[str], str],
-    *,
-    evaluated: bool = False,
-    paper: str = "gpt2_124m:softmax",
 ) -> Folders:
     """Trains every variant at every context of the plan with every seed; returns the folders of the runs.
 
@@ -47,8 +44,6 @@ def train(
         options: of the experiment.
         attentions: attention of each variant.
         label: maps a variant to its name in folders, which is the same in every experiment that uses its runs.
-        evaluated: as in `settings`, like `paper`.
-        paper: name of the config for the paper's scale.
 
     Raises:
         ValueError: as `settings` and `train_all`.
@@ -63,8 +58,7 @@ def train(
         for variant, context, seed in keys
     ]
     wanted = [
-        settings(options, attentions[variant], context=context, seed=seed, evaluated=evaluated, paper=paper)
-        for variant, context, seed in keys
+        settings(options, attentions[variant], context=context, seed=seed) for variant, context, seed in keys
     ]
     return dict(zip(keys, train_all(options, dict(zip(names, wanted))), strict=True))
 
@@ -75,20 +69,18 @@ def settings(
     *,
     context: int,
     seed: int,
-    evaluated: bool = False,
-    paper: str = "gpt2_124m:softmax",
 ) -> config.Config:
     """Returns the config of a run with this attention at a training context.
 
-    If `evaluated` is set, the run ends with an evaluation at the plan's lengths. The toy scale uses the byte model and
-    the optimizer of `configs/quickstart.py`; `paper` names the config for the paper's scale. The seed
-    determines parameters and the order of the data in the same way for every attention.
+    The run ends with an evaluation at the plan's lengths, if there are any. The toy scale uses the byte model and the
+    optimizer of `configs/quickstart.py`. The seed determines parameters and the order of the data in the same way for
+    every attention.
 
     Raises:
         ValueError: the settings contradict each other.
     """
     plan = options.plan
-    base = config.load("quickstart:softmax" if options.scale != "paper" else paper)
+    base = config.load("quickstart:softmax" if options.scale != "paper" else options.paper)
     changed = dataclasses.replace(base.training, steps=plan.steps, seed=seed)
     tokens = base.data.batch_tokens
     if options.scale != "paper":
@@ -103,13 +95,12 @@ def settings(
         batch_tokens=tokens,
         seed=seed,
     )
-    lengths = plan.lengths if evaluated else ()
     return dataclasses.replace(
         base,
         model=dataclasses.replace(shape, attention=attention),
         data=data,
         training=changed,
-        evaluation=config.EvaluationConfig(context_lengths=lengths, documents=plan.documents),
+        evaluation=config.EvaluationConfig(context_lengths=plan.lengths, documents=plan.documents),
     )
 
 

@@ -146,6 +146,7 @@ def test_speeds_of_lrpe_are_those_of_an_encoder():
     folder = pathlib.Path()
     options = _shared.Options(
         scale="tiny",
+        paper="wikitext103:base",
         plan=plan,
         variants=("base",),
         power=2,

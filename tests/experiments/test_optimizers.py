@@ -12,6 +12,7 @@ from sympow_jax.evaluation import report
 
 OPTIONS = _shared.Options(
     scale="tiny",
+    paper="gpt2_124m:conformal",
     plan=optimizers.PLANS["tiny"],
     variants=("prodigy",),
     power=2,
