@@ -29,30 +29,6 @@ _FEW_DOCUMENTS = 20
 _CONTEXTS = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Selection:
-    """Documents of an evaluation.
-
-    Attributes:
-        documents: the held-out documents.
-        indices: those to evaluate.
-        lead: number of tokens before position 1.
-    """
-
-    documents: data.HeldoutDocuments
-    indices: Int[np.ndarray, " documents"]
-    lead: int
-
-    @property
-    def first_position(self) -> int:
-        """Position of a document's second token, which is the first to be predicted."""
-        return 2 - self.lead
-
-    def read(self, length: int) -> list[Int[np.ndarray, " length"]]:
-        """Returns the tokens of each document up to position `length`."""
-        return [self.documents[int(index)][: length + self.lead] for index in self.indices]
-
-
 def context_loss(
     model: models.DecoderLM,
     documents: Sequence[Int[np.ndarray, " length"]],
@@ -139,8 +115,11 @@ class _ContextLoss(over_runs.Evaluation[report.Row]):
         for path, config in zip(runs.paths, runs.configs):
             require_places(config, lengths, f"the model of {path}")
         count = first.evaluation.documents if self._documents is None else self._documents
-        self._lengths, self._selection = lengths, select_documents(first, runs.heldout, lengths, count)
-        self._tokens = self._selection.read(lengths[-1])
+        self._indices = select_documents(first, runs.heldout, lengths, count)
+        documents = require_documents(runs.heldout)
+        lead = _lead(documents)
+        self._lengths, self._first_position = lengths, 2 - lead
+        self._tokens = [documents[int(index)][: lengths[-1] + lead] for index in self._indices]
         count = len(self._tokens)
         if count < _FEW_DOCUMENTS:
             runs.warn(
@@ -154,7 +133,7 @@ class _ContextLoss(over_runs.Evaluation[report.Row]):
             cast(models.DecoderLM, model),
             self._tokens,
             cast(Sequence[int], self._lengths),
-            first_position=self._selection.first_position,
+            first_position=self._first_position,
             on_call=advance,
         )
         return report.make_rows(run, means)
@@ -164,8 +143,8 @@ class _ContextLoss(over_runs.Evaluation[report.Row]):
         report.write_json(
             folder / "context_loss.json",
             rows,
-            first_position=self._selection.first_position,
-            document_indices=self._selection.indices.tolist(),
+            first_position=self._first_position,
+            document_indices=self._indices.tolist(),
             runs=runs,
         )
         report.write_plot(folder / "context_loss.png", rows)
@@ -185,7 +164,7 @@ def lengths_of(config: config_lib.Config, opened: data.HeldoutData) -> tuple[int
     heldout = opened.documents
     if heldout is None:
         return ()
-    lead = 0 if heldout.lead is None else 1
+    lead = _lead(heldout)
     longest = _CONTEXTS * config.data.context_length
     if model.longest_document is not None:
         longest = min(longest, model.longest_document)
@@ -196,17 +175,24 @@ def lengths_of(config: config_lib.Config, opened: data.HeldoutData) -> tuple[int
 
 def select_documents(
     config: config_lib.Config, opened: data.HeldoutData, lengths: Sequence[int], count: int
-) -> Selection:
-    """Selects the documents to evaluate; their tokens are read later.
+) -> Int[np.ndarray, " documents"]:
+    """Returns the indices of the documents to evaluate.
 
     Raises:
         ValueError: no document is held out, or none is as long as the last of `lengths`.
     """
     heldout = require_documents(opened)
-    lead = 0 if heldout.lead is None else 1  # a begin token before position 1
+    lead = _lead(heldout)
     buckets.check_lengths(lengths, first_position=2 - lead)
-    indices = buckets.select_documents(heldout.lengths - lead, lengths[-1], count, together=heldout.together)
-    return Selection(documents=heldout, indices=indices, lead=lead)
+    return buckets.select_documents(heldout.lengths - lead, lengths[-1], count, together=heldout.together)
+
+
+def _lead(heldout: data.HeldoutDocuments) -> int:
+    """Returns the number of tokens before position 1: 1 if the data has a begin token, else 0.
+
+    The first position that is predicted, that of a document's second token, is 2 less this number.
+    """
+    return 0 if heldout.lead is None else 1
 
 
 def require_documents(opened: data.HeldoutData) -> data.HeldoutDocuments:

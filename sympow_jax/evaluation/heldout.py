@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,25 +54,24 @@ def heldout_metrics(
     mean = total / len(labels)
     if task.name == "masked_token":
         with np.errstate(over="ignore"):
-            return {"loss": mean, "perplexity": float(np.exp(mean)), "count": len(labels)}
-    return {"loss": mean, **_of_labels(task, labels, np.concatenate(predictions)), "count": len(labels)}
-
-
-def _of_labels(
-    task: config_lib.TaskConfig, labels: np.ndarray, outputs: Float[np.ndarray, "n outputs"]
-) -> dict[str, float]:
-    if task.name == "regression":
-        values, finite = outputs[:, 0], bool(np.isfinite(outputs).all())
-        return {
-            "pearson": metrics.pearson(labels, values) if finite else math.nan,
-            "spearman": metrics.spearman(labels, values) if finite else math.nan,
+            values = {"loss": mean, "perplexity": float(np.exp(mean))}
+    elif task.name == "regression":
+        guesses = np.concatenate(predictions)[:, 0]
+        values = {
+            "loss": mean,
+            "pearson": metrics.pearson(labels, guesses),
+            "spearman": metrics.spearman(labels, guesses),
         }
-    predicted = outputs.argmax(-1)
-    scores = {
-        "accuracy": metrics.accuracy(labels, predicted),
-        "matthews": metrics.matthews(labels, predicted),
-    }
-    return scores | ({"f1": metrics.f1(labels, predicted)} if task.classes == 2 else {})
+    else:
+        classes = np.concatenate(predictions).argmax(-1)
+        values = {
+            "loss": mean,
+            "accuracy": metrics.accuracy(labels, classes),
+            "matthews": metrics.matthews(labels, classes),
+        }
+        if task.classes == 2:
+            values["f1"] = metrics.f1(labels, classes)
+    return {**values, "count": len(labels)}
 
 
 @functools.partial(jax.jit, static_argnames="graph")

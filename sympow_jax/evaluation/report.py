@@ -78,26 +78,16 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row(Run):
+class Row(buckets.Bucket, Run):
     """Result of one bucket of one run.
 
     Attributes:
-        context_length: last position of the bucket.
-        loss: mean loss in nats per token.
         perplexity: exp(loss).
         bits_per_token: loss / ln 2.
-        tokens: number of predictions in the bucket.
-        documents: number of documents.
-        standard_error: standard error of `loss` over documents; None for one document. It is not in the CSV.
     """
 
-    context_length: int
-    loss: float
     perplexity: float
     bits_per_token: float
-    tokens: int
-    documents: int
-    standard_error: float | None
 
 
 def make_rows(run: Run, means: Sequence[buckets.Bucket]) -> list[Row]:
@@ -106,13 +96,9 @@ def make_rows(run: Run, means: Sequence[buckets.Bucket]) -> list[Row]:
         return [
             Row(
                 **dataclasses.asdict(run),
-                context_length=mean.context_length,
-                loss=mean.loss,
+                **dataclasses.asdict(mean),
                 perplexity=float(np.exp(mean.loss)),
                 bits_per_token=mean.loss / math.log(2),
-                tokens=mean.tokens,
-                documents=mean.documents,
-                standard_error=mean.standard_error,
             )
             for mean in means
         ]

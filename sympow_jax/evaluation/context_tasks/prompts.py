@@ -8,14 +8,15 @@ import functools
 import math
 import string
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Int32
 
+from sympow_jax import data
 from sympow_jax.evaluation import scores
 
-__all__ = ["TASKS", "Encoder", "Exam", "Material", "Task", "TooShortError", "make_exam"]
+__all__ = ["TASKS", "Exam", "Material", "Task", "TooShortError", "make_exam"]
 
 # Questions about a context. Both are multiples of 4, because results are reported by quarters of the context.
 _PAIR_QUESTIONS = 8
@@ -26,17 +27,6 @@ _HOPS = 4
 
 class TooShortError(ValueError):
     """A context length is too small for a task."""
-
-
-class Encoder(Protocol):
-    """Tokenizer of texts, such as `sympow_jax.data.Codec`."""
-
-    @property
-    def lead(self) -> int | None:
-        """Id before every document; None for none."""
-
-    def encode(self, prompt: bytes, name: str) -> list[int]:
-        """Returns the tokens of any text, with `lead` before them; `name` names the text in errors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +41,7 @@ class Material:
     """
 
     text: Int[np.ndarray, " tokens"]
-    encoder: Encoder | None = None
+    encoder: data.Codec | None = None
     lead: int | None = None
 
     @functools.cached_property
