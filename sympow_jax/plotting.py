@@ -11,6 +11,7 @@ import matplotlib.figure
 import matplotlib.font_manager
 import matplotlib.ticker
 import numpy as np
+from numpy.typing import ArrayLike
 
 from sympow_jax import spelling
 from sympow_jax.process import atomic
@@ -171,9 +172,9 @@ def mark(axes: matplotlib.axes.Axes, x: float, text: str) -> None:
 
 def draw_line(
     axes: matplotlib.axes.Axes,
-    x: Sequence[float],
-    y: Sequence[float],
-    *band: Sequence[float],
+    x: ArrayLike,
+    y: ArrayLike,
+    *band: ArrayLike,
     style: tuple[str, str],
     label: str = "",
 ) -> float:
@@ -196,7 +197,7 @@ def draw_line(
     heights = np.where(np.isfinite(y), y, np.nan)
     few = len(heights) <= 20
     if band:
-        axes.fill_between(x, *band, color=color, alpha=0.13, linewidth=0)
+        axes.fill_between(x, band[0], band[1], color=color, alpha=0.13, linewidth=0)
     axes.plot(
         x,
         heights,
