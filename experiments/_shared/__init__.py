@@ -1,5 +1,7 @@
 """Options, runs, statistics, tables and plots that the experiments share."""
 
+# ruff: noqa: F401 - experiments use these names as `_shared.NAME`.
+
 from experiments._shared.options import (
     Experiment,
     Options,
@@ -31,47 +33,3 @@ from experiments._shared.runs import (
 )
 from experiments._shared.statistics import Mean, Row, differences, from_json, mean, means
 from experiments._shared.tables import Table, Tables, difference_table, loss_table, print_tables, write
-
-__all__ = [
-    "Experiment",
-    "Folders",
-    "Mean",
-    "Options",
-    "Panel",
-    "Plan",
-    "Row",
-    "Table",
-    "Tables",
-    "alternate",
-    "curve",
-    "curves_panel",
-    "difference_table",
-    "differences",
-    "draw_lines",
-    "draw_values",
-    "evaluation",
-    "final_loss",
-    "from_json",
-    "heldout_curve",
-    "lines",
-    "loss_table",
-    "mean",
-    "mean_curves",
-    "means",
-    "model",
-    "parameters",
-    "positive",
-    "power_label",
-    "power_variants",
-    "print_tables",
-    "relative",
-    "require_same_data",
-    "restore_arrays",
-    "run",
-    "save_arrays",
-    "settings",
-    "train",
-    "train_all",
-    "update",
-    "write",
-]

@@ -137,46 +137,27 @@ def _parse(experiment: Experiment, arguments: Sequence[str]) -> argparse.Namespa
     def paths(text: str) -> tuple[str, ...]:
         return tuple(filter(None, text.split(",")))
 
-    flags: dict[str, Mapping[str, Any]] = {
-        "scale": {
-            "choices": tuple(experiment.plans),
-            "default": "toy",
-            "metavar": "toy|paper",
-            "help": "Minutes on two CPU cores, or the paper's models.",
-        },
-        "seeds": {"type": seeds, "metavar": "0,1,2", "help": "Seeds of parameters and the order of data."},
-        "steps": {"type": positive, "metavar": "N", "help": "Updates of every run."},
-        "variants": {
-            "type": chosen,
-            "default": ",".join(variants),
-            "metavar": "A,B",
-            "help": "Variants to run.",
-        },
-        "out": {
-            "type": pathlib.Path,
-            "default": pathlib.Path("runs/experiments"),
-            "metavar": "DIR",
-            "help": "Folder for results, in DIR/NAME, and runs, in DIR/runs, where other experiments find them.",
-        },
-    }
-    if len(experiment.powers) > 1:
-        flags["power"] = {"type": int, "choices": experiment.powers, "help": "Power p."}
-    if experiment.trains:
-        flags["data"] = {
-            "type": paths,
-            "metavar": "PATHS",
-            "help": "Training data. For toy: text, or if not given, that of the standard library.",
-        }
-        flags["heldout"] = {
-            "type": paths,
-            "metavar": "PATHS",
-            "help": "Held-out data. For toy: if not given, a tenth of the text.",
-        }
     parser = command_line.Parser(
         prog=f"python -m experiments.{experiment.name}", description=experiment.description
     )
-    for flag, about in (flags | dict(experiment.more)).items():
-        parser.add_argument(f"--{flag}", **about)
+    scale = "Minutes on two CPU cores, or the paper's models."
+    where = "Folder for results, in DIR/NAME, and runs, in DIR/runs, where other experiments find them."
+    default = ",".join(variants)
+    add = parser.add_argument
+    add("--scale", choices=tuple(experiment.plans), default="toy", metavar="toy|paper", help=scale)
+    add("--seeds", type=seeds, metavar="0,1,2", help="Seeds of parameters and the order of data.")
+    add("--steps", type=positive, metavar="N", help="Updates of every run.")
+    add("--variants", type=chosen, default=default, metavar="A,B", help="Variants to run.")
+    add("--out", type=pathlib.Path, default=pathlib.Path("runs/experiments"), metavar="DIR", help=where)
+    if len(experiment.powers) > 1:
+        add("--power", type=int, choices=experiment.powers, help="Power p.")
+    if experiment.trains:
+        text = "Training data. For toy: text, or if not given, that of the standard library."
+        add("--data", type=paths, metavar="PATHS", help=text)
+        text = "Held-out data. For toy: if not given, a tenth of the text."
+        add("--heldout", type=paths, metavar="PATHS", help=text)
+    for flag, about in experiment.more.items():
+        add(f"--{flag}", **about)
     parser.set_defaults(power=experiment.powers[0], data=None, heldout=None)
     return parser.parse_args(arguments)
 
