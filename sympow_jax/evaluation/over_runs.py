@@ -112,8 +112,8 @@ def evaluate[Row: report.Run](
         console: console to print to.
 
     Raises:
-        ValueError: a workdir holds no run or no checkpoint, the runs cannot be compared, one was trained on the held-out
-            data, or `out` cannot be written. Or the evaluation raised it.
+        ValueError: a workdir holds no run or no checkpoint, the runs cannot be compared, one was trained on the
+            held-out data, or `out` cannot be written. Or the evaluation raised it.
     """
     console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
 
