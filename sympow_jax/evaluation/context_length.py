@@ -105,8 +105,7 @@ class _ContextLoss(over_runs.Evaluation[report.Row]):
     def __init__(self, lengths: Sequence[int] | None, documents: int | None):
         self._lengths, self._documents = lengths, documents
 
-    def compared(self, path: pathlib.Path, config: config_lib.Config) -> dict[str, Any]:
-        del path
+    def compared(self, config: config_lib.Config) -> dict[str, Any]:
         return over_runs.same_data(config, fields.Occasion.HELDOUT_DOCUMENTS)
 
     def prepare(self, runs: over_runs.Runs) -> int:

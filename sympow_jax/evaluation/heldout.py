@@ -124,8 +124,7 @@ class _Row(report.Run):
 
 
 class _Heldout(over_runs.Evaluation[_Row]):
-    def compared(self, path: pathlib.Path, config: config_lib.Config) -> dict[str, Any]:
-        del path
+    def compared(self, config: config_lib.Config) -> dict[str, Any]:
         return over_runs.same_data(config, fields.Occasion.HELDOUT_ROWS, task=config.task)
 
     def prepare(self, runs: over_runs.Runs) -> int:

@@ -65,13 +65,13 @@ class Runs:
 class Evaluation[Row: report.Run](abc.ABC):
     """An evaluation of runs. The driver calls the methods in this order, `score` for each run."""
 
-    @abc.abstractmethod
-    def compared(self, path: pathlib.Path, config: config_lib.Config) -> dict[str, Any]:
-        """Returns the flattened settings of a run that all runs must have in common.
+    def cause_of_refusal(self, config: config_lib.Config) -> str | None:
+        """Returns why a run with these settings cannot be evaluated, to follow the name of its workdir."""
+        return None
 
-        Raises:
-            ValueError: the run cannot be evaluated.
-        """
+    @abc.abstractmethod
+    def compared(self, config: config_lib.Config) -> dict[str, Any]:
+        """Returns the flattened settings of a run that all runs must have in common."""
 
     @abc.abstractmethod
     def prepare(self, runs: Runs) -> int:
@@ -119,7 +119,10 @@ def evaluate[Row: report.Run](
 
     # What is wrong is found before the data is read, and before hours are spent on earlier runs.
     paths, configs = read_runs(workdirs, changes)
-    settings = [evaluation.compared(path, config) for path, config in zip(paths, configs)]
+    for path, config in zip(paths, configs):
+        if cause := evaluation.cause_of_refusal(config):
+            raise ValueError(f"{path} {cause}")
+    settings = [evaluation.compared(config) for config in configs]
     for path, other in zip(paths, settings):
         different = [
             f"{name} is {spelling.shown(value)} and {spelling.shown(other.get(name))}"

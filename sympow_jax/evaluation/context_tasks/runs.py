@@ -159,12 +159,13 @@ class _ContextTasks(over_runs.Evaluation[results.Row]):
         _check(tasks, trials)
         self._tasks, self._lengths, self._trials, self._tokenizer = tasks, lengths, trials, tokenizer
 
-    def compared(self, path: pathlib.Path, config: config_lib.Config) -> dict[str, Any]:
-        if config.task.name != "next_token":
-            raise ValueError(
-                f"{path} holds a run of task {config.task.name!r}; --tasks is for models of the next token, leave it "
-                f"out"
-            )
+    def cause_of_refusal(self, config: config_lib.Config) -> str | None:
+        task = config.task.name
+        if task == "next_token":
+            return None
+        return f"holds a run of task {task!r}; --tasks is for models of the next token, leave it out"
+
+    def compared(self, config: config_lib.Config) -> dict[str, Any]:
         return over_runs.same_data(config, fields.Occasion.HELDOUT_DOCUMENTS)
 
     def prepare(self, runs: over_runs.Runs) -> int:
