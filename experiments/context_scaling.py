@@ -40,13 +40,15 @@ _PAIRS = (("sympow", "softmax"), ("gated", "softmax"), ("gated", "sympow"), ("co
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     return _shared.run(
-        "context_scaling",
-        __doc__,
+        _shared.Experiment(
+            name="context_scaling",
+            description=__doc__,
+            plans=PLANS,
+            variants=VARIANTS,
+            powers=tuple(PAPER_CONTEXTS),
+        ),
         arguments,
         _experiment,
-        plans=PLANS,
-        variants=VARIANTS,
-        powers=tuple(PAPER_CONTEXTS),
     )
 
 
@@ -84,11 +86,7 @@ def _panels(options: _shared.Options, rows: Sequence[_shared.Row]) -> list[_shar
     common: dict[str, Any] = {"x_label": "training context (tokens)", "ticks": contexts}
 
     def lines(rows: Sequence[_shared.Row], value: str) -> dict[str, Sequence[Sequence[float]]]:
-        found = _shared.means(rows, ("variant", "context"), value)
-        names = dict.fromkeys(row["variant"] for row in rows)
-        return {
-            name: _shared.bands(contexts, [found[name, context] for context in contexts]) for name in names
-        }
+        return _shared.lines(_shared.means(rows, ("variant", "context"), value))
 
     panels = [_shared.Panel(lines=lines(rows, "loss"), y_label="training loss (nats per token)", **common)]
     base = {(row["context"], row["seed"]): row["loss"] for row in rows if row["variant"] == "softmax"}

@@ -40,8 +40,9 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     variants = tuple(_shared.power_variants(2))
     return _shared.run(
-        "evaluation_context",
-        __doc__,
+        _shared.Experiment(
+            name="evaluation_context", description=__doc__, plans=PLANS, variants=variants, powers=(2, 4, 6)
+        ),
         arguments,
         lambda options: report(
             options,
@@ -49,17 +50,12 @@ def main(arguments: Sequence[str]) -> int:
             tables,
             title=f"Loss within and beyond the training context, p = {options.power}",
         ),
-        plans=PLANS,
-        variants=variants,
-        powers=(2, 4, 6),
     )
 
 
 def train(options: _shared.Options, attentions: Mapping[str, config.AttentionConfig]) -> _shared.Folders:
     """Trains and evaluates the variants of `options`; returns the folders of the runs."""
-    return _shared.train(
-        options, attentions, lambda name: _shared.power_label(name, options.power), evaluated=True
-    )
+    return _shared.train(options, attentions, lambda name: _shared.power_label(name, options.power))
 
 
 def report(
@@ -87,10 +83,7 @@ def report(
         found = _shared.differences(rows, "context_length", "loss", differences)
         means = {(first, length): mean for (first, _, length), mean in found.items()}
     panel = _shared.Panel(
-        lines={
-            name: _shared.bands(lengths, [means[name, length] for length in lengths])
-            for name in dict.fromkeys(name for name, _ in means)
-        },
+        lines=_shared.lines(means),
         x_label="context length: upper end of each bucket of positions (tokens)",
         y_label=f"held-out loss{f' minus that of {differences[0][1]}' if differences else ''} (nats per token)",
         ticks=lengths,

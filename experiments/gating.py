@@ -43,8 +43,9 @@ _PAIRS = (
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     return _shared.run(
-        "gating",
-        __doc__,
+        _shared.Experiment(
+            name="gating", description=__doc__, plans=PLANS, variants=VARIANTS, base="gated", powers=(2, 4, 6)
+        ),
         arguments,
         lambda options: evaluation_context.report(
             options,
@@ -54,10 +55,6 @@ def main(arguments: Sequence[str]) -> int:
             # Sympow is far above all others.
             differences=[pair for pair in _PAIRS if pair[1] == "gated" and pair[0] != "sympow"],
         ),
-        plans=PLANS,
-        variants=VARIANTS,
-        base="gated",
-        powers=(2, 4, 6),
     )
 
 

@@ -53,14 +53,11 @@ _PAIRS = (
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     return _shared.run(
-        "hybrids",
-        __doc__,
+        _shared.Experiment(name="hybrids", description=__doc__, plans=PLANS, variants=tuple(PATTERNS)),
         arguments,
         lambda options: evaluation_context.report(
             options, _train(options), tables, title="Hybrids within and beyond the training context"
         ),
-        plans=PLANS,
-        variants=tuple(PATTERNS),
     )
 
 
@@ -81,7 +78,7 @@ def _train(options: _shared.Options) -> _shared.Folders:
 def settings(options: _shared.Options, pattern: tuple[str, ...], *, context: int, seed: int) -> config.Config:
     """Returns the config of a run of an evaluated model with this pattern."""
     shared = config.AttentionConfig(window=context // _CONTEXT_PER_WINDOW)
-    found = _shared.settings(options, shared, context=context, seed=seed, evaluated=True)
+    found = _shared.settings(options, shared, context=context, seed=seed)
     layers = found.model.layers if options.scale == "paper" else _LAYERS
     model = dataclasses.replace(found.model, layers=layers, attention_pattern=pattern)
     return dataclasses.replace(found, model=model)

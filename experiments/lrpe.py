@@ -49,7 +49,6 @@ _PAPER_CORES = {
     "identity": ("32.04", "31.86", "34.53"),
     "odd_even": ("32.09", "31.59", "34.16"),
 }
-_PAPER = "wikitext103:base"
 _ROUNDS = {"toy": 9, "paper": 20, "tiny": 2}
 
 
@@ -73,12 +72,21 @@ def attentions() -> dict[str, config.AttentionConfig]:
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     return _shared.run(
-        "lrpe", __doc__, arguments, _experiment, plans=PLANS, variants=tuple(attentions()), base=_BASE
+        _shared.Experiment(
+            name="lrpe",
+            description=__doc__,
+            plans=PLANS,
+            variants=tuple(attentions()),
+            base=_BASE,
+            paper="wikitext103:base",
+        ),
+        arguments,
+        _experiment,
     )
 
 
 def _experiment(options: _shared.Options) -> None:
-    folders = _shared.train(options, attentions(), lambda name: f"lrpe {name}", evaluated=True, paper=_PAPER)
+    folders = _shared.train(options, attentions(), lambda name: f"lrpe {name}")
     rows: list[dict[str, Any]] = []
     for (variant, context, seed), folder in folders.items():
         (bucket,) = _shared.evaluation(folder)
@@ -117,12 +125,7 @@ def _panel(folders: _shared.Folders) -> _shared.Panel:
         if variant in _METHODS
         for step, loss in _late(_shared.heldout_curve(folder))
     ]
-    found = _shared.means(rows, ("variant", "step"), "loss")
-    steps = list(dict.fromkeys(row["step"] for row in rows))
-    lines = {
-        name: _shared.bands(steps, [found[name, step] for step in steps])
-        for name in dict.fromkeys(row["variant"] for row in rows)
-    }
+    lines = _shared.lines(_shared.means(rows, ("variant", "step"), "loss"))
     return _shared.Panel(lines=lines, x_label="updates", y_label="held-out loss (nats per token)")
 
 
@@ -153,6 +156,7 @@ def encoder_settings(options: _shared.Options, method: str) -> config.Config:
         decoder,
         model=dataclasses.replace(decoder.model, attention=found.model.attention),
         task=dataclasses.replace(found.task, mask_token=None),
+        evaluation=config.EvaluationConfig(context_lengths=()),
     )
 
 

@@ -377,14 +377,16 @@ def main(arguments: Sequence[str]) -> int:
         if "help" in field.metadata
     }
     return _shared.run(
-        "nt_tasks",
-        __doc__,
+        _shared.Experiment(
+            name="nt_tasks",
+            description=__doc__,
+            plans=PLANS,
+            variants=tuple(FIGURES),
+            trains=False,
+            more=flags,
+        ),
         arguments,
         _experiment,
-        plans=PLANS,
-        variants=tuple(FIGURES),
-        trains=False,
-        more=flags,
     )
 
 

@@ -47,7 +47,11 @@ Folders = dict[tuple[str, float, int], pathlib.Path]
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
-    return _shared.run("optimizers", __doc__, arguments, _run, plans=PLANS, variants=VARIANTS)
+    return _shared.run(
+        _shared.Experiment(name="optimizers", description=__doc__, plans=PLANS, variants=VARIANTS),
+        arguments,
+        _run,
+    )
 
 
 def _run(options: _shared.Options) -> None:
@@ -91,8 +95,6 @@ def settings(options: _shared.Options, variant: str, *, rate: float, seed: int) 
         config.preset("conformal"),
         context=options.plan.contexts[0],
         seed=seed,
-        evaluated=True,
-        paper="gpt2_124m:conformal",
     )
     if options.scale == "toy":
         # `_shared.settings` has smaller batches.

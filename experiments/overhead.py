@@ -35,15 +35,17 @@ _FORMS = {2: ("attention", "chunked"), 4: ("attention",)}
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     return _shared.run(
-        "overhead",
-        __doc__,
+        _shared.Experiment(
+            name="overhead",
+            description=__doc__,
+            plans=PLANS,
+            variants=VARIANTS,
+            base=_BASE,
+            powers=tuple(_FORMS),
+            trains=False,
+        ),
         arguments,
         _experiment,
-        plans=PLANS,
-        variants=VARIANTS,
-        base=_BASE,
-        powers=tuple(_FORMS),
-        trains=False,
     )
 
 

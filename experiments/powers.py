@@ -38,13 +38,11 @@ _ARTICLE_RATIOS = ("0.0048", "0.0045", "0.0037", "0.0031")
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     return _shared.run(
-        "powers",
-        __doc__,
+        _shared.Experiment(
+            name="powers", description=__doc__, plans=PLANS, variants=tuple(_ATTENTIONS), base=_BASE
+        ),
         arguments,
         _experiment,
-        plans=PLANS,
-        variants=tuple(_ATTENTIONS),
-        base=_BASE,
     )
 
 
@@ -100,14 +98,12 @@ def linear_states(sizes: Sequence[str] = _LINEAR_SIZES) -> list[dict[str, Any]]:
 def _panels(options, rows: Sequence[_shared.Row], states: Sequence[Mapping[str, int]]) -> list[_shared.Panel]:
     ratios = _shared.means(rows, ("variant",), "relative_loss")
     powers = [power for power in POWERS if f"p={power}" in options.variants]
-    loss = _shared.bands(powers, [ratios[f"p={power}",] for power in powers])
+    losses = _shared.lines({("even power", power): ratios[f"p={power}",] for power in powers})
     at = [row["power"] for row in states]
     sizes = {f"{name} power": (at, [row[name] / 1e9 for row in states]) for name in ("symmetric", "tensor")}
     common: dict[str, Any] = {"x_label": "power p", "linear": True}
     return [
-        _shared.Panel(
-            lines={"even power": loss}, y_label="loss relative to softmax", level=1.0, ticks=POWERS, **common
-        ),
+        _shared.Panel(lines=losses, y_label="loss relative to softmax", level=1.0, ticks=POWERS, **common),
         _shared.Panel(lines=sizes, y_label="state (GB)", log_y=True, level=80.0, ticks=at, **common),
     ]
 

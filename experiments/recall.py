@@ -377,7 +377,9 @@ def recalled(points: Sequence[int], accuracies: Sequence[float]) -> float:
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     return _shared.run(
-        "recall", __doc__, arguments, _experiment, plans=PLANS, variants=VARIANTS, trains=False
+        _shared.Experiment(name="recall", description=__doc__, plans=PLANS, variants=VARIANTS, trains=False),
+        arguments,
+        _experiment,
     )
 
 
@@ -456,43 +458,36 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
 
 
 def _capacity(mean: _shared.Mean, largest: int) -> str:
-    return f"at least {largest}" if mean.value == largest else mean.text(1)
+    return f"at least {largest}" if mean.value == largest else f"{mean.value:.1f}{mean.error_text(1)}"
 
 
 def _draw(path, setting, rows, seeds):
     """Draws the pairs recalled against the bytes of state, and accuracy against pairs and against distance."""
-    states: dict[str, dict[float, _shared.Mean]] = {}
-    for (variant, _, size), mean in capacities(rows).items():
-        states.setdefault(variant, {})[size / 1024] = mean
-    curves: dict[str, dict[str, dict[int, _shared.Mean]]] = {task: {} for task in TASKS}
+    states = {(variant, size / 1024): mean for (variant, _, size), mean in capacities(rows).items()}
     equal = [row for row in rows if row["head_dim"] == _HEAD_DIM]
-    for (task, variant, point), mean in _shared.means(
-        equal, ("task", "variant", "point"), "accuracy"
-    ).items():
-        curves[task].setdefault(variant, {})[point] = mean
-
-    def panel(lines, **about):
-        drawn = {name: _shared.bands(list(line), line.values()) for name, line in lines.items()}
-        return _shared.Panel(lines=drawn, **about)
-
+    accuracies = _shared.means(equal, ("task", "variant", "point"), "accuracy")
+    curves = {
+        task: _shared.lines({(name, x): mean for (of, name, x), mean in accuracies.items() if of == task})
+        for task in TASKS
+    }
     panels = [
-        panel(
-            states,
+        _shared.Panel(
+            lines=_shared.lines(states),
             x_label="KiB of state",
             y_label="pairs recalled at 90 %",
             title="What a state buys",
             ticks=(1, 8, 64, 512, 4096),
             log_y=True,
         ),
-        panel(
-            curves["pairs"],
+        _shared.Panel(
+            lines=curves["pairs"],
             x_label="pairs",
             y_label="accuracy",
             title=f"Heads of {_HEAD_DIM}",
             ticks=_ticks(setting.points),
         ),
-        panel(
-            curves["needle"],
+        _shared.Panel(
+            lines=curves["needle"],
             x_label="distance of a needle, tokens",
             y_label="accuracy",
             ticks=_ticks(setting.distances),

@@ -45,7 +45,11 @@ _HELDOUT_TIMES = 10
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
-    return _shared.run("retrofit", __doc__, arguments, _report, plans=PLANS, variants=tuple(VARIANTS))
+    return _shared.run(
+        _shared.Experiment(name="retrofit", description=__doc__, plans=PLANS, variants=tuple(VARIANTS)),
+        arguments,
+        _report,
+    )
 
 
 def _report(options: _shared.Options) -> None:
@@ -70,12 +74,12 @@ def _report(options: _shared.Options) -> None:
     softmax = [{key: row[key] for key in ("context_length", "loss")} for row in _shared.evaluation(base)]
     path = _shared.write(options, rows, [base, *folders.values()], curves=curves, softmax=softmax)
     panels = [_curves_panel(options, variant, curves) for variant in options.variants]
-    means = _shared.means(rows, ("variant", "start", "context_length"), "loss")
+    matched = [row for row in rows if row["start"] == "matched"]
     base_updates = _BASE_RATIO * options.plan.steps
-    lines = {f"softmax, {base_updates:,} updates": [lengths, [row["loss"] for row in softmax]]} | {
-        variant: _shared.bands(lengths, [means[variant, "matched", length] for length in lengths])
-        for variant in options.variants
+    lines: dict[str, Sequence[Sequence[float]]] = {
+        f"softmax, {base_updates:,} updates": [lengths, [row["loss"] for row in softmax]]
     }
+    lines |= _shared.lines(_shared.means(matched, ("variant", "context_length"), "loss"))
     (context,) = options.plan.contexts
     panels.append(
         _shared.Panel(
@@ -150,7 +154,7 @@ def _settings(options: _shared.Options, *, steps: int) -> config.Config:
     """Returns the config of the softmax model."""
     (context,) = options.plan.contexts
     attention = config.preset("llama3")
-    found = _shared.settings(options, attention, context=context, seed=0, evaluated=True)
+    found = _shared.settings(options, attention, context=context, seed=0)
     model = dataclasses.replace(found.model, layers=max(2, found.model.layers), **_BODY)
     found = dataclasses.replace(found, model=model)
     return _changed(options, found, rate="base", steps=steps, seed=0)
@@ -182,14 +186,9 @@ def _changed(
 def _curves_panel(options: _shared.Options, variant: str, curves: Sequence[_shared.Row]) -> _shared.Panel:
     """Returns a panel of the held-out losses of a variant during training, by start."""
     found = _shared.means([row for row in curves if row["variant"] == variant], ("start", "step"), "loss")
-    lines = {}
-    for start in STARTS:
-        steps = [step for name, step in found if name == start]
-        # The first stage comes before the first update of a matched model.
-        begins = _first(options) if start == "matched" else 0
-        lines[start] = _shared.bands(
-            [begins + step for step in steps], [found[start, step] for step in steps]
-        )
+    # The first stage comes before the first update of a matched model.
+    begins = {start: _first(options) if start == "matched" else 0 for start in STARTS}
+    lines = _shared.lines({(start, begins[start] + step): mean for (start, step), mean in found.items()})
     return _shared.Panel(
         lines=lines, x_label="updates, both stages", y_label="held-out loss (nats per token)", title=variant
     )

@@ -41,21 +41,23 @@ _TOY_TOKENS = 1024
 def main(arguments: Sequence[str]) -> int:
     """Runs the experiment with the arguments after its name; returns the exit code."""
     return _shared.run(
-        "rotation_rates",
-        __doc__,
+        _shared.Experiment(
+            name="rotation_rates",
+            description=__doc__,
+            plans=PLANS,
+            variants=VARIANTS,
+            base=_BASE,
+            powers=(2, 4),
+            more={
+                "context": {
+                    "type": _shared.positive,
+                    "metavar": "T",
+                    "help": "Training context; held-out losses are of positions to it and to four times it.",
+                }
+            },
+        ),
         arguments,
         _experiment,
-        plans=PLANS,
-        variants=VARIANTS,
-        base=_BASE,
-        powers=(2, 4),
-        more={
-            "context": {
-                "type": _shared.positive,
-                "metavar": "T",
-                "help": "Training context; held-out losses are of positions to it and to four times it.",
-            }
-        },
     )
 
 
@@ -63,7 +65,7 @@ def settings(options: _shared.Options, variant: str, seed: int) -> config.Config
     """Returns the config of a variant's run."""
     (context,) = options.plan.contexts
     attention = _shared.power_variants(options.power)["conformal" if variant in _FACTORS else variant]
-    found = _shared.settings(options, attention, context=context, seed=seed, evaluated=True)
+    found = _shared.settings(options, attention, context=context, seed=seed)
     if options.scale == "toy":
         found = dataclasses.replace(found, data=dataclasses.replace(found.data, batch_tokens=_TOY_TOKENS))
     factor = _FACTORS.get(variant, 1.0)
@@ -111,9 +113,8 @@ def _panel(options: _shared.Options, folders: Mapping[tuple[str, int], pathlib.P
     # Sympow is far above all others.
     pairs = [(name, _BASE) for name in options.variants if name in _FACTORS]
     found = _shared.differences(rows, "step", "loss", pairs)
-    steps = list(dict.fromkeys(row["step"] for row in rows))
     return _shared.Panel(
-        lines={name: _shared.bands(steps, [found[name, _BASE, step] for step in steps]) for name, _ in pairs},
+        lines=_shared.lines({(name, step): mean for (name, _, step), mean in found.items()}),
         x_label="updates",
         y_label="training loss minus gated's (nats per token)",
         linear=True,

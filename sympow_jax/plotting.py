@@ -11,6 +11,7 @@ import matplotlib.figure
 import matplotlib.font_manager
 import matplotlib.ticker
 import numpy as np
+from numpy.typing import ArrayLike
 
 from sympow_jax import spelling
 from sympow_jax.process import atomic
@@ -22,6 +23,7 @@ __all__ = [
     "MARKERS",
     "TITLE",
     "blank",
+    "draw_line",
     "has_glyph",
     "label_lines",
     "make",
@@ -166,6 +168,48 @@ def mark(axes: matplotlib.axes.Axes, x: float, text: str) -> None:
         fontsize=8.5,
         color=GRAY,
     )
+
+
+def draw_line(
+    axes: matplotlib.axes.Axes,
+    x: ArrayLike,
+    y: ArrayLike,
+    *band: ArrayLike,
+    style: tuple[str, str],
+    label: str = "",
+) -> float:
+    """Draws a line and, if their heights are given, the lower and upper edge of a band around it.
+
+    Heights that are not finite are omitted. Lines of many points have no markers.
+
+    Args:
+        axes: panel to draw on.
+        x: places of the points.
+        y: their heights.
+        band: heights of the lower and of the upper edge, or nothing.
+        style: color and marker, as `styles` returns them.
+        label: name in a legend.
+
+    Returns:
+        The last finite height; NaN if there is none.
+    """
+    color, marker = style
+    heights = np.where(np.isfinite(y), y, np.nan)
+    few = len(heights) <= 20
+    if band:
+        axes.fill_between(x, band[0], band[1], color=color, alpha=0.13, linewidth=0)
+    axes.plot(
+        x,
+        heights,
+        color=color,
+        label=label,
+        linewidth=1.8 if few else 1.3,
+        marker=marker if few else "",
+        markersize=5,
+        markeredgecolor="white",
+    )
+    finite = heights[np.isfinite(heights)]
+    return float(finite[-1]) if len(finite) else math.nan
 
 
 def label_lines(axes: matplotlib.axes.Axes, ends: Sequence[tuple[str, str, float]]) -> None:

@@ -99,10 +99,7 @@ MISTAKES = (
     ),
     ("--config.training.steps=1e300", "is an integer of 997 bits"),
     ("--config.model.biases=yes", "is 'yes'; it must be true or false"),
-    *(
-        (f"--config.optimizer.learning_rate={x}", f"rate is '{x}'; it must be FLOAT")
-        for x in ("fast", "nan")
-    ),
+    *((f"--config.optimizer.learning_rate={x}", f"rate is '{x}'; it must be FLOAT") for x in ("fast", "nan")),
     ("--config.optimizer.learning_rate=1e999", "learning_rate is inf; it must be a finite number"),
     ("--config.evaluation.context_lengths=64,x", "must be INT,INT,... or none"),
     ("--config.model.attention.power=3", "attention.power is 3; it must be positive and even"),

@@ -19,7 +19,10 @@ def run(code: str) -> str:
 def test_every_package_is_there_after_one_import():
     folder = pathlib.Path(sympow_jax.__file__).parent
     # Only the command line reaches `commands`.
-    packages = {path.parent.name for path in folder.glob("*/__init__.py")} - {"commands"} | {"array_types", "loop"}
+    packages = {path.parent.name for path in folder.glob("*/__init__.py")} - {"commands"} | {
+        "array_types",
+        "loop",
+    }
     assert packages == set(sympow_jax.__all__) - {"__version__"}
     assert set(sympow_jax.__all__) <= set(dir(sympow_jax))
     code = (

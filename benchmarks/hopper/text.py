@@ -25,7 +25,7 @@ from jaxtyping import Int
 import benchmarks.training
 from benchmarks import _rows
 from sympow_jax import config, models, training
-from sympow_jax.evaluation import buckets, streaming
+from sympow_jax.evaluation import buckets, scores
 from sympow_jax.training import sharding
 
 __all__ = ["main", "measure", "read_text"]
@@ -115,7 +115,7 @@ def measure(row: dict) -> dict:
         losses.append(float(metrics["loss"]))
     model = program.model(state)
     assert isinstance(model, models.DecoderLM)
-    per_token = streaming.token_losses(model, documents)
+    per_token = scores.token_losses(model, documents)
     means = buckets.bucket_means(per_token, row["lengths"], first_position=2)
     return {
         "steps": steps,

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
-from sympow_jax.evaluation import heldout, runs
-from sympow_jax.evaluation import workdirs as workdirs_lib
+from sympow_jax.evaluation import context_length, heldout, over_runs
 
 __all__ = ["check_settings", "evaluate", "finish"]
 
@@ -16,10 +15,10 @@ def check_settings(config: config_lib.Config, opened: data.HeldoutData) -> None:
     """Raises ValueError, before hours of training, if a run could not be evaluated at its end on its held-out data."""
     data.require_held_apart(config.data, config.data)
     if config.task.initial_run is not None:
-        workdirs_lib.require_held_apart(config.data, [pathlib.Path(config.task.initial_run)])
+        over_runs.require_held_apart(config.data, [pathlib.Path(config.task.initial_run)])
     if lengths := config.evaluation.context_lengths:  # otherwise they are chosen to fit model and documents
-        runs.require_places(config, lengths, "the model")
-        runs.select_documents(config, opened, lengths, config.evaluation.documents)
+        context_length.require_places(config, lengths, "the model")
+        context_length.select_documents(config, opened, lengths, config.evaluation.documents)
 
 
 def finish(
@@ -33,8 +32,8 @@ def finish(
         The table and the plot that were written to the folder; empty if there is no evaluation.
     """
     if config.task.is_language_model:
-        if lengths := runs.lengths_of(config, opened):
-            runs.evaluate_runs([folder], lengths, out=folder, heldout=opened)
+        if lengths := context_length.lengths_of(config, opened):
+            context_length.evaluate_runs([folder], lengths, out=folder, heldout=opened)
             return {"table": folder / "context_loss.csv", "plot": folder / "context_loss.png"}
     elif opened.rows is not None and not config.task.replaces_attention:
         heldout.evaluate_heldout([folder], out=folder, heldout=opened)
@@ -56,13 +55,13 @@ def evaluate(
         ValueError: as these functions; or the runs' tasks differ, or lengths or documents are given for runs that do
             not predict the next token; or they are first stages of retrofits.
     """
-    paths, configs = workdirs_lib.read_runs(workdirs, changes)
+    paths, configs = over_runs.read_runs(workdirs, changes)
     tasks = [config.task.name for config in configs]
     if len(set(tasks)) > 1:
         named = ", ".join(f"{path} ({task})" for path, task in zip(paths, tasks))
         raise ValueError(f"the runs are of different tasks: {named}; evaluate them apart")
     if configs[0].task.is_language_model:
-        runs.evaluate_runs(workdirs, lengths, out=out, documents=documents, changes=changes)
+        context_length.evaluate_runs(workdirs, lengths, out=out, documents=documents, changes=changes)
         return
     if configs[0].task.replaces_attention:
         raise ValueError(

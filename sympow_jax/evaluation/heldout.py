@@ -1,9 +1,9 @@
 """Evaluation of encoders and image classifiers on held-out rows: loss and the metrics of the task."""
 
 import dataclasses
-import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,18 +12,14 @@ import rich.console
 from flax import nnx
 
 from sympow_jax import config as config_lib
-from sympow_jax import data, models, tasks, training
-from sympow_jax.config import fields, serialize
-from sympow_jax.evaluation import report
-from sympow_jax.evaluation import workdirs as workdirs_lib
-from sympow_jax.process import hosts, workdir
+from sympow_jax import data, models, tasks
+from sympow_jax.config import fields
+from sympow_jax.evaluation import over_runs, report, scores
+from sympow_jax.process import workdir
 from sympow_jax.tasks import metrics
-from sympow_jax.training import checkpoint, sharding
+from sympow_jax.training import sharding
 
 __all__ = ["evaluate_heldout", "heldout_metrics"]
-
-# Maximum number of tokens or patches per device and call.
-_CALL_TOKENS = 16_384
 
 
 def heldout_metrics(
@@ -73,8 +69,7 @@ def evaluate_heldout(
 ) -> dict[str, dict[str, float]]:
     """Evaluates the newest checkpoint of every run on the same held-out rows.
 
-    Writes `heldout.json` into `out` and prints a table. With several processes, each evaluates on its own, and only the
-    first writes and prints.
+    Writes `heldout.json` into `out` and prints a table.
 
     Args:
         workdirs: workdirs of the runs.
@@ -91,63 +86,59 @@ def evaluate_heldout(
         ValueError: a workdir holds no run or no checkpoint, the runs' tasks or data differ, nothing is held out, or
             `out` cannot be written.
     """
-    console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
-    paths, configs = workdirs_lib.read_runs(workdirs, changes)
-    workdirs_lib.require_comparable(paths, [_fixed(config) for config in configs])
-    workdirs_lib.require_held_apart(configs[0].data, paths)
-    for path in paths:
-        checkpoint.require_checkpoint(path)
-    folder = workdirs_lib.writable_folder(out)
-    source = configs[0].data
-    if heldout is None:
-        heldout = workdirs_lib.open_heldout(console, paths[0], configs[0])
-    if heldout.rows is None:
-        raise ValueError(f"no example is held out of the data of {paths[0]}: {heldout.cause_of_absence}")
-    if not changes:
-        workdirs_lib.warn_of_changed_data(console, paths, configs[0])
-
-    devices = jax.local_device_count()
-    rows = min(_CALL_TOKENS // source.context_length, -(-source.batch_size // devices))
-    batch_size = devices * max(1, rows)
-    results: dict[str, dict[str, float]] = {}
-    runs = []
-    for name, path, config in zip(workdirs_lib.run_names(paths, configs), paths, configs):
-        _, model, step = training.restore_model(path)
-        results[name] = {}
-        for part, examples in heldout.parts.items():
-            values = heldout_metrics(model, tasks.make(config), examples.batches(batch_size))
-            results[name] |= metrics.of_part(part, values)
-        runs.append(
-            {
-                "run": name,
-                "workdir": str(path),
-                "step": step,
-                "metrics": {
-                    key: value if math.isfinite(value) else None for key, value in results[name].items()
-                },
-                "config": dataclasses.asdict(config),
-            }
-        )
-    if not all(math.isfinite(value) for values in results.values() for value in values.values()):
-        workdirs_lib.warn(console, "metrics are not finite; they are null in the JSON")
-    if hosts.is_first():
-        with workdirs_lib.writing(folder):
-            workdir.write_json(folder / "heldout.json", {"task": configs[0].task.name, "runs": runs})
-    _print(results, configs[0].task, console)
-    return results
+    rows = over_runs.evaluate(
+        _Heldout(), workdirs, out=out, heldout=heldout, changes=changes, console=console
+    )
+    return {row.run: row.metrics for row in rows}
 
 
-def _fixed(config: config_lib.Config) -> dict[str, Any]:
-    values = {"task": config.task, "data": config.data, "model": {"vocab_size": config.model.vocab_size}}
-    return serialize.flatten(values, fields.Occasion.HELDOUT_ROWS)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Row(report.Run):
+    metrics: dict[str, float]
 
 
-def _print(
-    results: Mapping[str, Mapping[str, float]], task: config_lib.TaskConfig, console: rich.console.Console
-) -> None:
-    lines = [
-        [run, *(f"{value:,}" if isinstance(value, int) else f"{value:.4f}" for value in values.values())]
-        for run, values in results.items()
-    ]
-    columns = ["run", *(name.replace("_", " ") for name in next(iter(results.values())))]
-    report.print_cells(f"Held-out rows, task {task.name!r}", columns, lines, console)
+class _Heldout(over_runs.Evaluation[_Row]):
+    def compared(self, config: config_lib.Config) -> dict[str, Any]:
+        return over_runs.same_data(config, fields.Occasion.HELDOUT_ROWS, task=config.task)
+
+    def prepare(self, runs: over_runs.Runs) -> int:
+        source, heldout = runs.first.data, runs.heldout
+        if heldout.rows is None:
+            raise ValueError(
+                f"no example is held out of the data of {runs.paths[0]}: {heldout.cause_of_absence}"
+            )
+        devices = jax.local_device_count()
+        rows = min(scores.CALL_TOKENS // source.context_length, -(-source.batch_size // devices))
+        self._task, self._parts = tasks.make(runs.first), heldout.parts
+        self._batch_size = devices * max(1, rows)
+        return sum(-(-len(part.rows or ()) // self._batch_size) for part in self._parts.values())
+
+    def score(self, model: models.Model, run: report.Run, advance: Callable[[int], None]) -> list[_Row]:
+        def batches(part: data.HeldoutData) -> Iterator[Mapping[str, np.ndarray]]:
+            for batch in part.batches(self._batch_size):
+                yield batch
+                advance(1)
+
+        values: dict[str, float] = {}
+        for name, part in self._parts.items():
+            values |= metrics.of_part(name, heldout_metrics(model, self._task, batches(part)))
+        return [_Row(**dataclasses.asdict(run), metrics=values)]
+
+    def write(self, folder: pathlib.Path, rows: list[_Row], runs: list[dict[str, Any]]) -> None:
+        records = [run | {"metrics": row.metrics} for run, row in zip(runs, rows)]
+        content = {"task": self._task.config.task.name, "runs": records}
+        workdir.write_json(folder / "heldout.json", report.without_nan(content))
+
+    def print(self, rows: list[_Row], console: rich.console.Console) -> None:
+        lines = [
+            [
+                row.run,
+                *(
+                    f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
+                    for value in row.metrics.values()
+                ),
+            ]
+            for row in rows
+        ]
+        columns = ["run", *(name.replace("_", " ") for name in rows[0].metrics)]
+        report.print_cells(f"Held-out rows, task {self._task.config.task.name!r}", columns, lines, console)

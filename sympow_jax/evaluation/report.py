@@ -6,10 +6,9 @@ import itertools
 import json
 import math
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
-import matplotlib.axes
 import numpy as np
 import rich.box
 import rich.console
@@ -29,6 +28,7 @@ __all__ = [
     "print_cells",
     "print_table",
     "training_differences",
+    "without_nan",
     "write_csv",
     "write_json",
     "write_plot",
@@ -78,26 +78,16 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row(Run):
+class Row(buckets.Bucket, Run):
     """Result of one bucket of one run.
 
     Attributes:
-        context_length: last position of the bucket.
-        loss: mean loss in nats per token.
         perplexity: exp(loss).
         bits_per_token: loss / ln 2.
-        tokens: number of predictions in the bucket.
-        documents: number of documents.
-        standard_error: standard error of `loss` over documents; None for one document. It is not in the CSV.
     """
 
-    context_length: int
-    loss: float
     perplexity: float
     bits_per_token: float
-    tokens: int
-    documents: int
-    standard_error: float | None
 
 
 def make_rows(run: Run, means: Sequence[buckets.Bucket]) -> list[Row]:
@@ -106,13 +96,9 @@ def make_rows(run: Run, means: Sequence[buckets.Bucket]) -> list[Row]:
         return [
             Row(
                 **dataclasses.asdict(run),
-                context_length=mean.context_length,
-                loss=mean.loss,
+                **dataclasses.asdict(mean),
                 perplexity=float(np.exp(mean.loss)),
                 bits_per_token=mean.loss / math.log(2),
-                tokens=mean.tokens,
-                documents=mean.documents,
-                standard_error=mean.standard_error,
             )
             for mean in means
         ]
@@ -128,12 +114,12 @@ def training_differences(rows: Sequence[Run]) -> dict[str, str]:
     }
 
 
-def write_csv(path: pathlib.Path, rows: Sequence[Any], columns: Sequence[str] = COLUMNS) -> None:
-    """Writes the columns of every row, a dataclass, with floats in full precision."""
+def write_csv(path: pathlib.Path, rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Writes the columns of every row, with floats in full precision."""
     with atomic.replace(path) as draft, draft.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows([getattr(row, name) for name in columns] for row in rows)
+        writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def write_json(path: pathlib.Path, rows: Sequence[Any], **metadata: Any) -> None:
@@ -141,14 +127,17 @@ def write_json(path: pathlib.Path, rows: Sequence[Any], **metadata: Any) -> None
 
     Numbers that are not finite become null, because JSON does not have them.
     """
-    records = [
-        {name: _finite_or_none(value) for name, value in dataclasses.asdict(row).items()} for row in rows
-    ]
+    content = without_nan({**metadata, "rows": [dataclasses.asdict(row) for row in rows]})
     with atomic.replace(path) as draft:
-        draft.write_text(json.dumps({**metadata, "rows": records}, indent=2, allow_nan=False) + "\n")
+        draft.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
-def _finite_or_none(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """Returns a value of JSON with None in place of NaN and infinities, which JSON does not have."""
+    if isinstance(value, Mapping):
+        return {name: without_nan(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -164,13 +153,23 @@ def print_table(rows: Sequence[Row], console: rich.console.Console) -> None:
     lines = []
     for same_length in zip(*runs, strict=True):
         first = same_length[0]
-        cells = [f"{first.context_length:,}", *map(_loss_cell, same_length)]
+        cells = [f"{first.context_length:,}"]
+        cells += [
+            f"{row.loss:.4f}{'*' if row.context_length == row.train_context else ' '}" for row in same_length
+        ]
         cells += [f"{first.perplexity:,.3f}", f"{first.bits_per_token:.4f}"] if one else []
         lines.append([*cells, f"{first.tokens:,}"])
     print_cells(
         "Held-out loss by position, nats per token", [*columns, "predictions"], lines, console, names=0
     )
-    console.print(_caption(runs), style="dim", highlight=False, soft_wrap=True)
+    documents = rows[0].documents
+    trained = " and ".join(f"{context:,}" for context in sorted({row.train_context for row in rows}))
+    caption = (
+        f"Each line is the mean over the positions above the line before, of the same {documents} "
+        f"document{'s' if documents > 1 else ''}, which count equally; * marks the training context ({trained}). "
+        f"heldout_loss in metrics.jsonl is over one batch of rows instead, in which long documents count more."
+    )
+    console.print(caption, style="dim", highlight=False, soft_wrap=True)
 
 
 def print_cells(
@@ -194,21 +193,6 @@ def print_cells(
     console.print(table, crop=False)
 
 
-def _loss_cell(row: Row) -> str:
-    mark = "*" if row.context_length == row.train_context else " "
-    return f"{row.loss:.4f}{mark}"
-
-
-def _caption(runs: Sequence[Sequence[Row]]) -> str:
-    documents, contexts = runs[0][0].documents, sorted({run[0].train_context for run in runs})
-    trained = " and ".join(f"{context:,}" for context in contexts)
-    return (
-        f"Each line is the mean over the positions above the line before, of the same {documents} "
-        f"document{'s' if documents > 1 else ''}, which count equally; * marks the training context ({trained}). "
-        f"heldout_loss in metrics.jsonl is over one batch of rows instead, in which long documents count more."
-    )
-
-
 def write_plot(path: pathlib.Path, rows: Sequence[Row]) -> None:
     """Draws loss in nats per token over context length, with a band of one standard error over documents.
 
@@ -218,50 +202,32 @@ def write_plot(path: pathlib.Path, rows: Sequence[Row]) -> None:
     runs = {name: list(group) for name, group in itertools.groupby(rows, key=lambda row: row.run)}
     figure, (axes,) = plotting.make()
     contexts = sorted({row.train_context for row in rows})
-    ends = []
     differences = training_differences(rows)
-    styles = plotting.styles([run[0].preset for run in runs.values()])
-    for (name, run), (color, marker) in zip(runs.items(), styles):
+    ends = []
+    for (name, run), style in zip(runs.items(), plotting.styles([run[0].preset for run in runs.values()])):
+        lengths = [row.context_length for row in run]
+        losses = np.array([row.loss for row in run])
+        errors = np.array([row.standard_error or 0.0 for row in run])
+        height = plotting.draw_line(axes, lengths, losses, losses - errors, losses + errors, style=style)
         label = plotting.plain(name) + (f"\n{plotting.plain(differences[name])}" if differences else "")
         if len(contexts) > 1:
             label += f"\ntrained at {run[0].train_context:,}"
-        ends.append(_draw_run(axes, label, run, color, marker))
-    _style_axes(axes, rows)
-    for context in contexts:
-        text = f"training context {context:,}" if len(contexts) == 1 else f"trained at {context:,}"
-        plotting.mark(axes, context, text)
-    plotting.label_lines(axes, ends)
-    plotting.save(figure, path)
-
-
-def _draw_run(
-    axes: matplotlib.axes.Axes, name: str, run: Sequence[Row], color: str, marker: str
-) -> tuple[str, str, float]:
-    """Draws one line; returns its label, its color and its final height."""
-    lengths = np.array([row.context_length for row in run])
-    losses = np.array([row.loss if math.isfinite(row.loss) else np.nan for row in run])
-    errors = np.array([row.standard_error or 0.0 for row in run])
-    axes.fill_between(lengths, losses - errors, losses + errors, color=color, alpha=0.13, linewidth=0)
-    axes.plot(
-        lengths, losses, color=color, marker=marker, markersize=5, linewidth=1.8, markeredgecolor="white"
-    )
-    finite = np.isfinite(losses)
-    missing = ", ".join(f"{length:,}" for length in lengths[~finite])
-    label = f"{name}\nnot finite at {missing}" if missing else name
-    return label, color, float(losses[finite][-1]) if finite.any() else math.nan
-
-
-def _style_axes(axes: matplotlib.axes.Axes, rows: Sequence[Row]) -> None:
+        if missing := [f"{row.context_length:,}" for row in run if not math.isfinite(row.loss)]:
+            label += f"\nnot finite at {', '.join(missing)}"
+        ends.append((label, style[0], height))
     plotting.set_log2_ticks(axes, sorted({row.context_length for row in rows}))
     documents = rows[0].documents
-    subtitle = (
-        f"mean of each bucket of positions; the same {documents} document{'s' if documents > 1 else ''}"
-    )
-    subtitle += " at every length" + ("; band: one standard error over documents" if documents > 1 else "")
+    subtitle = "mean of each bucket of positions; the same "
+    subtitle += f"{documents} document{'s' if documents > 1 else ''} at every length"
     plotting.style(
         axes,
         x_label="context length: upper end of each bucket of positions (tokens)",
         y_label="held-out loss (nats per token)",
         title="Loss within and beyond the training context",
-        subtitle=subtitle,
+        subtitle=subtitle + ("; band: one standard error over documents" if documents > 1 else ""),
     )
+    for context in contexts:
+        text = f"training context {context:,}" if len(contexts) == 1 else f"trained at {context:,}"
+        plotting.mark(axes, context, text)
+    plotting.label_lines(axes, ends)
+    plotting.save(figure, path)

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from sympow_jax import config as config_lib
 from sympow_jax import data, models, plotting, training
-from sympow_jax.evaluation import workdirs
+from sympow_jax.evaluation import over_runs, report
 from sympow_jax.inspection import attention_maps, figures
 from sympow_jax.process import atomic, workdir
 from sympow_jax.training import checkpoint
@@ -59,82 +58,55 @@ def inspect(
             f"{folder} holds the first stage of a retrofit, two attentions in a layer; inspect the run that starts "
             f"from it"
         )
-    layers = _layers(settings, layer)
+    count = settings.model.layers
+    if layer is not None and not 0 <= layer < count:
+        raise ValueError(f"--layer is {layer}; the model has layers 0 to {count - 1}")
+    layers = range(count) if layer is None else [layer]
     checkpoint.require_checkpoint(folder)
     codec = data.codec_of_run(settings, tokenizer)
     tokens = codec.encode(text, name)
-    _require_few(settings, len(tokens), len(layers), name)
-    target = workdirs.writable_folder(folder / "inspect" if out is None else out)
+    if len(tokens) > MAX_TOKENS:
+        raise ValueError(
+            f"{name} has {len(tokens)} tokens; maps are made of at most {MAX_TOKENS}: shorten it"
+        )
+    maps_size = len(layers) * settings.model.heads
+    if maps_size * len(tokens) ** 2 > MAX_WEIGHTS:
+        raise ValueError(
+            f"{len(layers)} layers of {settings.model.heads} heads and {len(tokens)} tokens are "
+            f"{maps_size * len(tokens) ** 2} weights, more than {MAX_WEIGHTS}: choose one with --layer, or shorten "
+            f"{name} to {math.isqrt(MAX_WEIGHTS // maps_size)} tokens"
+        )
+    target = over_runs.writable_folder(folder / "inspect" if out is None else out)
 
     _, model, step = training.restore_exact(folder)
     assert isinstance(model, models.DecoderLM | models.Encoder)
     maps = attention_maps.attention_maps(model, tokens, layers)
     causal = settings.model.attention.causal
-    metadata = {
-        "run": folder.absolute().name,
-        "step": step,
-        "attention": settings.model.attention_name,
-    }
-    texts = [_text_of(codec, token) for token in tokens]
-    with workdirs.writing(target):
-        content = metadata | {"tokens": tokens, "text": [text.decode(errors="replace") for text in texts]}
-        _write_json(target / "inspect.json", maps, content, causal=causal)
-        labels = [figures.visible(text) for text in texts]
-        messages = _draw(target, maps, labels, metadata, causal=causal)
-    return [f"wrote {target / 'inspect.json'}: the numbers of {len(tokens):,} tokens", *messages]
-
-
-def _layers(settings: config_lib.Config, layer: int | None) -> Sequence[int]:
-    count = settings.model.layers
-    if layer is None:
-        return range(count)
-    if not 0 <= layer < count:
-        raise ValueError(f"--layer is {layer}; the model has layers 0 to {count - 1}")
-    return [layer]
-
-
-def _require_few(settings: config_lib.Config, tokens: int, layers: int, name: str) -> None:
-    if tokens > MAX_TOKENS:
-        raise ValueError(f"{name} has {tokens} tokens; maps are made of at most {MAX_TOKENS}: shorten it")
-    heads = settings.model.heads
-    if layers * heads * tokens**2 > MAX_WEIGHTS:
-        most = math.isqrt(MAX_WEIGHTS // (layers * heads))
-        raise ValueError(
-            f"{layers} layers of {heads} heads and {tokens} tokens are {layers * heads * tokens**2} weights, more than "
-            f"{MAX_WEIGHTS}: choose one with --layer, or shorten {name} to {most} tokens"
-        )
-
-
-def _text_of(codec: data.Codec, token: int) -> bytes:
+    run, attention = folder.absolute().name, settings.model.attention_name
     # The id before a document need not be one of the tokenizer's.
-    return codec.decode([token]) or f"<{token}>".encode()
-
-
-def _draw(
-    target: pathlib.Path,
-    maps: Sequence[attention_maps.LayerMaps],
-    labels: Sequence[str],
-    metadata: dict[str, Any],
-    *,
-    causal: bool,
-) -> list[str]:
-    """Draws the figures that apply to the model, and returns a message for each."""
-    run = "{run}, step {step}: {attention}".format(**metadata | {"run": plotting.plain(metadata["run"])})
-    path = target / "attention.png"
-    figures.draw_weights(path, maps, labels, subtitle=run, causal=causal)
-    messages = [f"wrote {path}: what each token reads, one map per head"]
-    if decaying := [layer for layer in maps if layer.half_life is not None]:
-        path = target / "half_life.png"
-        figures.draw_half_lives(path, decaying, labels, subtitle=run)
-        messages.append(f"wrote {path}: tokens until the decay halves")
-    else:
-        messages.append("no half_life.png: the attention has no decay")
-    if rotating := [layer for layer in maps if layer.rate is not None]:
-        path = target / "rotation.png"
-        figures.draw_rotations(path, rotating, labels, subtitle=run)
-        messages.append(f"wrote {path}: radians per token")
-    else:
-        messages.append("no rotation.png: the positions have no rates that the text chooses")
+    texts = [codec.decode([token]) or f"<{token}>".encode() for token in tokens]
+    subtitle = f"{plotting.plain(run)}, step {step}: {attention}"
+    with over_runs.writing(target):
+        content = {"run": run, "step": step, "attention": attention, "tokens": tokens}
+        content["text"] = [text.decode(errors="replace") for text in texts]
+        _write_json(target / "inspect.json", maps, content, causal=causal)
+        messages = [f"wrote {target / 'inspect.json'}: the numbers of {len(tokens):,} tokens"]
+        labels = [figures.visible(text) for text in texts]
+        path = target / "attention.png"
+        figures.draw_weights(path, maps, labels, subtitle=subtitle, causal=causal)
+        messages.append(f"wrote {path}: what each token reads, one map per head")
+        if decaying := [x for x in maps if x.half_life is not None]:
+            path = target / "half_life.png"
+            figures.draw_half_lives(path, decaying, labels, subtitle=subtitle)
+            messages.append(f"wrote {path}: tokens until the decay halves")
+        else:
+            messages.append("no half_life.png: the attention has no decay")
+        if rotating := [x for x in maps if x.rate is not None]:
+            path = target / "rotation.png"
+            figures.draw_rotations(path, rotating, labels, subtitle=subtitle)
+            messages.append(f"wrote {path}: radians per token")
+        else:
+            messages.append("no rotation.png: the positions have no rates that the text chooses")
     return messages
 
 
@@ -146,29 +118,18 @@ def _write_json(
     causal: bool,
 ) -> None:
     """Writes `metadata` and the values of each layer; a causal row of weights ends with its own token."""
+
+    def numbers(values: np.ndarray | None) -> Any:
+        return None if values is None else report.without_nan(values.tolist())
+
     records = []
     for layer in maps:
-        heads = np.round(layer.weights.astype(np.float64), _DECIMALS).tolist()
-        records.append(
-            {
-                "layer": layer.layer,
-                "weights": [[row[: i + 1] for i, row in enumerate(rows)] for rows in heads]
-                if causal
-                else heads,
-                "half_life": _numbers(layer.half_life),
-                "rate": _numbers(layer.rate),
-            }
-        )
+        weights = np.round(layer.weights.astype(np.float64), _DECIMALS).tolist()
+        if causal:
+            weights = [[row[: i + 1] for i, row in enumerate(rows)] for rows in weights]
+        values = {"half_life": numbers(layer.half_life), "rate": numbers(layer.rate)}
+        records.append({"layer": layer.layer, "weights": weights} | values)
     theta = next((layer.theta for layer in maps if layer.theta is not None), None)
-    content = metadata | {"theta": _numbers(theta), "layers": records}
+    content = metadata | {"theta": numbers(theta), "layers": records}
     with atomic.replace(path) as draft:
         draft.write_text(json.dumps(content, allow_nan=False) + "\n")
-
-
-def _numbers(values: np.ndarray | None) -> Any:
-    """Returns nested lists, with null in place of infinity, which JSON does not have."""
-    if values is None:
-        return None
-    numbers = values.astype(object)
-    numbers[~np.isfinite(values)] = None
-    return numbers.tolist()

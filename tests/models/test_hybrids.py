@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from sympow_jax import config, generation, models, ops
-from sympow_jax.evaluation import streaming
+from sympow_jax.evaluation import scores
 from sympow_jax.tasks import flops
 from tests.generation import small
 from tests.ops import cases
@@ -207,9 +207,9 @@ def test_windows_and_recurrent_states_need_no_length(tmp_path):
 
 def test_losses_of_a_document_in_parts_equal_those_of_one_call(model, monkeypatch):
     tokens = small.tokens(1, 101)
-    expected = streaming.token_losses(model, tokens)
-    monkeypatch.setattr(streaming, "_CALL_TOKENS", 40)
-    np.testing.assert_allclose(streaming.token_losses(model, tokens), expected, rtol=1e-4, atol=1e-5)
+    expected = scores.token_losses(model, tokens)
+    monkeypatch.setattr(scores, "CALL_TOKENS", 40)
+    np.testing.assert_allclose(scores.token_losses(model, tokens), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_flops_and_states_are_those_of_the_layers():

@@ -85,7 +85,5 @@ def test_errors():
             with pytest.raises(ValueError, match="a metric needs equal numbers of both, at least one"):
                 metric(*sides)
     for metric in (metrics.pearson, metrics.spearman):
-        with pytest.raises(ValueError, match="1 of 2 predictions are not finite"):
-            metric(np.array([1.0, 2.0]), np.array([1.0, np.nan]))
-        with pytest.raises(ValueError, match="2 of 2 labels are not finite"):
-            metric(np.array([np.inf, np.nan]), np.array([1.0, 2.0]))
+        assert np.isnan(metric(np.array([1.0, 2.0]), np.array([1.0, np.inf])))
+        assert np.isnan(metric(np.array([np.nan, 1.0]), np.array([1.0, 2.0])))

@@ -8,14 +8,15 @@ import functools
 import math
 import string
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, Int32
 
-from sympow_jax.evaluation.context_tasks import answers
+from sympow_jax import data
+from sympow_jax.evaluation import scores
 
-__all__ = ["TASKS", "Encoder", "Exam", "Material", "Task", "TooShortError", "make_exam"]
+__all__ = ["TASKS", "Exam", "Material", "Task", "TooShortError", "make_exam"]
 
 # Questions about a context. Both are multiples of 4, because results are reported by quarters of the context.
 _PAIR_QUESTIONS = 8
@@ -26,17 +27,6 @@ _HOPS = 4
 
 class TooShortError(ValueError):
     """A context length is too small for a task."""
-
-
-class Encoder(Protocol):
-    """Tokenizer of texts, such as `sympow_jax.data.Codec`."""
-
-    @property
-    def lead(self) -> int | None:
-        """Id before every document; None for none."""
-
-    def encode(self, prompt: bytes, name: str) -> list[int]:
-        """Returns the tokens of any text, with `lead` before them; `name` names the text in errors."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +41,7 @@ class Material:
     """
 
     text: Int[np.ndarray, " tokens"]
-    encoder: Encoder | None = None
+    encoder: data.Codec | None = None
     lead: int | None = None
 
     @functools.cached_property
@@ -95,7 +85,7 @@ class Exam(NamedTuple):
             what answers it, in [0, 1). Empty if the answers depend on the whole context.
     """
 
-    case: answers.Case
+    case: scores.Case
     log_candidates: float
     depths: Sequence[float] = ()
 
@@ -132,11 +122,11 @@ def make_exam(task: str, material: Material, length: int, *, seed: int, index: i
     except TooShortError as error:
         raise TooShortError(f"context length {length} is too short for the task {task!r}: {error}") from None
     # All exams of a length are in memory, where lists of integers take ten times as much as arrays.
-    questions = [answers.Question(_as_array(x.prompt), _as_array(x.answer)) for x in exam.case.questions]
-    return exam._replace(case=answers.Case(_as_array(exam.case.context), questions))
+    questions = [scores.Question(_as_array(x.prompt), _as_array(x.answer)) for x in exam.case.questions]
+    return exam._replace(case=scores.Case(_as_array(exam.case.context), questions))
 
 
-def _as_array(tokens: answers.Tokens) -> Int32[np.ndarray, " tokens"]:
+def _as_array(tokens: scores.Tokens) -> Int32[np.ndarray, " tokens"]:
     return np.asarray(tokens, np.int32)
 
 
@@ -150,7 +140,7 @@ def _recall(material: Material, length: int, rng: np.random.Generator) -> Exam:
     # At least four letters, and enough for four words per token.
     letters = max(4, math.ceil(math.log(4 * length, len(string.ascii_lowercase))))
     keys = _distinct_words(rng, string.ascii_lowercase, letters)
-    pairs: list[answers.Question] = []
+    pairs: list[scores.Question] = []
     context, question_size = material.start, 0
     while True:
         key, value = material.encode(f"{next(keys)}="), material.encode(_digits(rng, 4))
@@ -159,13 +149,13 @@ def _recall(material: Material, length: int, rng: np.random.Generator) -> Exam:
         if len(pairs) >= _PAIR_QUESTIONS and size + question_size > length:
             break
         context += [*key, *value, *end]
-        pairs.append(answers.Question(key, value))
+        pairs.append(scores.Question(key, value))
     _require_length(length, len(context) + question_size)
     # Bounds are rounded up, so that a pair of the eighth k has a depth of k / 8 at least.
     bounds = -(-np.arange(_PAIR_QUESTIONS + 1) * len(pairs) // _PAIR_QUESTIONS)
     indices = rng.integers(bounds[:-1], bounds[1:])
     candidates = len({tuple(pair.answer) for pair in pairs})
-    case = answers.Case(context, [pairs[index] for index in indices])
+    case = scores.Case(context, [pairs[index] for index in indices])
     return Exam(case, math.log(candidates), (indices / len(pairs)).tolist())
 
 
@@ -179,14 +169,14 @@ def _needle(material: Material, length: int, rng: np.random.Generator) -> Exam:
     before, after = material.encode("\nThe magic number of "), material.encode(" is #")
     end = material.encode(".\n")
     questions = [
-        answers.Question([*before, *material.encode(next(keys)), *after], material.encode(next(numbers)))
+        scores.Question([*before, *material.encode(next(keys)), *after], material.encode(next(numbers)))
         for _ in range(_NEEDLES)
     ]
     needles = [[*x.prompt, *x.answer, *end] for x in questions]
     question_size = max(len(x.prompt) + len(x.answer) for x in questions)
     depths = (np.arange(_NEEDLES) + rng.random(_NEEDLES)) / _NEEDLES
     context = _hide(material, needles, depths, length, question_size, rng)
-    return Exam(answers.Case(context, questions), math.log(_NEEDLES), depths.tolist())
+    return Exam(scores.Case(context, questions), math.log(_NEEDLES), depths.tolist())
 
 
 def _variables(material: Material, length: int, rng: np.random.Generator) -> Exam:
@@ -207,7 +197,7 @@ def _variables(material: Material, length: int, rng: np.random.Generator) -> Exa
     answer = [token for name in names for token in name]
     depths = np.sort(rng.random(len(statements)))
     context = _hide(material, statements, depths, length, len(prompt) + len(answer), rng)
-    case = answers.Case(context, [answers.Question(prompt, answer)])
+    case = scores.Case(context, [scores.Question(prompt, answer)])
     return Exam(case, math.log(math.factorial(len(names))))
 
 
@@ -220,7 +210,7 @@ def _copy(material: Material, length: int, rng: np.random.Generator) -> Exam:
     _require_length(length, len(material.start) + 4)
     size = (length - len(material.start)) // 2
     tokens = rng.choice(material.alphabet, size).tolist()
-    case = answers.Case([*material.start, *tokens], [answers.Question(tokens[:1], tokens[1:])])
+    case = scores.Case([*material.start, *tokens], [scores.Question(tokens[:1], tokens[1:])])
     return Exam(case, (size - 1) * math.log(len(material.alphabet)))
 
 

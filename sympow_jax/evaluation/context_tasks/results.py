@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import matplotlib.axes
 import matplotlib.figure
@@ -13,9 +13,10 @@ import rich.console
 
 from sympow_jax import plotting
 from sympow_jax.evaluation import report
-from sympow_jax.evaluation.context_tasks import answers, prompts
+from sympow_jax.evaluation import scores as scores_lib
+from sympow_jax.evaluation.context_tasks import prompts
 
-__all__ = ["COLUMNS", "Row", "TaskResult", "make_rows", "print_table", "summarize", "write_plot"]
+__all__ = ["COLUMNS", "Row", "TaskResult", "print_table", "summarize", "write_plot"]
 
 # Columns of panels at most.
 _MAX_COLUMNS = 2
@@ -88,7 +89,7 @@ def summarize(
     task: str,
     context_length: int,
     exams: Sequence[prompts.Exam],
-    scores: Sequence[Sequence[answers.Score]],
+    scores: Sequence[Sequence[scores_lib.Score]],
 ) -> TaskResult:
     """Returns the result of exams; `scores` has a list for each exam, with the score of each of its questions."""
     from scipy import stats  # slow to import
@@ -99,7 +100,12 @@ def summarize(
     interval = stats.binomtest(right, len(flat)).proportion_ci(method="wilson")
     log_candidates = np.array([exam.log_candidates for exam in exams])
     question_counts = [len(exam_scores) for exam_scores in scores]
-    first, second, third, last = _exact_match_by_depth(exams, scores)
+    # Without depths, no question is counted in a quarter.
+    quarters: list[list[bool]] = [[] for _ in range(4)]
+    for exam, exam_scores in zip(exams, scores):
+        for depth, score in zip(exam.depths, exam_scores):
+            quarters[int(4 * depth)].append(bool(score.correct.all()))
+    first, second, third, last = (float(np.mean(correct)) if correct else None for correct in quarters)
     return TaskResult(
         task=task,
         context_length=context_length,
@@ -120,69 +126,28 @@ def summarize(
     )
 
 
-def _exact_match_by_depth(
-    exams: Sequence[prompts.Exam], scores: Sequence[Sequence[answers.Score]]
-) -> list[float | None]:
-    """Returns the `exact_match` of each quarter of the context; None if no question has a depth in it."""
-    quarters: list[list[bool]] = [[] for _ in range(4)]
-    for exam, exam_scores in zip(exams, scores):
-        # Without depths, no question is counted.
-        for depth, score in zip(exam.depths, exam_scores):
-            quarters[int(4 * depth)].append(bool(score.correct.all()))
-    return [float(np.mean(right)) if right else None for right in quarters]
-
-
-def make_rows(run: report.Run, results: Sequence[TaskResult]) -> list[Row]:
-    """Returns the rows of one run."""
-    return [Row(**dataclasses.asdict(run), **dataclasses.asdict(result)) for result in results]
-
-
 def print_table(rows: Sequence[Row], console: rich.console.Console) -> None:
-    """Prints a line per task and length; with several runs, a column of exact matches for each."""
-    tasks, runs = _tasks_and_runs(rows)
+    """Prints a line per task and length; with several runs, which have the same ones, a column of answers for each."""
+    runs = list(dict.fromkeys(row.run for row in rows))
     one = len(runs) == 1
-    # Title, run whose row is shown, and its text. If the run is None, it is that of the first run: all runs of one
-    # command have the same tasks and lengths, and one tokenizer.
-    columns: list[tuple[str, str | None, Callable[[Row], str]]] = [
-        ("task", None, lambda row: row.task),
-        ("context length", None, lambda row: f"{row.context_length:,}"),
-        *(
-            (
-                "answers right" if one else run,
-                run,
-                lambda row: (
-                    f"{row.exact_match:.3f} ({row.exact_match_low:.3f} to {row.exact_match_high:.3f})"
-                ),
-            )
-            for run in runs
-        ),
-        ("chance", None, lambda row: f"{row.chance:.3f}"),
-    ]
-    if one:
-        columns += [
-            ("tokens right", None, lambda row: f"{row.token_accuracy:.3f}"),
-            ("loss", None, lambda row: f"{row.loss:.3f}"),
-            ("chance loss", None, lambda row: f"{row.chance_loss:.3f}"),
-        ]
-    columns.append(("questions", None, lambda row: f"{row.questions:,}"))
-    groups: dict[tuple[str, int], dict[str, Row]] = {}
-    for row in sorted(rows, key=lambda row: (tasks.index(row.task), row.context_length)):
-        groups.setdefault((row.task, row.context_length), {})[row.run] = row
+    columns = ["task", "context length", *(["answers right"] if one else runs), "chance"]
+    columns += ["tokens right", "loss", "chance loss"] if one else []
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.task, row.context_length), []).append(row)
     lines = []
-    for aligned in groups.values():
-        sources = [aligned.get(run or next(iter(aligned))) for _, run, _ in columns]
-        lines.append(["-" if row is None else text(row) for row, (_, _, text) in zip(sources, columns)])
-    report.print_cells(
-        "Fraction of answers that are right in full (95 % interval), teacher-forced",
-        [title for title, _, _ in columns],
-        lines,
-        console,
-    )
-
-
-def _tasks_and_runs(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
-    """Returns the names of tasks and of runs, in the order in which they first appear."""
-    return list(dict.fromkeys(row.task for row in rows)), list(dict.fromkeys(row.run for row in rows))
+    for (task, length), aligned in groups.items():
+        first = aligned[0]
+        cells = [task, f"{length:,}"]
+        cells += [
+            f"{row.exact_match:.3f} ({row.exact_match_low:.3f} to {row.exact_match_high:.3f})"
+            for row in aligned
+        ]
+        numbers = [first.chance]
+        numbers += [first.token_accuracy, first.loss, first.chance_loss] if one else []
+        lines.append([*cells, *(f"{number:.3f}" for number in numbers), f"{first.questions:,}"])
+    title = "Fraction of answers that are right in full (95 % interval), teacher-forced"
+    report.print_cells(title, [*columns, "questions"], lines, console)
 
 
 def write_plot(path: pathlib.Path, rows: Sequence[Row]) -> None:
@@ -193,7 +158,7 @@ def write_plot(path: pathlib.Path, rows: Sequence[Row]) -> None:
     one each training context. The lower part has a panel for each task and run, with the `exact_match` of each quarter
     of the context.
     """
-    tasks, runs = _tasks_and_runs(rows)
+    tasks, runs = (list(dict.fromkeys(names)) for names in zip(*((row.task, row.run) for row in rows)))
     with_depths = [row for row in rows if None not in row.exact_match_by_depth]
     maps = [
         [row for row in with_depths if (row.task, row.run) == pair] for pair in itertools.product(tasks, runs)
@@ -222,10 +187,26 @@ def _draw_lines(
     differences = report.training_differences(rows)
     for number, (axes, task) in enumerate(zip(panels, tasks)):
         task_rows = [row for row in rows if row.task == task]
-        for run, (color, marker) in zip(runs, styles):
-            label = f"{run}, {differences[run]}" if differences else run
-            line = _draw_run(axes, [row for row in task_rows if row.run == run], label, color, marker)
-            handles += [line] if number == 0 else []
+        for run, style in zip(runs, styles):
+            run_rows = [row for row in task_rows if row.run == run]
+            lengths = [row.context_length for row in run_rows]
+            axes.plot(
+                lengths,
+                [row.token_accuracy for row in run_rows],
+                color=style[0],
+                linewidth=1.2,
+                linestyle="--",
+            )
+            plotting.draw_line(
+                axes,
+                lengths,
+                [row.exact_match for row in run_rows],
+                [row.exact_match_low for row in run_rows],
+                [row.exact_match_high for row in run_rows],
+                style=style,
+                label=plotting.plain(f"{run}, {differences[run]}" if differences else run),
+            )
+            handles += axes.lines[-1:] if number == 0 else []
         chance = {row.context_length: row.chance for row in task_rows}
         lengths = sorted(chance)
         axes.plot(lengths, [chance[x] for x in lengths], color="#999999", linewidth=1.2, zorder=1)
@@ -286,25 +267,3 @@ def _panels(figure: matplotlib.figure.FigureBase, count: int) -> tuple[list[matp
     for unused in axes[count:]:
         unused.remove()
     return list(axes[:count]), columns
-
-
-def _draw_run(
-    axes: matplotlib.axes.Axes, run: Sequence[Row], name: str, color: str, marker: str
-) -> matplotlib.lines.Line2D:
-    """Draws the two lines of a run; returns the solid one, which has its name."""
-    lengths = np.array([row.context_length for row in run])
-    exact = np.array([row.exact_match for row in run])
-    low, high = [row.exact_match_low for row in run], [row.exact_match_high for row in run]
-    axes.fill_between(lengths, low, high, color=color, alpha=0.13, linewidth=0)
-    axes.plot(lengths, [row.token_accuracy for row in run], color=color, linewidth=1.2, linestyle="--")
-    (line,) = axes.plot(
-        lengths,
-        exact,
-        color=color,
-        marker=marker,
-        label=plotting.plain(name),
-        markersize=5,
-        linewidth=1.8,
-        markeredgecolor="white",
-    )
-    return line

@@ -2,22 +2,20 @@
 
 import dataclasses
 import functools
-import math
 import os
-import time
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import rich.console
 from jaxtyping import Int
 
-from sympow_jax import data, models, spelling, training
-from sympow_jax.evaluation import buckets, report, runs
-from sympow_jax.evaluation import workdirs as workdirs_lib
-from sympow_jax.evaluation.context_tasks import answers, prompts, results
-from sympow_jax.process import hosts
-from sympow_jax.training import checkpoint
+from sympow_jax import config as config_lib
+from sympow_jax import data, models, spelling
+from sympow_jax.config import fields
+from sympow_jax.evaluation import buckets, context_length, over_runs, report, scores
+from sympow_jax.evaluation.context_tasks import prompts, results
 
 __all__ = ["context_task_results", "evaluate_context_tasks"]
 
@@ -79,8 +77,8 @@ def context_task_results(
                 prompts.make_exam(task, material, length, seed=seed, index=index)
                 for index in range(_num_contexts(task, trials))
             ]
-            scores = answers.answer_scores(model, [exam.case for exam in exams])
-            task_results.append(results.summarize(task, length, exams, scores))
+            exam_scores = scores.answer_scores(model, [exam.case for exam in exams])
+            task_results.append(results.summarize(task, length, exams, exam_scores))
             if on_result is not None:
                 on_result()
     return task_results
@@ -150,73 +148,68 @@ def evaluate_context_tasks(
         ValueError: a workdir does not hold a next-token run or a checkpoint, the runs' data or vocabularies differ,
             nothing is held out, `out` cannot be written, or as `context_task_results`.
     """
-    console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
-    trials = _TRIALS if trials is None else trials
-    _check(tasks, trials)
-    paths, configs = workdirs_lib.read_runs(workdirs, changes)
-    for path, config in zip(paths, configs):
-        if not config.task.is_language_model:
-            raise ValueError(
-                f"{path} holds a run of task {config.task.name!r}; --tasks is for models of the next token, leave it "
-                f"out"
-            )
-    runs.require_same_documents(paths, configs)
-    workdirs_lib.require_held_apart(configs[0].data, paths)
-    for path in paths:
-        checkpoint.require_checkpoint(path)
-    first = configs[0]
-    heldout = workdirs_lib.open_heldout(console, paths[0], first)
-    documents = runs.require_documents(heldout)
-    codec = None
-    if any(prompts.TASKS[task].needs_tokenizer for task in tasks):
-        codec = data.codec_of_run(first, tokenizer)
-    elif tokenizer is not None:
-        raise ValueError(f"--tokenizer is for tasks with text; {', '.join(tasks)} has none: leave it out")
-    candidate_lengths = runs.lengths_of(first, heldout) if lengths is None else lengths
-    _check_sizes(tasks, candidate_lengths, trials)
-    text = _heldout_tokens(documents, _TEXT_CONTEXTS * max(candidate_lengths, default=0))
-    lead = codec.lead if documents.lead is None and codec is not None else documents.lead
-    material = prompts.Material(text, codec, lead)
-    lengths = _drop_short(tasks, candidate_lengths, material) if lengths is None else lengths
-    _check_lengths(tasks, lengths, material)
-    for path, config in zip(paths, configs):
-        runs.require_places(config, lengths, f"the model of {path}")
-    folder = workdirs_lib.writable_folder(out)
-    if not changes:
-        workdirs_lib.warn_of_changed_data(console, paths, first)
+    evaluation = _ContextTasks(tasks, lengths, _TRIALS if trials is None else trials, tokenizer)
+    return over_runs.evaluate(evaluation, workdirs, out=out, changes=changes, console=console)
 
-    rows: list[results.Row] = []
-    records = []
-    for name, path, config in zip(workdirs_lib.run_names(paths, configs), paths, configs):
-        started = time.perf_counter()
-        trained, model, step = training.restore_model(path)
-        with workdirs_lib.progress(console, name, len(tasks) * len(lengths)) as advance:
-            task_results = context_task_results(
-                cast(models.DecoderLM, model),
-                material,
-                tasks,
-                lengths,
-                trials=trials,
-                on_result=functools.partial(advance, 1),
-            )
-        workdirs_lib.say(console, f"{name}: step {step:,}, {time.perf_counter() - started:.1f} s")
-        rows += results.make_rows(workdirs_lib.describe_run(name, path, trained, step), task_results)
-        records.append(
-            {"run": name, "workdir": str(path), "step": step, "config": dataclasses.asdict(config)}
+
+class _ContextTasks(over_runs.Evaluation[results.Row]):
+    def __init__(
+        self, tasks: Sequence[str], lengths: Sequence[int] | None, trials: int, tokenizer: str | None
+    ):
+        _check(tasks, trials)
+        self._tasks, self._lengths, self._trials, self._tokenizer = tasks, lengths, trials, tokenizer
+
+    def cause_of_refusal(self, config: config_lib.Config) -> str | None:
+        if config.task.is_language_model:
+            return None
+        return (
+            f"holds a run of task {config.task.name!r}; --tasks is for models of the next token, leave it out"
         )
-    workdirs_lib.warn_of_different_training(console, rows)
-    if diverged := sorted({row.run for row in rows if not math.isfinite(row.loss)}):
-        workdirs_lib.warn(
-            console, f"losses of {', '.join(diverged)} are not finite; they are null in the JSON"
+
+    def compared(self, config: config_lib.Config) -> dict[str, Any]:
+        return over_runs.same_data(config, fields.Occasion.HELDOUT_DOCUMENTS)
+
+    def prepare(self, runs: over_runs.Runs) -> int:
+        tasks, lengths = self._tasks, self._lengths
+        documents = context_length.require_documents(runs.heldout)
+        codec = None
+        if any(prompts.TASKS[task].needs_tokenizer for task in tasks):
+            codec = data.codec_of_run(runs.first, self._tokenizer)
+        elif self._tokenizer is not None:
+            raise ValueError(f"--tokenizer is for tasks with text; {', '.join(tasks)} has none: leave it out")
+        candidates = context_length.lengths_of(runs.first, runs.heldout) if lengths is None else lengths
+        _check_sizes(tasks, candidates, self._trials)
+        text = _heldout_tokens(documents, _TEXT_CONTEXTS * max(candidates, default=0))
+        lead = codec.lead if documents.lead is None and codec is not None else documents.lead
+        self._material = prompts.Material(text, codec, lead)
+        lengths = _drop_short(tasks, candidates, self._material) if lengths is None else lengths
+        _check_lengths(tasks, lengths, self._material)
+        for path, config in zip(runs.paths, runs.configs):
+            context_length.require_places(config, lengths, f"the model of {path}")
+        self._lengths = lengths
+        return len(tasks) * len(lengths)
+
+    def score(
+        self, model: models.Model, run: report.Run, advance: Callable[[int], None]
+    ) -> list[results.Row]:
+        task_results = context_task_results(
+            cast(models.DecoderLM, model),
+            self._material,
+            self._tasks,
+            cast(Sequence[int], self._lengths),
+            trials=self._trials,
+            on_result=functools.partial(advance, 1),
         )
-    if hosts.is_first():
-        with workdirs_lib.writing(folder):
-            report.write_csv(folder / "tasks.csv", rows, results.COLUMNS)
-            titles = {task: prompts.TASKS[task].title for task in tasks}
-            report.write_json(folder / "tasks.json", rows, tasks=titles, trials=trials, runs=records)
-            results.write_plot(folder / "tasks.png", rows)
-    results.print_table(rows, console)
-    return rows
+        return [results.Row(**dataclasses.asdict(run), **dataclasses.asdict(x)) for x in task_results]
+
+    def write(self, folder: pathlib.Path, rows: list[results.Row], runs: list[dict[str, Any]]) -> None:
+        report.write_csv(folder / "tasks.csv", map(dataclasses.asdict, rows), results.COLUMNS)
+        titles = {task: prompts.TASKS[task].title for task in self._tasks}
+        report.write_json(folder / "tasks.json", rows, tasks=titles, trials=self._trials, runs=runs)
+        results.write_plot(folder / "tasks.png", rows)
+
+    def print(self, rows: list[results.Row], console: rich.console.Console) -> None:
+        results.print_table(rows, console)
 
 
 def _heldout_tokens(documents: data.HeldoutDocuments, count: int) -> Int[np.ndarray, " tokens"]:

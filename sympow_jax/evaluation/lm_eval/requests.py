@@ -7,13 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from sympow_jax import data, generation, models, spelling
-from sympow_jax.evaluation.context_tasks import answers
+from sympow_jax.evaluation import scores as scores_lib
 
 __all__ = ["GenerateRequest", "TextModel"]
 
-# Limits of one batch of prompts: rows, and tokens with padding.
-_ROWS = 32
-_TOKENS = 16_384
+_ROWS = 32  # prompts of one batch, if their tokens are no more than those of a call
 _GREEDY = generation.Sampling(temperature=0)
 
 
@@ -85,11 +83,11 @@ class TextModel:
             if continuation:
                 by_context.setdefault(context, []).append(index)
         cases = [
-            answers.Case(context, [answers.Question([], rows[index][1]) for index in indices])
+            scores_lib.Case(context, [scores_lib.Question([], rows[index][1]) for index in indices])
             for context, indices in by_context.items()
         ]
         by_pair: dict[int, tuple[float, bool]] = {}
-        for indices, scores in zip(by_context.values(), answers.answer_scores(self._model, cases)):
+        for indices, scores in zip(by_context.values(), scores_lib.answer_scores(self._model, cases)):
             for index, score in zip(indices, scores):
                 by_pair[index] = (_log_likelihood(score), bool(score.correct.all()))
         return [by_pair.get(index, (0.0, True)) for index in range(len(pairs))]
@@ -100,7 +98,7 @@ class TextModel:
         A text beyond learned positions is cut into windows, in which each token is predicted once.
         """
         cases = [self._windows(self._tokens(text)) if text else [] for text in texts]
-        scores = iter(answers.answer_scores(self._model, [case for windows in cases for case in windows]))
+        scores = iter(scores_lib.answer_scores(self._model, [case for windows in cases for case in windows]))
         return [sum(_log_likelihood(next(scores)[0]) for _ in windows) for windows in cases]
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[str]:
@@ -116,7 +114,7 @@ class TextModel:
         for index, (prompt, request) in enumerate(zip(prompts, requests)):
             groups.setdefault((self._padded_length(prompt, request), *request[1:]), []).append(index)
         for (length, max_tokens, stops, sampling), indices in groups.items():
-            size = min(_ROWS, max(1, _TOKENS // length), 1 << (len(indices) - 1).bit_length())
+            size = min(_ROWS, max(1, scores_lib.CALL_TOKENS // length), 1 << (len(indices) - 1).bit_length())
             for batch in itertools.batched(indices, size):
                 # Copies of the first prompt, whose texts are dropped, give all batches one shape.
                 rows = [prompts[index] for index in batch]
@@ -155,15 +153,15 @@ class TextModel:
             before = before[-max(1, self._longest + 1 - len(after)) :]
         return tuple(before), after
 
-    def _windows(self, tokens: Sequence[int]) -> list[answers.Case]:
+    def _windows(self, tokens: Sequence[int]) -> list[scores_lib.Case]:
         """Returns cases that predict each token of a text once, each within the learned positions."""
         limit = len(tokens) if self._longest is None else min(self._longest, len(tokens))
-        windows = [answers.Case([self.prefix], [answers.Question([], tokens[:limit])])]
+        windows = [scores_lib.Case([self.prefix], [scores_lib.Question([], tokens[:limit])])]
         for start in range(limit, len(tokens), limit):
             stop = min(start + limit, len(tokens))
             # As much context as there is room for.
             context = tokens[stop - limit - 1 : start]
-            windows.append(answers.Case(context, [answers.Question([], tokens[start:stop])]))
+            windows.append(scores_lib.Case(context, [scores_lib.Question([], tokens[start:stop])]))
         return windows
 
     def _prompt(self, request: GenerateRequest) -> list[int]:
@@ -172,9 +170,9 @@ class TextModel:
         return tokens if (room := self.room(request)) is None else tokens[-room:]
 
     def _padded_length(self, prompt: Sequence[int], request: GenerateRequest) -> int:
-        length, room = answers.padded_length(len(prompt)), self.room(request)
+        length, room = scores_lib.padded_length(len(prompt)), self.room(request)
         return length if room is None else min(length, room)
 
 
-def _log_likelihood(score: answers.Score) -> float:
+def _log_likelihood(score: scores_lib.Score) -> float:
     return -float(score.losses.sum(dtype=np.float64))

@@ -11,7 +11,8 @@ import pytest
 from flax import nnx
 
 from sympow_jax import config, data, evaluation
-from sympow_jax.evaluation.context_tasks import answers, prompts
+from sympow_jax.evaluation import scores
+from sympow_jax.evaluation.context_tasks import prompts
 
 BYTES = data.Codec(data.tokenizer.load("byte"), vocab_size=256)
 TEXT = np.frombuffer(
@@ -148,7 +149,7 @@ def evaluate(model, task, length, trials=8):
 @pytest.mark.parametrize("call_tokens", [16_384, 256])
 @pytest.mark.parametrize("task", prompts.TASKS)
 def test_a_model_that_reads_the_context_is_right_everywhere(monkeypatch, task, call_tokens):
-    monkeypatch.setattr(answers, "_CALL_TOKENS", call_tokens)
+    monkeypatch.setattr(scores, "CALL_TOKENS", call_tokens)
     for length in LENGTHS:
         result = evaluate(Reader(task, length), task, length)
         assert (result.exact_match, result.token_accuracy, result.exact_match_high) == (1, 1, 1)

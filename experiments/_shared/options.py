@@ -1,0 +1,183 @@
+"""Experiments as commands: their plans, flags and variants."""
+
+import argparse
+import dataclasses
+import pathlib
+import shlex
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from sympow_jax import config
+from sympow_jax.commands import command_line
+from sympow_jax.evaluation import over_runs
+from sympow_jax.process import signals, streams
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Defaults of a scale, which flags override. `contexts` are training contexts, `lengths` evaluation contexts."""
+
+    seeds: tuple[int, ...]
+    steps: int
+    contexts: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    documents: int = 20
+
+    @property
+    def average(self) -> str:
+        """Description of the means over the seeds, for subtitles."""
+        count = len(self.seeds)
+        return f"mean of {count} seeds, band of one standard error" if count > 1 else "one seed"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """An experiment as a command.
+
+    Attributes:
+        name: name of its module.
+        description: docstring of its module.
+        plans: plan of each scale.
+        variants: what --variants chooses from.
+        base: variant that may not be left out.
+        powers: degrees that --power offers.
+        trains: whether there are flags about data.
+        paper: name of the config for the paper's scale.
+        more: flags of this experiment alone, by name, each with the keyword arguments of `add_argument`.
+    """
+
+    name: str
+    description: str | None
+    plans: Mapping[str, Plan]
+    variants: Sequence[str]
+    base: str | None = None
+    powers: Sequence[int] = (2,)
+    trains: bool = True
+    paper: str = "gpt2_124m:softmax"
+    more: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """Options of an experiment: its flags, with the plan of its scale as defaults.
+
+    `results` is the folder that the experiment writes to. `runs` is the folder of workdirs, which experiments share.
+    `paper` names the config of the paper's scale. `more` has the flags of this experiment alone, None for those that
+    were not given.
+    """
+
+    scale: str
+    paper: str
+    plan: Plan
+    variants: tuple[str, ...]
+    power: int
+    results: pathlib.Path
+    runs: pathlib.Path
+    data: tuple[str, ...]
+    heldout: tuple[str, ...]
+    more: Mapping[str, Any]
+    command: str
+
+
+def run(experiment: Experiment, arguments: Sequence[str], main: Callable[[Options], None]) -> int:
+    """Calls `main` with the options in the arguments after the experiment's name; returns the exit code."""
+    with signals.user_errors():
+        flags = _parse(experiment, arguments)
+        if flags.scale == "paper" and experiment.trains and not (flags.data and flags.heldout):
+            raise ValueError(
+                "--scale=paper reads the paper's data: say where with --data=PATH and --heldout=PATH"
+            )
+        plan = experiment.plans[flags.scale]
+        options = Options(
+            scale=flags.scale,
+            paper=experiment.paper,
+            plan=dataclasses.replace(plan, seeds=flags.seeds or plan.seeds, steps=flags.steps or plan.steps),
+            variants=flags.variants,
+            power=flags.power,
+            results=over_runs.writable_folder(flags.out / experiment.name),
+            runs=flags.out / "runs" / flags.scale,
+            data=flags.data or (),
+            heldout=flags.heldout or (),
+            more={flag: getattr(flags, flag) for flag in experiment.more},
+            command=shlex.join(["python", "-m", f"experiments.{experiment.name}", *arguments]),
+        )
+        with jax.default_prng_impl("threefry2x32"), jax.threefry_partitionable(True):
+            main(options)
+        streams.say(f"written to {options.results}")
+        return 0
+
+
+def _parse(experiment: Experiment, arguments: Sequence[str]) -> argparse.Namespace:
+    variants, base = experiment.variants, experiment.base
+
+    def chosen(text: str) -> tuple[str, ...]:
+        names = text.split(",")
+        if unknown := [name for name in names if name not in variants]:
+            raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(variants)}")
+        if base is not None and base not in names:
+            raise argparse.ArgumentTypeError(f"it leaves out {base}, which all else is relative to; add it")
+        if names == [base]:
+            raise argparse.ArgumentTypeError(
+                f"it has only {base}, which all else is relative to; add another"
+            )
+        return tuple(name for name in variants if name in names)
+
+    def seeds(text: str) -> tuple[int, ...]:
+        words = text.split(",")
+        numbers = [int(word) for word in words if word.isascii() and word.isdigit() and len(word) <= 10]
+        if len(set(numbers)) < len(words) or max(numbers) >= 2**32:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} must be whole numbers below 2^32 that differ, such as 0,1,2"
+            )
+        return tuple(numbers)
+
+    def paths(text: str) -> tuple[str, ...]:
+        return tuple(filter(None, text.split(",")))
+
+    parser = command_line.Parser(
+        prog=f"python -m experiments.{experiment.name}", description=experiment.description
+    )
+    scale = "Minutes on two CPU cores, or the paper's models."
+    where = "Folder for results, in DIR/NAME, and runs, in DIR/runs, where other experiments find them."
+    default = ",".join(variants)
+    add = parser.add_argument
+    add("--scale", choices=tuple(experiment.plans), default="toy", metavar="toy|paper", help=scale)
+    add("--seeds", type=seeds, metavar="0,1,2", help="Seeds of parameters and the order of data.")
+    add("--steps", type=positive, metavar="N", help="Updates of every run.")
+    add("--variants", type=chosen, default=default, metavar="A,B", help="Variants to run.")
+    add("--out", type=pathlib.Path, default=pathlib.Path("runs/experiments"), metavar="DIR", help=where)
+    if len(experiment.powers) > 1:
+        add("--power", type=int, choices=experiment.powers, help="Power p.")
+    if experiment.trains:
+        text = "Training data. For toy: text, or if not given, that of the standard library."
+        add("--data", type=paths, metavar="PATHS", help=text)
+        text = "Held-out data. For toy: if not given, a tenth of the text."
+        add("--heldout", type=paths, metavar="PATHS", help=text)
+    for flag, about in experiment.more.items():
+        add(f"--{flag}", **about)
+    parser.set_defaults(power=experiment.powers[0], data=None, heldout=None)
+    return parser.parse_args(arguments)
+
+
+def positive(text: str) -> int:
+    """Returns the whole number, from 1 to 2^31 - 1, that a flag has."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and 0 < int(text) < 2**31):
+        raise argparse.ArgumentTypeError(f"{text!r} must be one number of at least 1 and below 2^31")
+    return int(text)
+
+
+def power_variants(power: int) -> dict[str, config.AttentionConfig]:
+    """Returns softmax and the symmetric-power variants of the conformal paper."""
+    presets = {"sympow": "sympow", "gated": "sympow_gated", "conformal": "conformal"}
+    return {
+        "softmax": config.preset("softmax"),
+        **{name: config.preset(preset, power=power) for name, preset in presets.items()},
+    }
+
+
+def power_label(variant: str, power: int) -> str:
+    """Returns the variant's name with its power; softmax has no power."""
+    return variant if variant == "softmax" else f"{variant}_p{power}"

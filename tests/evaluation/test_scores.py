@@ -1,0 +1,268 @@
+"""Tests of losses and hits against one pass over each row, and with a model of known loss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from sympow_jax import config, evaluation, models
+from sympow_jax.evaluation import scores
+from tests.evaluation import fakes
+
+VOCABULARY = 13
+
+
+@pytest.fixture(autouse=True)
+def compile_anew():
+    """Clears the compiled programs, since tests change bounds that are read while tracing, and count programs."""
+    scores._score.clear_cache()
+    scores._score_and_advance.clear_cache()
+
+
+def decoder(preset, **options):
+    """Returns a decoder whose outputs depend visibly on the whole context."""
+    settings = config.ModelConfig(
+        vocab_size=VOCABULARY,
+        layers=1,
+        width=16,
+        heads=2,
+        dtype="float32",
+        attention=config.preset(preset, **options),
+    )
+    model = models.DecoderLM(settings, rngs=nnx.Rngs(0))
+    for parameter in jax.tree.leaves(nnx.state(model), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
+        parameter[...] = 5 * parameter[...]
+    return model
+
+
+def draw_cases():
+    """Draws ragged cases: one token of context, several questions, no prompt, and rows of several segments."""
+    rng = np.random.default_rng(0)
+
+    def tokens(size):
+        return rng.integers(0, VOCABULARY, size).tolist()
+
+    shapes = [
+        (1, [(0, 3)]),
+        (7, [(2, 1), (0, 4), (5, 2)]),
+        (40, [(2, 3), (0, 1)]),
+        (45, [(3, 2), (1, 1), (4, 5)]),
+        (6, [(1, 70)]),
+    ]
+    return [
+        scores.Case(
+            tokens(context),
+            [scores.Question(tokens(prompt), tokens(answer)) for prompt, answer in questions],
+        )
+        for context, questions in shapes
+    ]
+
+
+def reference(model, cases):
+    """Returns losses and hits of each question from one pass over padded rows without a state, in float64."""
+    rows = [[*case.context, *x.prompt, *x.answer] for case in cases for x in case.questions]
+    padded = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
+    logits = np.asarray(jax.jit(lambda inputs: model(inputs))(padded), np.float64)
+    found = []
+    for index, (row, answer) in enumerate(zip(rows, (x.answer for case in cases for x in case.questions))):
+        positions = np.arange(len(row) - len(answer), len(row)) - 1
+        answer_logits = logits[index, positions]
+        loss = np.log(np.exp(answer_logits).sum(-1)) - answer_logits[np.arange(len(answer)), answer]
+        found.append((loss, answer_logits.argmax(-1) == answer))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("preset", "call_tokens", "share"),
+    [
+        pytest.param("conformal", 32, None, marks=pytest.mark.slow),
+        pytest.param("softmax", 32, True, marks=pytest.mark.slow),
+        ("conformal", 16_384, True),
+        ("softmax", 16_384, False),
+    ],
+)
+def test_scores_equal_one_pass_over_each_row(monkeypatch, preset, call_tokens, share):
+    # Long rows are several segments, or every row is one.
+    monkeypatch.setattr(scores, "CALL_TOKENS", call_tokens)
+    model, cases = decoder(preset), draw_cases()
+    found = evaluation.answer_scores(model, cases, share=share)
+    assert [len(of_case) for of_case in found] == [len(case.questions) for case in cases]
+    for score, (losses, correct) in zip((x for of_case in found for x in of_case), reference(model, cases)):
+        np.testing.assert_allclose(score.losses, losses, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(score.correct, correct)
+
+
+def test_a_context_is_processed_once_where_that_needs_fewer_tokens():
+    model, done = decoder("softmax"), []
+    long = scores.Case([1] * 200, [scores.Question([2], [3])] * 4)
+    evaluation.answer_scores(model, [long], on_call=done.append)
+    assert done == [256, 16, 16, 16, 16]
+    done.clear()
+    evaluation.answer_scores(model, [scores.Case([1] * 200, long.questions[:1])], on_call=done.append)
+    assert done == [256]
+
+
+def test_a_context_that_is_processed_once_is_not_copied_for_each_question():
+    class Context(list):
+        reads = 0
+
+        def __iter__(self):
+            self.reads += 1
+            return super().__iter__()
+
+    context = Context([1] * 200)
+    case = scores.Case(context, [scores.Question([2], [3])] * 4)
+    ((first, *_),) = evaluation.answer_scores(decoder("softmax"), [case])
+    assert len(first.losses) == 1
+    assert context.reads == 1  # to check its ids
+
+
+@pytest.mark.parametrize(("share", "calls"), [(True, 8), (False, 7)])
+def test_segments_reuse_the_memory_of_the_state(monkeypatch, share, calls):
+    monkeypatch.setattr(scores, "CALL_TOKENS", 32)
+    score_and_advance, states = scores._score_and_advance, []
+
+    def recorded(graph, variables, state, *arguments):
+        states.append(state)
+        return score_and_advance(graph, variables, state, *arguments)
+
+    monkeypatch.setattr(scores, "_score_and_advance", recorded)
+    case = scores.Case([1] * 100, [scores.Question([2], [3] * 100)])
+    evaluation.answer_scores(decoder("conformal"), [case], share=share)
+    assert len(states) == calls
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(states))
+
+
+@pytest.mark.parametrize("share", [None, True, False])
+def test_a_case_without_questions_has_no_scores(share):
+    cases = [scores.Case([1, 2], []), scores.Case([1, 2], [scores.Question([], [3])])]
+    none, one = evaluation.answer_scores(decoder("softmax"), cases, share=share)
+    assert (len(none), len(one)) == (0, 1)
+
+
+def test_rows_of_similar_lengths_share_their_program():
+    model = decoder("softmax")
+    cases = [scores.Case([1] * size, [scores.Question([], [3] * (1 + size % 5))]) for size in range(17, 29)]
+    evaluation.answer_scores(model, cases)
+    assert scores._score._cache_size() == 1
+
+
+def test_states_of_a_call_are_bounded(monkeypatch):
+    model = decoder("softmax")
+    cases = [scores.Case([1] * 50, [scores.Question([2], [3])] * 4)] * 3
+    monkeypatch.setattr(scores, "_STATE_BYTES", 1)
+    done = []
+    evaluation.answer_scores(model, cases, on_call=done.append)
+    assert done == [64, 16, 16, 16, 16] * 3
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (scores.Case([], [scores.Question([1], [2])]), "a context is empty"),
+        (scores.Case([1], [scores.Question([1], [])]), "an answer is empty"),
+        (
+            scores.Case([1, 99], [scores.Question([1], [2])]),
+            "token id 99 is outside the model's vocabulary of 13; use the model's tokenizer",
+        ),
+        (scores.Case([1], [scores.Question([-1], [2])]), "token id -1 is outside"),
+        (scores.Case([1], [scores.Question([1], [2, 13])]), "token id 13 is outside"),
+        (
+            scores.Case([1] * 6, [scores.Question([1], [2, 3])]),
+            "has 8 tokens .* learned positions end at 7",
+        ),
+    ],
+)
+def test_a_case_that_cannot_be_scored_is_an_error(case, message):
+    model = decoder("softmax", position="learned_absolute", max_document_length=7)
+    with pytest.raises(ValueError, match=message):
+        evaluation.answer_scores(model, [case])
+
+
+def test_padding_beyond_learned_positions_changes_nothing():
+    model = decoder("softmax", position="learned_absolute", max_document_length=20)
+    cases = [scores.Case([1, 2] * 8, [scores.Question([3], [4, 5, 6]), scores.Question([], [7])])]
+    found = evaluation.answer_scores(model, cases, share=True)[0]
+    for score, (losses, _) in zip(found, reference(model, cases)):
+        np.testing.assert_allclose(score.losses, losses, rtol=0, atol=1e-5)
+
+
+def test_every_token_is_predicted_from_those_before_it():
+    losses = evaluation.token_losses(fakes.CountingModel(), fakes.counting_documents(3, 50))
+    assert losses.shape == (3, 49)
+    np.testing.assert_allclose(losses, np.tile(fakes.expected_loss(np.arange(1, 50)), (3, 1)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "call"),
+    [(1, 2, 16_384), (5, 98, 16), (5, 98, 200), (2, 129, 32), (7, 33, 64), (3, 34, 32), (2, 3, 1)],
+)
+def test_segments_batches_and_padding_change_nothing(monkeypatch, count, length, call):
+    monkeypatch.setattr(scores, "CALL_TOKENS", call)
+    losses = evaluation.token_losses(fakes.CountingModel(), fakes.counting_documents(count, length))
+    expected = np.tile(fakes.expected_loss(np.arange(1, length)), (count, 1))
+    np.testing.assert_allclose(losses, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("documents", "length", "shape", "calls"),
+    [
+        (7, 90, (1, 45), 14),  # 89 predictions in two segments
+        (7, 20, (2, 19), 4),  # 3 calls of 2 documents and one of 1, padded
+        (5, 13, (3, 12), 2),  # as evenly as possible, not 4 and 1
+    ],
+)
+def test_all_calls_share_one_shape_and_one_compilation(monkeypatch, documents, length, shape, calls):
+    monkeypatch.setattr(scores, "CALL_TOKENS", 48)
+    shapes, done = [], []
+
+    class Traced(fakes.CountingModel):
+        def hidden(self, tokens, **kwargs):
+            shapes.append(tokens.shape)
+            return super().hidden(tokens, **kwargs)
+
+    evaluation.token_losses(Traced(), fakes.counting_documents(documents, length), on_call=done.append)
+    assert shapes == [shape]
+    assert done == [np.prod(shape)] * calls
+
+
+def test_a_small_bound_on_the_logits_changes_nothing(monkeypatch):
+    monkeypatch.setattr(scores, "_LOGIT_BYTES", 4 * fakes.VOCABULARY * 10)  # ten tokens at once
+    losses = evaluation.token_losses(fakes.CountingModel(), fakes.counting_documents(3, 50))
+    np.testing.assert_allclose(losses, np.tile(fakes.expected_loss(np.arange(1, 50)), (3, 1)), rtol=1e-6)
+
+
+def test_a_hit_is_the_first_of_the_highest_logits():
+    logits = jnp.array([[[0, 2, 2.0]], [[2, 1, 2]], [[0, 0, 1]], [[jnp.nan, 1, 0]]])
+    for target in range(3):
+        _, hits = scores._losses_and_hits(fakes.CountingModel(), logits, jnp.full((4, 1), target))
+        expected = logits[:3, 0].argmax(-1) == target
+        np.testing.assert_array_equal(hits[:, 0], [*expected, False])
+
+
+def test_the_logits_of_a_large_vocabulary_are_never_held_for_a_whole_call():
+    class WideModel(fakes.CountingModel):
+        def unembed(self, hidden):
+            return jnp.pad(hidden, ((0, 0), (0, 0), (0, 50_000 - hidden.shape[-1])))
+
+    model = WideModel()
+    graph, parameters = nnx.split(model)
+    tokens = np.zeros((4, 2048), np.int32)
+    state = model.init_state(4, max_length=2048)
+    lowered = scores._score_and_advance.lower(graph, parameters, state, tokens, None, tokens)
+    # All logits would take 1.6 GB; a few copies of the 64 MiB at hand are what a loss needs.
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 4 * scores._LOGIT_BYTES
+
+
+@pytest.mark.parametrize("preset", ["conformal", "softmax", "linear"])
+def test_streaming_a_decoder_equals_one_call(monkeypatch, preset):
+    model = decoder(preset, exact_window=4)
+    tokens = np.random.default_rng(0).integers(0, 13, (3, 45))
+    logits = jax.jit(lambda inputs: model(inputs))(tokens[:, :-1])
+    whole = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), tokens[:, 1:, None], axis=-1)[..., 0]
+    monkeypatch.setattr(scores, "CALL_TOKENS", 10)
+    losses = evaluation.token_losses(model, tokens)
+    np.testing.assert_allclose(losses, whole, rtol=0, atol=2e-5)
