@@ -16,7 +16,8 @@ import tensorstore
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
-from sympow_jax.data import documents, files, longcrawl64, text, tokens
+from sympow_jax.data import documents, files
+from sympow_jax.data.sources import text, tokens, zarr
 from tests.data import builders
 
 
@@ -34,7 +35,7 @@ def corpus(tmp_path):
 
 def test_text_reads_the_bytes_of_every_nonempty_file(corpus):
     config = builders.data_config(paths=(corpus,))
-    train, heldout = (contents(text.open_documents(config, heldout=side)) for side in (False, True))
+    train, heldout = (contents(text.Source(config).side(heldout=side)) for side in (False, True))
     assert sorted(bytes(document) for document in train + heldout) == sorted(
         f"document {i}".encode() for i in range(40) if i % 10 != 9
     )
@@ -43,8 +44,8 @@ def test_text_reads_the_bytes_of_every_nonempty_file(corpus):
 
 def test_text_heldout_paths_replace_the_hash(corpus):
     config = builders.data_config(paths=(f"{corpus}/0*.txt",), heldout_paths=(f"{corpus}/1*.txt",))
-    assert len(text.open_documents(config, heldout=False).lengths) == 9
-    assert len(text.open_documents(config, heldout=True).lengths) == 9
+    assert len(text.Source(config).side(heldout=False).lengths) == 9
+    assert len(text.Source(config).side(heldout=True).lengths) == 9
 
 
 def test_text_description(corpus):
@@ -67,7 +68,7 @@ def test_text_description(corpus):
 def test_text_by_default_is_the_standard_library():
     root = sysconfig.get_paths()["stdlib"]
     config = builders.data_config()
-    sides = [text._documents(config, heldout=side) for side in (False, True)]
+    sides = [text.Source(config)._spans(heldout=side) for side in (False, True)]
     train, heldout = ({file.key for file, _, _ in side} for side in sides)
     sizes = {file.key: file.size for side in sides for file, _, _ in side}
     assert {"argparse.py", "json/decoder.py", "asyncio/base_events.py"} <= train | heldout
@@ -83,7 +84,7 @@ def test_text_unreadable_file(corpus, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
+    monkeypatch.setattr(files, "open_file", refuse)
     with pytest.raises(ValueError, match=r"cannot read .*\.txt: Permission denied"):
         data.train_dataset(builders.data_config(paths=(corpus,)), vocab_size=256)
 
@@ -109,8 +110,8 @@ def test_tokens_without_separator(tmp_path, dtype):
     config = builders.data_config(
         source="tokens", paths=(str(tmp_path),), token_dtype=dtype, heldout_fraction=0.0
     )
-    assert contents(tokens.open_documents(config, heldout=False)) == documents
-    assert contents(tokens.open_documents(config, heldout=True)) == []
+    assert contents(tokens.Source(config).side(heldout=False)) == documents
+    assert contents(tokens.Source(config).side(heldout=True)) == []
 
 
 def test_tokens_with_separator(tmp_path, monkeypatch):
@@ -123,14 +124,14 @@ def test_tokens_with_separator(tmp_path, monkeypatch):
     )
     for scanned in (1, 2, 3, 1 << 24):
         monkeypatch.setattr(tokens, "_SCAN_TOKENS", scanned)
-        assert contents(tokens.open_documents(config, heldout=False)) == first + second
+        assert contents(tokens.Source(config).side(heldout=False)) == first + second
 
 
 def test_tokens_hold_out_a_fraction_of_documents(tmp_path):
     documents = [[i + 1, 0] for i in range(2000)]
     path = builders.write_bin(tmp_path / "a.bin", documents)
     config = builders.data_config(source="tokens", paths=(path,), document_separator=0)
-    train, heldout = (contents(tokens.open_documents(config, heldout=side)) for side in (False, True))
+    train, heldout = (contents(tokens.Source(config).side(heldout=side)) for side in (False, True))
     assert sorted(train + heldout) == documents
     assert abs(len(heldout) - 200) < 4 * np.sqrt(2000 * 0.09)
     description = data.describe(config)
@@ -138,15 +139,15 @@ def test_tokens_hold_out_a_fraction_of_documents(tmp_path):
     assert (description["tokens"], description["bytes"], description["files"]) == (2 * len(train), 8000, 1)
     # The seed shuffles; it does not move documents between training and held-out.
     other = builders.data_config(source="tokens", paths=(path,), document_separator=0, seed=1)
-    assert contents(tokens.open_documents(other, heldout=True)) == heldout
+    assert contents(tokens.Source(other).side(heldout=True)) == heldout
 
 
 def test_tokens_heldout_paths(tmp_path):
     train = builders.write_bin(tmp_path / "train.bin", [[1, 2, 3]])
     heldout = builders.write_bin(tmp_path / "held.bin", [[4, 5]])
     config = builders.data_config(source="tokens", paths=(train,), heldout_paths=(heldout,))
-    assert contents(tokens.open_documents(config, heldout=False)) == [[1, 2, 3]]
-    assert contents(tokens.open_documents(config, heldout=True)) == [[4, 5]]
+    assert contents(tokens.Source(config).side(heldout=False)) == [[1, 2, 3]]
+    assert contents(tokens.Source(config).side(heldout=True)) == [[4, 5]]
     assert data.describe(config)["files"] == 2
 
 
@@ -181,35 +182,38 @@ def test_bad_bin(tmp_path, content, changes, message):
     assert "\n" not in str(raised.value)
 
 
-def test_bin_whose_dtype_differs_from_its_json_file(tmp_path):
-    path = builders.write_bin(tmp_path / "a.bin", [[1, 2]])
-    builders.write_files(tmp_path, {"a.bin.json": b'{"token_dtype": "uint32"}'})
-    with pytest.raises(
-        ValueError, match=r"holds uint32 ids according to a\.bin\.json, but data\.token_dtype is 'uint16'"
-    ):
-        data.train_dataset(builders.data_config(source="tokens", paths=(path,)), vocab_size=256)
-    builders.write_files(tmp_path, {"a.bin.json": b"[" * 1000 + b"]" * 1000})
-    with pytest.raises(ValueError, match=r"a\.bin\.json: it has no JSON object"):
-        data.train_dataset(builders.data_config(source="tokens", paths=(path,)), vocab_size=256)
-
-
 @pytest.mark.parametrize(
-    "content",
+    ("content", "message"),
     [
-        '{"token_dtype": ["uint16"]}',
-        '{"token_dtype": NaN}',
-        '{"token_dtype": "int8"}',
-        "{}",
-        '{"token_dtype": {}}',
+        (
+            '{"token_dtype": "uint32", "documents": 1}',
+            "hold uint32 ids, but data.token_dtype is 'uint16'; set it",
+        ),
+        ('{"token_dtype": "uint16"}', "are not complete; repeat the command `sympow prepare`"),
+        ("[" * 1000 + "]" * 1000, "it has no JSON object"),
+        ('{"token_dtype": ["uint16"]}', "its token_dtype is not one of uint16, uint32; `sympow prepare`"),
+        ("{}", "its token_dtype is not one of uint16, uint32"),
     ],
+    ids=lambda value: value[:20],
 )
-def test_a_json_file_without_a_dtype(tmp_path, content):
+def test_what_is_recorded_next_to_tokens(tmp_path, content, message):
     path = builders.write_bin(tmp_path / "a.bin", [[1, 2]])
-    builders.write_files(tmp_path, {"a.bin.json": content.encode()})
-    with pytest.raises(
-        ValueError, match=r"a\.bin\.json: its token_dtype is not one of uint16, uint32; `sympow pre"
-    ):
+    builders.write_files(tmp_path, {tokens.METADATA: content.encode()})
+    with pytest.raises(ValueError, match=message) as raised:
         data.train_dataset(builders.data_config(source="tokens", paths=(path,)), vocab_size=256)
+    assert str(tmp_path / tokens.METADATA) in str(raised.value)
+
+
+def test_more_token_files_than_are_mapped_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, "_MAPPED", 2)
+    documents = [[i, i + 1, 0] for i in range(1, 8)]
+    for i, document in enumerate(documents):
+        builders.write_bin(tmp_path / f"{i}.bin", [document])
+    config = builders.data_config(
+        source="tokens", paths=(str(tmp_path),), document_separator=0, heldout_fraction=0.0
+    )
+    source = tokens.Source(config).side(heldout=False)
+    assert contents(source) == contents(source) == documents
 
 
 def test_more_documents_than_memory_holds(tmp_path, monkeypatch):
@@ -222,9 +226,9 @@ def test_more_documents_than_memory_holds(tmp_path, monkeypatch):
             with pytest.raises(
                 ValueError, match=rf"there are more than {limit} documents up to .*\d\.bin, each en"
             ):
-                tokens.open_documents(config, heldout=False)
+                tokens.Source(config).side(heldout=False)
         else:
-            tokens.open_documents(config, heldout=False)
+            tokens.Source(config).side(heldout=False)
 
 
 def test_a_row_of_one_id_is_no_data(tmp_path):
@@ -365,7 +369,7 @@ def test_longcrawl64_holds_out_a_fraction_of_rows(tmp_path):
     values = zarr_values(rows=500)
     path = builders.write_zarr(tmp_path / "a.zarr", values)
     config = builders.data_config(source="longcrawl64", paths=(f"file://{path}",))
-    train, heldout = (contents(longcrawl64.open_documents(config, heldout=side)) for side in (False, True))
+    train, heldout = (contents(zarr.Source(config).side(heldout=side)) for side in (False, True))
     assert sorted(train + heldout) == sorted(values.tolist())
     mask = files.held_out([""], np.arange(500), 0.1)
     assert heldout == values[mask].tolist()
@@ -394,8 +398,8 @@ def test_longcrawl64_of_pipes(tmp_path, name):
 
 
 def test_longcrawl64_urls():
-    assert longcrawl64.spec("gs://bucket/train.zarr")["kvstore"] == "gs://bucket/train.zarr/"
-    assert longcrawl64.spec("/data/train.zarr")["kvstore"] == {"driver": "file", "path": "/data/train.zarr/"}
+    assert zarr.spec("gs://bucket/train.zarr")["kvstore"] == "gs://bucket/train.zarr/"
+    assert zarr.spec("/data/train.zarr")["kvstore"] == {"driver": "file", "path": "/data/train.zarr/"}
 
 
 @pytest.fixture
@@ -423,11 +427,11 @@ def test_longcrawl64_in_an_object_store(served):
     config = builders.data_config(
         source="longcrawl64", paths=(f"{url}/a.zarr",), heldout_fraction=0.0, context_length=32
     )
-    opened = longcrawl64.open_documents(config, heldout=False)
+    opened = zarr.Source(config).side(heldout=False)
     assert contents(opened) == values.tolist()
     os.remove(f"{path}/1.1")
     with pytest.raises(ValueError, match=r"\(row 9\) cannot be read: .*1\.1.* is missing; copy or prepare"):
-        longcrawl64.open_documents(config, heldout=False).read(9, 0, 32)
+        zarr.Source(config).side(heldout=False).read(9, 0, 32)
 
 
 def test_missing_chunk_is_an_error_and_not_zeros(tmp_path):
@@ -481,8 +485,8 @@ def test_damaged_chunk(tmp_path):
 )
 def test_zarr_of_the_wrong_shape_or_type(tmp_path, values, message):
     path = str(tmp_path / "a.zarr")
-    metadata = longcrawl64.metadata(4, 8, values.dtype) | {"shape": values.shape, "chunks": values.shape}
-    tensorstore.open({**longcrawl64.spec(path), "metadata": metadata}, create=True).result()
+    metadata = zarr.metadata(4, 8, values.dtype) | {"shape": values.shape, "chunks": values.shape}
+    tensorstore.open({**zarr.spec(path), "metadata": metadata}, create=True).result()
     with pytest.raises(ValueError, match=message):
         data.train_dataset(builders.data_config(source="longcrawl64", paths=(path,)), vocab_size=50_304)
 
@@ -503,7 +507,7 @@ def test_missing_zarr_array(tmp_path):
 
 
 def test_layout_is_longcrawl64s():
-    assert longcrawl64.metadata(6_609_334, longcrawl64.ROW_TOKENS, np.dtype("<u2")) == {
+    assert zarr.metadata(6_609_334, zarr.ROW_TOKENS, np.dtype("<u2")) == {
         "shape": [6_609_334, 65_536],
         "chunks": [2048, 2048],
         "dtype": "<u2",
@@ -523,7 +527,7 @@ def _damage(folder, values, content: bytes) -> str:
     """Replaces the only chunk of an array; returns "right" or "wrong" as it is read, or the error."""
     pathlib.Path(folder, "0.0").write_bytes(content)
     config = builders.data_config(source="longcrawl64", paths=(str(folder),), heldout_fraction=0.0)
-    opened = longcrawl64.open_documents(config, heldout=False)
+    opened = zarr.Source(config).side(heldout=False)
     try:
         return "right" if contents(opened) == values.tolist() else "wrong"
     except ValueError as error:
@@ -585,7 +589,7 @@ def test_a_digest_notices_contents_of_the_same_size(tmp_path):
 
 def test_short_documents_are_left_out_of_every_source(tmp_path, corpus):
     config = builders.data_config(paths=(corpus,), shortest_document=len("document 10"))
-    both = [contents(text.open_documents(config, heldout=side)) for side in (False, True)]
+    both = [contents(text.Source(config).side(heldout=side)) for side in (False, True)]
     assert {bytes(one) for one in both[0] + both[1]} == {
         f"document {i}".encode() for i in range(10, 39) if i % 10 != 9
     }
@@ -594,13 +598,13 @@ def test_short_documents_are_left_out_of_every_source(tmp_path, corpus):
     config = builders.data_config(
         source="tokens", paths=(path,), document_separator=0, shortest_document=10, heldout_fraction=0.0
     )
-    assert tokens.open_documents(config, heldout=False).lengths.tolist() == list(range(10, 20))
-    zarr = builders.write_zarr(tmp_path / "a.zarr", np.ones((3, 8), np.uint16))
-    config = builders.data_config(source="longcrawl64", paths=(zarr,), shortest_document=9)
+    assert tokens.Source(config).side(heldout=False).lengths.tolist() == list(range(10, 20))
+    array = builders.write_zarr(tmp_path / "a.zarr", np.ones((3, 8), np.uint16))
+    config = builders.data_config(source="longcrawl64", paths=(array,), shortest_document=9)
     with pytest.raises(
         ValueError, match=r"documents of 8 tokens, but data\.shortest_document is 9; lower it"
     ):
-        longcrawl64.open_documents(config, heldout=False)
+        zarr.Source(config).side(heldout=False)
     with pytest.raises(
         ValueError, match=r"data\.shortest_document is 9, but data\.source 'listops' has no documents"
     ):

@@ -88,7 +88,7 @@ def _prepare_corpus(stage: Stage) -> list[tuple[pathlib.Path, dict[str, Any]]]:
     prepare.write_longcrawl64(str(rows), sources, row_tokens=64)
     common: dict[str, Any] = {"data__document_separator": 0}
     return [
-        (flat.parent, common | {"data__source": "tokens", "data__paths": flat}),
+        (flat, common | {"data__source": "tokens", "data__paths": flat}),
         (rows, common | {"data__source": "longcrawl64", "data__paths": rows, "data__packing": "windows"}),
     ]
 

@@ -23,7 +23,8 @@ from hypothesis.extra import numpy as arrays
 from sympow_jax import config, data, generation, loop, models, ops, training, weights
 from sympow_jax.commands import command_line
 from sympow_jax.config import fields, serialize
-from sympow_jax.data import longcrawl64, tokenizer, tokens
+from sympow_jax.data import files, sources, tokenizer
+from sympow_jax.data.sources import tokens, zarr
 from sympow_jax.process import workdir
 from sympow_jax.training import writers
 from sympow_jax.weights import families
@@ -242,8 +243,8 @@ def _good_zarr(**changes: Any) -> inputs.Files:
         import tensorstore
 
         values = np.arange(8 * 64, dtype=np.uint16).reshape(8, 64)
-        metadata = longcrawl64.metadata(8, 64, values.dtype) | {"chunks": [4, 64]} | changes
-        spec = {**longcrawl64.spec(str(folder)), "metadata": metadata}
+        metadata = zarr.metadata(8, 64, values.dtype) | {"chunks": [4, 64]} | changes
+        spec = {**zarr.spec(str(folder)), "metadata": metadata}
         tensorstore.open(spec, create=True).result().write(values).result()
 
     return _made(write)
@@ -251,26 +252,28 @@ def _good_zarr(**changes: Any) -> inputs.Files:
 
 def _read_zarr(folder: pathlib.Path) -> None:
     settings = _data("longcrawl64", folder)
-    rows = longcrawl64.open_documents(settings, heldout=False)
+    source = zarr.Source(settings)
+    rows = source.side(heldout=False)
     for row in range(min(8, len(rows.lengths))):
         rows.read(row, 0, 8)
-    longcrawl64.describe(settings)
+    source.describe()
 
 
 def _good_tokens() -> inputs.Files:
     summary = {"tokenizer": "byte", "vocab_size": 256, "separator": 0, "token_dtype": "uint16"}
-    files = _json(**{"train.bin": summary | {"documents": 2, "tokens": 7}, "settings": {"separator": 0}})
+    files = _json(prepared=summary | {"documents": 2, "tokens": 7}, settings={"separator": 0})
     return files | {"train.bin": np.array([5, 6, 0, 7, 8, 9, 0], "<u2").tobytes()}
 
 
 def _read_tokens(folder: pathlib.Path) -> None:
     separator: Any = serialize.read_object(folder / "settings.json").get("separator")
     settings = _data("tokens", folder / "train.bin", document_separator=separator, heldout_fraction=0.5)
+    source = tokens.Source(settings)
     for heldout in (False, True):
-        spans = tokens.open_documents(settings, heldout=heldout)
+        spans = source.side(heldout=heldout)
         for document, length in enumerate(spans.lengths):
             spans.read(document, 0, int(length))
-    tokens.describe(settings)
+    source.describe()
 
 
 def _good_corpus() -> inputs.Files:
@@ -283,17 +286,18 @@ def _good_corpus() -> inputs.Files:
 
 
 def _read_corpus(folder: pathlib.Path) -> None:
-    from sympow_jax.data import corpus
+    from sympow_jax.data.corpus import jsonl, parquet, pieces
 
     line = folder / "line.json"
     if line.exists():
         (folder / "a.jsonl").write_bytes(_LINES + line.read_bytes() + b"\n" + _LINES)
-    for kind in ("parquet", "jsonl"):
-        files = corpus.find("data.paths", [str(folder)], format=kind)
+    for kind, module in (("parquet", parquet), ("jsonl", jsonl)):
+        found = files.find("data.paths", [str(folder)], suffix=sources.SOURCES[kind].suffixes)
         for column, size in (("text", 10), ("text", 1 << 20), ("ids", 10)):
-            reader = corpus.Reader(column, texts=column == "text")
-            for piece in corpus.pieces(files, size):
-                reader.read(piece)
+            reader = module.Reader(column, texts=column == "text")
+            for group in pieces.grouped(((file, kind) for file in found), size):
+                for piece in group:
+                    reader.read(piece)
 
 
 def _good_tokenizer() -> inputs.Files:

@@ -1,6 +1,7 @@
 """LongCrawl64's layout: a Zarr v2 array of token ids, one document per row, local or in an object store."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -15,17 +16,15 @@ from jaxtyping import Int64, Integer
 from sympow_jax import config as config_lib
 from sympow_jax import spelling
 from sympow_jax.config import serialize
-from sympow_jax.data import documents, files
+from sympow_jax.data import documents, files, sources
 
 __all__ = [
     "CHUNKS",
     "DOCUMENT_START",
     "ROW_TOKENS",
+    "Source",
     "ZarrDocuments",
-    "describe",
-    "locations",
     "metadata",
-    "open_documents",
     "read_object",
     "spec",
 ]
@@ -176,59 +175,62 @@ class ZarrDocuments:
         return f"{self._path} (row {self._rows[document]})"
 
 
-def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> ZarrDocuments:
-    """Returns the training or the held-out documents, one per row.
-
-    `data.document_separator` replaces GPT-2's 50,256 before each row.
+class Source:
+    """Documents of an array, one per row. `data.document_separator` replaces GPT-2's 50,256 before each row.
 
     Raises:
         ValueError: there is no array, or its shape, chunks or dtype are wrong.
     """
-    setting, paths = files.side(config, heldout=heldout)
-    array = _open(setting, paths, config.token_dtype, config.shortest_document)
-    rows = np.arange(array.shape[0])
-    if not config.heldout_paths:
-        # Of one array, a row is known by its number alone.
-        rows = rows[files.held_out([""], rows, config.heldout_fraction) == heldout]
-    lead = DOCUMENT_START if config.document_separator is None else config.document_separator
-    return ZarrDocuments(array, paths[0], rows=rows, lead=lead)
 
+    def __init__(self, config: config_lib.DataConfig):
+        self._config = config
+        self._open = functools.cache(_open)
 
-def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
-    """Returns the real path of an array on a disk, or its URL."""
-    return set(map(files.location, paths))
+    def _array(self, *, heldout: bool) -> tensorstore.TensorStore:
+        setting, paths = files.side(self._config, heldout=heldout)
+        return self._open(setting, paths, self._config.token_dtype, self._config.shortest_document)
 
+    def side(self, *, heldout: bool) -> ZarrDocuments:
+        """Returns the training or the held-out documents."""
+        config = self._config
+        array = self._array(heldout=heldout)
+        rows = np.arange(array.shape[0])
+        if not config.heldout_paths:
+            # Of one array, a row is known by its number alone.
+            rows = rows[files.held_out([""], rows, config.heldout_fraction) == heldout]
+        lead = DOCUMENT_START if config.document_separator is None else config.document_separator
+        _, (path,) = files.side(config, heldout=heldout)
+        return ZarrDocuments(array, path, rows=rows, lead=lead)
 
-def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """Returns sizes of the arrays, and a SHA-256 as `digest_of` says; reading terabytes would delay the start."""
-    train, test = (open_documents(config, heldout=side) for side in (False, True))
-    arrays = [
-        _open(setting, paths, config.token_dtype, config.shortest_document)
-        for setting, paths in (("data.paths", config.paths), ("data.heldout_paths", config.heldout_paths))
-        if paths
-    ]
-    digest = hashlib.sha256()
-    for array in arrays:
-        store = array.kvstore
-        assert store is not None  # of the driver `zarr`
-        stored = array.spec().to_json()["metadata"]
-        digest.update(json.dumps(stored, sort_keys=True).encode())
-        shape = [-(-size // chunk) for size, chunk in zip(stored["shape"], stored["chunks"])]
-        places = np.linspace(0, math.prod(shape), _SAMPLES, endpoint=False).astype(np.int64)
-        indices = np.stack(np.unravel_index(np.unique(places), shape), -1).tolist()
-        keys = [stored.get("dimension_separator", ".").join(map(str, index)) for index in indices]
-        # Of gzip, these are a checksum and the size of the content.
-        ends = [store.read(key, byte_range=slice(-_SAMPLE_BYTES, None)) for key in keys]
-        for end in ends:
-            with contextlib.suppress(ValueError):  # a chunk of fewer bytes
-                digest.update(end.result().value)
-    return {
-        "files": len(arrays),
-        "bytes": sum(int(np.prod(array.shape)) * array.dtype.numpy_dtype.itemsize for array in arrays),
-        "documents": len(train.lengths),
-        "tokens": int(train.lengths.sum()),
-        "heldout_documents": len(test.lengths),
-        "heldout_tokens": int(test.lengths.sum()),
-        "digest": digest.hexdigest(),
-        "digest_of": f"metadata, and the ends of {_SAMPLES} chunks of each array",
-    }
+    def metadata(self) -> dict[str, dict[str, Any]]:
+        """Returns what `prepare` recorded about the arrays, by the path of the record."""
+        arrays = (*self._config.paths, *self._config.heldout_paths)
+        return {f"{array}/.zattrs": read_object(array, ".zattrs") for array in arrays}
+
+    def describe(self) -> dict[str, Any]:
+        """Returns sizes of the arrays, and a SHA-256 as `digest_of` says; reading terabytes would delay the start."""
+        sides = (False, True) if self._config.heldout_paths else (False,)
+        arrays = [self._array(heldout=side) for side in sides]
+        digest = hashlib.sha256()
+        for array in arrays:
+            store = array.kvstore
+            assert store is not None  # of the driver `zarr`
+            stored = array.spec().to_json()["metadata"]
+            digest.update(json.dumps(stored, sort_keys=True).encode())
+            shape = [-(-size // chunk) for size, chunk in zip(stored["shape"], stored["chunks"])]
+            places = np.linspace(0, math.prod(shape), _SAMPLES, endpoint=False).astype(np.int64)
+            indices = np.stack(np.unravel_index(np.unique(places), shape), -1).tolist()
+            keys = [stored.get("dimension_separator", ".").join(map(str, index)) for index in indices]
+            # Of gzip, these are a checksum and the size of the content.
+            ends = [store.read(key, byte_range=slice(-_SAMPLE_BYTES, None)) for key in keys]
+            for end in ends:
+                with contextlib.suppress(ValueError):  # a chunk of fewer bytes
+                    digest.update(end.result().value)
+        lengths = (self.side(heldout=side).lengths for side in (False, True))
+        size = sum(int(np.prod(array.shape)) * array.dtype.numpy_dtype.itemsize for array in arrays)
+        return sources.described((), *lengths) | {
+            "files": len(arrays),
+            "bytes": size,
+            "digest": digest.hexdigest(),
+            "digest_of": f"metadata, and the ends of {_SAMPLES} chunks of each array",
+        }
