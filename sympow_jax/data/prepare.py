@@ -95,17 +95,10 @@ class Progress(NamedTuple):
 Report = Callable[[Progress], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Shard:
-    """A finished token file, whose name says what is in it: `000012-345-6.bin` has 345 documents and left out 6."""
-
-    path: pathlib.Path
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """Index of the shard, and numbers of documents in it and of documents left out."""
-        index, documents, left_out = map(int, self.path.stem.split("-"))
-        return index, documents, left_out
+def _counts(shard: pathlib.Path) -> tuple[int, int, int]:
+    """Returns the index of a token file such as `000012-345-6.bin`, its number of documents, and of those left out."""
+    index, documents, left_out = map(int, shard.stem.split("-"))
+    return index, documents, left_out
 
 
 @contextlib.contextmanager
@@ -139,13 +132,13 @@ class _ShardWriter:
         self._encode, self._folder = encoding_lib.Encoder(encoding), folder
         self._dtype = tokens.DTYPES[encoding.token_dtype]
 
-    def __call__(self, task: tuple[int, pieces.Group]) -> _Shard:
+    def __call__(self, task: tuple[int, pieces.Group]) -> pathlib.Path:
         index, group = task
         encoded = self._encode(group)
         path = self._folder / f"{index:06}-{len(encoded.lengths)}-{encoded.left_out}.bin"
         with _replaced(path) as stream:
             stream.write(encoded.tokens.astype(self._dtype).tobytes())
-        return _Shard(path)
+        return path
 
 
 def _find(paths: Sequence[str], text_column: str | None) -> list[tuple[files.File, str]]:
@@ -286,11 +279,31 @@ def _write_shards(
         "token_files": len(groups),
     }
     _begin(folder, facts)
-    shards = {shard.counts[0]: shard for shard in map(_Shard, folder.glob("[0-9]*-*-*.bin"))}
+    itemsize = tokens.DTYPES[encoding.token_dtype].itemsize
+    shards = {_counts(path)[0]: path for path in folder.glob("[0-9]*-*-*.bin")}
+
+    def progress() -> Progress:
+        counts = map(_counts, shards.values())
+        size = sum(path.stat().st_size for path in shards.values())
+        return Progress(len(shards), len(groups), sum(count[1] for count in counts), size // itemsize)
+
     try:
-        _write_missing(folder, groups, encoding, options.workers, shards, report)
-        documents, left_out = (sum(shard.counts[i] for shard in shards.values()) for i in (1, 2))
-        if not documents:
+        if report is not None:
+            report(progress())
+        tasks = iter([(index, group) for index, group in enumerate(groups) if index not in shards])
+        make, workers = functools.partial(_ShardWriter, encoding, folder), options.workers
+        with processes.pool(make, workers=workers if workers > 1 else 0, setting="--workers") as submit:
+            running = {submit(task) for task in itertools.islice(tasks, workers)}
+            while running:
+                done, running = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
+                for written in done:
+                    shards[_counts(written.result())[0]] = written.result()
+                    if report is not None:
+                        report(progress())
+                running |= {submit(task) for task in itertools.islice(tasks, len(done))}
+        left_out = sum(_counts(path)[2] for path in shards.values())
+        about |= {"documents": progress().documents, "tokens": progress().tokens}
+        if not about["documents"]:
             shards.clear()
             raise ValueError(
                 f"every document has fewer tokens than --shortest_document, {options.shortest_document}; lower it"
@@ -300,46 +313,12 @@ def _write_shards(
     finally:
         if not shards:
             shutil.rmtree(folder)
-    about |= {"documents": documents, "tokens": _tokens(shards, encoding.token_dtype)}
     if options.shortest_document > 1:
         about |= {"shortest_document": options.shortest_document, "left_out_documents": left_out}
-    for shard in shards.values():
-        if not shard.counts[1]:
-            shard.path.unlink()
-    return about, [shards[index].path for index in sorted(shards) if shards[index].counts[1]]
-
-
-def _tokens(shards: dict[int, _Shard], dtype: str) -> int:
-    return sum(shard.path.stat().st_size for shard in shards.values()) // tokens.DTYPES[dtype].itemsize
-
-
-def _write_missing(
-    folder: pathlib.Path,
-    groups: Sequence[pieces.Group],
-    encoding: encoding_lib.Encoding,
-    workers: int,
-    shards: dict[int, _Shard],
-    report: Report | None,
-) -> None:
-    """Tokenizes the groups without a shard, and adds their shards."""
-
-    def show() -> None:
-        if report is not None:
-            documents = sum(shard.counts[1] for shard in shards.values())
-            report(Progress(len(shards), len(groups), documents, _tokens(shards, encoding.token_dtype)))
-
-    show()
-    tasks = iter([(index, group) for index, group in enumerate(groups) if index not in shards])
-    make = functools.partial(_ShardWriter, encoding, folder)
-    with processes.pool(make, workers=workers if workers > 1 else 0, setting="--workers") as submit:
-        running = {submit(task) for task in itertools.islice(tasks, workers)}
-        while running:
-            done, running = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
-            for written in done:
-                shard = written.result()
-                shards[shard.counts[0]] = shard
-                show()
-            running |= {submit(task) for task in itertools.islice(tasks, len(done))}
+    for index, path in sorted(shards.items()):
+        if not _counts(path)[1]:
+            shards.pop(index).unlink()
+    return about, [shards[index] for index in sorted(shards)]
 
 
 def write_bin(

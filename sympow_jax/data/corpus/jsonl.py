@@ -201,12 +201,12 @@ class Reader:
         file, path = piece.file, piece.file.path
         positions: list[int] = []
         documents: list[pieces.Document] = []
-        continues = self._file == (file, piece.count) and self._ahead is not None
-        if not continues or self._ahead[0] > piece.index or not pieces.compression(path):
+        ahead, self._ahead = self._ahead, None  # so that after an error the file is read anew
+        continues = pieces.compression(path) and self._file == (file, piece.count)
+        if not continues or ahead is None or ahead[0] > piece.index:
             self._lines = _pieces(file, piece.count, piece.index)
-            self._ahead = next(self._lines, None)
-        self._file, ahead = (file, piece.count), self._ahead
-        self._ahead = None  # so that after an error the file is read anew
+            ahead = next(self._lines, None)
+        self._file = (file, piece.count)
         while ahead is not None and ahead[0] <= piece.index:
             number, (line, start, _) = ahead
             if number == piece.index:

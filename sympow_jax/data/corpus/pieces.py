@@ -17,9 +17,9 @@ __all__ = [
     "Group",
     "Piece",
     "as_ids",
+    "compression",
     "grouped",
     "name_of",
-    "suffixes",
 ]
 
 # Bytes of text in a group, roughly. A resumed run reads its group again, and so does a repeated `sympow prepare`.
@@ -91,13 +91,6 @@ def compression(path: str) -> str | None:
     """Returns the suffix of a compressed file, such as `.gz`; None for others."""
     name = files.location(path).lower()
     return next((suffix for suffix in data_config.COMPRESSIONS if name.endswith(suffix)), None)
-
-
-def suffixes(format: str) -> tuple[str, ...]:
-    """Returns the endings of files of a format, compressed ones included; parquet compresses its own columns."""
-    plain = data_config.SUFFIXES[format]
-    packed = data_config.COMPRESSIONS if format == "jsonl" else ()
-    return plain + tuple(suffix + end for suffix in plain for end in packed)
 
 
 def _text_bytes(file: files.File, format: str) -> int:

@@ -29,13 +29,13 @@ class Kind(NamedTuple):
     Attributes:
         module: name of its module.
         tasks: names of the tasks that it supports.
-        suffixes: endings of its files in a folder; None if its paths are folders, or if it has none.
+        suffixes: endings of its files in a folder; none if it reads no single files.
         generated: whether it reads no files and always has held-out examples.
     """
 
     module: str
     tasks: tuple[str, ...]
-    suffixes: tuple[str, ...] | None = ("",)
+    suffixes: tuple[str, ...] = ("",)
     generated: bool = False
 
     @property
@@ -46,20 +46,19 @@ class Kind(NamedTuple):
 
 _IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _LINES = data_config.SUFFIXES["jsonl"]
+_COMPRESSED_LINES = tuple(line + end for line in _LINES for end in data_config.COMPRESSIONS)
 
 # A new source is a row here, a name in `config.data.SOURCES` and a module.
 SOURCES = {
     "text": Kind("text", _TOKENS),
     "tokens": Kind("tokens", _TOKENS, data_config.SUFFIXES["tokens"]),
-    "longcrawl64": Kind("zarr", _TOKENS, None),
+    "longcrawl64": Kind("zarr", _TOKENS, ()),
     "parquet": Kind("corpus", _TOKENS, data_config.SUFFIXES["parquet"]),
-    "jsonl": Kind(
-        "corpus", _TOKENS, _LINES + tuple(line + end for line in _LINES for end in data_config.COMPRESSIONS)
-    ),
+    "jsonl": Kind("corpus", _TOKENS, _LINES + _COMPRESSED_LINES),
     "tsv": Kind("tsv", _LABELS, (".tsv",)),
     # Formats that are not read are an error on access, instead of being left out.
     "images": Kind("images", _LABELS[:1], _IMAGES),
-    "listops": Kind("listops", _LABELS[:1], None, generated=True),
+    "listops": Kind("listops", _LABELS[:1], (), generated=True),
 }
 
 
@@ -76,9 +75,7 @@ def find_all(config: config_lib.DataConfig, *, heldout: bool) -> list[files.File
     Raises:
         ValueError: as `files.find`.
     """
-    suffixes = SOURCES[config.source].suffixes
-    assert suffixes is not None
-    return files.find(*files.side(config, heldout=heldout), suffix=suffixes)
+    return files.find(*files.side(config, heldout=heldout), suffix=SOURCES[config.source].suffixes)
 
 
 def locations(setting: str, paths: Sequence[str], source: str) -> set[str]:
@@ -88,7 +85,7 @@ def locations(setting: str, paths: Sequence[str], source: str) -> set[str]:
         ValueError: as `files.find`.
     """
     suffixes = SOURCES[source].suffixes
-    if suffixes is None:
+    if not suffixes:
         return set(map(files.location, paths))
     if paths:
         found = files.find(setting, paths, suffix=suffixes)

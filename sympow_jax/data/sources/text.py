@@ -91,10 +91,11 @@ class Source:
         train, heldout = (self._spans(heldout=side) for side in (False, True))
         matches = list(dict.fromkeys(file for file, _, _ in [*train, *heldout]))
         cut = not self._config.heldout_paths and any(file.named for file, _, _ in heldout)
-        return sources.described(
+        lengths = (np.array([length for _, _, length in side], np.int64) for side in (train, heldout))
+        note = {"heldout_note": "the end of each file that data.paths names"} if cut else {}
+        return note | sources.described(
             matches,
-            *(np.array([length for _, _, length in side], np.int64) for side in (train, heldout)),
-            **({"heldout_note": "the end of each file that data.paths names"} if cut else {}),
+            *lengths,
             digest=files.digest(matches, lambda file: [self._read(file)]),
             digest_of="names, sizes and contents",
         )

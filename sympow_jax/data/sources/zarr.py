@@ -16,7 +16,7 @@ from jaxtyping import Int64, Integer
 from sympow_jax import config as config_lib
 from sympow_jax import spelling
 from sympow_jax.config import serialize
-from sympow_jax.data import documents, files, sources
+from sympow_jax.data import files, sources
 
 __all__ = [
     "CHUNKS",
@@ -33,16 +33,12 @@ DOCUMENT_START = 50_256  # GPT-2's <|endoftext|>, before every input
 ROW_TOKENS = 65_536
 CHUNKS = (2048, 2048)
 
-_METADATA = ".zarray"
 # LongCrawl64 has Blosc's LZ4. Gzip has a checksum: of 200 bits that were flipped in the data of such chunks, it found
 # all, and LZ4 found 24. It reads as fast, and the chunks are smaller.
 _COMPRESSOR = {"id": "gzip", "level": 1}
 
 # Chunks whose last bytes enter the digest, and the number of these bytes.
 _SAMPLES, _SAMPLE_BYTES = 32, 16
-
-# Bytes of the largest chunk that is read, which is held in memory whole. LongCrawl64's chunks have 2^23.
-_CHUNK_BYTES = 1 << 28
 
 # A row of full length spans 32 chunks of 8 MB. The cache has room for two such bands of documents.
 _CACHE_BYTES = 2 * 32 * CHUNKS[0] * CHUNKS[1] * 2
@@ -98,16 +94,7 @@ def _open(setting: str, paths: tuple[str, ...], dtype: str, shortest: int) -> te
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
     # Without fill_missing_data_reads=False, a missing chunk reads as zeros.
     reading = {**spec(paths[0]), "fill_missing_data_reads": False}
-    store = reading["kvstore"]
     try:
-        if not isinstance(store, str) and os.path.isdir(store["path"]):
-            # As it is listed, without a call for each of up to millions of chunks.
-            with os.scandir(store["path"]) as entries:
-                for entry in entries:
-                    if not entry.is_file() and not entry.is_dir():
-                        serialize.require_file(entry.path)
-        # With metadata of many levels or of gigabytes, TensorStore would end the process.
-        read_object(paths[0], _METADATA)
         array = tensorstore.open(reading, context=context, open=True, read=True).result()
     except ValueError as error:
         raise ValueError(f"{setting}: cannot open {paths[0]} as a Zarr v2 array: {_reason(error)}") from error
@@ -125,25 +112,7 @@ def _open(setting: str, paths: tuple[str, ...], dtype: str, shortest: int) -> te
             f"{setting}: {paths[0]} has documents of {array.shape[1]} tokens, but data.shortest_document is "
             f"{shortest}; lower it"
         )
-    _check_sizes(f"{setting}: {paths[0]}", array)
     return array
-
-
-def _check_sizes(name: str, array: tensorstore.TensorStore) -> None:
-    """Raises ValueError for sizes that no data has but metadata may claim, before memory is reserved for them."""
-    rows, row_tokens = array.shape
-    if rows > documents.MAX_DOCUMENTS or rows * row_tokens > documents.MAX_TOKENS:
-        raise ValueError(
-            f"{name} has shape {array.shape} by its metadata; at most {documents.MAX_DOCUMENTS} rows and "
-            f"{documents.MAX_TOKENS} tokens can be read, so split the array or copy its .zarray again"
-        )
-    chunk = tuple(array.spec().to_json()["metadata"]["chunks"])
-    size = math.prod(chunk) * array.dtype.numpy_dtype.itemsize
-    if size > _CHUNK_BYTES:
-        raise ValueError(
-            f"{name} has chunks of shape {chunk}, {size} bytes each, by its metadata; chunks of at most "
-            f"{_CHUNK_BYTES} bytes can be read, so write the array with smaller ones"
-        )
 
 
 class ZarrDocuments:
