@@ -402,14 +402,14 @@ def _write_rows(
         "store_data_equal_to_fill_value": True,
     }
     array = tensorstore.open(spec, create=True).result()
-    rest, source = np.empty(0, dtype), iter(shards)
+    source, tokens_left = iter(shards), np.empty(0, dtype)
     for start in range(0, shape[0], zarr.CHUNKS[0]):
         stop = min(start + zarr.CHUNKS[0], shape[0])
-        size = (stop - start) * shape[1]
-        parts, count = [rest], len(rest)
-        while count < size:
-            parts.append(np.fromfile(next(source), dtype))
-            count += len(parts[-1])
-        read = np.concatenate(parts)
-        array[start:stop].write(read[:size].reshape(stop - start, shape[1])).result()
-        rest = read[size:].copy()
+        band, filled = np.empty((stop - start) * shape[1], dtype), 0
+        while filled < len(band):
+            if not len(tokens_left):
+                tokens_left = np.memmap(next(source), dtype, mode="r")
+            part = tokens_left[: len(band) - filled]
+            band[filled : filled + len(part)] = part
+            filled, tokens_left = filled + len(part), tokens_left[len(part) :]
+        array[start:stop].write(band.reshape(stop - start, shape[1])).result()
