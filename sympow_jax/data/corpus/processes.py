@@ -25,8 +25,9 @@ def pool[Item, Result](
 ) -> Iterator[Callable[[Item], concurrent.futures.Future[Result]]]:
     """Yields a function that sends an item to a worker and returns the future of its result.
 
-    At the end, workers finish the item that they have. Worker processes end when this process ends. They ignore the
-    signals that stop a run, because this process needs data until it has saved a checkpoint.
+    At the end, processes are killed in the middle of their work, but a thread finishes its item. Worker processes end
+    when this process ends. They ignore the signals that stop a run, because this process needs data until it has saved
+    a checkpoint.
 
     Args:
         make: returns the function of an item. Every worker calls it before its first item. Processes need `make`, items
@@ -76,13 +77,16 @@ def pool[Item, Result](
     try:
         yield submit
     except concurrent.futures.process.BrokenProcessPool as error:
-        for child in children:
-            child.kill()  # those that the executor only terminates, a signal which they block
         raise ValueError(
             f"a worker process ended in the middle of its work (often killed for lack of memory); repeat the command, "
             f"which continues, with fewer {setting} if memory is short"
         ) from error
     finally:
+        # The executor itself waits for all items that it has passed on, and only terminates, which workers ignore.
+        for child in children:
+            child.kill()
+        # The last end of the pipe of results, so that the executor does not wait for the rest of one.
+        executor._result_queue._writer.close()  # type: ignore[attr-defined]
         executor.shutdown(cancel_futures=True)
 
 

@@ -1,13 +1,6 @@
 """Tests of training batches and held-out documents from parquet and JSON lines."""
 
 import dataclasses
-import itertools
-import multiprocessing
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -445,60 +438,6 @@ def test_memory_that_runs_out(config, monkeypatch):
     monkeypatch.setattr(encoding.Encoder, "_documents", fail)
     with pytest.raises(ValueError, match=r"out of memory while reading .*; set fewer workers"):
         next(open_batches(config))
-
-
-def test_workers_read_on_after_a_notice(config):
-    """Simulates SLURM, which signals all processes of a job; the training process needs data until it has saved."""
-    batches = open_batches(dataclasses.replace(config, tokenizer_workers=1))
-    next(batches)
-    (worker,) = multiprocessing.active_children()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        os.kill(worker.pid, number)
-    assert len(list(itertools.islice(batches, 100))) == 100
-    assert worker.is_alive()
-    batches.close()
-
-
-def test_a_worker_that_is_killed(config):
-    batches = open_batches(dataclasses.replace(config, tokenizer_workers=1))
-    next(batches)
-    (worker,) = multiprocessing.active_children()
-    os.kill(worker.pid, signal.SIGKILL)
-    with pytest.raises(
-        ValueError,
-        match=r"^a worker process ended .*; repeat .*, with fewer data\.tokenizer_workers if",
-    ):
-        list(itertools.islice(batches, 10_000))
-    batches.close()
-    worker.join(10)
-    assert not multiprocessing.active_children()
-
-
-_PARENT = """
-import multiprocessing, sys, time
-from sympow_jax import config, data
-if __name__ == "__main__":
-    settings = config.DataConfig(source="jsonl", paths=(sys.argv[1],), context_length=8, batch_tokens=8)
-    batches = data.train_dataset(settings, vocab_size=256).batches(1)
-    next(batches)
-    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
-    time.sleep(60)
-"""
-
-
-def test_workers_end_with_the_process_that_started_them(tmp_path):
-    (tmp_path / "parent.py").write_text(_PARENT)
-    builders.write_jsonl(tmp_path / "a.jsonl", ["some text"] * 50)
-    command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "a.jsonl")]
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    workers = [int(pid) for pid in parent.stdout.readline().split()]
-    assert len(workers) == 2
-    parent.kill()
-    parent.wait()
-    deadline = time.monotonic() + 20
-    while any(os.path.exists(f"/proc/{pid}/status") for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(os.path.exists(f"/proc/{pid}/status") for pid in workers)
 
 
 def test_whole_rows_are_the_first_ones():
