@@ -26,8 +26,8 @@ import zstandard
 
 from benchmarks import _rows
 from sympow_jax import config, data
-from sympow_jax.data import corpus as corpus_lib
 from sympow_jax.data import prepare
+from sympow_jax.data.corpus import stream
 
 FORMATS = ("parquet", "jsonl", "jsonl.zst")
 # Tokenizer, format and number of worker processes.
@@ -127,7 +127,7 @@ def write_corpus(folder: pathlib.Path, documents: list[str]) -> None:
 
 def _open_rows(
     folder: pathlib.Path, tokenizer: str, kind: str, *, workers: int = 0, context_length: int = 1024
-) -> corpus_lib.CorpusRows:
+) -> stream.CorpusRows:
     settings = config.DataConfig(
         source=kind.split(".")[0],
         paths=(str(folder / f"corpus.{kind}"),),
@@ -138,7 +138,7 @@ def _open_rows(
         batch_tokens=context_length,
     )
     corpus = data.train_dataset(settings, vocab_size=_VOCAB_SIZE)
-    assert isinstance(corpus, corpus_lib.CorpusRows)
+    assert isinstance(corpus, stream.CorpusRows)
     return corpus
 
 

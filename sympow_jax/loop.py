@@ -6,7 +6,6 @@ import pathlib
 from pallas_kernels.check import verdict
 from sympow_jax import config as config_lib
 from sympow_jax import data, evaluation, training
-from sympow_jax.data import prepared
 from sympow_jax.process import hosts, signals, workdir
 from sympow_jax.training import checkpoint, metrics, restore, sharding, summary
 
@@ -22,19 +21,19 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
     """
     # Check data, model and workdir first, so that their errors do not wait for compilation or the end of training.
     with hosts.all_or_none():
-        config, contradictions = prepared.compare(config)
+        config, contradictions = data.compare_metadata(config)
         for line in contradictions:  # before errors that they explain
             hosts.say(f"warning: {line}", error=True)
         data.require_outside_runs(config.data, folder)
-        rows = data.train_dataset(config.data, task=config.task, vocab_size=config.model.vocab_size)
-        heldout = data.HeldoutData(config.data, config.task, vocab_size=config.model.vocab_size)
+        rows, heldout, description = data.open_run(
+            config.data, config.task, vocab_size=config.model.vocab_size
+        )
         evaluation.check_settings(config, heldout)
         metrics.check_settings(config)
         mesh = sharding.make_mesh(config)
         share, shares = sharding.batch_share(mesh)
         program = training.Program(config, mesh)
         traced = program.trace(rows.example())
-        description = data.describe(config.data)
         periodic = evaluation.Periodic(program, heldout)
     workdir.open_run(folder, config, description)
     batches = rows.batches(config.data.batch_size, share=share, shares=shares)

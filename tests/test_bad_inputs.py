@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 from sympow_jax import config, data, generation, loop, models, ops, training, weights
 from sympow_jax.commands import command_line
 from sympow_jax.config import fields
-from sympow_jax.data import longcrawl64, tokenizer
+from sympow_jax.data import tokenizer
+from sympow_jax.data.sources import zarr
 from sympow_jax.process import workdir
 from sympow_jax.training import writers
 from sympow_jax.weights import families
@@ -228,13 +229,13 @@ def read_records(folder):
     workdir.record_data(folder, RECORD)
 
 
-def zarr(**changes):
+def zarr_array(**changes):
     import tensorstore
 
     def make(folder):
         values = np.arange(8 * 64, dtype=np.uint16).reshape(8, 64)
-        metadata = longcrawl64.metadata(8, 64, values.dtype) | {"chunks": [4, 64]} | changes
-        spec = {**longcrawl64.spec(str(folder)), "metadata": metadata}
+        metadata = zarr.metadata(8, 64, values.dtype) | {"chunks": [4, 64]} | changes
+        spec = {**zarr.spec(str(folder)), "metadata": metadata}
         tensorstore.open(spec, create=True).result().write(values).result()
 
     return written(make)
@@ -244,7 +245,7 @@ def token_file():
     summary = {"tokenizer": "byte", "vocab_size": 256, "separator": 0, "token_dtype": "uint16"}
     summary |= {"documents": 2, "tokens": 14}
     content = np.tile(np.array([5, 6, 0, 7, 8, 9, 0], "<u2"), 2).tobytes()
-    return as_json(**{"train.bin": summary}) | {"train.bin": content}
+    return as_json(prepared=summary) | {"train.bin": content}
 
 
 LINES = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in ("fox " * 20, "", "é" * 30, None))
@@ -332,13 +333,15 @@ FILES = {
         *([("line.json", ("step",), text)] for text in ('"3"', "[]")),
     ),
     "Zarr": (
-        zarr,
+        zarr_array,
         read_rows("longcrawl64"),
         *([(".zarray", ("chunks", 0), text)] for text in (str(2**34), str(10**18), DEEP[-1])),
     ),
     # The cases change the sizes in the header of a chunk, as in LongCrawl64: of it decompressed, of a block, of it all.
     "Zarr with Blosc": (
-        lambda: zarr(compressor={"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0}),
+        lambda: zarr_array(
+            compressor={"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0}
+        ),
         read_rows("longcrawl64"),
         *ZARR_HEADER,
     ),

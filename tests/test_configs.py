@@ -15,7 +15,7 @@ from flax import nnx
 
 from sympow_jax import config, models
 from sympow_jax.commands import launch
-from sympow_jax.data import listops
+from sympow_jax.data.sources import listops
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = ["layers=2", "width=32", "heads=2", "dtype=float32"]
@@ -169,7 +169,7 @@ def test_the_124m_model_on_other_data(tmp_path):
         assert (read.source, read.paths, read.heldout_paths) == (source, (name,), ())
         assert read.document_separator == (50_256 if source == "tokens" else None)
     (tmp_path / "a.bin").touch()
-    (tmp_path / "a.bin.json").touch()
+    (tmp_path / "prepared.json").touch()
     assert load(f'gpt2_124m.py:data="{tmp_path}"').data.source == "tokens"
     (tmp_path / "b.parquet").touch()
     with pytest.raises(

@@ -13,7 +13,8 @@ import rich.progress
 
 from sympow_jax.commands import command_line
 from sympow_jax.config import literals
-from sympow_jax.data import longcrawl64, prepare
+from sympow_jax.data import prepare
+from sympow_jax.data.sources import zarr
 from sympow_jax.process import signals, streams, workdir
 
 __all__ = ["main"]
@@ -28,7 +29,7 @@ def _parser(program: str) -> command_line.Parser:
         "--format", choices=("bin", "longcrawl64"), required=True, help="Format of the output, as above."
     )
     parser.add_argument(
-        "--out", required=True, metavar="PATH", help="The .bin file or .zarr folder to write."
+        "--out", required=True, metavar="PATH", help="Folder to write, which ends in .bin or .zarr."
     )
     parser.add_argument(
         "--text_column",
@@ -61,79 +62,56 @@ def _parser(program: str) -> command_line.Parser:
         "--row_tokens",
         type=int,
         metavar="N",
-        default=longcrawl64.ROW_TOKENS,
+        default=zarr.ROW_TOKENS,
         help="Tokens per row of `longcrawl64`.",
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="Files, folders or globs to read.")
     return parser
 
 
-class _Terminated(KeyboardInterrupt):
-    """Arrival of a notice, whose number is the argument; no code takes it for an error."""
-
-
-def _terminate(number: int, frame: types.FrameType | None) -> None:
-    del frame
-    raise _Terminated(number)
-
-
 @contextlib.contextmanager
 def _stops() -> Iterator[None]:
     """Turns Ctrl-C, SIGTERM and SIGUSR1 into a line that says how to continue."""
-    before = {number: signal.signal(number, _terminate) for number in signals.NOTICES}
+    received = [signal.SIGINT]
+
+    def stop(number: int, frame: types.FrameType | None) -> None:
+        del frame
+        received[:] = [signal.Signals(number)]
+        raise KeyboardInterrupt  # which no code takes for an error
+
+    before = {number: signal.signal(number, stop) for number in signals.NOTICES}
     try:
         yield
-    except KeyboardInterrupt as error:
+    except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr, flush=True)
-        number = error.args[0] if isinstance(error, _Terminated) else signal.SIGINT
-        raise SystemExit(128 + number) from None
+        raise SystemExit(128 + received[0]) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-class _Rate:
-    """Describes progress, with the tokens per second since its creation."""
-
-    def __init__(self) -> None:
-        self._begin = time.monotonic()
-        self._tokens: int | None = None
-
-    def describe(self, progress: prepare.Progress) -> str:
-        if self._tokens is None:
-            self._tokens = progress.tokens  # of an earlier command
-        rate = (progress.tokens - self._tokens) / (time.monotonic() - self._begin)
-        return (
-            f"{progress.done} of {progress.pieces} pieces, {progress.documents:,} documents, {progress.tokens:,} "
-            f"tokens, {rate:,.0f} tokens/s"
-        )
-
-
 @contextlib.contextmanager
 def _reporting() -> Iterator[Callable[[prepare.Progress], None]]:
     """Yields a function that shows progress on stderr: as a bar on a terminal, or else as a line now and then."""
-    console, rate = rich.console.Console(stderr=True), _Rate()
-    if console.is_terminal:
-        with rich.progress.Progress(console=console, transient=True) as bar:
-            task = bar.add_task("")
+    console, begin = rich.console.Console(stderr=True), time.monotonic()
+    earlier, last = None, begin  # tokens of an earlier command, and the time of the last line
+    bar = rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task("")
 
-            def draw(progress: prepare.Progress) -> None:
-                bar.update(
-                    task, completed=progress.done, total=progress.pieces, description=rate.describe(progress)
-                )
-
-            yield draw
-        return
-    last = time.monotonic()
-
-    def write(progress: prepare.Progress) -> None:
-        nonlocal last
-        line, now = rate.describe(progress), time.monotonic()
-        if now - last >= _LINE_SECONDS:
+    def show(progress: prepare.Progress) -> None:
+        nonlocal earlier, last
+        earlier, now = progress.tokens if earlier is None else earlier, time.monotonic()
+        line = (
+            f"{progress.done} of {progress.pieces} files, {progress.documents:,} documents, {progress.tokens:,} "
+            f"tokens, {(progress.tokens - earlier) / (now - begin):,.0f} tokens/s"
+        )
+        bar.update(task, completed=progress.done, total=progress.pieces, description=line)
+        if not console.is_terminal and now - last >= _LINE_SECONDS:
             print(line, file=sys.stderr, flush=True)
             last = now
 
-    yield write
+    with bar:
+        yield show
 
 
 def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:

@@ -38,8 +38,8 @@ class DataConfig:
             "`longcrawl64` reads a Zarr v2 array with one document per row. `parquet` and `jsonl` read a column of "
             "text, or of lists of token ids, of parquet files or of JSON lines, which may be larger than memory. "
             "`tsv` reads lines of text files whose columns are separated by tabs, without quoting (GLUE's layout). "
-            "`images` reads one folder per class in every path. `listops` generates examples (`data/listops.py` "
-            "defines them and lists the ids).",
+            "`images` reads one folder per class in every path. `listops` generates examples "
+            "(`data/sources/listops.py` defines them and lists the ids).",
             choices=SOURCES,
         ),
     )

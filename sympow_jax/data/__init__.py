@@ -7,7 +7,9 @@ with extras.required("train", __name__):
     from sympow_jax.data.documents import HeldoutDocuments
     from sympow_jax.data.pipeline import (
         HeldoutData,
+        compare_metadata,
         describe,
+        open_run,
         require_held_apart,
         require_outside_runs,
         train_dataset,
@@ -18,7 +20,9 @@ __all__ = [
     "HeldoutData",
     "HeldoutDocuments",
     "codec_of_run",
+    "compare_metadata",
     "describe",
+    "open_run",
     "require_held_apart",
     "require_outside_runs",
     "train_dataset",

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from sympow_jax import config as configs
 from sympow_jax import hub
 from sympow_jax.config import data as data_config
-from sympow_jax.data import longcrawl64, tokenizer
+from sympow_jax.data import tokenizer
+from sympow_jax.data.sources import zarr
 
 __all__ = ["Codec", "codec_of_run"]
 
@@ -117,6 +118,6 @@ def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
         end = loaded.separator if separator is None else separator
         return Codec(loaded, settings.model.vocab_size, lead=loaded.begin, end=end)
     if source == "longcrawl64":
-        separator = longcrawl64.DOCUMENT_START if separator is None else separator
+        separator = zarr.DOCUMENT_START if separator is None else separator
         return Codec(loaded, settings.model.vocab_size, lead=separator, end=separator)
     return Codec(loaded, settings.model.vocab_size, lead=loaded.begin, end=separator)

@@ -9,7 +9,6 @@ from jaxtyping import Int32, Int64, Integer
 
 __all__ = [
     "MAX_DOCUMENTS",
-    "MAX_TOKENS",
     "STORED",
     "Documents",
     "HeldoutDocuments",
@@ -25,7 +24,6 @@ _NEVER_REPEATED = 64
 
 # Largest source. Opening a source takes up to 60 bytes of memory per document.
 MAX_DOCUMENTS = 1 << 28
-MAX_TOKENS = 1 << 48
 
 
 @runtime_checkable

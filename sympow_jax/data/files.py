@@ -1,28 +1,33 @@
 """Finds the files that a setting names, and splits documents into training and held-out ones."""
 
+import contextlib
 import dataclasses
 import fnmatch
 import glob
 import hashlib
 import os
 import pathlib
+import posixpath
 import re
 from collections.abc import Buffer, Callable, Collection, Iterable, Iterator, Sequence
+from typing import BinaryIO
 
 import numpy as np
 from jaxtyping import Bool, Int64
 
 from sympow_jax import config as config_lib
+from sympow_jax import extras, spelling
 
 __all__ = [
     "File",
     "below",
     "digest",
+    "errors",
     "find",
-    "find_all",
     "held_out",
     "located",
     "location",
+    "open_file",
     "root_of",
     "side",
     "would_find",
@@ -30,29 +35,73 @@ __all__ = [
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 1 << 12
+# Characters of an error of a file system that are shown. Signed addresses have a thousand.
+_MAX_REASON = 300
 
 
 @dataclasses.dataclass(frozen=True)
 class File:
     """A file and its key.
 
-    The key is the path relative to the folder, or to the fixed part of the glob pattern, that matched the file. Order
-    and hold-out depend on the key only, so that they do not change when the folder is moved. `named` is
-    True if a path names the file, and not a folder or pattern that holds it.
+    Attributes:
+        path: local path, or URL such as `s3://...` or `hf://datasets/...`.
+        key: path relative to the folder, or to the fixed part of the glob, that matched the file. Order and hold-out
+            depend on it only, so that they do not change when the folder is moved. Without the query of an HTTP
+            address, which may be a signature.
+        size: number of bytes.
+        named: whether a path names the file, and not a folder or glob that holds it.
     """
 
-    path: pathlib.Path
+    path: str
     key: str
     size: int
     named: bool = dataclasses.field(default=False, kw_only=True)
 
 
+@contextlib.contextmanager
+def errors(place: str) -> Iterator[None]:
+    """Turns an error of a file system, or of a reader of a format, into a ValueError that names the file.
+
+    `place` is the file, or the setting and the path.
+    """
+    remote = "://" in place
+    try:
+        yield
+    except MemoryError:
+        raise
+    except FileNotFoundError as error:
+        # A server does not tell those who may not read a file that it exists.
+        remedy = "correct the path, or check your access to it" if remote else "correct the path"
+        raise ValueError(f"{place}: there is no such file or folder; {remedy}") from error
+    except ImportError as error:  # whose message says what to install
+        raise ValueError(f"cannot read {place}: {error}") from error
+    except Exception as error:  # each file system raises the errors of its own network library
+        reason = spelling.cut(str(error), _MAX_REASON) or type(error).__name__
+        if isinstance(error, OSError) and error.strerror and not remote:
+            reason = error.strerror
+        remedy = (
+            "the network and your access to it, or name a local copy"
+            if remote
+            else "the file, or make it again"
+        )
+        raise ValueError(f"cannot read {place}: {reason}; check {remedy}") from error
+
+
+def open_file(path: str) -> BinaryIO:
+    """Opens a local or remote file, not decompressed."""
+    if "://" not in path:
+        return open(path, "rb")
+    with extras.required("corpora", __name__):
+        import fsspec
+    return fsspec.open(path, "rb", compression=None).open()
+
+
 def _file(path: str, root: str, *, named: bool = False) -> File:
     key = pathlib.Path(os.path.relpath(path, root)).as_posix()
-    return File(path=pathlib.Path(path), key=key, size=os.path.getsize(path), named=named)
+    return File(path, key, os.path.getsize(path), named=named)
 
 
-def below(root: str, *, suffix: str = "", skip: Collection[str] = ()) -> list[File]:
+def below(root: str, *, suffix: str | tuple[str, ...] = "", skip: Collection[str] = ()) -> list[File]:
     """Returns the files below a folder that end in `suffix`, except hidden ones and folders named in `skip`.
 
     Links to files are followed, and those to folders are not.
@@ -67,7 +116,7 @@ def below(root: str, *, suffix: str = "", skip: Collection[str] = ()) -> list[Fi
         for name in names:
             path = os.path.join(folder, name)
             # A dangling link is listed but cannot be read.
-            if name.endswith(suffix) and not name.startswith(".") and os.path.isfile(path):
+            if name.lower().endswith(suffix) and not name.startswith(".") and os.path.isfile(path):
                 matches.append(_file(path, root))
     return _ordered(matches)
 
@@ -88,8 +137,17 @@ def _split(pattern: str) -> tuple[str, list[str]]:
 
 def location(path: str) -> str:
     """Returns the real path of a file or folder, or its URL, which is the same however the path is written."""
-    path = path.removeprefix("file://").rstrip("/")
-    return path if "://" in path else os.path.realpath(os.path.expanduser(path))
+    path = path.rpartition("file://")[2].rstrip("/")  # a cache puts it before a local path too
+    return _without_query(path) if "://" in path else os.path.realpath(os.path.expanduser(path))
+
+
+def _without_query(url: str) -> str:
+    """Returns the address of a file without a signature; that of a service whose query names a file stays whole."""
+    if not url.startswith(("http://", "https://")):
+        return url
+    address = url.partition("#")[0]
+    path = address.partition("?")[0]
+    return path if config_lib.source_of(path) else address
 
 
 def root_of(path: str) -> str | None:
@@ -128,23 +186,27 @@ def _is_hidden(parts: Iterable[str]) -> bool:
 
 
 def _ordered(files: Sequence[File]) -> list[File]:
-    return sorted(files, key=lambda file: (file.key, str(file.path)))
+    return sorted(files, key=lambda file: (file.key, file.path))
 
 
-def find(setting: str, paths: Sequence[str], *, suffix: str = "") -> list[File]:
+def find(setting: str, paths: Sequence[str], *, suffix: str | tuple[str, ...] = "") -> list[File]:
     """Returns the files that `paths` name, each once, ordered by key.
 
-    A path is a file, a folder or a glob. A folder stands for its files that end in `suffix`, except hidden files and
-    `__pycache__`. In a glob, `**` crosses folders. Neither a folder nor `**` follows links to folders. `setting` is the
-    name of the setting that holds the paths, for errors.
+    A path is a file, a folder or a glob, local or a URL of fsspec. A folder stands for its files that end in `suffix`,
+    except hidden files and `__pycache__`. In a glob, `**` crosses folders. Neither a folder nor `**` follows links to
+    folders. `setting` is the name of the setting that holds the paths, for errors.
 
     Raises:
-        ValueError: a path matches no file.
+        ValueError: a path matches no file, or a file system cannot be reached.
     """
     matches: dict[str, File] = {}
+    paths = [os.path.expanduser(path.removeprefix("file://")) for path in paths]
     # Named files first, so that the key of one does not depend on the folders and patterns that it is in.
-    for path in sorted(map(os.path.expanduser, paths), key=lambda path: not os.path.isfile(path)):
-        if os.path.isfile(path):
+    for path in sorted(paths, key=lambda path: not os.path.isfile(path)):
+        if "://" in path:
+            with errors(f"{setting} {path}"):
+                files = _remote(path, suffix)
+        elif os.path.isfile(path):
             files = [_file(path, os.path.dirname(path) or ".", named=True)]
         elif os.path.isdir(path):
             files = below(path, suffix=suffix)
@@ -153,7 +215,8 @@ def find(setting: str, paths: Sequence[str], *, suffix: str = "") -> list[File]:
         else:
             raise ValueError(f"{setting}: there is no file or folder {path!r}; correct the path")
         if not files:
-            lack = f"no {suffix or 'visible'} file is in" if os.path.isdir(path) else "no file matches"
+            kind = suffix if isinstance(suffix, str) else ", ".join(suffix)
+            lack = f"no {kind or 'visible'} file is in" if os.path.isdir(path) else "no file matches"
             raise ValueError(f"{setting}: {lack} {path!r}; correct the path or the pattern")
         for location, file in located(files):
             # Otherwise, a file with two names could be trained on under one name and held out under the other.
@@ -161,29 +224,46 @@ def find(setting: str, paths: Sequence[str], *, suffix: str = "") -> list[File]:
     return _ordered(list(matches.values()))
 
 
+def _remote(path: str, suffix: str | tuple[str, ...]) -> list[File]:
+    """Returns the files that a URL stands for, as `find` does."""
+    with extras.required("corpora", __name__):
+        import fsspec
+    if "::" in path and "://" in path.partition("::")[0]:
+        raise ValueError("it is in an archive, every piece of which would be read from the start; unpack it")
+    system, root = fsspec.url_to_fs(path)
+    fixed = _without_query(root)
+    if glob.has_magic(fixed) and not system.exists(root):
+        parts = root.split("/")
+        base = "/".join(parts[: next(i for i, part in enumerate(parts) if glob.has_magic(part))])
+        found = system.glob(root, detail=True)
+    elif (info := system.info(root))["type"] == "directory":
+        found, base = system.find(root, detail=True), root
+        for name in list(found):
+            if not name.lower().endswith(suffix) or _is_hidden(posixpath.relpath(name, root).split("/")):
+                del found[name]
+    else:
+        found, base = {root: info}, posixpath.dirname(fixed)
+    matches = []
+    for name, entry in found.items():
+        if entry["type"] == "file":
+            if entry["size"] is None:
+                raise ValueError("the server does not say how large the file is")
+            key = posixpath.relpath(_without_query(name), base or ".")
+            matches.append(File(system.unstrip_protocol(name), key, int(entry["size"])))
+    return matches
+
+
 def located[F: File](files: Iterable[F]) -> Iterator[tuple[str, F]]:
-    """Yields the path without links of each file, which is the same whatever path led to it, and the file."""
+    """Yields the `location` of each file, which is the same whatever path led to it, and the file."""
     folders: dict[str, str] = {}  # real paths by paths, because each takes several system calls
     for file in files:
         folder, name = os.path.split(file.path)
-        if os.path.islink(file.path):
-            yield os.path.realpath(file.path), file
+        if "://" in file.path or os.path.islink(file.path):
+            yield location(file.path), file
         else:
             if folder not in folders:
                 folders[folder] = os.path.realpath(folder)
             yield os.path.join(folders[folder], name), file
-
-
-def find_all(config: config_lib.DataConfig, *, suffix: str) -> list[File]:
-    """Returns the files of `data.paths` and then those of `data.heldout_paths`, each as in `find`.
-
-    Raises:
-        ValueError: as `find`.
-    """
-    found = find("data.paths", config.paths, suffix=suffix)
-    if config.heldout_paths:
-        found += find("data.heldout_paths", config.heldout_paths, suffix=suffix)
-    return found
 
 
 def digest(files: Sequence[File], read: Callable[[File], Iterable[Buffer]], *, samples: bool = False) -> str:
@@ -203,12 +283,9 @@ def digest(files: Sequence[File], read: Callable[[File], Iterable[Buffer]], *, s
         number = int(np.searchsorted(ends, place, side="right"))
         file = files[number]
         start = min(place - ends[number] + file.size, max(0, file.size - _SAMPLE_BYTES))
-        try:
-            with file.path.open("rb") as stream:
-                stream.seek(start)
-                total.update(stream.read(_SAMPLE_BYTES))
-        except OSError as error:
-            raise ValueError(f"cannot read {file.path}: {error.strerror or error}") from error
+        with errors(file.path), open_file(file.path) as stream:
+            stream.seek(start)
+            total.update(stream.read(_SAMPLE_BYTES))
     return total.hexdigest()
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib
 import os
 import pathlib
 from collections.abc import Iterator
@@ -15,38 +14,20 @@ from sympow_jax import spelling
 from sympow_jax.config import data as data_config
 from sympow_jax.config import loading
 from sympow_jax.config import task as task_config
-from sympow_jax.data import documents, files, longcrawl64, masking, rows, shuffle, text, tokens
+from sympow_jax.data import documents, files, masking, rows, shuffle, sources, tokenizer
+from sympow_jax.data.sources import zarr
 
 __all__ = [
     "HeldoutData",
+    "RunData",
+    "compare_metadata",
     "describe",
+    "open_run",
     "require_held_apart",
     "require_outside_runs",
     "train_dataset",
 ]
 
-_DOCUMENTS = {"text": text, "tokens": tokens, "longcrawl64": longcrawl64}
-
-
-class _Labeled(NamedTuple):
-    """Properties of a source of labeled examples.
-
-    Attributes:
-        labels: what may be predicted from it.
-        has_heldout: whether it has held-out examples without a setting that holds some out.
-    """
-
-    labels: tuple[config_lib.Predicted, ...]
-    has_heldout: bool = False
-
-
-_CLASS, _NUMBER = config_lib.Predicted.CLASS, config_lib.Predicted.NUMBER
-_OF_DOCUMENTS = (config_lib.Predicted.TOKEN, config_lib.Predicted.ATTENTION)
-_EXAMPLES = {
-    "tsv": _Labeled((_CLASS, _NUMBER)),
-    "images": _Labeled((_CLASS,)),
-    "listops": _Labeled((_CLASS,), has_heldout=True),
-}
 # Files that a run writes into its workdir, one of each kind. A folder with the first two counts as a workdir.
 _RUN_FILES = (
     "config.json",
@@ -61,17 +42,8 @@ _RUN_FILES = (
 )
 
 
-def _source(name: str) -> Any:
-    if name in _DOCUMENTS:
-        return _DOCUMENTS[name]
-    # Imported on demand, because a corpus needs pyarrow, fsspec and zstandard, and images need Pillow. They would delay
-    # the start of a run, or may not be installed.
-    module = "corpus" if name in data_config.CORPUS_SOURCES else name
-    return importlib.import_module(f"sympow_jax.data.{module}")
-
-
 def _require_fitting(config: config_lib.DataConfig, task: config_lib.TaskConfig) -> None:
-    fitting = _EXAMPLES[config.source].labels if config.source in _EXAMPLES else _OF_DOCUMENTS
+    fitting = sources.SOURCES[config.source].predicted
     if task.predicted not in fitting:
         names = [name for name, kind in task_config.TASKS.items() if kind.predicted in fitting]
         raise ValueError(
@@ -80,21 +52,26 @@ def _require_fitting(config: config_lib.DataConfig, task: config_lib.TaskConfig)
         )
 
 
-def _open(
-    config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
+def _side(
+    source: Any,
+    config: config_lib.DataConfig,
+    task: config_lib.TaskConfig,
+    *,
+    vocab_size: int,
+    heldout: bool,
 ) -> documents.Documents | rows.Examples:
-    """Opens one side of a source. Training rows of a corpus are opened by `open_rows`."""
-    if config.source in _EXAMPLES:
-        return _source(config.source).open_examples(config, task, vocab_size=vocab_size, heldout=heldout)
+    """Returns one side of an opened source, except training rows that are read in order only."""
+    if sources.SOURCES[config.source].labeled:
+        return source.examples(task, vocab_size=vocab_size, heldout=heldout)
     if config.source in data_config.CORPUS_SOURCES:
-        return _source(config.source).open_heldout(config, vocab_size=vocab_size)
-    source = _DOCUMENTS[config.source].open_documents(config, heldout=heldout)
-    if source.lead is not None and not 0 <= source.lead < vocab_size:
+        return source.side(heldout=heldout, vocab_size=vocab_size)
+    opened = source.side(heldout=heldout)
+    if opened.lead is not None and not 0 <= opened.lead < vocab_size:
         raise ValueError(
-            f"the first id of every row is {source.lead}, but model.vocab_size is {vocab_size}; set "
+            f"the first id of every row is {opened.lead}, but model.vocab_size is {vocab_size}; set "
             f"data.document_separator to the id that the data was prepared with"
         )
-    return source
+    return opened
 
 
 def _rows(
@@ -113,12 +90,16 @@ def _rows(
 
 
 def _may_hold_out(config: config_lib.DataConfig) -> bool:
-    always = config.source in _EXAMPLES and _EXAMPLES[config.source].has_heldout
-    return always or bool(config.heldout_paths) or config.heldout_fraction > 0
+    generated = sources.SOURCES[config.source].generated
+    return generated or bool(config.heldout_paths) or config.heldout_fraction > 0
 
 
 def train_dataset(
-    config: config_lib.DataConfig, *, task: config_lib.TaskConfig | None = None, vocab_size: int
+    config: config_lib.DataConfig,
+    *,
+    task: config_lib.TaskConfig | None = None,
+    vocab_size: int,
+    source: Any = None,
 ) -> rows.TrainRows:
     """Returns the training rows of a task, shuffled anew each epoch and repeated indefinitely.
 
@@ -131,7 +112,9 @@ def train_dataset(
       described in `masking.MaskedRows`.
     * `classification`, `regression`: `labels []`, int32 or float32. Texts have `inputs [T]` padded with 0, and
       `segment_ids [T]`, 0 for tokens and -1 for padding; the second text of a dual encoder follows the first, with
-      segment id 1. Images are described in `images.open_examples`.
+      segment id 1. Images are described in `images.Source`.
+
+    `source` is the opened source, by default opened anew.
 
     Raises:
         ValueError: the data cannot be found, opened or read as configured, or does not fit the task. On access to a
@@ -139,10 +122,11 @@ def train_dataset(
     """
     task = task or config_lib.TaskConfig()
     _require_fitting(config, task)
+    source = source or sources.open_source(config)
     if config.source in data_config.CORPUS_SOURCES:
         pack = functools.partial(_rows, config=config, task=task, vocab_size=vocab_size)
-        return _source(config.source).open_rows(config, pack, vocab_size=vocab_size)
-    opened = _open(config, task, vocab_size=vocab_size, heldout=False)
+        return source.rows(pack, vocab_size=vocab_size)
+    opened = _side(source, config, task, vocab_size=vocab_size, heldout=False)
     count = len(opened.lengths) if isinstance(opened, documents.Documents) else len(opened)
     if not count and config.heldout_fraction and not config.heldout_paths:
         raise ValueError(
@@ -161,9 +145,14 @@ class HeldoutData:
     """
 
     def __init__(
-        self, config: config_lib.DataConfig, task: config_lib.TaskConfig | None = None, *, vocab_size: int
+        self,
+        config: config_lib.DataConfig,
+        task: config_lib.TaskConfig | None = None,
+        *,
+        vocab_size: int,
+        source: Any = None,
     ):
-        """Opens the data; the default task is to predict the next token.
+        """Opens the data; the default task is to predict the next token, and the default source is opened anew.
 
         Raises:
             ValueError: as `train_dataset`.
@@ -175,7 +164,8 @@ class HeldoutData:
         _require_fitting(config, self._task)
         if not _may_hold_out(config):
             return
-        opened = _open(config, self._task, vocab_size=vocab_size, heldout=True)
+        source = source or sources.open_source(config)
+        opened = _side(source, config, self._task, vocab_size=vocab_size, heldout=True)
         if not isinstance(opened, documents.Documents):
             self.rows = opened if len(opened) else None
             return
@@ -276,21 +266,18 @@ def require_held_apart(
     Returns:
         False if it cannot be found out, because the paths that were trained on cannot be read.
     """
-    # ListOps is generated, with seeds of its own for each side.
-    if (
-        not _may_hold_out(config)
-        or "listops" in (config.source, trained.source)
-        or _holds_out_less(config, trained)
-    ):
+    # What is generated has seeds of its own for each side.
+    generated = any(sources.SOURCES[x.source].generated for x in (config, trained))
+    if not _may_hold_out(config) or generated or _holds_out_less(config, trained):
         return True
     if trained.paths != config.paths and any(map(loading.is_remote, trained.paths)):
         return False  # not opened, because they may be anybody's
     try:
-        found = _source(trained.source).locations("data.paths", trained.paths, trained)
+        found = sources.locations("data.paths", trained.paths, trained.source)
     except ValueError:
         return False
     setting, paths = files.side(config, heldout=True)
-    if shared := sorted(found & _source(config.source).locations(setting, paths, config)):
+    if shared := sorted(found & sources.locations(setting, paths, config.source)):
         example = spelling.cut(shared[0], spelling.LINE)
         owner = f" of {name}"
         remedy = (
@@ -335,7 +322,7 @@ def require_outside_runs(config: config_lib.DataConfig, workdir: pathlib.Path) -
                     f"{setting}: {path!r} stands for what the run writes into --workdir {workdir} too; choose another "
                     f"--workdir, or a narrower path or pattern"
                 )
-        found = _source(config.source).locations(setting, paths, config) if roots else ()
+        found = sources.locations(setting, paths, config.source) if roots else ()
         folders = {os.path.dirname(location) for location in found if os.path.isabs(location)}
         folders |= {str(parent) for folder in folders for parent in pathlib.PurePath(folder).parents}
         for folder in sorted(folders):
@@ -347,11 +334,86 @@ def require_outside_runs(config: config_lib.DataConfig, workdir: pathlib.Path) -
                 )
 
 
-def describe(config: config_lib.DataConfig) -> dict[str, Any]:
+class RunData(NamedTuple):
+    """Data of a run: its training rows, its held-out data and a description."""
+
+    rows: rows.TrainRows
+    heldout: HeldoutData
+    description: dict[str, Any]
+
+
+def open_run(
+    config: config_lib.DataConfig, task: config_lib.TaskConfig | None = None, *, vocab_size: int
+) -> RunData:
+    """Returns the data of a run, whose files are found and scanned once.
+
+    Raises:
+        ValueError: as `train_dataset`.
+    """
+    _require_fitting(config, task or config_lib.TaskConfig())
+    source = sources.open_source(config)
+    return RunData(
+        train_dataset(config, task=task, vocab_size=vocab_size, source=source),
+        HeldoutData(config, task, vocab_size=vocab_size, source=source),
+        describe(config, source),
+    )
+
+
+def describe(config: config_lib.DataConfig, source: Any = None) -> dict[str, Any]:
     """Returns a description of the data for the record of a run: source, paths, sizes and a digest."""
+    source = source or sources.open_source(config)
     return {
         "source": config.source,
         "paths": list(config.paths),
         "heldout_paths": list(config.heldout_paths),
-        **_source(config.source).describe(config),
+        **source.describe(),
     }
+
+
+def compare_metadata(config: config_lib.Config) -> tuple[config_lib.Config, list[str]]:
+    """Compares settings with what `prepare` recorded about the tokens.
+
+    Returns:
+        The settings, with the `data.tokenizer` of the metadata if they have none, and a line for each setting that the
+        metadata contradicts, naming the first such file.
+    """
+    prepared = config.data.source in documents.STORED
+    found = sources.open_source(config.data).metadata() if prepared else {}
+    if config.data.tokenizer is None:
+        named = (metadata.get("tokenizer") for metadata in found.values())
+        name = next((name for name in named if isinstance(name, str)), None)
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
+    data = config.data
+    lines: dict[str, str] = {}
+    separator = data.document_separator
+    if separator is None and data.source == "longcrawl64":
+        separator = zarr.DOCUMENT_START
+    for name, metadata in found.items():
+        size, end = metadata.get("vocab_size"), metadata.get("separator")
+        if isinstance(size, int) and size > config.model.vocab_size:
+            lines.setdefault(
+                "size",
+                f"{name} has ids below {size}, but model.vocab_size is {config.model.vocab_size}; raise it",
+            )
+        if isinstance(end, int) and end != separator:
+            shown = "none" if separator is None else separator
+            lines.setdefault(
+                "end",
+                f"{name} has the separator {end}, but data.document_separator is {shown}; set it to {end}",
+            )
+        if "tokenizer" not in lines and (problem := _other_tokenizer(data.tokenizer, metadata)):
+            lines["tokenizer"] = f"{name} {problem}"
+    return config, list(lines.values())
+
+
+def _other_tokenizer(name: str | None, metadata: dict[str, Any]) -> str:
+    stored, fingerprint = metadata.get("tokenizer"), metadata.get("tokenizer_fingerprint")
+    # Loaded only under another name, because training needs no tokenizer.
+    if name in (None, stored) or not isinstance(stored, str) or not isinstance(fingerprint, str):
+        return ""
+    try:
+        if tokenizer.load(name, setting="data.tokenizer").fingerprint == fingerprint:
+            return ""
+    except ValueError as error:
+        return f"names the tokenizer {stored}, with which data.tokenizer cannot be compared: {error}"
+    return f"names the tokenizer {stored}, but data.tokenizer is {name}, whose ids are others; correct it"

@@ -13,7 +13,7 @@ import pytest
 import tensorstore
 
 from sympow_jax import config
-from sympow_jax.data import longcrawl64
+from sympow_jax.data.sources import zarr
 
 
 def data_config(**changes) -> config.DataConfig:
@@ -45,12 +45,12 @@ def write_zarr(
 ) -> str:
     """Writes an array in LongCrawl64's layout, in smaller chunks and with another compressor if given."""
     rows, row_tokens = values.shape
-    metadata = longcrawl64.metadata(rows, row_tokens, values.dtype)
+    metadata = zarr.metadata(rows, row_tokens, values.dtype)
     if compressor is not None:
         metadata["compressor"] = compressor
     if chunks is not None:
         metadata["chunks"] = list(chunks)
-    spec = {**longcrawl64.spec(str(path)), "metadata": metadata, "store_data_equal_to_fill_value": True}
+    spec = {**zarr.spec(str(path)), "metadata": metadata, "store_data_equal_to_fill_value": True}
     tensorstore.open(spec, create=True).result().write(values).result()
     return str(path)
 

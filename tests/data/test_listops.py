@@ -7,7 +7,7 @@ import pytest
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
-from sympow_jax.data import listops
+from sympow_jax.data.sources import listops
 from tests.data import builders
 
 TASK = config_lib.TaskConfig(name="classification", classes=10)

@@ -37,7 +37,7 @@ def assert_same(left, right):
 
 def skip_without_package(source):
     if source in ("parquet", "jsonl"):
-        pytest.importorskip("sympow_jax.data.corpus")
+        pytest.importorskip("pyarrow")
 
 
 def stacked(rows):

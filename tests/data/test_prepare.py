@@ -1,6 +1,7 @@
-"""Tests of converting text to token files and back, in both layouts and with each kind of tokenizer."""
+"""Tests of converting text to token files and back, in both layouts, and of the record of that."""
 
-import fcntl
+import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -14,11 +15,13 @@ import time
 import numpy as np
 import pytest
 
+from sympow_jax import config as config_lib
 from sympow_jax import data
 from sympow_jax.commands import command_line, prepare
 from sympow_jax.data import prepare as prepare_lib
-from sympow_jax.data import prepared, tokenizer, tokens
-from sympow_jax.data.prepare import pieces
+from sympow_jax.data import tokenizer
+from sympow_jax.data.corpus import encoding, pieces
+from sympow_jax.data.sources import tokens
 from tests import mistakes
 from tests.data import builders
 
@@ -33,6 +36,19 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+def stored(path: str, dtype: str = "<u2") -> np.ndarray:
+    """Returns the tokens of a folder."""
+    return np.concatenate([np.fromfile(file, dtype) for file in sorted(pathlib.Path(path).glob("*.bin"))])
+
+
+def text(path: str) -> bytes:
+    return stored(path).astype(np.uint8).tobytes()
+
+
+def record(path: str) -> dict:
+    return json.loads(pathlib.Path(path, tokens.METADATA).read_text())
+
+
 @pytest.fixture
 def word_tokenizer(folder):
     vocabulary = {"[UNK]": 0, "the": 1, "first": 2, "document": 3, "second": 4, "na": 5, "x": 9}
@@ -45,9 +61,8 @@ def run(*arguments) -> None:
 
 def test_bin_of_bytes_round_trip(folder):
     run("--format=bin", "--out=deep/train.bin")
-    assert np.fromfile("deep/train.bin", "<u2").astype(np.uint8).tobytes() == STORED
-    description = json.loads((folder / "deep/train.bin.json").read_text())
-    assert description == {
+    assert text("deep/train.bin") == STORED
+    assert record("deep/train.bin") == {
         "tokenizer": "byte",
         "tokenizer_fingerprint": "byte",
         "vocab_size": 256,
@@ -59,18 +74,18 @@ def test_bin_of_bytes_round_trip(folder):
     config = builders.data_config(
         source="tokens", paths=("deep/train.bin",), document_separator=0, heldout_fraction=0.0
     )
-    source = tokens.open_documents(config, heldout=False)
+    source = tokens.Source(config).side(heldout=False)
     read = [bytes(source.read(i, 0, int(length)).astype(np.uint8)) for i, length in enumerate(source.lengths)]
     assert read == [content + b"\0" for content in TEXTS.values() if content]
-    assert sorted(os.listdir("deep")) == ["train.bin", "train.bin.json"]
+    assert sorted(os.listdir("deep/train.bin")) == ["000000-3-0.bin", tokens.METADATA]
 
 
 def test_documents_begin_as_the_tokenizer_begins_texts(folder):
     name = builders.write_byte_fallback(folder / "fallback.json")
     run("--format=bin", "--out=train.bin", f"--tokenizer={name}")
-    stored = np.fromfile("train.bin", "<u2").tolist()
+    read = stored("train.bin").tolist()
     ids = {text: tokenizer.load(name).encode(text).tolist() for text in TEXTS.values() if text}
-    assert stored == [token for text in ids.values() for token in (1, *text, 2)]
+    assert read == [token for text in ids.values() for token in (1, *text, 2)]
 
 
 def test_longcrawl64_of_bytes_round_trip(folder):
@@ -95,19 +110,19 @@ def test_longcrawl64_in_several_bands_of_chunks(folder, monkeypatch):
     run("--format=longcrawl64", "--out=train.zarr", "--row_tokens=11")
     assert {"0.0", "1.0", "2.0"} <= set(os.listdir("train.zarr"))
     run("--format=bin", "--out=train.bin")
-    flat = np.fromfile("train.bin", "<u2")
+    flat = stored("train.bin")
     rows = len(flat) // 11
     assert rows > 2 * 2048
     config = builders.data_config(source="longcrawl64", paths=("train.zarr",), document_separator=0)
     source = data.HeldoutData(config, vocab_size=256).documents
-    stored = {bytes(row.astype(np.uint8)) for row in flat[: rows * 11].reshape(rows, 11)}
-    assert {bytes(document[1:].astype(np.uint8)) for document in source} <= stored
+    whole = {bytes(row.astype(np.uint8)) for row in flat[: rows * 11].reshape(rows, 11)}
+    assert {bytes(document[1:].astype(np.uint8)) for document in source} <= whole
 
 
 def test_tokenizers_file(word_tokenizer):
     run("--format=bin", "--out=a.bin", f"--tokenizer={word_tokenizer}")
-    assert np.fromfile("a.bin", "<u2").tolist() == [1, 2, 3, 7, 0, 4, 7, 9, 7]
-    description = json.loads(pathlib.Path("a.bin.json").read_text())
+    assert stored("a.bin").tolist() == [1, 2, 3, 7, 0, 4, 7, 9, 7]
+    description = record("a.bin")
     assert (description["vocab_size"], description["separator"], description["tokenizer"]) == (
         10,
         7,
@@ -131,7 +146,7 @@ def test_the_printed_command_trains_on_the_output(
     assert config.data.paths == (out,)
     assert (config.data.token_dtype, config.data.document_separator) == ("uint16", 7)
     assert (config.data.tokenizer, config.model.vocab_size) == (os.path.abspath(word_tokenizer), 10)
-    assert prepared.compare(config)[1] == []
+    assert data.compare_metadata(config)[1] == []
 
 
 def test_text_that_spells_a_special_token_is_text(folder, word_tokenizer):
@@ -149,7 +164,7 @@ def test_large_vocabularies_use_four_bytes(word_tokenizer):
             "--separator=70000",
             "--row_tokens=3",
         )
-    assert np.fromfile("a.bin", "<u4").tolist() == [1, 2, 3, 70_000, 0, 4, 70_000, 9, 70_000]
+    assert stored("a.bin", "<u4").tolist() == [1, 2, 3, 70_000, 0, 4, 70_000, 9, 70_000]
     config = builders.data_config(
         source="longcrawl64",
         paths=("a.zarr",),
@@ -178,7 +193,7 @@ def test_tiktoken_encoding(folder, monkeypatch):
     assert (loaded.vocab_size, loaded.separator) == (50_257, 50_256)
     assert 50_256 not in loaded.encode(b"<|endoftext|>").tolist()
     run("--format=bin", "--out=a.bin", "--tokenizer=gpt2")
-    assert np.fromfile("a.bin", "<u2")[0] == 257
+    assert stored("a.bin")[0] == 257
 
 
 def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
@@ -191,10 +206,13 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
             "empty.txt": b"",
             "bad.json": b"{}",
             "there.bin": b"",
-            "described.bin.json": b"the user's",
+            "full.bin/precious": b"the user's",
+            "done.bin/prepared.json": b'{"documents": 1}',
         },
     )
     os.symlink("loop", "loop")
+    (folder / "other").mkdir()
+    os.symlink("other", "link.bin")
     before = sorted(os.listdir("."))
     cases = [
         (("--out=a.zarr", "texts"), "--out is a.zarr; with --format=bin it must end in .bin"),
@@ -207,14 +225,16 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
             "the output texts/a.bin is in ./texts/, and a later command that reads this",
         ),
         (("--out=texts/a.bin", "texts/*.bin"), "the output texts/a.bin is in texts/*.bin, and a later"),
-        (("--out=texts/a.bin", "texts/*.json"), "the output texts/a.bin is in texts/*.json, and a later"),
         (("--out=texts/deep/a.bin", "texts/**"), "the output texts/deep/a.bin is in texts/**, and a later"),
-        (("--out=described.bin", "texts"), "described.bin.json exists; remove it"),
+        (("--out=texts/a.bin", "texts/**/*.json"), "the output texts/a.bin is in texts/**/*.json, and a"),
+        (("--out=full.bin", "texts"), "full.bin exists; remove it"),
+        (("--out=done.bin", "texts"), "done.bin exists; remove it"),
+        (("--out=link.bin", "texts"), "link.bin exists; remove it"),
         (
             ("--out=deep/a.bin", "~nobody-by-this-name/texts"),
             "no file or folder '~nobody-by-this-name/texts'",
         ),
-        (("--out=loop/a.bin", "texts"), "cannot write loop/.a.bin.prepare: "),
+        (("--out=loop/a.bin", "texts"), "cannot write loop/a.bin: "),
         (("--out=a.bin", "loop"), "there is no file or folder 'loop'"),
         (("--out=" + "a" * 201 + ".bin", "texts"), "the name of the output has more than 200 bytes"),
         (("--out=a.bin", "--tokenizer=words.json", "latin.txt"), "latin.txt is not UTF-8 at byte 3"),
@@ -256,15 +276,15 @@ def test_tokenizer_without_an_end_of_text(folder, capsys):
     line = mistakes.line(prepare.main, common, capsys)
     assert "names no end of text; set --separator to an id" in line
     prepare.main([*common, "--separator=2"])
-    assert np.fromfile("a.bin", "<u2").tolist() == [1, 2]
+    assert stored("a.bin").tolist() == [1, 2]
 
 
 def test_documents_without_tokens_are_skipped(folder, word_tokenizer, capsys):
     builders.write_files(folder, {"a.txt": b"x", "b.txt": b" \n", "c.txt": b"x x"})
     common = ["--format=bin", "--tokenizer=words.json", "--separator=7"]
     prepare.main([*common, "--out=a.bin", "a.txt", "b.txt", "c.txt"])
-    assert np.fromfile("a.bin", "<u2").tolist() == [9, 7, 9, 9, 7]
-    assert json.loads(pathlib.Path("a.bin.json").read_text())["documents"] == 2
+    assert stored("a.bin").tolist() == [9, 7, 9, 9, 7]
+    assert record("a.bin")["documents"] == 2
     capsys.readouterr()
     line = mistakes.line(prepare.main, [*common, "--out=b.bin", "b.txt"], capsys)
     assert "there are no documents (1 files read); name files that hold text" in line
@@ -291,15 +311,11 @@ OPTIONS = prepare_lib.Options(text_column="text")
 
 @pytest.fixture
 def lines(folder, monkeypatch):
-    """Writes documents as JSON lines that are read in 12 pieces, and returns the bytes of the `.bin` they become."""
+    """Writes documents as JSON lines that are read in 12 pieces, and returns the text of the token files."""
     pytest.importorskip("pyarrow")
     size = os.path.getsize(builders.write_jsonl(folder / "lines.jsonl", LINES))
-    monkeypatch.setattr(pieces, "PIECE_BYTES", -(-size // PIECES))
+    monkeypatch.setattr(pieces, "GROUP_BYTES", -(-size // PIECES))
     return b"".join(f"{line}\0".encode() for line in LINES)
-
-
-def stored(path: str) -> bytes:
-    return np.fromfile(path, "<u2").astype(np.uint8).tobytes()
 
 
 class Stopped(Exception):
@@ -323,94 +339,59 @@ def test_all_formats_give_the_same_tokens(folder, lines):
         options = OPTIONS if path != "files" else prepare_lib.Options()
         summary = prepare_lib.write_bin(f"{i}.bin", [path], options)
         assert (summary["documents"], summary["tokens"]) == (len(LINES), len(lines))
-        assert stored(f"{i}.bin") == lines
+        assert text(f"{i}.bin") == lines
     # Of several files, the order is that of their keys, whatever their formats.
     prepare_lib.write_bin("all.bin", ["rows.parquet", "lines.jsonl"], OPTIONS)
-    assert stored("all.bin") == 2 * lines
+    assert text("all.bin") == 2 * lines
 
 
 def test_text_files_of_several_pieces(folder, monkeypatch):
     reports = []
     for size, count in ((1, 3), (20, 2), (1 << 22, 1)):
-        monkeypatch.setattr(pieces, "PIECE_BYTES", size)
+        monkeypatch.setattr(pieces, "GROUP_BYTES", size)
         prepare_lib.write_bin(f"{size}.bin", ["texts"], report=reports.append)
-        assert stored(f"{size}.bin") == STORED
+        assert text(f"{size}.bin") == STORED
         assert reports[-1] == (count, count, 3, len(STORED))
+        assert len(os.listdir(f"{size}.bin")) == count + 1
 
 
+@pytest.mark.parametrize("out", ["a.bin", "a.zarr"])
 @pytest.mark.parametrize("done", [1, 6, PIECES])
-def test_a_stopped_command_continues(folder, lines, done):
-    with pytest.raises(Stopped):
-        prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(done))
-    assert not os.path.exists("a.bin")
-    hidden = folder / ".a.bin.prepare"
-    # What a killed process may leave: a draft, and tokens beyond those that are counted.
-    builders.write_files(hidden, {".piece-000000009-x/piece-000000009": b"draft"})
-    with (hidden / "tokens").open("ab") as stream:
-        stream.write(b"more")
-    begun = []
-    prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=begun.append)
-    assert (begun[0].done, begun[-1].done) == (done, PIECES)
-    assert stored("a.bin") == lines
-    assert json.loads(pathlib.Path("a.bin.json").read_text())["documents"] == len(LINES)
-    assert not hidden.exists()
-
-
-def test_the_sidecar_of_a_stopped_command(folder, lines, monkeypatch):
-    replace = os.replace
-
-    def stop_at_the_end(source, target) -> None:
-        if os.path.basename(target) == "a.bin":
-            raise Stopped
-        replace(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", stop_at_the_end)
-        with pytest.raises(Stopped):
-            prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS)
-    assert os.path.exists("a.bin.json")
-    assert not os.path.exists("a.bin")
-    prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS)
-    assert stored("a.bin") == lines
-
-
-@pytest.mark.parametrize(
-    "content", ['{"pieces": 3}', '{"pieces": -1, "tokens": 0, "documents": 0, "left_out": 0}']
-)
-def test_a_damaged_folder(folder, lines, capsys, content):
-    with pytest.raises(Stopped):
-        prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(3))
-    hidden = folder / ".a.bin.prepare"
-    command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
-    os.truncate(hidden / "tokens", 5)
-    line = mistakes.line(prepare.main, command, capsys)
-    assert (
-        "joined.json does not fit the 5 bytes of tokens next to it; remove the folder to start again" in line
+def test_a_stopped_command_continues(folder, lines, out, done):
+    write = (
+        prepare_lib.write_bin
+        if out == "a.bin"
+        else functools.partial(prepare_lib.write_longcrawl64, row_tokens=16)
     )
-    (hidden / "joined.json").write_text(content)
-    assert "joined.json does not fit the 5 bytes of" in mistakes.line(prepare.main, command, capsys)
-    (hidden / "joined.json").write_text("[" * 100_000)
-    assert "joined.json" in mistakes.line(prepare.main, command, capsys)
+    with pytest.raises(Stopped):
+        write(out, ["lines.jsonl"], OPTIONS, report=stop_at(done))
+    hidden = folder / (out if out == "a.bin" else ".a.zarr.prepare")
+    assert not os.path.exists("a.zarr")
+    made = {path.name: path.stat().st_mtime_ns for path in hidden.glob("*.bin")}
+    assert len(made) >= done
+    # What a killed process may leave: a draft.
+    builders.write_files(hidden, {".000009-5-0.bin-x/000009-5-0.bin": b"draft"})
+    begun = []
+    write(out, ["lines.jsonl"], OPTIONS, report=begun.append)
+    assert (begun[0].done, begun[-1].done) == (len(made), PIECES)
+    whole = write(f"whole{out[1:]}", ["lines.jsonl"], OPTIONS)
+    for path in (path for path in pathlib.Path(f"whole{out[1:]}").iterdir()):
+        assert pathlib.Path(out, path.name).read_bytes() == path.read_bytes()
+    if out == "a.bin":
+        assert made.items() <= {path.name: path.stat().st_mtime_ns for path in hidden.glob("*.bin")}.items()
+        assert record(out) == whole
+        assert text(out) == lines
+    else:
+        assert not hidden.exists()
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda content: b"", lambda content: content[:-2], lambda content: content[:7]]
-)
-def test_a_damaged_piece(folder, lines, capsys, damage):
+def test_tokens_that_are_not_complete_are_not_read(folder, lines):
     with pytest.raises(Stopped):
         prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(3))
-    hidden = folder / ".a.bin.prepare"
-    piece = hidden / "piece-000000004"
-    with pytest.raises(Stopped):
-        prepare_lib.write_bin("b.bin", ["lines.jsonl"], OPTIONS, report=stop_at(PIECES))
-    # Pieces after the last, and files of other names, are not read.
-    builders.write_files(hidden, {"piece-x": b"", f"piece-{PIECES:09}": b"", piece.name: damage(bytes(24))})
-    command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
-    line = mistakes.line(prepare.main, command, capsys)
-    assert f"{piece.name} is damaged; remove it and repeat the command" in line
-    piece.unlink()
-    prepare.main(command)
-    assert stored("a.bin") == lines
+    with pytest.raises(
+        ValueError, match=r"next to a\.bin/prepared\.json are not complete; repeat the command"
+    ):
+        data.train_dataset(builders.data_config(source="tokens", paths=("a.bin",)), vocab_size=256)
 
 
 def test_another_command_for_the_same_output(folder, lines, capsys):
@@ -423,42 +404,15 @@ def test_another_command_for_the_same_output(folder, lines, capsys):
         in line
     )
     builders.write_jsonl(folder / "more.jsonl", LINES)
-    line = mistakes.line(prepare.main, [*command, "more.jsonl"], capsys)
-    assert "files was 1 and is 2" in line
-    with pathlib.Path(".a.bin.prepare/lock").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert "is used by another process; wait" in mistakes.line(prepare.main, command, capsys)
-    os.remove(".a.bin.prepare/manifest.json")
-    line = mistakes.line(prepare.main, command, capsys)
-    assert "but no manifest.json; remove the folder or choose another --out" in line
-
-
-@pytest.mark.parametrize("name", ["", "lock", "tokens"])
-def test_a_link_in_place_of_the_folder_or_its_files(folder, lines, capsys, name):
-    """The target of the link is not changed."""
-    builders.write_files(folder, {"precious/kept": b"kept"})
-    link = folder / ".a.bin.prepare" / name
-    link.parent.mkdir(exist_ok=True)
-    link.symlink_to(folder / "precious" / ("kept" if name else ""))
-    command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
-    assert f"{name} is a symbolic link; remove it or choose" in mistakes.line(prepare.main, command, capsys)
-    assert [path.read_bytes() for path in (folder / "precious").iterdir()] == [b"kept"]
-
-
-def test_a_file_that_has_changed_is_another_file(folder, lines, capsys):
-    with pytest.raises(Stopped):
-        prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(2))
+    assert "files was 1 and is 2" in mistakes.line(prepare.main, [*command, "more.jsonl"], capsys)
     os.utime("lines.jsonl", ns=(1, 1))
-    command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
     assert "names_sizes_times_sha256 was" in mistakes.line(prepare.main, command, capsys)
 
 
-def test_a_process_that_was_killed_while_it_wrote_the_manifest(folder, lines):
-    draft = folder / ".a.bin.prepare" / ".manifest.json-abc"
-    draft.mkdir(parents=True)
+def test_a_process_that_was_killed_while_it_wrote_the_record(folder, lines):
+    (folder / "a.bin" / f".{tokens.METADATA}-abc").mkdir(parents=True)
     prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS)
-    assert not draft.exists()
-    assert (folder / "a.bin").stat().st_size
+    assert text("a.bin") == lines
 
 
 def test_a_zarr_array_needs_a_path_in_utf8(folder, lines, capsys):
@@ -476,27 +430,26 @@ def test_workers_give_the_same_bytes_also_after_a_kill(folder, lines):
             os.kill(killed[0].pid, signal.SIGKILL)
 
     with pytest.raises(
-        ValueError,
-        match=r"^a worker process ended with exit code -9 .*; repeat .* continues, with fewer --workers if",
+        ValueError, match=r"^a worker process ended .*; repeat .* continues, with fewer --workers"
     ):
         prepare_lib.write_bin("a.bin", ["lines.jsonl"], options, report=kill)
-    assert len(killed) == 2
+    assert killed
     assert not multiprocessing.active_children()
     reports = []
     prepare_lib.write_bin("a.bin", ["lines.jsonl"], options, report=reports.append)
     assert reports[0].done >= 3
-    assert stored("a.bin") == lines
+    assert text("a.bin") == lines
 
 
 SLOW = """
 import sys, time
 from sympow_jax.data import prepare
-from sympow_jax.data.prepare import pieces
+from sympow_jax.data.corpus import encoding, pieces
 
-encode = pieces.PieceEncoder.encode
-pieces.PieceEncoder.encode = lambda self, piece: time.sleep(0.3) or encode(self, piece)
+encode = encoding.Encoder.__call__
+encoding.Encoder.__call__ = lambda self, group: time.sleep(0.3) or encode(self, group)
 if __name__ == "__main__":
-    pieces.PIECE_BYTES = int(sys.argv[1])
+    pieces.GROUP_BYTES = int(sys.argv[1])
     prepare.write_bin("a.bin", ["lines.jsonl"], prepare.Options(text_column="text", workers=2))
 """
 
@@ -506,10 +459,9 @@ def test_nothing_remains_of_a_killed_command(folder, lines):
     pathlib.Path("slow.py").write_text(SLOW)
     path = os.pathsep.join([str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     command = subprocess.Popen(
-        [sys.executable, "slow.py", str(pieces.PIECE_BYTES)], env={**os.environ, "PYTHONPATH": path}
+        [sys.executable, "slow.py", str(pieces.GROUP_BYTES)], env={**os.environ, "PYTHONPATH": path}
     )
-    hidden = pathlib.Path(".a.bin.prepare")
-    _wait(lambda: list(hidden.glob("piece-*")) or (hidden / "joined.json").exists())
+    _wait(lambda: list(pathlib.Path("a.bin").glob("*.bin")))
     tasks = pathlib.Path(
         f"/proc/{command.pid}/task"
     )  # one per thread, each with the children that it started
@@ -518,11 +470,10 @@ def test_nothing_remains_of_a_killed_command(folder, lines):
     command.wait()
     assert len(children) >= 2
     _wait(lambda: not any(os.path.exists(f"/proc/{child}") for child in children))
-    assert not os.path.exists("a.bin")
     reports = []
     prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=reports.append)
     assert reports[0].done >= 1
-    assert stored("a.bin") == lines
+    assert text("a.bin") == lines
 
 
 def _wait(condition) -> None:
@@ -535,24 +486,24 @@ def _wait(condition) -> None:
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_signals_end_a_command_with_one_line(folder, lines, monkeypatch, capsys, number):
-    encode = pieces.PieceEncoder.encode
+    encode = encoding.Encoder.__call__
     encoded = []
 
-    def interrupted(self, piece):
-        encoded.append(piece)
+    def interrupted(self, group):
+        encoded.append(group)
         if len(encoded) == 3:
             signal.raise_signal(number)
-        return encode(self, piece)
+        return encode(self, group)
 
     command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
     with monkeypatch.context() as patch:
-        patch.setattr(pieces.PieceEncoder, "encode", interrupted)
+        patch.setattr(encoding.Encoder, "__call__", interrupted)
         with pytest.raises(SystemExit) as stopped:
             prepare.main(command)
     assert stopped.value.code == 128 + number
     assert capsys.readouterr() == ("", "interrupted; the same command continues\n")
     prepare.main(command)
-    assert stored("a.bin") == lines
+    assert text("a.bin") == lines
 
 
 def test_a_full_disk(folder, lines, monkeypatch, capsys):
@@ -560,7 +511,7 @@ def test_a_full_disk(folder, lines, monkeypatch, capsys):
 
     def full(number: int) -> None:
         count.append(number)
-        if len(count) > 9:
+        if len(count) > 5:
             raise OSError(28, "No space left on device")
         sync(number)
 
@@ -570,16 +521,16 @@ def test_a_full_disk(folder, lines, monkeypatch, capsys):
         line = mistakes.line(prepare.main, command, capsys)
     assert "No space left on device; correct this and repeat the command, which continues" in line
     prepare.main(command)
-    assert stored("a.bin") == lines
+    assert text("a.bin") == lines
 
 
 def test_memory_that_runs_out_before_any_piece(folder, lines, monkeypatch, capsys):
-    from sympow_jax.data import corpus
+    from sympow_jax.data.corpus import jsonl
 
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr(corpus, "holds_text", fail)
+    monkeypatch.setattr(jsonl, "holds_text", fail)
     command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
     assert "memory is short; use a machine" in mistakes.line(prepare.main, command, capsys)
 
@@ -589,14 +540,14 @@ def test_short_documents_are_left_out(folder, lines, capsys):
     prepare.main([*common, "--out=a.bin", "--shortest_document=30"])
     kept = [line for line in LINES if len(line) + 1 >= 30]
     assert 0 < len(kept) < len(LINES)
-    assert stored("a.bin") == b"".join(f"{line}\0".encode() for line in kept)
-    description = json.loads(pathlib.Path("a.bin.json").read_text())
+    assert text("a.bin") == b"".join(f"{line}\0".encode() for line in kept)
+    description = record("a.bin")
     assert description["documents"] == len(kept)
     assert description["left_out_documents"] == len(LINES) - len(kept)
     capsys.readouterr()
     line = mistakes.line(prepare.main, [*common, "--out=b.bin", "--shortest_document=1000"], capsys)
     assert "every document has fewer tokens than --shortest_document, 1000; lower it" in line
-    assert not os.path.exists(".b.bin.prepare")
+    assert not os.path.exists("b.bin")
 
 
 def test_longcrawl64_of_columns(folder, lines):
@@ -629,7 +580,7 @@ def test_mistakes_with_columns(folder, lines, word_tokenizer, capsys):
             (column, "notes.txt"),
             "nor a compressed .jsonl, which --text_column reads; leave it out, or prepare it without",
         ),
-        ((column, "gone.jsonl"), "gone.jsonl: there is no such file or folder"),
+        ((column, "gone.jsonl"), "there is no file or folder 'gone.jsonl'"),
         (
             ("--text_column=body", "lines.jsonl"),
             "has no field 'body': there are 'id', 'text'; name one of them",
@@ -663,8 +614,67 @@ def test_progress_in_lines_and_as_a_bar(folder, lines, monkeypatch, capsys):
     prepare.main([*command, "--out=a.bin"])
     written = capsys.readouterr().err.splitlines()
     assert len(written) == PIECES + 1
-    assert written[-1].startswith(f"{PIECES} of {PIECES} pieces, 60 documents, {len(lines):,} tokens, ")
+    assert written[-1].startswith(f"{PIECES} of {PIECES} files, 60 documents, {len(lines):,} tokens, ")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
     prepare.main([*command, "--out=b.bin"])
-    assert f"{PIECES} of {PIECES} pieces, 60 documents" in capsys.readouterr().err
+    assert f"{PIECES} of {PIECES} files, 60 documents" in capsys.readouterr().err
+
+
+VOCABULARY = {"[UNK]": 0, "the": 1, "first": 2, "</s>": 3, "end": 4}
+
+
+@pytest.fixture(params=["tokens", "longcrawl64"])
+def settings(request, tmp_path, monkeypatch):
+    """Returns the settings of a run on prepared data, in the working folder, whose facts they agree with."""
+    monkeypatch.chdir(tmp_path)
+    builders.write_files(tmp_path / "texts", {f"{i}.txt": b"the first end" for i in range(3)})
+    builders.write_words(tmp_path / "words.json", VOCABULARY)
+    builders.write_words(tmp_path / "others.json", {**VOCABULARY, "the": 2, "first": 1})
+    os.link("words.json", "copy.json")
+    layout, out = ("bin", "out.bin") if request.param == "tokens" else ("longcrawl64", "out.zarr")
+    prepare.main(
+        [f"--format={layout}", f"--out={out}", "--row_tokens=4", "--tokenizer=./words.json", "texts"]
+    )
+    return config_lib.Config(
+        model=config_lib.ModelConfig(vocab_size=5, layers=1, width=16, heads=2),
+        data=builders.data_config(source=request.param, paths=(out,), document_separator=3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "messages"),
+    [
+        ({}, []),
+        ({"vocab_size": 64}, []),
+        ({"tokenizer": "copy.json"}, []),
+        ({"vocab_size": 4}, ["ids below 5, but model.vocab_size is 4"]),
+        ({"document_separator": 2}, ["separator 3, but data.document_separator is 2; set it to 3"]),
+        ({"document_separator": None}, ["separator 3, but data.document_separator is "]),
+        ({"tokenizer": "others.json"}, ["words.json, but data.tokenizer is others.json"]),
+        ({"tokenizer": "gone.json"}, ["gone.json: there is no such file"]),
+        ({"vocab_size": 4, "document_separator": 2, "tokenizer": "byte"}, ["4; raise", "is 2", "is byte"]),
+    ],
+    ids=str,
+)
+def test_contradictions(settings, changes, messages):
+    changes = dict(changes)
+    model = dataclasses.replace(settings.model, vocab_size=changes.pop("vocab_size", 5))
+    changed = dataclasses.replace(settings, model=model, data=dataclasses.replace(settings.data, **changes))
+    _, lines = data.compare_metadata(changed)
+    assert len(lines) == len(messages)
+    for line, message in zip(lines, messages):
+        assert line.startswith("out.")
+        assert message in line
+
+
+def test_the_tokenizer_of_prepared_data(settings):
+    assert data.compare_metadata(settings)[0].data.tokenizer == os.path.abspath("words.json")
+    chosen = dataclasses.replace(settings, data=dataclasses.replace(settings.data, tokenizer="byte"))
+    assert data.compare_metadata(chosen)[0] == chosen
+    for name in ("out.bin/prepared.json", "out.zarr/.zattrs"):
+        if os.path.exists(name):
+            os.remove(name)
+    assert data.compare_metadata(settings)[0] == settings
+    model = dataclasses.replace(settings.model, vocab_size=4)
+    assert data.compare_metadata(dataclasses.replace(settings, model=model))[1] == []

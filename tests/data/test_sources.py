@@ -3,10 +3,8 @@
 import functools
 import hashlib
 import http.server
-import json
 import os
 import pathlib
-import resource
 import sysconfig
 import threading
 
@@ -16,7 +14,8 @@ import tensorstore
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
-from sympow_jax.data import documents, files, longcrawl64, text, tokens
+from sympow_jax.data import documents, files
+from sympow_jax.data.sources import text, tokens, zarr
 from tests.data import builders
 
 
@@ -34,7 +33,7 @@ def corpus(tmp_path):
 
 def test_text_reads_the_bytes_of_every_nonempty_file(corpus):
     config = builders.data_config(paths=(corpus,))
-    train, heldout = (contents(text.open_documents(config, heldout=side)) for side in (False, True))
+    train, heldout = (contents(text.Source(config).side(heldout=side)) for side in (False, True))
     assert sorted(bytes(document) for document in train + heldout) == sorted(
         f"document {i}".encode() for i in range(40) if i % 10 != 9
     )
@@ -43,8 +42,8 @@ def test_text_reads_the_bytes_of_every_nonempty_file(corpus):
 
 def test_text_heldout_paths_replace_the_hash(corpus):
     config = builders.data_config(paths=(f"{corpus}/0*.txt",), heldout_paths=(f"{corpus}/1*.txt",))
-    assert len(text.open_documents(config, heldout=False).lengths) == 9
-    assert len(text.open_documents(config, heldout=True).lengths) == 9
+    assert len(text.Source(config).side(heldout=False).lengths) == 9
+    assert len(text.Source(config).side(heldout=True).lengths) == 9
 
 
 def test_text_description(corpus):
@@ -67,7 +66,7 @@ def test_text_description(corpus):
 def test_text_by_default_is_the_standard_library():
     root = sysconfig.get_paths()["stdlib"]
     config = builders.data_config()
-    sides = [text._documents(config, heldout=side) for side in (False, True)]
+    sides = [text.Source(config)._spans(heldout=side) for side in (False, True)]
     train, heldout = ({file.key for file, _, _ in side} for side in sides)
     sizes = {file.key: file.size for side in sides for file, _, _ in side}
     assert {"argparse.py", "json/decoder.py", "asyncio/base_events.py"} <= train | heldout
@@ -83,7 +82,7 @@ def test_text_unreadable_file(corpus, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(pathlib.Path, "read_bytes", refuse)
+    monkeypatch.setattr(files, "open_file", refuse)
     with pytest.raises(ValueError, match=r"cannot read .*\.txt: Permission denied"):
         data.train_dataset(builders.data_config(paths=(corpus,)), vocab_size=256)
 
@@ -109,8 +108,8 @@ def test_tokens_without_separator(tmp_path, dtype):
     config = builders.data_config(
         source="tokens", paths=(str(tmp_path),), token_dtype=dtype, heldout_fraction=0.0
     )
-    assert contents(tokens.open_documents(config, heldout=False)) == documents
-    assert contents(tokens.open_documents(config, heldout=True)) == []
+    assert contents(tokens.Source(config).side(heldout=False)) == documents
+    assert contents(tokens.Source(config).side(heldout=True)) == []
 
 
 def test_tokens_with_separator(tmp_path, monkeypatch):
@@ -123,14 +122,14 @@ def test_tokens_with_separator(tmp_path, monkeypatch):
     )
     for scanned in (1, 2, 3, 1 << 24):
         monkeypatch.setattr(tokens, "_SCAN_TOKENS", scanned)
-        assert contents(tokens.open_documents(config, heldout=False)) == first + second
+        assert contents(tokens.Source(config).side(heldout=False)) == first + second
 
 
 def test_tokens_hold_out_a_fraction_of_documents(tmp_path):
     documents = [[i + 1, 0] for i in range(2000)]
     path = builders.write_bin(tmp_path / "a.bin", documents)
     config = builders.data_config(source="tokens", paths=(path,), document_separator=0)
-    train, heldout = (contents(tokens.open_documents(config, heldout=side)) for side in (False, True))
+    train, heldout = (contents(tokens.Source(config).side(heldout=side)) for side in (False, True))
     assert sorted(train + heldout) == documents
     assert abs(len(heldout) - 200) < 4 * np.sqrt(2000 * 0.09)
     description = data.describe(config)
@@ -138,15 +137,15 @@ def test_tokens_hold_out_a_fraction_of_documents(tmp_path):
     assert (description["tokens"], description["bytes"], description["files"]) == (2 * len(train), 8000, 1)
     # The seed shuffles; it does not move documents between training and held-out.
     other = builders.data_config(source="tokens", paths=(path,), document_separator=0, seed=1)
-    assert contents(tokens.open_documents(other, heldout=True)) == heldout
+    assert contents(tokens.Source(other).side(heldout=True)) == heldout
 
 
 def test_tokens_heldout_paths(tmp_path):
     train = builders.write_bin(tmp_path / "train.bin", [[1, 2, 3]])
     heldout = builders.write_bin(tmp_path / "held.bin", [[4, 5]])
     config = builders.data_config(source="tokens", paths=(train,), heldout_paths=(heldout,))
-    assert contents(tokens.open_documents(config, heldout=False)) == [[1, 2, 3]]
-    assert contents(tokens.open_documents(config, heldout=True)) == [[4, 5]]
+    assert contents(tokens.Source(config).side(heldout=False)) == [[1, 2, 3]]
+    assert contents(tokens.Source(config).side(heldout=True)) == [[4, 5]]
     assert data.describe(config)["files"] == 2
 
 
@@ -181,35 +180,38 @@ def test_bad_bin(tmp_path, content, changes, message):
     assert "\n" not in str(raised.value)
 
 
-def test_bin_whose_dtype_differs_from_its_json_file(tmp_path):
-    path = builders.write_bin(tmp_path / "a.bin", [[1, 2]])
-    builders.write_files(tmp_path, {"a.bin.json": b'{"token_dtype": "uint32"}'})
-    with pytest.raises(
-        ValueError, match=r"holds uint32 ids according to a\.bin\.json, but data\.token_dtype is 'uint16'"
-    ):
-        data.train_dataset(builders.data_config(source="tokens", paths=(path,)), vocab_size=256)
-    builders.write_files(tmp_path, {"a.bin.json": b"[" * 1000 + b"]" * 1000})
-    with pytest.raises(ValueError, match=r"a\.bin\.json: it has no JSON object"):
-        data.train_dataset(builders.data_config(source="tokens", paths=(path,)), vocab_size=256)
-
-
 @pytest.mark.parametrize(
-    "content",
+    ("content", "message"),
     [
-        '{"token_dtype": ["uint16"]}',
-        '{"token_dtype": NaN}',
-        '{"token_dtype": "int8"}',
-        "{}",
-        '{"token_dtype": {}}',
+        (
+            '{"token_dtype": "uint32", "documents": 1}',
+            "hold uint32 ids, but data.token_dtype is 'uint16'; set it",
+        ),
+        ('{"token_dtype": "uint16"}', "are not complete; repeat the command `sympow prepare`"),
+        ("[" * 1000 + "]" * 1000, "it has no JSON object"),
+        ('{"token_dtype": ["uint16"]}', "its token_dtype is not one of uint16, uint32; `sympow prepare`"),
+        ("{}", "its token_dtype is not one of uint16, uint32"),
     ],
+    ids=lambda value: value[:20],
 )
-def test_a_json_file_without_a_dtype(tmp_path, content):
+def test_what_is_recorded_next_to_tokens(tmp_path, content, message):
     path = builders.write_bin(tmp_path / "a.bin", [[1, 2]])
-    builders.write_files(tmp_path, {"a.bin.json": content.encode()})
-    with pytest.raises(
-        ValueError, match=r"a\.bin\.json: its token_dtype is not one of uint16, uint32; `sympow pre"
-    ):
+    builders.write_files(tmp_path, {tokens.METADATA: content.encode()})
+    with pytest.raises(ValueError, match=message) as raised:
         data.train_dataset(builders.data_config(source="tokens", paths=(path,)), vocab_size=256)
+    assert str(tmp_path / tokens.METADATA) in str(raised.value)
+
+
+def test_more_token_files_than_are_mapped_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, "_MAPPED", 2)
+    documents = [[i, i + 1, 0] for i in range(1, 8)]
+    for i, document in enumerate(documents):
+        builders.write_bin(tmp_path / f"{i}.bin", [document])
+    config = builders.data_config(
+        source="tokens", paths=(str(tmp_path),), document_separator=0, heldout_fraction=0.0
+    )
+    source = tokens.Source(config).side(heldout=False)
+    assert contents(source) == contents(source) == documents
 
 
 def test_more_documents_than_memory_holds(tmp_path, monkeypatch):
@@ -222,9 +224,9 @@ def test_more_documents_than_memory_holds(tmp_path, monkeypatch):
             with pytest.raises(
                 ValueError, match=rf"there are more than {limit} documents up to .*\d\.bin, each en"
             ):
-                tokens.open_documents(config, heldout=False)
+                tokens.Source(config).side(heldout=False)
         else:
-            tokens.open_documents(config, heldout=False)
+            tokens.Source(config).side(heldout=False)
 
 
 def test_a_row_of_one_id_is_no_data(tmp_path):
@@ -275,54 +277,6 @@ def test_longcrawl64_of_zeros_after_some_rows(tmp_path):
         opened[5]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"chunks": [1 << 34, 16]},
-            r"has chunks of shape \(17179869184, 16\), 549755813888 bytes each, by its meta",
-        ),
-        ({"chunks": [10**18, 16]}, "cannot open .* as a Zarr v2 array: .*too large"),
-        ({"shape": [10**12, 16]}, r"has shape \(1000000000000, 16\) by its metadata; at most 268435456 rows"),
-        ({"shape": [20, 10**18]}, r"has shape \(20, 1000000000000000000\) by its metadata"),
-        ({"chunks": "many"}, "cannot open .* as a Zarr v2 array: .*chunks"),
-        ({"dtype": [["a", "<u2"]]}, "cannot open .* as a Zarr v2 array: .*fill_value"),
-        ({"filters": json.loads("[" * 900 + "]" * 900)}, "cannot open .* as a Zarr v2 array: "),
-    ],
-    ids=lambda value: str(value)[:20],
-)
-def test_metadata_that_no_array_has(tmp_path, changes, message):
-    path = builders.write_zarr(tmp_path / "a.zarr", zarr_values(), chunks=(8, 16))
-    metadata = json.loads(pathlib.Path(path, ".zarray").read_text())
-    builders.write_files(tmp_path, {"a.zarr/.zarray": json.dumps(metadata | changes).encode()})
-    with pytest.raises(ValueError, match=message) as raised:
-        data.train_dataset(builders.data_config(source="longcrawl64", paths=(path,)), vocab_size=50_304)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("begin", ["[", '{"a":'])
-def test_metadata_with_which_tensorstore_would_end_the_process(served, begin):
-    """Many levels, in a folder or an object store, and a file of a terabyte."""
-    folder, url = served
-    path = builders.write_zarr(folder / "a.zarr", zarr_values(), chunks=(8, 16))
-    end = "]" if begin == "[" else "}"
-    metadata = pathlib.Path(path, ".zarray")
-    metadata.write_text(f'{{"shape": {begin * 100_000}0{end * 100_000}}}')
-    for where in (path, f"{url}/a.zarr"):
-        config = builders.data_config(source="longcrawl64", paths=(where,))
-        with pytest.raises(
-            ValueError, match=r"cannot open .*a\.zarr as a Zarr v2 array: .*JSON has more than 32"
-        ):
-            data.train_dataset(config, vocab_size=50_304)
-    with metadata.open("wb") as file:
-        file.truncate(1 << 40)
-    config = builders.data_config(source="longcrawl64", paths=(path,))
-    with pytest.raises(
-        ValueError, match=r"as a Zarr v2 array: .*\.zarray: it has more than 67,108,864 bytes"
-    ):
-        data.train_dataset(config, vocab_size=50_304)
-
-
 def zarr_values(rows=20, row_tokens=32, dtype="<u2"):
     return np.random.default_rng(0).integers(1, 500, (rows, row_tokens)).astype(dtype)
 
@@ -365,7 +319,7 @@ def test_longcrawl64_holds_out_a_fraction_of_rows(tmp_path):
     values = zarr_values(rows=500)
     path = builders.write_zarr(tmp_path / "a.zarr", values)
     config = builders.data_config(source="longcrawl64", paths=(f"file://{path}",))
-    train, heldout = (contents(longcrawl64.open_documents(config, heldout=side)) for side in (False, True))
+    train, heldout = (contents(zarr.Source(config).side(heldout=side)) for side in (False, True))
     assert sorted(train + heldout) == sorted(values.tolist())
     mask = files.held_out([""], np.arange(500), 0.1)
     assert heldout == values[mask].tolist()
@@ -381,21 +335,9 @@ def test_longcrawl64_lead_id_may_be_set(tmp_path):
         data.train_dataset(builders.data_config(source="longcrawl64", paths=(path,)), vocab_size=256)
 
 
-@pytest.mark.parametrize("name", [".zarray", "0.0"])
-def test_longcrawl64_of_pipes(tmp_path, name):
-    path = builders.write_zarr(tmp_path / "a.zarr", zarr_values(rows=64), chunks=(8, 16))
-    (tmp_path / "a.zarr" / name).unlink()
-    os.mkfifo(tmp_path / "a.zarr" / name)
-    with pytest.raises(ValueError, match="is a pipe or a device"):
-        data.train_dataset(
-            config_lib.DataConfig(source="longcrawl64", paths=(path,), context_length=16, batch_tokens=64),
-            vocab_size=256,
-        )
-
-
 def test_longcrawl64_urls():
-    assert longcrawl64.spec("gs://bucket/train.zarr")["kvstore"] == "gs://bucket/train.zarr/"
-    assert longcrawl64.spec("/data/train.zarr")["kvstore"] == {"driver": "file", "path": "/data/train.zarr/"}
+    assert zarr.spec("gs://bucket/train.zarr")["kvstore"] == "gs://bucket/train.zarr/"
+    assert zarr.spec("/data/train.zarr")["kvstore"] == {"driver": "file", "path": "/data/train.zarr/"}
 
 
 @pytest.fixture
@@ -423,11 +365,11 @@ def test_longcrawl64_in_an_object_store(served):
     config = builders.data_config(
         source="longcrawl64", paths=(f"{url}/a.zarr",), heldout_fraction=0.0, context_length=32
     )
-    opened = longcrawl64.open_documents(config, heldout=False)
+    opened = zarr.Source(config).side(heldout=False)
     assert contents(opened) == values.tolist()
     os.remove(f"{path}/1.1")
     with pytest.raises(ValueError, match=r"\(row 9\) cannot be read: .*1\.1.* is missing; copy or prepare"):
-        longcrawl64.open_documents(config, heldout=False).read(9, 0, 32)
+        zarr.Source(config).side(heldout=False).read(9, 0, 32)
 
 
 def test_missing_chunk_is_an_error_and_not_zeros(tmp_path):
@@ -481,8 +423,8 @@ def test_damaged_chunk(tmp_path):
 )
 def test_zarr_of_the_wrong_shape_or_type(tmp_path, values, message):
     path = str(tmp_path / "a.zarr")
-    metadata = longcrawl64.metadata(4, 8, values.dtype) | {"shape": values.shape, "chunks": values.shape}
-    tensorstore.open({**longcrawl64.spec(path), "metadata": metadata}, create=True).result()
+    metadata = zarr.metadata(4, 8, values.dtype) | {"shape": values.shape, "chunks": values.shape}
+    tensorstore.open({**zarr.spec(path), "metadata": metadata}, create=True).result()
     with pytest.raises(ValueError, match=message):
         data.train_dataset(builders.data_config(source="longcrawl64", paths=(path,)), vocab_size=50_304)
 
@@ -503,7 +445,7 @@ def test_missing_zarr_array(tmp_path):
 
 
 def test_layout_is_longcrawl64s():
-    assert longcrawl64.metadata(6_609_334, longcrawl64.ROW_TOKENS, np.dtype("<u2")) == {
+    assert zarr.metadata(6_609_334, zarr.ROW_TOKENS, np.dtype("<u2")) == {
         "shape": [6_609_334, 65_536],
         "chunks": [2048, 2048],
         "dtype": "<u2",
@@ -523,7 +465,7 @@ def _damage(folder, values, content: bytes) -> str:
     """Replaces the only chunk of an array; returns "right" or "wrong" as it is read, or the error."""
     pathlib.Path(folder, "0.0").write_bytes(content)
     config = builders.data_config(source="longcrawl64", paths=(str(folder),), heldout_fraction=0.0)
-    opened = longcrawl64.open_documents(config, heldout=False)
+    opened = zarr.Source(config).side(heldout=False)
     try:
         return "right" if contents(opened) == values.tolist() else "wrong"
     except ValueError as error:
@@ -543,22 +485,6 @@ def test_flipped_bits_of_prepared_chunks_are_found(tmp_path):
         assert result == "right" if start in range(4, 10) else "cannot be read" in result, (start, result)
         assert "\n" not in result
         assert len(result) < 400
-
-
-@pytest.mark.parametrize("size", [0, 1, 32_767, 32_769, 1 << 20, (1 << 31) - 17, (1 << 31) - 1, 1 << 31])
-@pytest.mark.parametrize(
-    "field", [4, 8, 12]
-)  # bytes after decompression, bytes of a block, bytes of the chunk
-def test_sizes_that_a_chunk_of_blosc_claims(tmp_path, field, size):
-    values = zarr_values(rows=64, row_tokens=256)
-    path = builders.write_zarr(tmp_path / "a.zarr", values, chunks=(64, 256), compressor=BLOSC)
-    good = pathlib.Path(path, "0.0").read_bytes()
-    assert _damage(path, values, good) == "right"
-    assert int.from_bytes(good[4:8], "little") == values.nbytes
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    bad = good[:field] + size.to_bytes(4, "little") + good[field + 4 :]
-    assert "(row 0) cannot be read: " in _damage(path, values, bad)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 17  # KiB
 
 
 def test_text_digest_is_of_names_sizes_and_contents(tmp_path):
@@ -585,7 +511,7 @@ def test_a_digest_notices_contents_of_the_same_size(tmp_path):
 
 def test_short_documents_are_left_out_of_every_source(tmp_path, corpus):
     config = builders.data_config(paths=(corpus,), shortest_document=len("document 10"))
-    both = [contents(text.open_documents(config, heldout=side)) for side in (False, True)]
+    both = [contents(text.Source(config).side(heldout=side)) for side in (False, True)]
     assert {bytes(one) for one in both[0] + both[1]} == {
         f"document {i}".encode() for i in range(10, 39) if i % 10 != 9
     }
@@ -594,13 +520,13 @@ def test_short_documents_are_left_out_of_every_source(tmp_path, corpus):
     config = builders.data_config(
         source="tokens", paths=(path,), document_separator=0, shortest_document=10, heldout_fraction=0.0
     )
-    assert tokens.open_documents(config, heldout=False).lengths.tolist() == list(range(10, 20))
-    zarr = builders.write_zarr(tmp_path / "a.zarr", np.ones((3, 8), np.uint16))
-    config = builders.data_config(source="longcrawl64", paths=(zarr,), shortest_document=9)
+    assert tokens.Source(config).side(heldout=False).lengths.tolist() == list(range(10, 20))
+    array = builders.write_zarr(tmp_path / "a.zarr", np.ones((3, 8), np.uint16))
+    config = builders.data_config(source="longcrawl64", paths=(array,), shortest_document=9)
     with pytest.raises(
         ValueError, match=r"documents of 8 tokens, but data\.shortest_document is 9; lower it"
     ):
-        longcrawl64.open_documents(config, heldout=False)
+        zarr.Source(config).side(heldout=False)
     with pytest.raises(
         ValueError, match=r"data\.shortest_document is 9, but data\.source 'listops' has no documents"
     ):

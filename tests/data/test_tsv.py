@@ -8,7 +8,8 @@ import pytest
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
-from sympow_jax.data import files, tsv
+from sympow_jax.data import files
+from sympow_jax.data.sources import tsv
 from tests.data import builders
 
 BINARY = config_lib.TaskConfig(name="classification", classes=2)
@@ -296,16 +297,16 @@ def test_a_repeated_name_that_is_not_asked_for_is_allowed(tmp_path):
 def test_a_held_out_file_that_cannot_be_read(tmp_path, monkeypatch):
     train = write(tmp_path, "sentence\tlabel\na\t1\n")
     heldout = write(tmp_path, "sentence\tlabel\nb\t1\n", "held.tsv")
-    opened = pathlib.Path.open
+    opened = files.open_file
 
-    def refuse(path, *arguments):
-        if path == heldout:
+    def refuse(path):
+        if path == str(heldout):
             raise PermissionError(13, "Permission denied")
-        return opened(path, *arguments)
+        return opened(path)
 
-    monkeypatch.setattr(pathlib.Path, "open", refuse)
+    monkeypatch.setattr(files, "open_file", refuse)
     config = settings(train, heldout_paths=(str(heldout),))
-    with pytest.raises(ValueError, match=r"^cannot read .*held\.tsv: Permission denied$"):
+    with pytest.raises(ValueError, match=r"^cannot read .*held\.tsv: Permission denied; check the file"):
         data.HeldoutData(config, BINARY, vocab_size=256)
 
 
@@ -338,7 +339,7 @@ def test_bad_tokens(tmp_path, words):
     pairs = settings(path, text_columns=("one", "two"), tokenizer=words)
     for dual_encoder, expected in ((False, [3, 2]), (True, [2])):
         task = dataclasses.replace(BINARY, dual_encoder=dual_encoder)
-        examples = tsv.open_examples(pairs, task, vocab_size=128, heldout=False)
+        examples = tsv.Source(pairs).examples(task, vocab_size=128, heldout=False)
         with pytest.raises(
             ValueError, match=r"\(line 2\): the tokenizer finds no token in either text; leave"
         ):

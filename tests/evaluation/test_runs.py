@@ -11,7 +11,7 @@ import pytest
 import tensorstore
 
 from sympow_jax import config, data, evaluation
-from sympow_jax.data import longcrawl64
+from sympow_jax.data.sources import zarr
 from sympow_jax.evaluation import context_length, over_runs, report
 from sympow_jax.process import workdir
 from tests.evaluation import fakes
@@ -91,8 +91,8 @@ def test_longcrawl64_predicts_position_1_from_the_lead_id(corpus, tmp_path):
     path = str(tmp_path / "heldout.zarr")
     array = tensorstore.open(
         {
-            **longcrawl64.spec(path),
-            "metadata": longcrawl64.metadata(rows, length, np.dtype(np.uint16)),
+            **zarr.spec(path),
+            "metadata": zarr.metadata(rows, length, np.dtype(np.uint16)),
             "create": True,
         }
     ).result()

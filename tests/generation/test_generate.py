@@ -103,7 +103,7 @@ def test_a_run_on_prepared_tokens_knows_its_tokenizer(runs, tmp_path, capsys):
     )
     for _ in range(2):  # The second resumes.
         assert loop.train(settings, tmp_path / "run") == 0
-    assert "out.bin.json has ids below 256, but model.vocab_size is 128" in capsys.readouterr().err
+    assert "out.bin/prepared.json has ids below 256, but model.vocab_size is 128" in capsys.readouterr().err
     assert workdir.read_config(tmp_path / "run").data.tokenizer == "byte"
     assert generate.main([f"--workdir={tmp_path}/run", "--prompt=the quick", "--max_tokens=2"]) == 0
     assert capsys.readouterr().out.startswith("the quick")

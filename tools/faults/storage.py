@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from sympow_jax.data import longcrawl64, prepare
+from sympow_jax.data import prepare
+from sympow_jax.data.sources import zarr
 from tools import launching, small_disk
 from tools.faults.stage import (
     PATIENCE,
@@ -85,7 +86,7 @@ def _prepare_corpus(stage: Stage) -> list[tuple[pathlib.Path, dict[str, Any]]]:
     prepare.write_longcrawl64(str(rows), sources, row_tokens=64)
     common: dict[str, Any] = {"data__document_separator": 0}
     return [
-        (flat.parent, common | {"data__source": "tokens", "data__paths": flat}),
+        (flat, common | {"data__source": "tokens", "data__paths": flat}),
         (rows, common | {"data__source": "longcrawl64", "data__paths": rows, "data__packing": "windows"}),
     ]
 
@@ -128,8 +129,8 @@ def vanishing_chunks(stage: Stage, tries: int) -> Iterator[Reason]:
     """Removes chunks of a Zarr array while a run reads it, and restores them."""
     array = stage.folder / "array"
     values = np.random.default_rng(0).integers(1, 256, (2048, 64)).astype(np.uint16)
-    metadata = longcrawl64.metadata(2048, 64, values.dtype) | {"chunks": [8, 64]}
-    spec = {**longcrawl64.spec(str(array)), "metadata": metadata}
+    metadata = zarr.metadata(2048, 64, values.dtype) | {"chunks": [8, 64]}
+    spec = {**zarr.spec(str(array)), "metadata": metadata}
     tensorstore.open(spec, create=True).result().write(values).result()
     options: dict[str, Any] = {
         "training__steps": 100,

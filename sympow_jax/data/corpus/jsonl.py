@@ -3,40 +3,131 @@
 import bz2
 import json
 import lzma
-import re
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import zstandard
 
-from sympow_jax import spelling
-from sympow_jax.data.corpus import blocks, files
+from sympow_jax import extras, spelling
+from sympow_jax.data import files
+from sympow_jax.data.corpus import pieces
 
-__all__ = ["JsonlReader", "holds_text"]
+with extras.required("corpora", __name__):
+    import zstandard
 
-_READ_BYTES = 1 << 14
-# Bytes read at a time of formats of which `_READ_BYTES` can decompress to more than a third of a gigabyte.
-_COMPRESSED_BYTES = {".bz2": 1 << 8, ".zst": 1 << 12}
+__all__ = ["Reader", "holds_text"]
+
+# Bytes read at a time. Of a compressed file, each text that they decompress to is in one piece.
+_BYTES, _COMPRESSED_BYTES = 1 << 18, 1 << 14
 _MAX_LINE_BYTES = 1 << 28
 
 _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".gz": lambda: zlib.decompressobj(wbits=31),
     ".bz2": bz2.BZ2Decompressor,
     ".xz": lzma.LZMADecompressor,
-    ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
+    ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),
 }
-# Text in zstandard's error when a frame needs a larger window than its default limit of 128 MB.
-_LARGE_WINDOW = "too much memory"
 _CORRUPT = (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError, EOFError)
 
+# A line, the byte of the text at which it starts, and the byte of the file up to which was read before.
+type _Line = tuple[bytes, int, int]
 
-def _name(url: str, start: int) -> str:
-    return f"{url} (line at byte {start})"
+
+def _texts(file: files.File) -> Iterator[tuple[bytes, int]]:
+    """Yields the texts that blocks of a compressed file decompress to, and the byte at which each block starts."""
+    suffix = pieces.compression(file.path) or ""
+    decompressor: Any = None  # between two compressed frames
+    with files.errors(file.path):
+        stream = files.open_file(file.path)
+    with stream:
+        for start in range(0, file.size, _COMPRESSED_BYTES):
+            with files.errors(file.path):
+                data = stream.read(min(_COMPRESSED_BYTES, file.size - start))
+            if not data:
+                raise ValueError(
+                    f"{file.path} ends at byte {start} of {file.size}; it has changed; start again"
+                )
+            text = b""
+            try:
+                while data:
+                    # Between frames there may be padding.
+                    if decompressor is None and not (data := data.lstrip(b"\0")):
+                        break
+                    decompressor = decompressor or _DECOMPRESSORS[suffix]()
+                    text += decompressor.decompress(data)
+                    data = b""
+                    if decompressor.eof:
+                        data, decompressor = decompressor.unused_data, None
+            except _CORRUPT as error:
+                raise ValueError(
+                    f"{file.path} is corrupt before byte {start + _COMPRESSED_BYTES}: {spelling.one_line(error)}; copy "
+                    f"or make the file again"
+                ) from error
+            yield text, start
+    if decompressor is not None:
+        raise ValueError(
+            f"{file.path} is truncated: its last compressed frame has no end; copy or make the file again"
+        )
 
 
-def _value(line: bytes, column: str, name: str) -> blocks.Document | None:
+def _bytes(file: files.File, start: int) -> Iterator[tuple[bytes, int]]:
+    """Yields blocks of a plain file from byte `start`, and the byte at which each starts."""
+    with files.errors(file.path):
+        stream = files.open_file(file.path)
+    with stream:
+        while start < file.size:
+            with files.errors(file.path):
+                if stream.tell() != start:
+                    stream.seek(start)
+                data = stream.read(min(_BYTES, file.size - start))
+            if not data:
+                raise ValueError(
+                    f"{file.path} has fewer than the {file.size} bytes that it had; it has changed; start again"
+                )
+            yield data, start
+            start += len(data)
+
+
+def _lines(file: files.File, blocks: Iterator[tuple[bytes, int]], start: int) -> Iterator[_Line]:
+    """Yields the lines of a text that begins at byte `start`, without blank ones."""
+    rest: list[bytes] = []  # of the line that is not complete
+    length = place = 0
+    for text, block in blocks:
+        first, *others = text.split(b"\n")
+        if not rest:
+            place = block
+        rest.append(first)
+        length += len(first)
+        if length > _MAX_LINE_BYTES:
+            raise ValueError(
+                f"{file.path} has more than {_MAX_LINE_BYTES} bytes without the end of a line after byte {start}; the "
+                f"file must have one JSON object per line"
+            )
+        for other in others:
+            if line := b"".join(rest).strip():
+                yield line, start, place
+            start += length + 1
+            rest, length, place = [other], len(other), block
+    if line := b"".join(rest).strip():
+        yield line, start, place
+
+
+def _pieces(file: files.File, count: int, index: int) -> Iterator[tuple[int, _Line]]:
+    """Yields lines and the pieces that they are in, from piece `index` of a plain file, or from the first."""
+    if pieces.compression(file.path):
+        lines = _lines(file, _texts(file), 0)
+    else:
+        # From the byte before the piece, which tells whether a line starts with it: the first line is of another piece.
+        begin = max(index * file.size // count - 1, 0)
+        found = _lines(file, _bytes(file, begin), begin)
+        lines = ((line, start, start) for line, start, _ in found if not begin or start > begin)
+    for line in lines:
+        # The last piece whose first byte, rounded as `begin` is, is not after this byte.
+        yield ((line[2] + 1) * count - 1) // file.size, line
+
+
+def _value(line: bytes, column: str, name: str) -> pieces.Document | None:
     """Returns the text or the ids in the field `column` of a line; None for null."""
     try:
         record = json.loads(line.decode("utf-8-sig"))
@@ -61,215 +152,74 @@ def _value(line: bytes, column: str, name: str) -> blocks.Document | None:
                 f"{name} has text that is not Unicode: {error.reason}; correct the line"
             ) from None
     if isinstance(value, list):
-        return blocks.as_ids(np.array(value, object), name)
+        return pieces.as_ids(np.array(value, object), name)
     raise ValueError(
         f"{name}: {column!r} is of type {type(value).__name__}; it must be text, or a list of token ids"
     )
 
 
-class JsonlReader:
-    """Reader of pieces of files of JSON lines, from one field that holds text or a list of token ids.
-
-    A piece of a plain file has the lines that start in its range of bytes. A piece of a compressed file has those that
-    start in what its range of compressed bytes decompresses to. A reader decompresses a file once if it reads pieces in
-    order, of which it may skip some; otherwise, it starts again for each piece.
-    """
-
-    def __init__(self, column: str, *, texts: bool):
-        self._column, self._texts = column, texts
-        self._last: _Decompressed | None = None
-
-    def read(self, piece: files.Piece) -> blocks.Block:
-        """Returns the documents of a piece.
-
-        Raises:
-            ValueError: the file is corrupt or cannot be read, or a line is not JSON, or has no such field, or the field
-                is neither null nor of the type that is read, or has an id outside 0 .. 2^31 - 1. Or a line has more
-                than 2^28 bytes, or the piece decompresses to more than a GiB.
-        """
-        url = piece.file.url
-        positions: list[int] = []
-        documents: list[blocks.Document] = []
-        for start, line in self._lines(piece):
-            document = _value(line, self._column, _name(url, start))
-            if document is None or not len(document):
-                continue
-            if isinstance(document, bytes) != self._texts:
-                kind, first = blocks.KINDS[not self._texts], blocks.KINDS[self._texts]
-                raise ValueError(
-                    f"{_name(url, start)}: {self._column!r} is {kind}, but {first} in the first document; all must "
-                    f"be of one type"
-                )
-            positions.append(start)
-            documents.append(document)
-        return blocks.Block(url, "line at byte", np.array(positions, np.int64), documents)
-
-    def _lines(self, piece: files.Piece) -> Iterator[tuple[int, bytes]]:
-        if piece.file.compression is None:
-            return _plain_lines(piece)
-        if self._last is None or not self._last.reaches(piece):
-            self._last = _Decompressed(piece.file, piece.count)
-        return self._last.lines(piece.index)
+def _name(path: str, start: int) -> str:
+    return f"{path} (line at byte {start})"
 
 
-def holds_text(file: files.CorpusFile, column: str) -> bool:
+def holds_text(file: files.File, column: str) -> bool:
     """Returns True if the first line that is not null holds text, False if it holds token ids.
 
     Raises:
         ValueError: the file cannot be read, or a line up to that one is not JSON or has no such field, or the field
             holds something else.
     """
-    # Small pieces, because the first line decides.
-    reader, count = JsonlReader(column, texts=True), -(-file.size // _READ_BYTES)
-    for index in range(count):
-        for start, line in reader._lines(files.Piece(file, index, count)):
-            value = _value(line, column, _name(file.url, start))
-            if value is not None:
-                return isinstance(value, bytes)
-    raise ValueError(f"{file.url} has no documents; remove it, or make it again")
+    for _, (line, start, _) in _pieces(file, 1, 0):
+        value = _value(line, column, _name(file.path, start))
+        if value is not None:
+            return isinstance(value, bytes)
+    raise ValueError(f"{file.path} has no documents; remove it, or make it again")
 
 
-def _split(text: bytes, start: int) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines of a text and the byte at which each starts, without blank lines."""
-    # The list that `split` returns would take a hundred times the memory of a text that is all line ends.
-    for line in re.finditer(rb"[^\n]+", text):
-        if not line[0].isspace():
-            yield start + line.start(), line[0]
+class Reader:
+    """Reader of pieces of files of JSON lines, from one field that holds text or a list of token ids.
 
-
-def _check_line(url: str, length: int, end: int) -> None:
-    """Raises ValueError if the `length` bytes up to byte `end`, which have no end of a line, are too many."""
-    if length > _MAX_LINE_BYTES:
-        raise ValueError(
-            f"{url} has more than {_MAX_LINE_BYTES} bytes without the end of a line before byte {end}; the file must "
-            f"have one JSON object per line"
-        )
-
-
-def _plain_lines(piece: files.Piece) -> Iterator[tuple[int, bytes]]:
-    """Yields the lines that start in the piece's range of bytes."""
-    url, size = piece.file.url, piece.file.size
-    start, stop = piece.index * size // piece.count, (piece.index + 1) * size // piece.count
-    with files.CorpusStream(url) as stream:
-        # The byte before the range tells whether a line starts with the range.
-        begin = max(start - 1, 0)
-        stream.seek(begin)
-        parts = [stream.read(stop - begin)]
-        first = parts[0].find(b"\n") + 1 if start else 0
-        if len(parts[0]) < stop - begin:
-            raise ValueError(
-                f"{url} has fewer than the {size} bytes that it had; it has changed; start again"
-            )
-        if (start and not first) or begin + first >= stop:
-            return
-        # Read on to the end of the last line, which may be in the ranges of the next pieces.
-        extra = 0
-        while not parts[-1].endswith(b"\n"):
-            more = stream.read(_READ_BYTES)
-            parts.append(more[: more.find(b"\n") + 1] or more)
-            extra += len(parts[-1])
-            _check_line(url, extra, stop + extra)
-            if not more:
-                break
-    yield from _split(b"".join(parts)[first:], begin + first)
-
-
-class _Decompressed:
-    """Text of a compressed file, whose pieces are read in order; pieces may be skipped.
-
-    Offsets are bytes of the decompressed text.
+    A piece of a plain file has the lines that start in its range of bytes. A piece of a compressed file has those that
+    start in what its range of compressed bytes decompresses to, roughly: a compressed file is read from its start, and
+    read on if its pieces are read in order.
     """
 
-    def __init__(self, file: files.CorpusFile, count: int):
-        self._file, self._count = file, count
-        self._stream = files.CorpusStream(file.url)
-        self._decompressor: Any = None  # between two compressed frames
-        self._compressed = 0  # bytes read of the file
-        self._ends: list[int] = []  # offset of the end of each piece so far
-        self._text, self._start = bytearray(), 0  # text in memory, and its offset
-        self._next = 0  # next piece
+    def __init__(self, column: str, *, texts: bool):
+        self._column, self._texts = column, texts
+        self._file: tuple[files.File, int] | None = None
+        self._lines: Iterator[tuple[int, _Line]] = iter(())
+        self._ahead: tuple[int, _Line] | None = None  # first line that is not in a piece that was read
 
-    def reaches(self, piece: files.Piece) -> bool:
-        """Returns whether a piece can be read without starting again."""
-        return (piece.file, piece.count) == (self._file, self._count) and self._next <= piece.index
+    def read(self, piece: pieces.Piece) -> pieces.Block:
+        """Returns the documents of a piece.
 
-    def lines(self, index: int) -> Iterator[tuple[int, bytes]]:
-        """Returns the lines that start in piece `index`, and their offsets."""
-        self._next = index + 1
-        while len(self._ends) < index:
-            self._read()
-            self._forget(self._stop - 1)
-        start = self._ends[index - 1] if index else 0
-        self._forget(start - 1)
-        while len(self._ends) <= index:
-            self._read()
-            if self._stop - start > blocks.MAX_PIECE_BYTES:
-                raise ValueError(
-                    f"{self._file.url} decompresses to more than {blocks.MAX_PIECE_BYTES} bytes after byte {start}, "
-                    f"far more than text does; check the file, or decompress it"
-                )
-        first, stop = self._line_start(start), self._line_start(self._ends[index])
-        return _split(bytes(self._text[first - self._start : stop - self._start]), first)
-
-    @property
-    def _stop(self) -> int:
-        return self._start + len(self._text)
-
-    def _forget(self, offset: int) -> None:
-        if offset > self._start:
-            del self._text[: offset - self._start]
-            self._start = offset
-
-    def _line_start(self, offset: int) -> int:
-        """Returns the offset of the first line that starts at `offset` or after it."""
-        if offset == 0:
-            return 0
-        searched = offset - 1
-        while True:
-            found = self._text.find(b"\n", searched - self._start)
-            if found >= 0:
-                return self._start + found + 1
-            searched = self._stop
-            if len(self._ends) == self._count:
-                return self._stop
-            _check_line(self._file.url, self._stop - offset, self._stop)
-            self._read()
-
-    def _read(self) -> None:
-        """Decompresses some more, at most to the end of the next piece."""
-        size, url = self._file.size, self._file.url
-        end = (len(self._ends) + 1) * size // self._count
-        count = _COMPRESSED_BYTES.get(self._file.compression or "", _READ_BYTES)
-        data = self._stream.read(min(count, end - self._compressed))
-        self._compressed += len(data)
-        if not data:
-            raise ValueError(f"{url} ends at byte {self._compressed} of {size}; it has changed; start again")
-        try:
-            while data:
-                data = self._decompress(data)
-        except _CORRUPT as error:
-            reason = spelling.one_line(error)
-            if _LARGE_WINDOW in reason:
-                raise ValueError(
-                    f"{url} needs more than 128 MB to decompress; compress it again without --long"
-                ) from error
-            raise ValueError(
-                f"{url} is corrupt before compressed byte {self._compressed}: {reason}; copy or make it again"
-            ) from error
-        if self._compressed == size and self._decompressor is not None:
-            raise ValueError(f"{url} is truncated: its last frame has no end; copy or make it again")
-        if self._compressed == end:
-            self._ends.append(self._stop)
-
-    def _decompress(self, data: bytes) -> bytes:
-        """Decompresses `data`, and returns what follows the end of the frame."""
-        if self._decompressor is None:
-            data = data.lstrip(b"\0")  # padding between frames
-            if not data:
-                return b""
-            self._decompressor = _DECOMPRESSORS[self._file.compression or ""]()
-        self._text += self._decompressor.decompress(data)
-        if not self._decompressor.eof:
-            return b""
-        rest, self._decompressor = self._decompressor.unused_data, None
-        return rest
+        Raises:
+            ValueError: the file is corrupt or cannot be read, or a line is not JSON, or has no such field, or the field
+                is neither null nor of the type that is read, or has an id outside 0 .. 2^31 - 1, or has more than 2^28
+                bytes.
+        """
+        file, path = piece.file, piece.file.path
+        positions: list[int] = []
+        documents: list[pieces.Document] = []
+        ahead, self._ahead = self._ahead, None  # so that after an error the file is read anew
+        continues = pieces.compression(path) and self._file == (file, piece.count)
+        if not continues or ahead is None or ahead[0] > piece.index:
+            self._lines = _pieces(file, piece.count, piece.index)
+            ahead = next(self._lines, None)
+        self._file = (file, piece.count)
+        while ahead is not None and ahead[0] <= piece.index:
+            number, (line, start, _) = ahead
+            if number == piece.index:
+                document = _value(line, self._column, _name(path, start))
+                if document is not None and len(document):
+                    if isinstance(document, bytes) != self._texts:
+                        kind, first = pieces.KINDS[not self._texts], pieces.KINDS[self._texts]
+                        raise ValueError(
+                            f"{_name(path, start)}: {self._column!r} is {kind}, but {first} in the first document; all "
+                            f"must be of one type"
+                        )
+                    positions.append(start)
+                    documents.append(document)
+            ahead = next(self._lines, None)
+        self._ahead = ahead
+        return pieces.Block(path, "line at byte", np.array(positions, np.int64), documents)

@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Int64
 
 from sympow_jax.data import documents, rows
-from sympow_jax.data.corpus import files, tokenizing
+from sympow_jax.data.corpus import encoding as encoding_lib
+from sympow_jax.data.corpus import pieces
 
-__all__ = ["BatchIterator", "CorpusRows", "Group", "grouped"]
+__all__ = ["BatchIterator", "CorpusRows"]
 
-Group = tuple[files.Piece, ...]
 RowMakers = list[Callable[[], rows.Row]]
 
 # A position is the number of a group in the order of all epochs, shifted by these bits, and the number of a row in it.
@@ -28,27 +28,6 @@ class PackedRows(Protocol):
     def row(self, index: int, key: tuple[int, ...]) -> rows.Row: ...
 
 
-def name_of(group: Group) -> str:
-    """Returns the name of the only file of a group, or those of the first and the last."""
-    first, last = group[0].file.url, group[-1].file.url
-    return first if first == last else f"{first} to {last}"
-
-
-def grouped(corpus: Sequence[files.CorpusFile], text_bytes: int) -> list[Group]:
-    """Returns the pieces of a corpus in order; small files that follow each other are one group."""
-    groups: list[Group] = []
-    space = 0
-    for piece in files.pieces(corpus, text_bytes):
-        file_bytes = piece.file.text_bytes
-        if piece.count == 1 and file_bytes <= space:
-            groups[-1] += (piece,)
-            space -= file_bytes
-        else:
-            groups.append((piece,))
-            space = text_bytes - file_bytes  # negative after a piece of a large file
-    return groups
-
-
 class CorpusRows:
     """Training rows of a corpus, repeated indefinitely.
 
@@ -57,7 +36,7 @@ class CorpusRows:
     after the last of them are dropped.
 
     Args:
-        recipe: settings of tokenization.
+        encoding: way from documents to tokens.
         groups: all groups of pieces.
         pack: makes rows of documents.
         length: number of tokens in a row.
@@ -67,43 +46,43 @@ class CorpusRows:
 
     def __init__(
         self,
-        recipe: tokenizing.Recipe,
-        groups: Sequence[Group],
+        encoding: encoding_lib.Encoding,
+        groups: Sequence[pieces.Group],
         pack: Callable[[documents.Spans], PackedRows],
         *,
         length: int,
         seed: int,
         workers: int,
     ):
-        self._recipe, self._groups, self._pack, self.length = recipe, groups, pack, length
+        self._encoding, self._groups, self._pack, self.length = encoding, groups, pack, length
         self._seed, self._workers = seed, workers
         self._order = functools.lru_cache(maxsize=2)(self._new_order)
 
     def example(self) -> rows.Row:
         """Returns a row of the shapes and types of every row. Nothing is read."""
         count = self.length + 1
-        zeros = tokenizing.DocumentTokens(np.zeros(count, np.int32), np.array([count]))
+        zeros = encoding_lib.Tokens(np.zeros(count, np.int32), np.array([count]))
         return self._pack(zeros.spans("an example")).row(0, (self._seed, rows.TRAINING))
 
     def batches(self, batch_size: int, *, share: int = 0, shares: int = 1) -> "BatchIterator":
         """Returns an iterator of shard `share` of every batch, as described in `rows.TrainRows`."""
         return BatchIterator(self, batch_size, rows.shard(batch_size, share=share, shares=shares))
 
-    def tokens(self, start: int) -> Generator[tokenizing.DocumentTokens]:
+    def tokens(self, start: int) -> Generator[encoding_lib.Tokens]:
         """Yields the tokens of each group, from number `start` in the order of all epochs.
 
         Raises:
-            ValueError: as `tokenizing.tokens_in_order`.
+            ValueError: as `encoding.in_order`.
         """
         order = (self._group(number) for number in itertools.count(start))
-        return tokenizing.tokens_in_order(self._recipe, order, workers=self._workers)
+        return encoding_lib.in_order(self._encoding, order, workers=self._workers)
 
-    def rows_of_group(self, number: int, tokens: tokenizing.DocumentTokens) -> RowMakers:
+    def rows_of_group(self, number: int, tokens: encoding_lib.Tokens) -> RowMakers:
         """Returns functions that make the whole rows of group `number`, in their order."""
         # A row needs one more token, the last target.
         if len(tokens.tokens) <= self.length:
             return []
-        packed = self._pack(tokens.spans(name_of(self._group(number))))
+        packed = self._pack(tokens.spans(pieces.name_of(self._group(number))))
         order = np.random.default_rng((self._seed, number, rows.ROW_ORDER)).permutation(packed.whole)
         keys = ((self._seed, number << _ROW_BITS | row, rows.TRAINING) for row in range(packed.whole))
         return [functools.partial(packed.row, int(index), key) for index, key in zip(order, keys)]
@@ -113,12 +92,14 @@ class CorpusRows:
         """Number of groups, each of which is read once per epoch."""
         return len(self._groups)
 
-    def _group(self, number: int) -> Group:
+    def _group(self, number: int) -> pieces.Group:
         epoch, index = divmod(number, len(self._groups))
         return self._groups[self._order(epoch)[index]]
 
     def _new_order(self, epoch: int) -> Int64[np.ndarray, " groups"]:
-        begins = [not group[0].index or group[0].file.compression is None for group in self._groups]
+        begins = [
+            not group[0].index or pieces.compression(group[0].file.path) is None for group in self._groups
+        ]
         unit = np.cumsum(begins) - 1
         rank = np.random.default_rng((self._seed, epoch, rows.GROUP_ORDER)).permutation(unit[-1] + 1)
         return np.argsort(rank[unit], kind="stable")

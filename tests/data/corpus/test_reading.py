@@ -1,26 +1,24 @@
 """Tests of reading documents from parquet and JSON lines."""
 
-import bz2
-import gc
 import gzip
 import json
 import os
 import pathlib
 import random
-import resource
-import tracemalloc
+import types
 
 import numpy as np
 import pytest
 
-from sympow_jax import config
+from sympow_jax import config, data
 from tests.data import builders
 
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("fsspec")
 pq = pytest.importorskip("pyarrow.parquet")
 zstandard = pytest.importorskip("zstandard")
-corpus = pytest.importorskip("sympow_jax.data.corpus")
+from sympow_jax.data import files, sources  # noqa: E402
+from sympow_jax.data.corpus import jsonl, parquet, pieces  # noqa: E402
 
 FORMATS = ("a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.bz2", "a.ndjson.xz", "a.json.zst")
 
@@ -31,40 +29,45 @@ def texts(count: int = 100) -> list[str | None]:
     return [None, "", *documents]
 
 
-def write(path: pathlib.Path, documents) -> corpus.CorpusFile:
+def module(path) -> types.ModuleType:
+    return {"parquet": parquet, "jsonl": jsonl}[config.source_of(str(path))]
+
+
+def write(path: pathlib.Path, documents) -> files.File:
     write = builders.write_parquet if path.suffix == ".parquet" else builders.write_jsonl
     write(path, documents)
     return find(path)
 
 
-def find(path: pathlib.Path) -> corpus.CorpusFile:
-    (file,) = corpus.find("data.paths", [str(path)], format=config.source_of(path.name))
+def find(path: pathlib.Path) -> files.File:
+    (file,) = files.find("data.paths", [str(path)])
     return file
 
 
-def read(file: corpus.CorpusFile, text_bytes: int = 2000, *, is_text: bool = True):
-    reader = corpus.Reader("text", texts=is_text)
-    return [reader.read(piece) for piece in corpus.pieces([file], text_bytes)]
+def cut(file: files.File, text_bytes: int) -> list[pieces.Piece]:
+    groups = pieces.grouped([(file, config.source_of(file.path))], text_bytes)
+    return [piece for group in groups for piece in group]
+
+
+def read(file: files.File, text_bytes: int = 2000, *, is_text: bool = True):
+    reader = module(file.path).Reader("text", texts=is_text)
+    return [reader.read(piece) for piece in cut(file, text_bytes)]
 
 
 def documents_of(blocks):
     return [document for block in blocks for document in block.documents]
 
 
-def test_links_are_the_files_behind_them(tmp_path):
-    (tmp_path / "links").mkdir()
-    for number in range(2):
-        write(tmp_path / f"{number}.jsonl", texts())
-        (tmp_path / "links" / f"link-{number}.jsonl").symlink_to(tmp_path / f"{number}.jsonl")
-    for path in ("links", "links/*.jsonl"):
-        found = corpus.find("data.paths", [str(tmp_path / path)], format="jsonl")
-        assert [file.key for file in found] == ["link-0.jsonl", "link-1.jsonl"]
-        assert {file.size for file in found} == {(tmp_path / "0.jsonl").stat().st_size}
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Reads few bytes at a time, so that small compressed files have several pieces."""
+    monkeypatch.setattr(jsonl, "_BYTES", 100)
+    monkeypatch.setattr(jsonl, "_COMPRESSED_BYTES", 100)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("text_bytes", [100, 2000, 1 << 20])
-def test_every_document_is_in_one_piece(tmp_path, name, text_bytes):
+def test_every_document_is_in_one_piece(tmp_path, small_blocks, name, text_bytes):
     file = write(tmp_path / name, texts())
     blocks = read(file, text_bytes)
     assert documents_of(blocks) == [text.encode() for text in texts() if text]
@@ -75,14 +78,15 @@ def test_every_document_is_in_one_piece(tmp_path, name, text_bytes):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_piece_is_equal_in_any_order(tmp_path, name):
+def test_a_piece_is_equal_in_any_order(tmp_path, small_blocks, name):
     file = write(tmp_path / name, texts())
-    blocks = read(file)
-    pieces = corpus.pieces([file], 2000)
-    assert len(pieces) > 5
-    reader = corpus.Reader("text", texts=True)
-    for index in [*reversed(range(len(pieces))), 1, 4, 4]:
-        block = reader.read(pieces[index])
+    blocks, parts = read(file), cut(file, 2000)
+    # The blocks of bzip2 and zstandard are longer than this file.
+    pieces_with_documents = sum(len(block.documents) > 0 for block in blocks)
+    assert pieces_with_documents > 5 or name.endswith((".bz2", ".zst"))
+    reader = module(name).Reader("text", texts=True)
+    for index in [*reversed(range(len(parts))), 1, 4, 4, 6, 7]:
+        block = reader.read(parts[index])
         assert block.documents == blocks[index].documents
         assert block.positions.tolist() == blocks[index].positions.tolist()
 
@@ -108,7 +112,7 @@ def test_types_of_text(tmp_path, kind):
     array = array.dictionary_encode() if pa.types.is_dictionary(kind) else array.cast(kind)
     pq.write_table(pa.table({"text": array}), tmp_path / "a.parquet")
     file = find(tmp_path / "a.parquet")
-    assert corpus.holds_text(file, "text")
+    assert module(file.path).holds_text(file, "text")
     assert documents_of(read(file)) == ["é".encode(), b"b", "é".encode()]
 
 
@@ -116,7 +120,7 @@ def test_types_of_text(tmp_path, kind):
 def test_token_ids(tmp_path, name):
     ids = [[1, 2, 3], [], None, [70_000], [5, 6]] * 9
     file = write(tmp_path / name, ids)
-    assert not corpus.holds_text(file, "text")
+    assert not module(file.path).holds_text(file, "text")
     documents = documents_of(read(file, 100, is_text=False))
     assert [document.tolist() for document in documents] == [one for one in ids if one]
     assert {document.dtype for document in documents} == {np.dtype(np.int32)}
@@ -154,48 +158,32 @@ def test_files_of_other_file_systems(tmp_path):
     memory.pipe("/corpus/a.jsonl", (tmp_path / "a.jsonl").read_bytes())
     memory.pipe("/corpus/.hidden.jsonl", b"no")
     memory.pipe("/corpus/readme.txt", b"no")
+    suffixes = sources.SOURCES["jsonl"].suffixes
     for path in ("memory://corpus", "memory:///corpus/**/*.jsonl*"):
-        files = corpus.find("data.paths", [path], format="jsonl")
-        assert [file.key for file in files if "hidden" not in file.key] == ["a.jsonl", "x/b.jsonl.gz"]
-    files = corpus.find("data.paths", ["memory://corpus"], format="jsonl")
-    assert [documents_of(read(file)) for file in files] == [[b"three"], [b"one", b"two"]]
-    (local,) = corpus.find("data.paths", [f"file://{tmp_path}/a.jsonl"], format="jsonl")
+        found = files.find("data.paths", [path], suffix=suffixes)
+        assert [file.key for file in found if "hidden" not in file.key] == ["a.jsonl", "x/b.jsonl.gz"]
+    found = files.find("data.paths", ["memory://corpus"], suffix=suffixes)
+    assert [documents_of(read(file)) for file in found] == [[b"three"], [b"one", b"two"]]
+    (local,) = files.find("data.paths", [f"file://{tmp_path}/a.jsonl"])
     assert local == find(tmp_path / "a.jsonl")
 
 
-def test_each_file_is_found_once_and_in_order(tmp_path, monkeypatch):
-    for name in ("b.parquet", "a.parquet", "sub/c.parquet", ".hidden.parquet", "d.jsonl"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"PAR1")
-    paths = [str(tmp_path), str(tmp_path / "b.parquet"), f"{tmp_path}/*/c.parquet"]
-    files = corpus.find("data.paths", paths, format="parquet")
-    assert [file.key for file in files] == ["a.parquet", "b.parquet", "sub/c.parquet"]
-    monkeypatch.chdir(tmp_path)
-    assert [file.key for file in corpus.find("data.paths", ["."], format="parquet")] == [
-        "a.parquet",
-        "b.parquet",
-        "sub/c.parquet",
-    ]
-
-
 @pytest.mark.parametrize(
-    ("paths", "message"),
+    ("path", "message"),
     [
-        (["{}/none"], r"data\.paths .*none: there is no such file or folder; correct the path"),
-        (["{}/*.parquet"], r"data\.paths: no jsonl file matches '.*\*\.parquet'"),
-        (
-            ["{}"],
-            r"no jsonl file matches .* \(.* its files that end in \.jsonl, \.ndjson, \.json, also compressed\)",
-        ),
-        (["{}/empty"], r"empty is empty; remove it"),
-        (["foo://x"], r"foo"),
-        (["zip://*.jsonl::{}/a.zip"], r"data\.paths: 'zip://.*' is in an archive, .* unpack the archive"),
+        ("{}", r"no \.jsonl, \.ndjson, \.json, \.jsonl\.gz.* file is in"),
+        ("{}/empty.jsonl", r"empty\.jsonl is empty; remove it"),
+        ("foo://x", r"cannot read data\.paths foo://x: .*foo"),
+        ("zip://*.jsonl::{}/a.zip", r"zip://.*: it is in an archive, .* unpack it"),
+        ("memory://none.jsonl", r"data\.paths memory://none\.jsonl: there is no such file or folder"),
     ],
 )
-def test_paths_that_name_no_file(tmp_path, paths, message):
-    (tmp_path / "empty").write_bytes(b"")
+def test_paths_that_name_no_file(tmp_path, path, message):
+    if "empty" in path:
+        (tmp_path / "empty.jsonl").write_bytes(b"")
+    changes = {"source": "jsonl", "paths": (path.format(tmp_path),), "tokenizer_workers": 0}
     with pytest.raises(ValueError, match=message) as raised:
-        corpus.find("data.paths", [path.format(tmp_path) for path in paths], format="jsonl")
+        data.train_dataset(builders.data_config(**changes), vocab_size=256)
     assert "\n" not in str(raised.value)
 
 
@@ -210,7 +198,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
     with pytest.raises(
         ValueError, match=r"cannot read data\.paths hf://.*: Name or service not known; .*local copy"
     ):
-        corpus.find("data.paths", [path], format="parquet")
+        files.find("data.paths", [path])
 
 
 LINES = {
@@ -261,7 +249,7 @@ def test_columns_of_wrong_types(tmp_path, column, message):
     pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
     file = find(tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=message):
-        read(file, is_text=corpus.holds_text(file, "text"))
+        read(file, is_text=module(file.path).holds_text(file, "text"))
 
 
 def test_columns_that_are_missing_or_differ(tmp_path):
@@ -269,7 +257,7 @@ def test_columns_that_are_missing_or_differ(tmp_path):
     with pytest.raises(
         ValueError, match=r"a\.parquet has no column 'body': there are 'id', 'text'; name one"
     ):
-        corpus.holds_text(file, "body")
+        module(file.path).holds_text(file, "body")
     with pytest.raises(ValueError, match=r"'text' of .* holds text, but the first file's holds token ids"):
         read(file, is_text=False)
 
@@ -281,7 +269,7 @@ def test_errors_show_a_bounded_part_of_what_is_in_a_file(tmp_path):
     (tmp_path / "wide.jsonl").write_text(json.dumps({"k" * 100_000: 1}))
     for name in ("struct.parquet", "wide.parquet", "wide.jsonl"):
         with pytest.raises(ValueError, match=r"struct<column_0|no column 'text': there|no field") as raised:
-            corpus.holds_text(find(tmp_path / name), "text")
+            module(name).holds_text(find(tmp_path / name), "text")
         assert len(str(raised.value)) < 600 + len(str(tmp_path))
 
 
@@ -289,13 +277,13 @@ def test_two_columns_of_one_name(tmp_path):
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     pq.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"a\.parquet has 2 columns 'text'; rename all but one"):
-        corpus.holds_text(find(tmp_path / "a.parquet"), "text")
+        parquet.holds_text(find(tmp_path / "a.parquet"), "text")
 
 
 def test_a_column_and_a_field_of_one_path(tmp_path):
     pq.write_table(pa.table({"a": [{"text": "b"}], "a.text": ["c"]}), tmp_path / "a.parquet")
     with pytest.raises(ValueError, match=r"a\.parquet has 2 columns 'a\.text'; rename all but one"):
-        corpus.holds_text(find(tmp_path / "a.parquet"), "a.text")
+        parquet.holds_text(find(tmp_path / "a.parquet"), "a.text")
 
 
 def test_a_corrupt_row_group_is_named(tmp_path):
@@ -308,12 +296,12 @@ def test_a_corrupt_row_group_is_named(tmp_path):
     content[start : start + 3000] = bytes(3000)
     (tmp_path / "a.parquet").write_bytes(content)
     with pytest.raises(
-        ValueError, match=r"row group 3 of .*a\.parquet cannot be read: .*; copy or make"
+        ValueError, match=r"cannot read .*a\.parquet \(row group 3\): .*; check the file"
     ) as raised:
         read(file, 10_000)
     assert "\n" not in str(raised.value)
     (tmp_path / "a.parquet").write_bytes(content[:-4000])
-    with pytest.raises(ValueError, match=r"a\.parquet cannot be read: .*; copy or make the file again"):
+    with pytest.raises(ValueError, match=r"cannot read .*a\.parquet: .*; check the file, or make it again"):
         read(find(tmp_path / "a.parquet"))
 
 
@@ -324,9 +312,7 @@ def test_checksums_of_pages_are_checked(tmp_path):
     content = path.read_bytes()
     assert content.count(b"0017") == 1
     path.write_bytes(content.replace(b"0017", b"0018"))
-    with pytest.raises(
-        ValueError, match=r"row group 0 of .*a\.parquet cannot be read: .*; copy or make the file"
-    ):
+    with pytest.raises(ValueError, match=r"cannot read .*a\.parquet \(row group 0\): .*; check the file"):
         read(find(path))
 
 
@@ -357,25 +343,14 @@ def test_a_plain_file_that_shrinks(tmp_path):
         read(file)
 
 
-def test_a_line_without_end(tmp_path, monkeypatch):
-    from sympow_jax.data.corpus import jsonl
-
+def test_a_line_without_end(tmp_path, small_blocks, monkeypatch):
     monkeypatch.setattr(jsonl, "_MAX_LINE_BYTES", 50_000)
     for name in ("a.jsonl", "a.jsonl.gz"):
         file = write(tmp_path / name, ["a", "b" * 200_000])
         with pytest.raises(
-            ValueError, match=r"has more than 50000 bytes without the end of a line before byte \d+;"
+            ValueError, match=r"has more than 50000 bytes without the end of a line after byte \d+;"
         ):
             read(file, 100)
-
-
-def test_a_file_that_decompresses_to_too_much(tmp_path, monkeypatch):
-    from sympow_jax.data.corpus import blocks
-
-    monkeypatch.setattr(blocks, "MAX_PIECE_BYTES", 1 << 20)
-    file = write(tmp_path / "a.jsonl.gz", ["b" * 3_000_000])
-    with pytest.raises(ValueError, match=r"decompresses to more than 1048576 bytes after byte 0"):
-        read(file, 1 << 20)
 
 
 def test_a_frame_with_a_large_window(tmp_path):
@@ -383,60 +358,7 @@ def test_a_frame_with_a_large_window(tmp_path):
     compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()  # of unknown size
     content = compressor.compress(b'{"text": "a"}\n') + compressor.flush()
     (tmp_path / "a.jsonl.zst").write_bytes(content)
-    with pytest.raises(
-        ValueError, match=r"a\.jsonl\.zst needs more than 128 MB to decompress; compress it again"
-    ):
-        read(find(tmp_path / "a.jsonl.zst"))
-
-
-@pytest.mark.parametrize("documents", [["b" * 10_000] * 500, [[7] * 2500] * 500])
-def test_a_parquet_file_that_decodes_to_too_much(tmp_path, monkeypatch, documents):
-    from sympow_jax.data.corpus import blocks
-
-    monkeypatch.setattr(blocks, "MAX_PIECE_BYTES", 1 << 20)
-    pq.write_table(pa.table({"text": documents}), tmp_path / "a.parquet")
-    # Ended after the batch of rows that exceeds it.
-    with pytest.raises(ValueError, match=r"decodes to more than 1048576 bytes from row 0 to 128, far more"):
-        read(find(tmp_path / "a.parquet"), 1 << 20, is_text=isinstance(documents[0], str))
-
-
-def test_a_text_that_a_parquet_file_repeats_takes_memory_once(tmp_path):
-    size, rows = 50_000_000, 100
-    text = pa.DictionaryArray.from_arrays(pa.array([0] * rows, pa.int32()), pa.array(["b" * size]))
-    pq.write_table(pa.table({"text": text}), tmp_path / "a.parquet", store_schema=False)
-    with pytest.raises(
-        ValueError, match=r"decodes to more than 1073741824 bytes from row 0 to 100, far more"
-    ):
-        read(find(tmp_path / "a.parquet"), 1 << 30)
-    assert pa.default_memory_pool().max_memory() < 10 * size
-
-
-@pytest.mark.parametrize("count", [1, 1000])
-def test_ids_that_a_parquet_file_repeats_are_not_decoded(tmp_path, count):
-    ids = pa.array(np.zeros(20_000_000, np.int32))
-    lists = pa.ListArray.from_arrays(pa.array(np.linspace(0, len(ids), count + 1), pa.int32()), ids)
-    pq.write_table(pa.table({"text": lists}), tmp_path / "a.parquet")
-    assert (tmp_path / "a.parquet").stat().st_size < 10_000
-    allocated = pa.total_allocated_bytes()
-    with pytest.raises(
-        ValueError, match=r"^row group 0 of .*a\.parquet has 20000000 token ids in \d+ bytes, so they"
-    ):
-        read(find(tmp_path / "a.parquet"), is_text=False)
-    assert pa.total_allocated_bytes() <= allocated
-
-
-def test_a_bzip2_file_that_decompresses_to_gigabytes(tmp_path, monkeypatch):
-    """The bound holds while it is decompressed, of which each block is 46 MB from some 40 bytes."""
-    from sympow_jax.data.corpus import blocks
-
-    monkeypatch.setattr(blocks, "MAX_PIECE_BYTES", 1 << 27)
-    (tmp_path / "a.jsonl.bz2").write_bytes(100 * bz2.compress(bytes(45_000_000)))
-    file = find(tmp_path / "a.jsonl.bz2")
-    assert file.size < 1 << 13
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ValueError, match=r"decompresses to more than 134217728 bytes after byte 0"):
-        read(file, 1 << 30)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+    assert documents_of(read(find(tmp_path / "a.jsonl.zst"))) == [b"a"]
 
 
 def test_no_memory_is_not_a_corrupt_file(tmp_path, monkeypatch):
@@ -449,57 +371,30 @@ def test_no_memory_is_not_a_corrupt_file(tmp_path, monkeypatch):
         read(file)
 
 
-def test_a_link_to_nothing_is_left_out_of_a_folder(tmp_path):
-    write(tmp_path / "a.jsonl", texts())
-    (tmp_path / "b.jsonl").symlink_to(tmp_path / "nothing")
-    for path in (tmp_path, tmp_path / "*.jsonl"):
-        (found,) = corpus.find("data.paths", [str(path)], format="jsonl")
-        assert found.key == "a.jsonl"
-    with pytest.raises(ValueError, match=r"data\.paths .*b\.jsonl: there is no such file or folder"):
-        corpus.find("data.paths", [str(tmp_path / "b.jsonl")], format="jsonl")
-
-
-def test_the_query_of_an_address_hides_no_compression():
-    assert corpus.CorpusFile("https://a/b.jsonl.gz?download=true", "b", 1, "jsonl").compression == ".gz"
-    assert corpus.CorpusFile("a?b.jsonl.gz", "b", 1, "jsonl").compression == ".gz"
-    assert corpus.CorpusFile("https://a/get?file=b.jsonl.gz", "b", 1, "jsonl").compression == ".gz"
+def test_the_query_of_an_address():
+    """It hides no compression, and a signature makes no other file."""
+    for path in ("https://a/b.jsonl.gz?download=true", "a?b.jsonl.gz", "https://a/get?file=b.jsonl.gz"):
+        assert pieces.compression(path) == ".gz"
+    signed, other = (files.location(f"https://a/b.jsonl?sig={x}#{x}") for x in "cd")
+    assert signed == other == "https://a/b.jsonl"
+    first, second = (files.location(f"https://a/get?file={x}.jsonl") for x in "cd")
+    assert first != second
 
 
 def test_a_local_file_behind_a_cache_is_the_same_file(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}')
-    (cached,) = corpus.find("data.paths", [f"simplecache::file://{path}"], format="jsonl")
-    assert cached.location == os.path.realpath(path)
+    (cached,) = files.find("data.paths", [f"simplecache::file://{path}"])
+    assert files.location(cached.path) == os.path.realpath(path)
 
 
-def test_an_address_that_is_signed_anew_is_the_same_file():
-    signed, other = (corpus.CorpusFile(f"https://a/b.jsonl?sig={x}#{x}", "b", 1, "jsonl") for x in "cd")
-    assert signed.location == other.location == "https://a/b.jsonl"
-    first, second = (corpus.CorpusFile(f"https://a/get?file={x}.jsonl", "get", 1, "jsonl") for x in "cd")
-    assert first.location != second.location
-
-
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-def test_a_file_that_cannot_be_opened_leaves_nothing_to_close(tmp_path):
-    from sympow_jax.data.corpus import files
-
-    with pytest.raises(ValueError, match=r"nothing: there is no such file"):
-        files.CorpusStream(str(tmp_path / "nothing")).close()
-    gc.collect()
-
-
-def test_blank_lines_take_no_memory(tmp_path):
-    blank = 1 << 23
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n" * blank + b'{"text": "a"}\n  \n{"text": "b"}'))
-    tracemalloc.start()
+def test_blank_lines(tmp_path):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n" * 5000 + b'{"text": "a"}\n  \n{"text": "b"}'))
     (block,) = read(find(tmp_path / "a.jsonl.gz"), 1 << 30)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert block.positions.tolist() == [blank, blank + 17]
-    assert peak < 4 * blank
+    assert block.positions.tolist() == [5000, 5017]
 
 
 def test_a_file_without_documents(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": null}\n\n')
     with pytest.raises(ValueError, match=r"a\.jsonl has no documents"):
-        corpus.holds_text(find(tmp_path / "a.jsonl"), "text")
+        jsonl.holds_text(find(tmp_path / "a.jsonl"), "text")

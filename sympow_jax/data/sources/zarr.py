@@ -1,6 +1,7 @@
 """LongCrawl64's layout: a Zarr v2 array of token ids, one document per row, local or in an object store."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -15,17 +16,15 @@ from jaxtyping import Int64, Integer
 from sympow_jax import config as config_lib
 from sympow_jax import spelling
 from sympow_jax.config import serialize
-from sympow_jax.data import documents, files
+from sympow_jax.data import files, sources
 
 __all__ = [
     "CHUNKS",
     "DOCUMENT_START",
     "ROW_TOKENS",
+    "Source",
     "ZarrDocuments",
-    "describe",
-    "locations",
     "metadata",
-    "open_documents",
     "read_object",
     "spec",
 ]
@@ -34,16 +33,12 @@ DOCUMENT_START = 50_256  # GPT-2's <|endoftext|>, before every input
 ROW_TOKENS = 65_536
 CHUNKS = (2048, 2048)
 
-_METADATA = ".zarray"
 # LongCrawl64 has Blosc's LZ4. Gzip has a checksum: of 200 bits that were flipped in the data of such chunks, it found
 # all, and LZ4 found 24. It reads as fast, and the chunks are smaller.
 _COMPRESSOR = {"id": "gzip", "level": 1}
 
 # Chunks whose last bytes enter the digest, and the number of these bytes.
 _SAMPLES, _SAMPLE_BYTES = 32, 16
-
-# Bytes of the largest chunk that is read, which is held in memory whole. LongCrawl64's chunks have 2^23.
-_CHUNK_BYTES = 1 << 28
 
 # A row of full length spans 32 chunks of 8 MB. The cache has room for two such bands of documents.
 _CACHE_BYTES = 2 * 32 * CHUNKS[0] * CHUNKS[1] * 2
@@ -99,16 +94,7 @@ def _open(setting: str, paths: tuple[str, ...], dtype: str, shortest: int) -> te
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
     # Without fill_missing_data_reads=False, a missing chunk reads as zeros.
     reading = {**spec(paths[0]), "fill_missing_data_reads": False}
-    store = reading["kvstore"]
     try:
-        if not isinstance(store, str) and os.path.isdir(store["path"]):
-            # As it is listed, without a call for each of up to millions of chunks.
-            with os.scandir(store["path"]) as entries:
-                for entry in entries:
-                    if not entry.is_file() and not entry.is_dir():
-                        serialize.require_file(entry.path)
-        # With metadata of many levels or of gigabytes, TensorStore would end the process.
-        read_object(paths[0], _METADATA)
         array = tensorstore.open(reading, context=context, open=True, read=True).result()
     except ValueError as error:
         raise ValueError(f"{setting}: cannot open {paths[0]} as a Zarr v2 array: {_reason(error)}") from error
@@ -126,25 +112,7 @@ def _open(setting: str, paths: tuple[str, ...], dtype: str, shortest: int) -> te
             f"{setting}: {paths[0]} has documents of {array.shape[1]} tokens, but data.shortest_document is "
             f"{shortest}; lower it"
         )
-    _check_sizes(f"{setting}: {paths[0]}", array)
     return array
-
-
-def _check_sizes(name: str, array: tensorstore.TensorStore) -> None:
-    """Raises ValueError for sizes that no data has but metadata may claim, before memory is reserved for them."""
-    rows, row_tokens = array.shape
-    if rows > documents.MAX_DOCUMENTS or rows * row_tokens > documents.MAX_TOKENS:
-        raise ValueError(
-            f"{name} has shape {array.shape} by its metadata; at most {documents.MAX_DOCUMENTS} rows and "
-            f"{documents.MAX_TOKENS} tokens can be read, so split the array or copy its .zarray again"
-        )
-    chunk = tuple(array.spec().to_json()["metadata"]["chunks"])
-    size = math.prod(chunk) * array.dtype.numpy_dtype.itemsize
-    if size > _CHUNK_BYTES:
-        raise ValueError(
-            f"{name} has chunks of shape {chunk}, {size} bytes each, by its metadata; chunks of at most "
-            f"{_CHUNK_BYTES} bytes can be read, so write the array with smaller ones"
-        )
 
 
 class ZarrDocuments:
@@ -176,59 +144,62 @@ class ZarrDocuments:
         return f"{self._path} (row {self._rows[document]})"
 
 
-def open_documents(config: config_lib.DataConfig, *, heldout: bool) -> ZarrDocuments:
-    """Returns the training or the held-out documents, one per row.
-
-    `data.document_separator` replaces GPT-2's 50,256 before each row.
+class Source:
+    """Documents of an array, one per row. `data.document_separator` replaces GPT-2's 50,256 before each row.
 
     Raises:
         ValueError: there is no array, or its shape, chunks or dtype are wrong.
     """
-    setting, paths = files.side(config, heldout=heldout)
-    array = _open(setting, paths, config.token_dtype, config.shortest_document)
-    rows = np.arange(array.shape[0])
-    if not config.heldout_paths:
-        # Of one array, a row is known by its number alone.
-        rows = rows[files.held_out([""], rows, config.heldout_fraction) == heldout]
-    lead = DOCUMENT_START if config.document_separator is None else config.document_separator
-    return ZarrDocuments(array, paths[0], rows=rows, lead=lead)
 
+    def __init__(self, config: config_lib.DataConfig):
+        self._config = config
+        self._open = functools.cache(_open)
 
-def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
-    """Returns the real path of an array on a disk, or its URL."""
-    return set(map(files.location, paths))
+    def _array(self, *, heldout: bool) -> tensorstore.TensorStore:
+        setting, paths = files.side(self._config, heldout=heldout)
+        return self._open(setting, paths, self._config.token_dtype, self._config.shortest_document)
 
+    def side(self, *, heldout: bool) -> ZarrDocuments:
+        """Returns the training or the held-out documents."""
+        config = self._config
+        array = self._array(heldout=heldout)
+        rows = np.arange(array.shape[0])
+        if not config.heldout_paths:
+            # Of one array, a row is known by its number alone.
+            rows = rows[files.held_out([""], rows, config.heldout_fraction) == heldout]
+        lead = DOCUMENT_START if config.document_separator is None else config.document_separator
+        _, (path,) = files.side(config, heldout=heldout)
+        return ZarrDocuments(array, path, rows=rows, lead=lead)
 
-def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """Returns sizes of the arrays, and a SHA-256 as `digest_of` says; reading terabytes would delay the start."""
-    train, test = (open_documents(config, heldout=side) for side in (False, True))
-    arrays = [
-        _open(setting, paths, config.token_dtype, config.shortest_document)
-        for setting, paths in (("data.paths", config.paths), ("data.heldout_paths", config.heldout_paths))
-        if paths
-    ]
-    digest = hashlib.sha256()
-    for array in arrays:
-        store = array.kvstore
-        assert store is not None  # of the driver `zarr`
-        stored = array.spec().to_json()["metadata"]
-        digest.update(json.dumps(stored, sort_keys=True).encode())
-        shape = [-(-size // chunk) for size, chunk in zip(stored["shape"], stored["chunks"])]
-        places = np.linspace(0, math.prod(shape), _SAMPLES, endpoint=False).astype(np.int64)
-        indices = np.stack(np.unravel_index(np.unique(places), shape), -1).tolist()
-        keys = [stored.get("dimension_separator", ".").join(map(str, index)) for index in indices]
-        # Of gzip, these are a checksum and the size of the content.
-        ends = [store.read(key, byte_range=slice(-_SAMPLE_BYTES, None)) for key in keys]
-        for end in ends:
-            with contextlib.suppress(ValueError):  # a chunk of fewer bytes
-                digest.update(end.result().value)
-    return {
-        "files": len(arrays),
-        "bytes": sum(int(np.prod(array.shape)) * array.dtype.numpy_dtype.itemsize for array in arrays),
-        "documents": len(train.lengths),
-        "tokens": int(train.lengths.sum()),
-        "heldout_documents": len(test.lengths),
-        "heldout_tokens": int(test.lengths.sum()),
-        "digest": digest.hexdigest(),
-        "digest_of": f"metadata, and the ends of {_SAMPLES} chunks of each array",
-    }
+    def metadata(self) -> dict[str, dict[str, Any]]:
+        """Returns what `prepare` recorded about the arrays, by the path of the record."""
+        arrays = (*self._config.paths, *self._config.heldout_paths)
+        return {f"{array}/.zattrs": read_object(array, ".zattrs") for array in arrays}
+
+    def describe(self) -> dict[str, Any]:
+        """Returns sizes of the arrays, and a SHA-256 as `digest_of` says; reading terabytes would delay the start."""
+        sides = (False, True) if self._config.heldout_paths else (False,)
+        arrays = [self._array(heldout=side) for side in sides]
+        digest = hashlib.sha256()
+        for array in arrays:
+            store = array.kvstore
+            assert store is not None  # of the driver `zarr`
+            stored = array.spec().to_json()["metadata"]
+            digest.update(json.dumps(stored, sort_keys=True).encode())
+            shape = [-(-size // chunk) for size, chunk in zip(stored["shape"], stored["chunks"])]
+            places = np.linspace(0, math.prod(shape), _SAMPLES, endpoint=False).astype(np.int64)
+            indices = np.stack(np.unravel_index(np.unique(places), shape), -1).tolist()
+            keys = [stored.get("dimension_separator", ".").join(map(str, index)) for index in indices]
+            # Of gzip, these are a checksum and the size of the content.
+            ends = [store.read(key, byte_range=slice(-_SAMPLE_BYTES, None)) for key in keys]
+            for end in ends:
+                with contextlib.suppress(ValueError):  # a chunk of fewer bytes
+                    digest.update(end.result().value)
+        lengths = (self.side(heldout=side).lengths for side in (False, True))
+        size = sum(int(np.prod(array.shape)) * array.dtype.numpy_dtype.itemsize for array in arrays)
+        return sources.described((), *lengths) | {
+            "files": len(arrays),
+            "bytes": size,
+            "digest": digest.hexdigest(),
+            "digest_of": f"metadata, and the ends of {_SAMPLES} chunks of each array",
+        }

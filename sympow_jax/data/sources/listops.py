@@ -19,7 +19,7 @@ from jaxtyping import Bool, Int64
 from sympow_jax import config as config_lib
 from sympow_jax.data import rows
 
-__all__ = ["CLASSES", "SYMBOLS", "ListOps", "describe", "generate", "open_examples"]
+__all__ = ["CLASSES", "SYMBOLS", "ListOps", "Source", "generate"]
 
 CLASSES = 10
 SYMBOLS = ("", *"0123456789", "[MAX", "[MIN", "[MED", "[SM", "]")  # symbols by id
@@ -139,42 +139,45 @@ class ListOps:
         return {**rows.padded([tokens], self._config.context_length), "labels": np.array(value, np.int32)}
 
 
-def open_examples(
-    config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
-) -> ListOps:
-    """Returns the training or the held-out examples.
+class Source:
+    """The generated examples.
 
     Raises:
         ValueError: the task does not have ten classes, or the vocabulary is too small.
     """
-    if task.outputs != CLASSES:
-        raise ValueError(
-            f"task.name is {task.name!r} and task.classes {task.classes}; source 'listops' is a classification into "
-            f"{CLASSES} classes"
-        )
-    if vocab_size < len(SYMBOLS):
-        raise ValueError(
-            f"model.vocab_size is {vocab_size}, but listops has {len(SYMBOLS)} ids; raise it to at least that"
-        )
-    if config.context_length < LENGTHS[1]:
-        raise ValueError(
-            f"data.context_length is {config.context_length}, but listops has examples of {LENGTHS[1]} tokens; raise "
-            f"it to at least that"
-        )
-    return ListOps(config, heldout=heldout)
 
+    def __init__(self, config: config_lib.DataConfig):
+        self._length = config.context_length
+        self._sides = [ListOps(config, heldout=heldout) for heldout in (False, True)]
 
-def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """Returns the numbers of training and held-out examples, and the SHA-256 of the first of each."""
-    digest = hashlib.sha256()
-    sides = [ListOps(config, heldout=heldout) for heldout in (False, True)]
-    for side in sides:
-        for index in range(min(_DESCRIBED, len(side))):
-            tokens, value = side.example(index)
-            digest.update(bytes([*tokens, value]))
-    return {
-        "examples": len(sides[0]),
-        "heldout_examples": len(sides[1]),
-        "digest": digest.hexdigest(),
-        "digest_of": f"the first {_DESCRIBED} examples of each side",
-    }
+    def examples(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> ListOps:
+        """Returns the training or the held-out examples."""
+        if task.outputs != CLASSES:
+            raise ValueError(
+                f"task.name is {task.name!r} and task.classes {task.classes}; source 'listops' is a classification "
+                f"into {CLASSES} classes"
+            )
+        if vocab_size < len(SYMBOLS):
+            raise ValueError(
+                f"model.vocab_size is {vocab_size}, but listops has {len(SYMBOLS)} ids; raise it to at least that"
+            )
+        if self._length < LENGTHS[1]:
+            raise ValueError(
+                f"data.context_length is {self._length}, but listops has examples of {LENGTHS[1]} tokens; raise it "
+                f"to at least that"
+            )
+        return self._sides[heldout]
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the numbers of training and held-out examples, and the SHA-256 of the first of each."""
+        digest = hashlib.sha256()
+        for side in self._sides:
+            for index in range(min(_DESCRIBED, len(side))):
+                tokens, value = side.example(index)
+                digest.update(bytes([*tokens, value]))
+        return {
+            "examples": len(self._sides[0]),
+            "heldout_examples": len(self._sides[1]),
+            "digest": digest.hexdigest(),
+            "digest_of": f"the first {_DESCRIBED} examples of each side",
+        }

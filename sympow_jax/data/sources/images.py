@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +16,10 @@ from jaxtyping import Float32, Int32, UInt8
 
 from sympow_jax import config as config_lib
 from sympow_jax import spelling
-from sympow_jax.data import files, rows
+from sympow_jax.data import files, rows, sources
 
-__all__ = ["Images", "describe", "locations", "open_examples"]
+__all__ = ["Images", "Source"]
 
-# Names of images. Those of formats that are not read are an error on access, instead of being left out.
-_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 # Decoders by the first bytes of a file. Pillow's other decoders are not given files of unknown origin.
 _DECODERS = {
     b"\x89PNG\r\n\x1a\n": PIL.PngImagePlugin.PngImageFile,
@@ -80,7 +78,7 @@ def _below(setting: str, paths: tuple[str, ...], classes: list[str]) -> list[_Im
     for root in map(os.path.expanduser, paths):
         for label, name in enumerate(classes):
             folder = os.path.join(root, name)
-            inside = [file for file in files.below(folder) if file.path.suffix.lower() in _SUFFIXES]
+            inside = files.below(folder, suffix=sources.SOURCES["images"].suffixes)
             if not inside:
                 raise ValueError(
                     f"{setting}: the class folder {folder} holds no image; put PNG or JPEG files there, or remove it"
@@ -96,25 +94,14 @@ def _below(setting: str, paths: tuple[str, ...], classes: list[str]) -> list[_Im
     return list(unique.values())
 
 
-def _side(config: config_lib.DataConfig, classes: list[str], *, heldout: bool) -> list[_Image]:
-    """Returns the training or the held-out images."""
-    images = _below(*files.side(config, heldout=heldout), classes)
-    if config.heldout_paths:
-        return images
-    mask = files.held_out(
-        [image.key for image in images], np.zeros(1, np.int64), config.heldout_fraction
-    ).tolist()
-    return [image for image, out in zip(images, mask) if out == heldout]
-
-
-def _unreadable(path: pathlib.Path, error: Exception) -> ValueError:
+def _unreadable(path: str, error: Exception) -> ValueError:
     return ValueError(f"{path} cannot be read as an image ({spelling.one_line(error)}); replace or remove it")
 
 
 @contextlib.contextmanager
-def _opened(path: pathlib.Path) -> Iterator[PIL.ImageFile.ImageFile]:
+def _opened(path: str) -> Iterator[PIL.ImageFile.ImageFile]:
     """Yields an image of which only the header has been read."""
-    with path.open("rb") as stream:
+    with open(path, "rb") as stream:
         start = stream.read(8)
         stream.seek(0)
         decoders = [decoder for magic, decoder in _DECODERS.items() if start.startswith(magic)]
@@ -128,7 +115,7 @@ def _opened(path: pathlib.Path) -> Iterator[PIL.ImageFile.ImageFile]:
             yield image
 
 
-def _size(path: pathlib.Path) -> tuple[int, int]:
+def _size(path: str) -> tuple[int, int]:
     """Returns width and height, reading only the header."""
     try:
         with _opened(path) as image:
@@ -137,7 +124,7 @@ def _size(path: pathlib.Path) -> tuple[int, int]:
         raise _unreadable(path, error) from error
 
 
-def _decode(path: pathlib.Path, mode: str) -> PIL.Image.Image:
+def _decode(path: str, mode: str) -> PIL.Image.Image:
     try:
         with _opened(path) as image:
             if image.mode.startswith(("I", "F")):
@@ -226,10 +213,8 @@ class Images:
         return (pixels - mean) / deviation
 
 
-def open_examples(
-    config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
-) -> Images:
-    """Returns the training or the held-out images, labeled by the rank of their folder's name.
+class Source:
+    """Images, labeled by the rank of their folder's name.
 
     Rows are `inputs [H, W, 3]`, float32, normalized with ImageNet's mean and deviation. With `data.image_tokens`, they
     are `inputs [H * W]` in gray, int32, from 0 to 255.
@@ -244,37 +229,44 @@ def open_examples(
             With `data.image_tokens`, the vocabulary is too small or image sizes differ. On access, a file's content is
             not PNG or JPEG, or has more than 2^26 pixels.
     """
-    classes = _classes(config)
-    # Before the classes are counted, because a superfluous folder is most often an empty one.
-    images = _side(config, classes, heldout=heldout)
-    if task.outputs != len(classes):
-        raise ValueError(
-            f"task.name is {task.name!r} and task.classes {task.classes}, but {config.paths[0]} holds folders of "
-            f"{len(classes)} classes; make them agree"
+
+    def __init__(self, config: config_lib.DataConfig):
+        self._config, self._classes = config, _classes(config)
+        self._found = functools.cache(lambda setting, paths: _below(setting, paths, self._classes))
+
+    def _side(self, *, heldout: bool) -> list[_Image]:
+        """Returns the training or the held-out images."""
+        config = self._config
+        images = self._found(*files.side(config, heldout=heldout))
+        if config.heldout_paths:
+            return images
+        keys = [image.key for image in images]
+        mask = files.held_out(keys, np.zeros(1, np.int64), config.heldout_fraction).tolist()
+        return [image for image, out in zip(images, mask) if out == heldout]
+
+    def examples(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> Images:
+        """Returns the training or the held-out images."""
+        config, classes = self._config, len(self._classes)
+        # Before the classes are counted, because a superfluous folder is most often an empty one.
+        images = self._side(heldout=heldout)
+        if task.outputs != classes:
+            raise ValueError(
+                f"task.name is {task.name!r} and task.classes {task.classes}, but {config.paths[0]} holds folders of "
+                f"{classes} classes; make them agree"
+            )
+        if config.image_tokens and vocab_size < 256:
+            raise ValueError(
+                f"model.vocab_size is {vocab_size}, but pixels have 256 ids; raise it to at least that"
+            )
+        return Images(images, config, vary=not heldout and not config.image_tokens)
+
+    def describe(self) -> dict[str, Any]:
+        """Returns counts, bytes, and a SHA-256 as `digest_of` says; reading all contents would delay the start."""
+        train, heldout = (self._side(heldout=side) for side in (False, True))
+        return {"classes": len(self._classes)} | sources.described(
+            [*train, *heldout],
+            len(train),
+            len(heldout),
+            digest=files.digest([*train, *heldout], lambda _: (), samples=True),
+            digest_of="names, sizes and 64 samples of the contents",
         )
-    if config.image_tokens and vocab_size < 256:
-        raise ValueError(
-            f"model.vocab_size is {vocab_size}, but pixels have 256 ids; raise it to at least that"
-        )
-    vary = not heldout and not config.image_tokens
-    return Images(images, config, vary=vary)
-
-
-def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
-    """Returns the real path of each image that the setting names."""
-    return {location for location, _ in files.located(_below(setting, paths, _classes(config)))}
-
-
-def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """Returns counts, bytes, and a SHA-256 as `digest_of` says; reading all contents would delay the start."""
-    classes = _classes(config)
-    train, heldout = (_side(config, classes, heldout=side) for side in (False, True))
-    return {
-        "classes": len(classes),
-        "files": len(train) + len(heldout),
-        "bytes": sum(image.size for image in [*train, *heldout]),
-        "examples": len(train),
-        "heldout_examples": len(heldout),
-        "digest": files.digest([*train, *heldout], lambda _: (), samples=True),
-        "digest_of": "names, sizes and 64 samples of the contents",
-    }

@@ -1,5 +1,6 @@
 """Labeled texts in tab-separated columns, one example per line, without quoting or escapes (GLUE's layout)."""
 
+import functools
 import math
 import mmap
 from collections.abc import Callable, Iterator
@@ -10,10 +11,10 @@ from jaxtyping import Bool, Int64, Integer, Shaped
 
 from sympow_jax import config as config_lib
 from sympow_jax import spelling
-from sympow_jax.data import documents, files, rows
+from sympow_jax.data import documents, files, rows, sources
 from sympow_jax.data import tokenizer as tokenizer_lib
 
-__all__ = ["Table", "TsvExamples", "describe", "locations", "open_examples"]
+__all__ = ["Source", "Table", "TsvExamples"]
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -55,13 +56,13 @@ def _counted(columns: int) -> str:
 
 
 def _map(file: files.File) -> mmap.mmap:
-    try:
-        with file.path.open("rb") as stream:
-            if stream.read(1 + len(_BYTE_ORDER_MARK)) in (b"", _BYTE_ORDER_MARK):
-                raise ValueError(f"{file.path} is empty; it must hold lines of columns divided by tabs")
+    with files.errors(file.path):
+        stream = files.open_file(file.path)
+    with stream:
+        if stream.read(1 + len(_BYTE_ORDER_MARK)) in (b"", _BYTE_ORDER_MARK):
+            raise ValueError(f"{file.path} is empty; it must hold lines of columns divided by tabs")
+        with files.errors(file.path):
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ValueError(f"cannot read {file.path}: {error.strerror or error}") from error
 
 
 def _line_starts(content: mmap.mmap, start: int) -> Iterator[int]:
@@ -98,11 +99,11 @@ def _open(file: files.File, config: config_lib.DataConfig) -> _File:
     begin = len(_BYTE_ORDER_MARK) if content[:3] == _BYTE_ORDER_MARK else 0
     starts = np.fromiter(_line_starts(content, begin), np.int64)
     first = content[begin : starts[1] - 1].removesuffix(b"\r")
-    columns, header = _find_columns(first, config, str(file.path))
+    columns, header = _find_columns(first, config, file.path)
     starts = starts[int(header) :]
     if len(starts) < 2:
         raise ValueError(f"{file.path} has no examples, only a header; name a file that has some")
-    return _File(str(file.path), file.key, content, columns, starts[:-1], starts[1:] - 1, 1 + header)
+    return _File(file.path, file.key, content, columns, starts[:-1], starts[1:] - 1, 1 + header)
 
 
 def _label_reader(
@@ -145,8 +146,8 @@ def _label_reader(
 class Table:
     """Labeled lines of one or more files."""
 
-    def __init__(self, setting: str, paths: tuple[str, ...], config: config_lib.DataConfig):
-        self._files = [_open(file, config) for file in files.find(setting, paths, suffix=".tsv")]
+    def __init__(self, found: list[files.File], config: config_lib.DataConfig):
+        self.found, self._files = found, [_open(file, config) for file in found]
         counts = [len(file.starts) for file in self._files]
         self._file = np.repeat(np.arange(len(counts)), counts)
         self._line = np.concatenate([np.arange(count) for count in counts])
@@ -168,14 +169,6 @@ class Table:
         file = self._files[self._file[line]]
         fields = file.fields(self._line[line])
         return [fields[column] for column in file.columns.texts], fields[file.columns.label]
-
-
-def _lines(config: config_lib.DataConfig, *, heldout: bool) -> tuple[Table, Int64[np.ndarray, " n"]]:
-    """Returns the table that has the training or the held-out lines, and their indices."""
-    table = Table(*files.side(config, heldout=heldout), config)
-    if config.heldout_paths:
-        return table, np.arange(len(table))
-    return table, np.flatnonzero(table.held_out(config.heldout_fraction) == heldout)
 
 
 class TsvExamples:
@@ -270,36 +263,41 @@ class TsvExamples:
         return [text[: self._length // 2] for text in texts]
 
 
-def open_examples(
-    config: config_lib.DataConfig, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool
-) -> TsvExamples:
-    """Returns the training or the held-out lines; a folder stands for its `.tsv` files.
+class Source:
+    """Labeled lines; a folder stands for its `.tsv` files.
 
     Raises:
         ValueError: nothing matches, a file is empty or cannot be read, a column does not exist or its name is
             repeated, a line has a different number of columns or no text, a label is not a class or not a number, or
             the tokenizer does not exist.
     """
-    table, lines = _lines(config, heldout=heldout)
-    return TsvExamples(table, lines, config, task, vocab_size=vocab_size)
 
+    def __init__(self, config: config_lib.DataConfig):
+        self._config = config
+        self._table = functools.cache(
+            lambda heldout: Table(sources.find_all(config, heldout=heldout), config)
+        )
 
-def locations(setting: str, paths: tuple[str, ...], config: config_lib.DataConfig) -> set[str]:
-    """Returns the real path of each file that the setting names."""
-    return {location for location, _ in files.located(files.find(setting, paths, suffix=".tsv"))}
+    def _lines(self, *, heldout: bool) -> tuple[Table, Int64[np.ndarray, " n"]]:
+        """Returns the table that has the training or the held-out lines, and their indices."""
+        table = self._table(heldout and bool(self._config.heldout_paths))
+        if self._config.heldout_paths:
+            return table, np.arange(len(table))
+        return table, np.flatnonzero(table.held_out(self._config.heldout_fraction) == heldout)
 
+    def examples(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> TsvExamples:
+        """Returns the training or the held-out lines."""
+        table, lines = self._lines(heldout=heldout)
+        return TsvExamples(table, lines, self._config, task, vocab_size=vocab_size)
 
-def describe(config: config_lib.DataConfig) -> dict[str, Any]:
-    """Returns counts, the tokenizer, and the SHA-256 of every file's key, size and bytes."""
-    table, train = _lines(config, heldout=False)
-    heldout = len(_lines(config, heldout=True)[1]) if config.heldout_paths else len(table) - len(train)
-    matches = files.find_all(config, suffix=".tsv")
-    return {
-        "files": len(matches),
-        "bytes": sum(file.size for file in matches),
-        "examples": len(train),
-        "heldout_examples": heldout,
-        "tokenizer": tokenizer_lib.load(config.text_tokenizer, setting="data.tokenizer").identity,
-        "digest": files.digest(matches, lambda file: [_map(file)]),
-        "digest_of": "names, sizes and contents",
-    }
+    def describe(self) -> dict[str, Any]:
+        """Returns counts, the tokenizer, and the SHA-256 of every file's key, size and bytes."""
+        sides = [self._lines(heldout=side) for side in (False, True)]
+        matches = sides[0][0].found + (sides[1][0].found if self._config.heldout_paths else [])
+        return sources.described(
+            matches,
+            *(len(lines) for _, lines in sides),
+            tokenizer=tokenizer_lib.load(self._config.text_tokenizer, setting="data.tokenizer").identity,
+            digest=files.digest(matches, lambda file: [_map(file)]),
+            digest_of="names, sizes and contents",
+        )

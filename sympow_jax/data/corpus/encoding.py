@@ -1,0 +1,153 @@
+"""Turns groups of pieces into tokens, a few groups ahead."""
+
+import collections
+import concurrent.futures
+import dataclasses
+import functools
+import importlib
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int64, Integer
+
+from sympow_jax.data import documents, files
+from sympow_jax.data import tokenizer as tokenizer_lib
+from sympow_jax.data.corpus import pieces, processes
+
+__all__ = ["Encoder", "Encoding", "Tokens", "in_order"]
+
+
+class Tokens(NamedTuple):
+    """Tokens of documents, one document after the other, and the number of documents that were too short."""
+
+    tokens: Integer[np.ndarray, " tokens"]
+    lengths: Int64[np.ndarray, " documents"]
+    left_out: int = 0
+
+    def spans(self, name: str) -> documents.Spans:
+        """Returns the documents; `name` is that of the pieces, for errors."""
+        starts = np.cumsum(self.lengths) - self.lengths
+        array = np.zeros_like(self.lengths)
+        return documents.Spans([self.tokens], [name], array=array, starts=starts, lengths=self.lengths)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """Picklable way from documents to tokens.
+
+    Attributes:
+        column: column of text or of token ids; None if every file is a document.
+        tokenizer: name of the tokenizer of text; None if the column holds token ids.
+        separator: id after every document; None for none.
+        only_separators: whether only the separators will tell where documents end, so that no document may hold one.
+        vocab_size: number of ids.
+        shortest: documents of fewer tokens, separator included, are left out.
+        heldout_fraction: fraction of the documents that is held out, chosen by hash.
+        heldout: whether the held-out documents are read, instead of the others.
+    """
+
+    column: str | None
+    tokenizer: str | None
+    separator: int | None
+    only_separators: bool = False
+    vocab_size: int
+    shortest: int = 1
+    heldout_fraction: float = 0.0
+    heldout: bool = False
+
+    @property
+    def token_dtype(self) -> str:
+        """Type of the ids, a value of `data.token_dtype`."""
+        return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
+
+
+class _TextReader:
+    """Reader of files that are one document each."""
+
+    def read(self, piece: pieces.Piece) -> pieces.Block:
+        with files.errors(piece.file.path), files.open_file(piece.file.path) as stream:
+            return pieces.Block(piece.file.path, "", np.zeros(1, np.int64), [stream.read()])
+
+
+class Encoder:
+    """Reads and tokenizes groups of pieces. It keeps files open between groups, which are best given in order."""
+
+    def __init__(self, encoding: Encoding):
+        self._encoding = encoding
+        self._readers: dict[str, Any] = {"text": _TextReader()}
+        name = encoding.tokenizer
+        self._tokenizer = None if name is None else tokenizer_lib.load(name, setting="data.tokenizer")
+
+    def __call__(self, group: Sequence[pieces.Piece]) -> Tokens:
+        """Returns the tokens of the chosen documents. Documents without tokens are left out, and are not counted.
+
+        Raises:
+            ValueError: a piece cannot be read, or a text is not UTF-8 or cannot be encoded, or an id is not in the
+                vocabulary or is the separator, or there is not enough memory.
+        """
+        encoding = self._encoding
+        end = np.array([] if encoding.separator is None else [encoding.separator], np.int64)
+        found, left_out = [np.empty(0, encoding.token_dtype)], 0
+        try:
+            for piece in group:
+                for ids, name in self._documents(piece):
+                    if not len(ids):
+                        continue
+                    if encoding.only_separators and np.any(ids == end):
+                        raise ValueError(
+                            f"{name} holds id {encoding.separator}, which separates documents; leave it out or set "
+                            f"another --separator"
+                        )
+                    if len(ids) + len(end) < encoding.shortest:
+                        left_out += 1
+                        continue
+                    documents.check_vocabulary(ids, vocab_size=encoding.vocab_size, name=name)
+                    found.append(np.concatenate([ids, end]).astype(encoding.token_dtype))
+            tokens = np.concatenate(found)
+        except MemoryError:
+            raise ValueError(
+                f"out of memory while reading {piece.file.path}; set fewer workers, if there are several"
+            ) from None
+        return Tokens(tokens, np.array([len(document) for document in found[1:]], np.int64), left_out)
+
+    def _documents(self, piece: pieces.Piece) -> Iterator[tuple[Integer[np.ndarray, " tokens"], str]]:
+        """Yields the ids and the names of the documents on the chosen side."""
+        encoding = self._encoding
+        if piece.format not in self._readers:
+            # On demand, because it needs libraries of another extra.
+            module = importlib.import_module(f"sympow_jax.data.corpus.{piece.format}")
+            self._readers[piece.format] = module.Reader(encoding.column, texts=encoding.tokenizer is not None)
+        block = self._readers[piece.format].read(piece)
+        heldout = files.held_out([piece.file.key], block.positions, encoding.heldout_fraction)
+        for index in np.flatnonzero(heldout == encoding.heldout).tolist():
+            document, name = block.documents[index], block.name(index)
+            if isinstance(document, bytes):
+                assert self._tokenizer is not None
+                document = self._tokenizer.encode_document(document, name=name)
+            yield document, name
+
+
+def in_order(
+    encoding: Encoding, groups: Iterable[Sequence[pieces.Piece]], *, workers: int
+) -> Generator[Tokens]:
+    """Yields the tokens of each group of pieces, in order, and reads a few groups ahead.
+
+    Args:
+        encoding: way from documents to tokens.
+        groups: groups of pieces.
+        workers: number of processes; 0 for a thread of this process.
+
+    Raises:
+        ValueError: as `Encoder`, or a worker process ended.
+    """
+    make = functools.partial(Encoder, encoding)
+    with processes.pool(make, workers=workers, setting="data.tokenizer_workers") as submit:
+        ahead: collections.deque[concurrent.futures.Future[Tokens]] = collections.deque()
+        for group in groups:
+            ahead.append(submit(group))
+            # While the caller uses the tokens of one group, each worker has a group, and one more waits for a worker.
+            if len(ahead) == workers + 2:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()

@@ -1,0 +1,110 @@
+"""Sources of data, one module each, and a table of them.
+
+A module has a class `Source`, whose objects open the data of a config. It has `describe() -> dict`, and one of
+
+* `side(*, heldout) -> documents.Documents`,
+* `examples(task, *, vocab_size, heldout) -> rows.Examples`, rows that are labeled,
+* `side(*, heldout, vocab_size)` and `rows(pack, *, vocab_size) -> rows.TrainRows`, if it is read in order only.
+"""
+
+import importlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sympow_jax import config as config_lib
+from sympow_jax.config import data as data_config
+from sympow_jax.data import files
+
+__all__ = ["SOURCES", "Kind", "described", "find_all", "locations", "open_source"]
+
+_TOKENS = (config_lib.Predicted.TOKEN, config_lib.Predicted.ATTENTION)
+_LABELS = (config_lib.Predicted.CLASS, config_lib.Predicted.NUMBER)
+
+
+class Kind(NamedTuple):
+    """Properties of a source.
+
+    Attributes:
+        module: name of its module.
+        predicted: what may be predicted from it.
+        suffixes: endings of its files in a folder; none if it reads no single files.
+        generated: whether it reads no files and always has held-out examples.
+    """
+
+    module: str
+    predicted: tuple[config_lib.Predicted, ...]
+    suffixes: tuple[str, ...] = ("",)
+    generated: bool = False
+
+    @property
+    def labeled(self) -> bool:
+        """Whether it has labeled examples instead of documents."""
+        return config_lib.Predicted.TOKEN not in self.predicted
+
+
+_IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+_LINES = data_config.SUFFIXES["jsonl"]
+_COMPRESSED_LINES = tuple(line + end for line in _LINES for end in data_config.COMPRESSIONS)
+
+# A new source is a row here, a name in `config.data.SOURCES` and a module.
+SOURCES = {
+    "text": Kind("text", _TOKENS),
+    "tokens": Kind("tokens", _TOKENS, data_config.SUFFIXES["tokens"]),
+    "longcrawl64": Kind("zarr", _TOKENS, ()),
+    "parquet": Kind("corpus", _TOKENS, data_config.SUFFIXES["parquet"]),
+    "jsonl": Kind("corpus", _TOKENS, _LINES + _COMPRESSED_LINES),
+    "tsv": Kind("tsv", _LABELS, (".tsv",)),
+    # Formats that are not read are an error on access, instead of being left out.
+    "images": Kind("images", _LABELS[:1], _IMAGES),
+    "listops": Kind("listops", _LABELS[:1], (), generated=True),
+}
+
+
+def open_source(config: config_lib.DataConfig) -> Any:
+    """Returns the opened source of a config."""
+    # Imported on demand, because some need libraries that would delay the start of a run, or may not be installed.
+    module = importlib.import_module(f"sympow_jax.data.sources.{SOURCES[config.source].module}")
+    return module.Source(config)
+
+
+def find_all(config: config_lib.DataConfig, *, heldout: bool) -> list[files.File]:
+    """Returns the files that have the training or the held-out side of a source.
+
+    Raises:
+        ValueError: as `files.find`.
+    """
+    return files.find(*files.side(config, heldout=heldout), suffix=SOURCES[config.source].suffixes)
+
+
+def locations(setting: str, paths: Sequence[str], source: str) -> set[str]:
+    """Returns the real path, or the URL, of each file that a setting names.
+
+    Raises:
+        ValueError: as `files.find`.
+    """
+    suffixes = SOURCES[source].suffixes
+    if not suffixes:
+        return set(map(files.location, paths))
+    if paths:
+        found = files.find(setting, paths, suffix=suffixes)
+    else:  # the default of `text`
+        found = importlib.import_module("sympow_jax.data.sources.text").standard_library()
+    return {location for location, _ in files.located(found)}
+
+
+def described(
+    found: Sequence[files.File],
+    train: np.ndarray | int,
+    heldout: np.ndarray | int,
+    **more: Any,
+) -> dict[str, Any]:
+    """Returns the counts of a description: of files, bytes, and of documents of these lengths, or of examples."""
+    counts: dict[str, Any] = {"files": len(found), "bytes": sum(file.size for file in found)}
+    for prefix, side in (("", train), ("heldout_", heldout)):
+        if isinstance(side, int):
+            counts[f"{prefix}examples"] = side
+        else:
+            counts |= {f"{prefix}documents": len(side), f"{prefix}tokens": int(np.sum(side))}
+    return counts | more

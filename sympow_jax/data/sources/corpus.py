@@ -1,0 +1,186 @@
+"""A corpus of text or token ids in parquet and JSON lines, larger than memory, local or remote."""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sympow_jax import config as config_lib
+from sympow_jax.data import documents, files, sources
+from sympow_jax.data import tokenizer as tokenizer_lib
+from sympow_jax.data.corpus import encoding as encoding_lib
+from sympow_jax.data.corpus import pieces, stream
+
+__all__ = ["HELDOUT_TOKENS", "Source"]
+
+# A piece of a large file has at least 32 of these rows. Half a row on average, 1.6 % of it, is dropped at its end.
+_ROWS = 64
+_TOKEN_BYTES = 4
+# Held-out documents are kept in memory, until they have this number of tokens or this number of groups is read.
+HELDOUT_TOKENS = 1 << 24
+_HELDOUT_GROUPS = 64
+# The tokens of a piece of this number of bytes give the estimate of the number of tokens, and enter the digest.
+_SAMPLE_BYTES = 1 << 20
+# Pieces of the first file that are read at most until one has documents.
+_SAMPLE_PIECES = 16
+# Bytes at the middle and at the end of a file that enter the digest, for about this number of files.
+_DIGEST_BYTES = 1 << 16
+_DIGEST_FILES = 16
+
+# Without a model: more ids than any tokenizer has.
+_ANY_VOCABULARY = (1 << 31) - 1
+
+
+class Source:
+    """Training rows and held-out documents of a corpus.
+
+    Raises:
+        ValueError: no file is found, one is empty, the column of the first does not exist or is of another type, or
+            the tokenizer does not exist or has more ids than the model.
+    """
+
+    def __init__(self, config: config_lib.DataConfig):
+        self._config = config
+        self._column = config.text_columns[0] if config.text_columns else "text"
+        self._find = functools.cache(lambda heldout: sources.find_all(config, heldout=heldout))
+
+    def _groups(self, *, heldout: bool) -> list[pieces.Group]:
+        size = max(pieces.GROUP_BYTES, _ROWS * _TOKEN_BYTES * self._config.context_length)
+        return pieces.grouped(((file, self._config.source) for file in self._find(heldout)), size)
+
+    def _encoding(self, *, vocab_size: int, heldout: bool) -> encoding_lib.Encoding:
+        """Returns the way to tokens, after checking that the ids and the separator are below `vocab_size`."""
+        config, first = self._config, self._groups(heldout=heldout)[0][0].file
+        reader = importlib.import_module(f"sympow_jax.data.corpus.{config.source}")
+        texts, separator = reader.holds_text(first, self._column), config.document_separator
+        if texts:
+            tokenizer = tokenizer_lib.load(config.text_tokenizer, setting="data.tokenizer")
+            separator = tokenizer.end_of_text(separator, setting="data.document_separator")
+            if tokenizer.vocab_size > vocab_size:
+                raise ValueError(
+                    f"data.tokenizer {config.text_tokenizer} has {tokenizer.vocab_size} ids, but model.vocab_size is "
+                    f"{vocab_size}; raise it to at least {tokenizer.vocab_size}"
+                )
+        if separator is not None and not 0 <= separator < vocab_size:
+            raise ValueError(
+                f"the id after each document is {separator}, but model.vocab_size is {vocab_size}; raise it, or choose "
+                f"another data.document_separator"
+            )
+        return encoding_lib.Encoding(
+            column=self._column,
+            tokenizer=tokenizer_lib.local_name(config.text_tokenizer) if texts else None,
+            separator=separator,
+            vocab_size=vocab_size,
+            shortest=config.shortest_document,
+            # All documents of `data.heldout_paths` are held out, and none of `data.paths`.
+            heldout_fraction=float(heldout) if config.heldout_paths else config.heldout_fraction,
+            heldout=heldout,
+        )
+
+    def rows(
+        self, pack: Callable[[documents.Spans], stream.PackedRows], *, vocab_size: int
+    ) -> stream.CorpusRows:
+        """Returns the training rows, which `pack` makes of documents. Only the start of the first file is read."""
+        return stream.CorpusRows(
+            self._encoding(vocab_size=vocab_size, heldout=False),
+            self._groups(heldout=False),
+            pack,
+            length=self._config.context_length,
+            seed=self._config.seed,
+            workers=self._config.tokenizer_workers,
+        )
+
+    def side(self, *, heldout: bool, vocab_size: int = _ANY_VOCABULARY) -> documents.Spans:
+        """Returns the first held-out documents in the order of files, until they have 2^24 tokens.
+
+        The first 64 groups of text are read at most to find them. That is a GiB of text, or more if
+        `data.context_length` is above 65,536. Ids of documents are not compared with `vocab_size` here, but when a
+        document is used.
+        """
+        encoding = self._encoding(vocab_size=vocab_size, heldout=heldout)
+        return _read_heldout(
+            dataclasses.replace(encoding, vocab_size=_ANY_VOCABULARY),
+            tuple(self._groups(heldout=heldout)[:_HELDOUT_GROUPS]),
+            workers=self._config.tokenizer_workers,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Returns counts of files and bytes, an estimate of the tokens, and a SHA-256.
+
+        The training text is sampled; held-out documents are read as in `side`. The digest is of the names and
+        sizes of all files, middles and ends of about 16, and the tokens of about a MiB of text.
+        """
+        config, corpus = self._config, self._find(False)
+        held = config.heldout_paths or config.heldout_fraction
+        heldout = self.side(heldout=True).lengths if held else np.empty(0, np.int64)
+        encoding = self._encoding(vocab_size=_ANY_VOCABULARY, heldout=False)
+        encode, tokens, read = encoding_lib.Encoder(encoding), np.empty(0, np.int32), 0.0
+        # A piece is empty if its row group begins in another piece, or if all of its documents are short.
+        sample = pieces.grouped([(corpus[0], config.source)], _SAMPLE_BYTES)
+        for number, piece in enumerate(sample[:_SAMPLE_PIECES], 1):
+            tokens, read = encode(piece).tokens, number / len(sample)
+            if len(tokens):
+                break
+        estimate = int(len(tokens) / read * sum(file.size for file in corpus) / corpus[0].size)
+        # Half a row of each group, or all of the data if it has less.
+        dropped = len(self._groups(heldout=False)) * config.context_length / 2 / max(1, estimate)
+        note = (
+            f"estimated; about {min(1.0, dropped):.1%} are dropped at the ends of parts of the data"
+            if len(tokens)
+            else f"their number is unknown, because the first {read:.1%} of {corpus[0].path} have no training document "
+            f"of at least data.shortest_document tokens, {config.shortest_document}"
+        )
+        matches = corpus + (self._find(True) if config.heldout_paths else [])
+        digest = hashlib.sha256(tokens.astype("<u4").tobytes())
+        for number, file in enumerate(matches):
+            digest.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
+            if number % -(-len(matches) // _DIGEST_FILES) == 0:
+                with files.errors(file.path), files.open_file(file.path) as opened:
+                    for place in (file.size // 2, max(0, file.size - _DIGEST_BYTES)):
+                        opened.seek(place)
+                        digest.update(opened.read(_DIGEST_BYTES))
+        name = encoding.tokenizer
+        return {
+            "files": len(matches),
+            "bytes": sum(file.size for file in matches),
+            **(
+                {"tokenizer": tokenizer_lib.load(name, setting="data.tokenizer").identity}
+                if name is not None
+                else {}
+            ),
+            "tokens": estimate,
+            "tokens_note": note,
+            "heldout_documents": len(heldout),
+            "heldout_tokens": int(heldout.sum()),
+            "digest": digest.hexdigest(),
+            "digest_of": "names and sizes of all files, middles and ends of some, and tokens of a sample",
+        }
+
+
+# The documents that were opened last are cached, because `describe` and the evaluations of a run open the same ones. To
+# `describe` no vocabulary is known, so that the documents must not depend on it.
+@functools.lru_cache(maxsize=1)
+def _read_heldout(
+    encoding: encoding_lib.Encoding, groups: tuple[pieces.Group, ...], *, workers: int
+) -> documents.Spans:
+    read: list[encoding_lib.Tokens] = []
+    # Closed here, so that the workers have ended when an error leaves this function too.
+    with contextlib.closing(encoding_lib.in_order(encoding, groups, workers=workers)) as results:
+        for tokens in results:
+            read.append(tokens)
+            if sum(len(part.tokens) for part in read) >= HELDOUT_TOKENS:
+                break
+    lengths = np.concatenate([part.lengths for part in read])
+    spans = documents.Spans(
+        [part.tokens for part in read],
+        [pieces.name_of(group) for group, _ in zip(groups, read)],
+        array=np.repeat(np.arange(len(read)), [len(part.lengths) for part in read]),
+        starts=np.concatenate([np.cumsum(part.lengths) - part.lengths for part in read]),
+        lengths=lengths,
+    )
+    return spans.select(np.flatnonzero(np.cumsum(lengths) - lengths < HELDOUT_TOKENS))

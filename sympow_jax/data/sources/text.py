@@ -1,0 +1,118 @@
+"""Files as bytes, one document per file; by default the Python interpreter's standard library.
+
+Without held-out paths, the end of each file that `data.paths` names is held out. A file that is found through a folder
+or a pattern is on one side as a whole.
+"""
+
+import functools
+import itertools
+import sysconfig
+from typing import Any
+
+import numpy as np
+
+from sympow_jax import config as config_lib
+from sympow_jax.data import documents, files, sources
+
+__all__ = ["Source", "standard_library"]
+
+# Documents that the end of a named file is cut into, if each has at least a training context of bytes.
+_PIECES = 20
+# Third-party packages differ between environments; the standard library of a Python release does not.
+_PACKAGE_FOLDERS = ("site-packages", "dist-packages")
+
+
+@functools.lru_cache(maxsize=1)
+def standard_library() -> list[files.File]:
+    """Returns the Python files of the interpreter's standard library."""
+    root = sysconfig.get_paths()["stdlib"]
+    matches = files.below(root, suffix=".py", skip=_PACKAGE_FOLDERS)
+    if not matches:
+        raise ValueError(f"the standard library has no .py files in {root}; name files in data.paths")
+    return matches
+
+
+class Source:
+    """Files as documents of bytes, all of which are held in memory.
+
+    For a corpus larger than memory, prepare token files.
+
+    Raises:
+        ValueError: nothing matches, everything is empty, or a file cannot be read.
+    """
+
+    def __init__(self, config: config_lib.DataConfig):
+        self._config = config
+        self._find = functools.cache(self._find_side)
+        self._read = functools.cache(_bytes)
+
+    def _find_side(self, setting: str, paths: tuple[str, ...]) -> list[files.File]:
+        matches = files.find(setting, paths) if paths else standard_library()
+        if not any(file.size for file in matches):
+            raise ValueError(
+                f"{setting}: every file is empty ({len(matches)} found); name files that hold text"
+            )
+        return matches
+
+    def _spans(self, *, heldout: bool) -> list[tuple[files.File, int, int]]:
+        """Returns file, start and length of each document of a side, in order, without those that are too short."""
+        config = self._config
+        matches = self._find(*files.side(config, heldout=heldout))
+        if config.heldout_paths:
+            found = [(file, 0, file.size) for file in matches]
+        else:
+            keys = [file.key for file in matches]
+            out = files.held_out(keys, np.zeros(1, np.int64), config.heldout_fraction).tolist()
+            found = []
+            for file, whole in zip(matches, out):
+                if file.named:
+                    found += _cut(file, config, heldout=heldout)
+                elif whole == heldout:
+                    found.append((file, 0, file.size))
+        return [document for document in found if document[2] >= config.shortest_document]
+
+    def side(self, *, heldout: bool) -> documents.Spans:
+        """Returns the training or the held-out files, or parts of files."""
+        found = self._spans(heldout=heldout)
+        arrays = {
+            file: np.frombuffer(self._read(file), np.uint8) for file in dict.fromkeys(x[0] for x in found)
+        }
+        index = {file: number for number, file in enumerate(arrays)}
+        return documents.Spans(
+            list(arrays.values()),
+            [file.path for file in arrays],
+            array=np.array([index[file] for file, _, _ in found], np.int64),
+            starts=np.array([start for _, start, _ in found], np.int64),
+            lengths=np.array([length for _, _, length in found], np.int64),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Returns counts of files and bytes, and the SHA-256 of every file's key, size and bytes in order."""
+        train, heldout = (self._spans(heldout=side) for side in (False, True))
+        matches = list(dict.fromkeys(file for file, _, _ in [*train, *heldout]))
+        cut = not self._config.heldout_paths and any(file.named for file, _, _ in heldout)
+        lengths = (np.array([length for _, _, length in side], np.int64) for side in (train, heldout))
+        note = {"heldout_note": "the end of each file that data.paths names"} if cut else {}
+        return note | sources.described(
+            matches,
+            *lengths,
+            digest=files.digest(matches, lambda file: [self._read(file)]),
+            digest_of="names, sizes and contents",
+        )
+
+
+def _cut(
+    file: files.File, config: config_lib.DataConfig, *, heldout: bool
+) -> list[tuple[files.File, int, int]]:
+    """Returns the documents on one side of a file whose end is held out."""
+    tail = int(file.size * config.heldout_fraction)
+    if not heldout:
+        return [(file, 0, file.size - tail)]
+    pieces = min(_PIECES, max(1, tail // max(config.context_length, config.shortest_document)))
+    bounds = np.linspace(file.size - tail, file.size, pieces + 1).astype(np.int64).tolist()
+    return [(file, start, stop - start) for start, stop in itertools.pairwise(bounds)]
+
+
+def _bytes(file: files.File) -> bytes:
+    with files.errors(file.path), files.open_file(file.path) as stream:
+        return stream.read()

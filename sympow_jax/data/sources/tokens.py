@@ -1,0 +1,190 @@
+"""Flat little-endian `.bin` files of token ids, memory-mapped, such as those in a folder that `prepare` writes."""
+
+import collections.abc
+import functools
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Int64, Integer
+
+from sympow_jax import config as config_lib
+from sympow_jax.config import serialize
+from sympow_jax.data import documents, files, sources
+
+__all__ = ["DTYPES", "METADATA", "Source"]
+
+DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+METADATA = "prepared.json"
+"""Name of the file next to token files in which `prepare` says what they are."""
+
+_SCAN_TOKENS = 1 << 24  # files are scanned for separators in pieces, because a file may be larger than memory
+_DIGEST_BYTES = 1 << 20  # bytes of each end of a file that enter the digest
+# Files that are mapped at a time. Each takes a file descriptor, of which a process may often have 1,024.
+_MAPPED = 256
+
+
+def _metadata(found: collections.abc.Iterable[files.File]) -> dict[str, dict[str, Any]]:
+    """Returns what `prepare` recorded about files, by the path of the record; of other files there is none."""
+    folders = dict.fromkeys(pathlib.Path(file.path).parent for file in found)
+    records = [folder / METADATA for folder in folders]
+    return {str(record): serialize.read_object(record) for record in records if record.is_file()}
+
+
+class _Mapped(collections.abc.Sequence):
+    """Files as arrays, of which those read last are mapped."""
+
+    def __init__(self, found: list[files.File], dtype: np.dtype):
+        self._found, self._dtype = found, dtype
+        self._map = functools.lru_cache(maxsize=_MAPPED)(self._map_file)
+
+    def _map_file(self, index: int) -> Integer[np.ndarray, " tokens"]:
+        with files.errors(self._found[index].path):
+            return np.memmap(self._found[index].path, self._dtype, mode="r")
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, index: int) -> Integer[np.ndarray, " tokens"]:  # type: ignore[override]
+        return self._map(int(index))
+
+
+class Source:
+    """Documents of token files.
+
+    `data.document_separator` is the last token of every document. Without a separator, every file is one document.
+
+    Raises:
+        ValueError: nothing matches, a file is empty, truncated or of another dtype, or there are more than 2^28
+            documents.
+    """
+
+    def __init__(self, config: config_lib.DataConfig):
+        self._config = config
+        self._scan = functools.cache(self._scan_side)
+
+    def side(self, *, heldout: bool) -> documents.Spans:
+        """Returns the training or the held-out documents."""
+        spans, out, _ = self._scan(heldout=heldout and bool(self._config.heldout_paths))
+        return spans if self._config.heldout_paths else spans.select(np.flatnonzero(out == heldout))
+
+    def metadata(self) -> dict[str, dict[str, Any]]:
+        """Returns what `prepare` recorded about the files, by the path of the record; of other files there is none."""
+        sides = (False, True) if self._config.heldout_paths else (False,)
+        return _metadata(file for side in sides for file in sources.find_all(self._config, heldout=side))
+
+    def describe(self) -> dict[str, Any]:
+        """Returns counts of files, documents and tokens, and a SHA-256 as `digest_of` says."""
+        sides = (False, True) if self._config.heldout_paths else (False,)
+        matches = [file for side in sides for file in self._scan(heldout=side)[2]]
+
+        def ends(file: files.File) -> Iterator[bytes]:
+            with files.errors(file.path), files.open_file(file.path) as stream:
+                yield stream.read(_DIGEST_BYTES)
+                stream.seek(max(0, file.size - _DIGEST_BYTES))
+                yield stream.read(_DIGEST_BYTES)
+
+        return sources.described(
+            matches,
+            *(self.side(heldout=side).lengths for side in (False, True)),
+            digest=files.digest(matches, ends, samples=True),
+            digest_of="names, sizes, first and last MiB of each file, and 64 samples of all",
+        )
+
+    def _scan_side(
+        self, *, heldout: bool
+    ) -> tuple[documents.Spans, Bool[np.ndarray, " documents"], list[files.File]]:
+        """Returns the documents that are long enough, a mask of those that their hashes hold out, and the files."""
+        config = self._config
+        setting, _ = files.side(config, heldout=heldout)
+        matches = sources.find_all(config, heldout=heldout)
+        self._check(matches)
+        arrays = _Mapped(matches, DTYPES[config.token_dtype])
+        separator = config.document_separator
+        ends: list[Int64[np.ndarray, " documents"]] = []
+        left, occurs = documents.MAX_DOCUMENTS, False
+        for file, array in zip(matches, arrays):
+            inside = _ends(array, separator, limit=left)
+            if inside is None:
+                raise ValueError(
+                    f"{setting}: there are more than {documents.MAX_DOCUMENTS} documents up to {file.path}, each ended "
+                    f"by the data.document_separator {separator}; correct it, name fewer files, or leave it unset, so "
+                    f"that every file is one document"
+                )
+            ends.append(inside)
+            left -= len(inside)
+            occurs = occurs or array[inside[0] - 1] == separator
+        if separator is not None and not occurs:
+            raise ValueError(
+                f"{setting}: no file holds the data.document_separator {separator}; correct it, or leave it "
+                f"unset where every file is one document"
+            )
+        lengths = np.concatenate([np.diff(end, prepend=0) for end in ends])
+        spans = documents.Spans(
+            arrays,
+            [file.path for file in matches],
+            array=np.repeat(np.arange(len(arrays), dtype=np.int32), [len(end) for end in ends]),
+            starts=np.concatenate(ends) - lengths,
+            lengths=lengths,
+        )
+        masks = (
+            files.held_out([file.key], np.arange(len(end)), config.heldout_fraction)
+            for file, end in zip(matches, ends)
+        )
+        chosen = np.flatnonzero(lengths >= config.shortest_document)
+        return spans.select(chosen), np.concatenate([*masks])[chosen], matches
+
+    def _check(self, matches: list[files.File]) -> None:
+        """Raises ValueError for files of a wrong size, or whose metadata contradicts the settings."""
+        dtype = self._config.token_dtype
+        for path, record in _metadata(matches).items():
+            stored = record.get("token_dtype")
+            if not isinstance(stored, str) or stored not in DTYPES:
+                raise ValueError(
+                    f"{path}: its token_dtype is not one of {', '.join(DTYPES)}; `sympow prepare` did not write this "
+                    f"file, so correct or remove it"
+                )
+            if "documents" not in record:
+                raise ValueError(
+                    f"the token files next to {path} are not complete; repeat the command `sympow prepare`, which "
+                    f"continues"
+                )
+            if stored != dtype:
+                raise ValueError(
+                    f"the token files next to {path} hold {stored} ids, but data.token_dtype is {dtype!r}; set it to "
+                    f"{stored!r}"
+                )
+        for file in matches:
+            if file.size == 0:
+                raise ValueError(f"{file.path} is empty; it must hold {dtype} token ids")
+            if file.size % DTYPES[dtype].itemsize:
+                raise ValueError(
+                    f"{file.path} has {file.size} bytes, not a multiple of the {DTYPES[dtype].itemsize} of one "
+                    f"{dtype}; the file is truncated or data.token_dtype is wrong"
+                )
+
+
+def _ends(
+    array: Integer[np.ndarray, " tokens"], separator: int | None, *, limit: int
+) -> Int64[np.ndarray, " documents"] | None:
+    """Returns the position after each document, which ends with a separator or with the file.
+
+    None if there are more than `limit` documents, without looking further.
+    """
+    if separator is None:
+        return np.array([len(array)]) if limit else None
+    pieces, count = [], 0  # positions in each piece, which 32 bits hold
+    for start in range(0, len(array), _SCAN_TOKENS):
+        pieces.append(np.flatnonzero(array[start : start + _SCAN_TOKENS] == separator).astype(np.uint32))
+        count += len(pieces[-1])
+        if count > limit:
+            return None
+    ended = array[-1] == separator
+    ends = np.full(count if ended else count + 1, len(array), np.int64)
+    filled = 0
+    for i, piece in enumerate(pieces):
+        ends[filled : filled + len(piece)] = piece
+        ends[filled : filled + len(piece)] += i * _SCAN_TOKENS + 1
+        filled += len(piece)
+    return ends if len(ends) <= limit else None
