@@ -81,7 +81,7 @@ class TaskConfig:
         default=None,
         metadata=fields.about(
             "Workdir of a run whose last checkpoint initializes the model. If none, the model is initialized "
-            "at random. An encoder starts from an encoder and a decoder from a decoder. Their attention may "
+            "at random. An encoder starts from an encoder and a decoder from a decoder, whose attention may "
             "differ."
         )
         | fields.may_differ(fields.Occasion.HELDOUT_ROWS),

@@ -32,8 +32,8 @@ class _MatchedBlock(trunk.Block):
     ) -> tuple[Float[Array, "B T M"], Float[Array, "B T"]]:
         """Returns the residual stream after the original block, and the squared error of the new attention.
 
-        The error of a token is |new - old|^2, divided by the mean of |old|^2 over the tokens that are not padding. It
-        is 0 in a layer that keeps its attention.
+        The error of a token is |new - old|^2, divided by the mean of |old|^2 over the tokens of the call that are not
+        padding. It is 0 in a layer that keeps its attention.
         """
         normed = layers.normalize(self.attention_norm, x, segment_ids)
         error = jnp.zeros(x.shape[:2], jnp.float32)

@@ -24,15 +24,15 @@ def token_sums(
     *,
     z_loss: bool = False,
 ) -> tuple[Float[Array, ""], Float[Array, ""] | None]:
-    """Returns the sums of cross-entropies and squared normalizers over the targets >= 0.
+    """Returns the sums of cross-entropies and squared log-normalizers over the targets >= 0.
 
     Logits are hidden . embedding^T.
 
     The second is None without `z_loss`. Its use is from "PaLM" (Chowdhery et al. 2022, section 5).
 
-    The product is in `dtype` with float32 accumulation, and the result is float32. Logits exist only for one slice of
-    time at once, also in the backward pass, which recomputes them. Under a mesh, rows, times and the vocabulary are
-    sharded; the embedding is gathered over `fsdp`, and its gradient is scattered.
+    The product is in `dtype` with float32 accumulation, and the result is float32. If logits of all times would take
+    more than 256 MB, they exist for one slice of time at once, and the backward pass recomputes them. Under a mesh,
+    rows, times and the vocabulary are sharded; the embedding is gathered over `fsdp`, and its gradient is scattered.
     """
     summed = partitioning.dividing(partitioning.TOKENS, targets.shape)
     axes = tuple(partitioning.fit(partitioning.ROWS, embedding.shape))
@@ -51,9 +51,7 @@ def token_sums(
             if not z_loss:
                 return total, None
             normalizers = (
-                jax.nn.logsumexp(logits, -1)
-                if vocabulary is None
-                else _divided_normalizer(logits, vocabulary)
+                jax.nn.logsumexp(logits, -1) if vocabulary is None else _divided_logsumexp(logits, vocabulary)
             )
             return total, jnp.sum(jnp.where(targets >= 0, jnp.square(normalizers), 0))
 
@@ -83,8 +81,8 @@ def token_sums(
     return partitioning.over_devices(on_device, (hidden, embedding, targets), specs, partitioning.REPLICATED)
 
 
-def _divided_normalizer(logits: Float[Array, "B T V"], axis_name: str) -> Float[Array, "B T"]:
-    """Returns the logarithm of the sum over a vocabulary that is sharded over a mesh axis."""
+def _divided_logsumexp(logits: Float[Array, "B T V"], axis_name: str) -> Float[Array, "B T"]:
+    """Returns log sum exp over a vocabulary that is sharded over a mesh axis."""
     highest = jax.lax.pmax(jax.lax.stop_gradient(logits).max(-1), axis_name)
     weights = jax.lax.psum(jnp.exp(logits - highest[..., None]).sum(-1), axis_name)
     return jnp.log(weights) + highest
@@ -97,4 +95,4 @@ def _divided_cross_entropy(
     label = targets - jax.lax.axis_index(axis_name) * size
     here = (label >= 0) & (label < size)
     picked = jnp.take_along_axis(logits, jnp.clip(label, 0, size - 1)[..., None], axis=-1)[..., 0]
-    return _divided_normalizer(logits, axis_name) - jax.lax.psum(jnp.where(here, picked, 0), axis_name)
+    return _divided_logsumexp(logits, axis_name) - jax.lax.psum(jnp.where(here, picked, 0), axis_name)

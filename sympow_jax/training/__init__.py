@@ -1,4 +1,4 @@
-"""Training of a run: its program, checkpoints, metrics and processes."""
+"""Training of a run: its program, checkpoints and metrics."""
 
 import importlib
 from typing import TYPE_CHECKING

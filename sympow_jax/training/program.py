@@ -1,4 +1,4 @@
-"""Program of a run: its model, optimizer, state and update, each made once for a config and a mesh."""
+"""Program of a run: what is a function of config and mesh, made once: graph, shardings, optimizer, jitted update."""
 
 import contextlib
 import functools
@@ -31,7 +31,7 @@ Update = Callable[[TrainState, tasks.Batch], tuple[TrainState, dict[str, Float[A
 
 
 class Program:
-    """Model graph, optimizer, state and update of a run on a mesh.
+    """Model graph, optimizer, shapes of the state and update of a run on a mesh.
 
     Parameters, and so the optimizer state, are those of a stacked model (`models.stack`), whether an update loops over
     its layers or not (`training.scan_layers`).
@@ -177,7 +177,7 @@ class Program:
         """Jitted optimizer update on one batch, an `Update`, which donates the state.
 
         The loss is the mean over the targets or labels of the whole batch that count (`Task.sums`), whatever the
-        number of micro-batches. Only batch normalization uses the statistics of each micro-batch, one after another.
+        number of micro-batches. Only batch normalization and the sizes of `MatchAttention` are of each micro-batch.
         The metrics are:
 
         * `loss`, without the terms below, and further metrics of the task, such as `accuracy`

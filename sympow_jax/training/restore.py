@@ -38,10 +38,9 @@ def restore_or_begin(program: Program, checkpoints: checkpoint.Checkpoints) -> t
 def begin(program: Program) -> TrainState:
     """Returns the state before the first update, with the parameters of `task.initial_run` if it is set.
 
-    An encoder's embedding, blocks and norms, with their running statistics, are those of that run's newest checkpoint.
-    The head and the optimizer state are new. The attention of a decoder may have other settings than in that run.
-    Parameters that only the new model has are initialized, parameters that only the old one has are dropped, and a
-    message lists both.
+    Parameters of the same name as in that run, except a head, and running statistics are those of its newest
+    checkpoint. The attention of a decoder may have other settings than in that run: parameters that only the new model
+    has are initialized, those that only the old one has are dropped, and a message lists both.
 
     Raises:
         ValueError: the run does not exist or has no good checkpoint, one run is of an encoder and the other of a
@@ -53,7 +52,11 @@ def begin(program: Program) -> TrainState:
     folder = pathlib.Path(config.task.initial_run)
     with hosts.all_or_none():
         found = read_initial_config(folder, program.task)
-        arrays, number = restore_arrays(Program(found, program.mesh), folder)
+        # By each process on its own devices, because one that fails would leave the others waiting in a collective.
+        own = config_lib.ShardingConfig(fsdp=jax.local_device_count())
+        mesh = sharding.mesh_of(own, jax.local_devices())
+        restored, number = restore_arrays(Program(dataclasses.replace(found, sharding=own), mesh), folder)
+        arrays = jax.device_get(restored)
     hosts.check_same("the checkpoint of task.initial_run", {"step": number})
     kind = "model" if config.task.is_causal else "encoder"
     hosts.say(f"the {kind} is that of step {number} of {folder}, a run of the task {found.task.name!r}")
