@@ -8,7 +8,7 @@ import enum
 import functools
 import math
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,8 @@ __all__ = [
     "Group",
     "Occasion",
     "Setting",
-    "about",
     "groups",
-    "may_differ",
+    "setting",
     "validate",
 ]
 
@@ -35,18 +34,6 @@ TINY = 1e-30
 
 # Largest float of the type that settings have in a run.
 _LARGEST = float(np.finfo(np.float32).max)
-
-
-def about(help: str, *, choices: Collection[str] = (), derived: str = "", **bounds: float) -> dict[str, Any]:
-    """Returns the metadata of a setting, for `dataclasses.field(metadata=...)`.
-
-    Args:
-        help: a noun phrase that names the setting, and further sentences.
-        choices: valid values; empty if there is no list of them. Those of a table include rows added to it later.
-        derived: name of the property that has the value, where None means one derived from other settings.
-        **bounds: `least`, `most`, `above` or `below`: bounds of the number, or of each number of a tuple.
-    """
-    return {"help": help, "choices": choices, "derived": derived, "bounds": bounds}
 
 
 class Occasion(enum.Enum):
@@ -66,9 +53,27 @@ class Occasion(enum.Enum):
     """A state file is read by a model."""
 
 
-def may_differ(*occasions: Occasion) -> dict[str, Any]:
-    """Returns the metadata of a dataclass field that may differ on these occasions, with all fields below it."""
-    return {"may_differ": frozenset(occasions)}
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: Collection[str] = (),
+    derived: str = "",
+    may_differ: Iterable[Occasion] = (),
+    **bounds: float,
+) -> Any:
+    """Returns a dataclass field that is a setting.
+
+    Args:
+        default: its default; `dataclasses.MISSING` if every config sets it.
+        help: a noun phrase that names the setting, and further sentences.
+        choices: valid values; empty if there is no list of them. Those of a table include rows added to it later.
+        derived: name of the property that has the value, where None means one derived from other settings.
+        may_differ: occasions on which it may differ.
+        **bounds: `least`, `most`, `above` or `below`: bounds of the number, or of each number of a tuple.
+    """
+    metadata = {"help": help, "choices": choices, "derived": derived, "may_differ": tuple(may_differ)}
+    return dataclasses.field(default=default, metadata=metadata | {"bounds": bounds})
 
 
 @functools.cache
@@ -165,8 +170,8 @@ class Setting:
         path: names from the outermost dataclass to the field, with dots in between.
         annotation: type of the field.
         default: value of the field if none is given; `dataclasses.MISSING` if one must be given.
-        help: as in `about`.
-        choices: as in `about`.
+        help: as in `setting`.
+        choices: as in `setting`.
         resumable: whether it may differ when a run is resumed.
     """
 

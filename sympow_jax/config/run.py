@@ -10,63 +10,47 @@ from sympow_jax.config import task as task_lib
 
 __all__ = ["Config", "EvaluationConfig", "ShardingConfig", "TrainingConfig"]
 
-_ON_RESUME = fields.may_differ(fields.Occasion.RESUME)
+_ON_RESUME = (fields.Occasion.RESUME,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Length of training, and the frequency of logs and checkpoints."""
 
-    steps: int = dataclasses.field(
-        default=100_000, metadata=fields.about("Number of updates.", least=1) | _ON_RESUME
+    steps: int = fields.setting(100_000, "Number of updates.", least=1, may_differ=_ON_RESUME)
+    seed: int = fields.setting(0, "Seed of the initial parameters.", least=0, below=fields.SEEDS)
+    log_every: int = fields.setting(10, "Steps between logged metrics.", least=1, may_differ=_ON_RESUME)
+    checkpoint_every: int = fields.setting(1000, "Steps between checkpoints.", least=1, may_differ=_ON_RESUME)
+    keep_checkpoints: int = fields.setting(
+        3, "Number of newest checkpoints that are not deleted.", least=1, may_differ=_ON_RESUME
     )
-    seed: int = dataclasses.field(
-        default=0, metadata=fields.about("Seed of the initial parameters.", least=0, below=fields.SEEDS)
+    scan_layers: bool | None = fields.setting(
+        None,
+        "Whether an update runs the layers as a loop, which is compiled once, instead of one after another. None: from "
+        "16 layers on.",
+        may_differ=_ON_RESUME,
     )
-    log_every: int = dataclasses.field(
-        default=10, metadata=fields.about("Steps between logged metrics.", least=1) | _ON_RESUME
+    profile_steps: tuple[int, ...] = fields.setting(
+        (),
+        "First and last step, counted from 1, that JAX's profiler traces into the workdir's `profile`.",
+        may_differ=_ON_RESUME,
     )
-    checkpoint_every: int = dataclasses.field(
-        default=1000, metadata=fields.about("Steps between checkpoints.", least=1) | _ON_RESUME
+    skip_nonfinite: bool = fields.setting(
+        False,
+        "Whether an update whose loss or gradients are not finite is skipped: it leaves parameters and optimizer state "
+        "as they were. Otherwise, the run ends.",
+        may_differ=_ON_RESUME,
     )
-    keep_checkpoints: int = dataclasses.field(
-        default=3,
-        metadata=fields.about("Number of newest checkpoints that are not deleted.", least=1) | _ON_RESUME,
+    max_skips: int = fields.setting(
+        10,
+        "Number of updates that are skipped in a row at which the run ends.",
+        least=1,
+        may_differ=_ON_RESUME,
     )
-    scan_layers: bool | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Whether an update runs the layers as a loop, which is compiled once, instead of one after another. "
-            "None: from 16 layers on."
-        )
-        | _ON_RESUME,
-    )
-    profile_steps: tuple[int, ...] = dataclasses.field(
-        default=(),
-        metadata=fields.about(
-            "First and last step, counted from 1, that JAX's profiler traces into the workdir's `profile`."
-        )
-        | _ON_RESUME,
-    )
-    skip_nonfinite: bool = dataclasses.field(
-        default=False,
-        metadata=fields.about(
-            "Whether an update whose loss or gradients are not finite is skipped: it leaves parameters and optimizer "
-            "state as they were. Otherwise, the run ends."
-        )
-        | _ON_RESUME,
-    )
-    max_skips: int = dataclasses.field(
-        default=10,
-        metadata=fields.about("Number of updates that are skipped in a row at which the run ends.", least=1)
-        | _ON_RESUME,
-    )
-    wandb_project: str | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Weights & Biases project that metrics are also sent to; needs the extra `wandb`."
-        )
-        | _ON_RESUME,
+    wandb_project: str | None = fields.setting(
+        None,
+        "Weights & Biases project that metrics are also sent to; needs the extra `wandb`.",
+        may_differ=_ON_RESUME,
     )
 
     def __post_init__(self):
@@ -86,31 +70,22 @@ class TrainingConfig:
 class ShardingConfig:
     """Sizes of the mesh axes, whose product must be the number of devices."""
 
-    data: int | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Number of shards of the rows of a batch. If none, the devices that the other axes leave.",
-            least=1,
-        ),
+    data: int | None = fields.setting(
+        None,
+        "Number of shards of the rows of a batch. If none, the devices that the other axes leave.",
+        least=1,
     )
-    fsdp: int = dataclasses.field(
-        default=1,
-        metadata=fields.about(
-            "Number of shards of the rows, and also of parameters and optimizer state, which are gathered layer by "
-            "layer.",
-            least=1,
-        ),
+    fsdp: int = fields.setting(
+        1,
+        "Number of shards of the rows, and also of parameters and optimizer state, which are gathered layer by layer.",
+        least=1,
     )
-    tensor: int = dataclasses.field(
-        default=1,
-        metadata=fields.about(
-            "Number of shards of heads, of the hidden units of feed-forward layers and of the vocabulary.",
-            least=1,
-        ),
+    tensor: int = fields.setting(
+        1,
+        "Number of shards of heads, of the hidden units of feed-forward layers and of the vocabulary.",
+        least=1,
     )
-    context: int = dataclasses.field(
-        default=1, metadata=fields.about("Number of shards of the sequence.", least=1)
-    )
+    context: int = fields.setting(1, "Number of shards of the sequence.", least=1)
 
     def __post_init__(self):
         fields.validate(self, "sharding")
@@ -123,34 +98,24 @@ class EvaluationConfig:
     At the end, a decoder is evaluated by context length, and a model of another task on its held-out rows.
     """
 
-    every: int | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Steps between losses, and accuracies of `classification`, on a fixed batch of held-out rows, during "
-            "training. If none, a tenth of `training.steps`. 0 turns them off.",
-            least=0,
-        ),
+    every: int | None = fields.setting(
+        None,
+        "Steps between losses, and accuracies of `classification`, on a fixed batch of held-out rows, during training. "
+        "If none, a tenth of `training.steps`. 0 turns them off.",
+        least=0,
     )
-    context_lengths: tuple[int, ...] | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Increasing context lengths of the evaluation of a decoder at the end of training, in tokens. If none, "
-            "powers of two up to four times `data.context_length`, as far as held-out documents reach. () turns it "
-            "off."
-        ),
+    context_lengths: tuple[int, ...] | None = fields.setting(
+        None,
+        "Increasing context lengths of the evaluation of a decoder at the end of training, in tokens. If none, powers "
+        "of two up to four times `data.context_length`, as far as held-out documents reach. () turns it off.",
     )
-    prompts: tuple[str, ...] = dataclasses.field(
-        default=(),
-        metadata=fields.about(
-            "Prompts that the model continues at each of these steps, for TensorBoard's texts. For decoders of "
-            "bytes, on one device."
-        ),
+    prompts: tuple[str, ...] = fields.setting(
+        (),
+        "Prompts that the model continues at each of these steps, for TensorBoard's texts. For decoders of bytes, on "
+        "one device.",
     )
-    documents: int = dataclasses.field(
-        default=64,
-        metadata=fields.about(
-            "Maximum number of held-out documents, the same documents at every length.", least=1
-        ),
+    documents: int = fields.setting(
+        64, "Maximum number of held-out documents, the same documents at every length.", least=1
     )
 
     def __post_init__(self):
@@ -177,8 +142,12 @@ class Config:
         default_factory=optimizer_lib.OptimizerConfig
     )
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
-    sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig, metadata=_ON_RESUME)
-    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig, metadata=_ON_RESUME)
+    sharding: ShardingConfig = dataclasses.field(
+        default_factory=ShardingConfig, metadata={"may_differ": _ON_RESUME}
+    )
+    evaluation: EvaluationConfig = dataclasses.field(
+        default_factory=EvaluationConfig, metadata={"may_differ": _ON_RESUME}
+    )
 
     def __post_init__(self):
         fields.validate(self)
