@@ -6,7 +6,7 @@
 import dataclasses
 import enum
 import functools
-import math
+import operator
 import typing
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -34,6 +34,14 @@ TINY = 1e-30
 
 # Largest float of the type that settings have in a run.
 _LARGEST = float(np.finfo(np.float32).max)
+
+# Words and conditions of bounds.
+_BOUNDS = {
+    "least": ("at least", operator.ge),
+    "most": ("at most", operator.le),
+    "above": ("above", operator.gt),
+    "below": ("below", operator.lt),
+}
 
 
 class Occasion(enum.Enum):
@@ -91,61 +99,49 @@ def validate(node: Any, prefix: str = "") -> None:
         node: instance of a frozen dataclass.
         prefix: name of the dataclass in error messages, before a dot and the field; empty for the outermost.
     """
-    kind: Any = type(node)
-    hints = _hints(kind)
+    hints = _hints(type(node))
     for field in dataclasses.fields(node):
         name = f"{prefix}.{field.name}".lstrip(".")
         value = getattr(node, field.name)
         if isinstance(value, (list, np.integer, np.floating)):
             value = tuple(value) if isinstance(value, list) else value.item()
             object.__setattr__(node, field.name, value)
-        _check_type(name, value, hints[field.name])
-        for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, int | float):
-                _check_number(name, item, **field.metadata.get("bounds", {}))
+
+        # The type.
+        kind, optional = literals.split_optional(hints[field.name])
+        if not _is_of(value, kind) and not (optional and value is None):
+            several = typing.get_origin(kind) is tuple
+            item = typing.get_args(kind)[0] if several else kind
+            expected = f"a tuple of {item.__name__}" if several else _with_article(item)
+            remedy = ""
+            if several and _is_of(value, item):
+                remedy = f": write ({spelling.shown(value)},)"
+            elif kind is int and isinstance(value, float) and value.is_integer():
+                remedy = f": write {int(value):_}"
+            raise ValueError(
+                f"{name} is {spelling.shown(value)}, {_with_article(type(value))}; it must be {expected}"
+                f"{' or None' if optional else ''}{remedy}"
+            )
+
+        # The bounds of numbers.
+        bounds = field.metadata.get("bounds", {})
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not abs(number) <= _LARGEST:
+                raise ValueError(
+                    f"{name} is {number}; it must be a finite number, of at most {_LARGEST:.1e} in float32"
+                )
+            if isinstance(number, int) and not -(2**63) <= number < 2**63:
+                # Python refuses to print the longest of them.
+                raise ValueError(f"{name} is an integer of {number.bit_length()} bits; it must fit in 64")
+            if isinstance(number, int | float) and any(
+                not _BOUNDS[bound][1](number, limit) for bound, limit in bounds.items()
+            ):
+                words = " and ".join(f"{_BOUNDS[bound][0]} {limit}" for bound, limit in bounds.items())
+                raise ValueError(f"{name} is {number}; it must be {words}")
+
         choices = field.metadata.get("choices")
         if choices and value is not None:
             checks.require_choice(name, value, choices)
-
-
-def _check_type(name: str, value: Any, annotation: Any) -> None:
-    kind, optional = literals.split_optional(annotation)
-    if _is_of(value, kind) or (optional and value is None):
-        return
-    several = typing.get_origin(kind) is tuple
-    item = typing.get_args(kind)[0] if several else kind
-    expected = f"a tuple of {item.__name__}" if several else f"{_article(item)} {item.__name__}"
-    remedy = ""
-    if several and _is_of(value, item):
-        remedy = f": write ({spelling.shown(value)},)"
-    elif kind is int and isinstance(value, float) and value.is_integer():
-        remedy = f": write {int(value):_}"
-    raise ValueError(
-        f"{name} is {spelling.shown(value)}, {_article(type(value))} {type(value).__name__}; it must be {expected}"
-        f"{' or None' if optional else ''}{remedy}"
-    )
-
-
-def _check_number(
-    name: str,
-    value: float,
-    *,
-    least: float = -math.inf,
-    most: float = math.inf,
-    above: float = -math.inf,
-    below: float = math.inf,
-) -> None:
-    if isinstance(value, float) and not abs(value) <= _LARGEST:
-        raise ValueError(
-            f"{name} is {value}; it must be a finite number, of at most {_LARGEST:.1e} in float32"
-        )
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        # Python refuses to print the longest of them.
-        raise ValueError(f"{name} is an integer of {value.bit_length()} bits; it must fit in 64")
-    if not (least <= value <= most and above < value < below):
-        words = {"at least": least, "at most": most, "above": above, "below": below}
-        bounds = " and ".join(f"{word} {bound}" for word, bound in words.items() if math.isfinite(bound))
-        raise ValueError(f"{name} is {value}; it must be {bounds}")
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -158,8 +154,8 @@ def _is_of(value: Any, kind: Any) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def _article(kind: type) -> str:
-    return "an" if kind.__name__[0].lower() in "aeiou" else "a"
+def _with_article(kind: type) -> str:
+    return f"{'an' if kind.__name__[0].lower() in 'aeiou' else 'a'} {kind.__name__}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -182,7 +182,17 @@ class ModelConfig:
         """Attention of each layer."""
         if not self.attention_pattern:
             return (self.attention,) * self.layers
-        names = [name for item in self.attention_pattern for name in _expand(item, self.layers)]
+        names: list[str] = []
+        for item in self.attention_pattern:  # such as `softmax` or `3*conformal`
+            count, star, name = item.rpartition("*")
+            # No more than ten digits are read: Python refuses the longest numbers.
+            number = int(count) if count.strip().isdecimal() and len(count.strip()) <= 10 else 0
+            if star and not 1 <= number <= self.layers:
+                raise ValueError(
+                    f"model.attention_pattern has {item[:60]!r}; before `*` is the number of layers, from 1 to "
+                    f"{self.layers}"
+                )
+            names += [name.strip()] * (number if star else 1)
         if len(names) > self.layers:
             raise ValueError(
                 f"model.attention_pattern has {len(names)} layers and the model {self.layers}; shorten the pattern or "
@@ -224,18 +234,6 @@ class ModelConfig:
     def longest_document(self) -> int | None:
         """Tokens of the longest document that the positions support; None if unlimited."""
         return None if self.added_position is None else self.added_position[1]
-
-
-def _expand(item: str, limit: int) -> list[str]:
-    """Returns the presets of an item of a pattern, such as `softmax` or `3*conformal`."""
-    count, star, name = item.rpartition("*")
-    # No more than ten digits are read: Python refuses the longest numbers.
-    number = int(count) if count.strip().isdecimal() and len(count.strip()) <= 10 else 0
-    if star and not 1 <= number <= limit:
-        raise ValueError(
-            f"model.attention_pattern has {item[:60]!r}; before `*` is the number of layers, from 1 to {limit}"
-        )
-    return [name.strip()] * (number if star else 1)
 
 
 _LLAMA: dict[str, Any] = {"norm": "rms", "activation": "swiglu", "embedding_norm": False}
