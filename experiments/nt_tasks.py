@@ -66,7 +66,7 @@ _TOY_CONTEXT, _TOY_SEEDS = 56, 4
 
 
 def _flag(default: Any, help: str, choices: Sequence[str] = ()) -> Any:
-    return dataclasses.field(default=default, metadata=fields.about(help, choices=choices))
+    return fields.setting(default, help, choices=choices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -144,6 +144,15 @@ def test_a_workdir_is_utf8(tmp_path, monkeypatch):
     assert command_line.parse_training(["--config=quickstart", "--workdir=café"])[1].name == "café"
 
 
+def test_paths_begin_in_the_users_home(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/a")
+    assert command_line.parse_training([QUICKSTART, "--workdir=~/x~"])[1] == pathlib.Path("/home/a/x~")
+    parser = command_line.Parser()
+    parser.add_options(("workdir", str, "A[,B,...]", None, ""), ("text", str, "TEXT", None, ""))
+    known = parser.parse_args(["--workdir=~/a,b,~/c", "--text=~/x"])
+    assert (known.workdir, known.text) == ("/home/a/a,b,/home/a/c", "~/x")
+
+
 def test_dashes_are_underscores():
     rate = "--config.optimizer.learning-rate=0.5"
     parsed = _parse(rate, "--config.data.paths", "a-b", "--config.model.attention.max-document-length=7")

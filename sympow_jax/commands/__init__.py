@@ -27,6 +27,15 @@ COMMANDS = {
 }
 """Module and help of each subcommand. The module has `main(arguments, program)`, which returns the exit code."""
 
+_HELP = """usage: sympow COMMAND [ARGUMENTS]
+
+Attention with a recurrent state whose size you choose, in JAX.
+
+{}
+
+sympow COMMAND --help lists the arguments of a command.
+sympow --version prints the version."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the subcommand that the first argument names; returns the exit code.
@@ -39,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(name, rest, program=f"sympow {name}")
     if name in ("-h", "--help", "--version"):
         with signals.user_errors():
-            print(_version() if name == "--version" else _help())
+            if name == "--version":
+                # Imported late, because package metadata takes longer to read than all of this module.
+                print(importlib.import_module("importlib.metadata").version("sympow-jax"))
+            else:
+                print(_HELP.format("\n".join(f"  {x:<10}{text}" for x, (_, text) in COMMANDS.items())))
         return 0
     remedy = spelling.remedy(name, COMMANDS, otherwise=f"the commands are {', '.join(COMMANDS)}")
     print(f"error: sympow has no command {name!r}; {remedy}", file=sys.stderr)
@@ -60,23 +73,3 @@ def run(name: str, arguments: Sequence[str], *, program: str) -> int:
     with extras.required("train", program, exits=True):
         # Imported only now, because most subcommands import jax, which takes seconds.
         return importlib.import_module(COMMANDS[name][0]).main(arguments, program)
-
-
-def _version() -> str:
-    # Imported late, because package metadata takes longer to read than all of this module.
-    return importlib.import_module("importlib.metadata").version("sympow-jax")
-
-
-def _help() -> str:
-    return "\n".join(
-        [
-            "usage: sympow COMMAND [ARGUMENTS]",
-            "",
-            "Attention with a recurrent state whose size you choose, in JAX.",
-            "",
-            *(f"  {name:<10}{text}" for name, (_, text) in COMMANDS.items()),
-            "",
-            "sympow COMMAND --help lists the arguments of a command.",
-            "sympow --version prints the version.",
-        ]
-    )

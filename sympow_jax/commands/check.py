@@ -1,6 +1,5 @@
 """Checks the GPU kernels on this machine: `sympow check --brief`."""
 
-import argparse
 import os
 import pathlib
 from collections.abc import Sequence
@@ -12,7 +11,8 @@ from sympow_jax.process import signals
 __all__ = ["main"]
 
 
-def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
+def main(arguments: Sequence[str], program: str = "sympow check") -> int:
+    """Runs the program with the arguments after its name; returns the exit code."""
     parser = command_line.Parser(prog=program, description=run.__doc__)
     parser.add_argument("--brief", action="store_true", help="End within 8 minutes, with fewer real shapes.")
     parser.add_argument(
@@ -32,11 +32,6 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=pathlib.Path, metavar="FILE", help="JSON file to write the outcomes to."
     )
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str], program: str = "sympow check") -> int:
-    """Runs the program with the arguments after its name; returns the exit code."""
     with signals.user_errors():
-        flags = _parse(arguments, program)
+        flags = parser.parse_args(arguments)
         return run.run_check(brief=flags.brief, only=flags.only, jobs=flags.jobs, out=flags.out)

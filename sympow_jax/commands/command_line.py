@@ -56,29 +56,59 @@ class Parser(argparse.ArgumentParser):
         """Raises ValueError with the message and a reference to --help."""
         raise ValueError(f"{message}; see {self.prog} --help")
 
-    def _print_message(self, message: str, file: Any = None) -> None:
-        """Writes help; argparse's own does so without a word about errors."""
-        (file or sys.stderr).write(message)
-
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
-        """Parses arguments; raises ValueError if there is another one, since all programs know theirs."""
+        """Parses arguments; raises ValueError if there is another one, since all programs know theirs.
+
+        Paths that begin with `~` are in the user's home, as `--workdir=~/run` is not for a shell.
+        """
         args = list(sys.argv[1:] if args is None else args)
-        options = args.index("--") if "--" in args else len(args)
-        args[:options] = map(_with_underscores, args[:options])
+        end = args.index("--") if "--" in args else len(args)
+        names = []
+        for index, argument in enumerate(args[:end]):
+            if argument.startswith("--"):
+                name, equals, text = argument.partition("=")
+                names.append(f"--{name[2:].replace('-', '_')}")
+                args[index] = f"{names[-1]}{equals}{text}"
         # Before argparse, which would report that a required option is missing when it is misspelled. Options after a
         # subcommand are checked by its parser.
-        if self._subparsers is None and not _HELP & set(args):
-            for name in (argument.partition("=")[0] for argument in args[:options]):
-                if name.startswith("--") and name not in self._option_string_actions:
-                    self._reject(name)
-        known, rest = super().parse_known_args(args, namespace)
-        for argument in rest:
-            if argument != "--":
-                self._reject(argument)
+        known, unknown = namespace, [name for name in names if name not in self._option_string_actions]
+        if not unknown or self._subparsers is not None or _HELP & set(args):
+            known, rest = super().parse_known_args(args, namespace)
+            unknown = [argument for argument in rest if argument != "--"]
+        if unknown:
+            raise ValueError(self._unknown(unknown[0]))
         for action in self._actions:
-            if _PATH.search(str(action.metavar)) and getattr(known, action.dest, None) == "":
-                self.error(f"{action.option_strings[0]} is empty; it must be of the form {action.metavar}")
+            value = getattr(known, action.dest, None)
+            if _PATH.search(str(action.metavar)) and isinstance(value, str):
+                if value == "":
+                    self.error(
+                        f"{action.option_strings[0]} is empty; it must be of the form {action.metavar}"
+                    )
+                setattr(known, action.dest, ",".join(map(os.path.expanduser, value.split(","))))
         return known, []
+
+    def _unknown(self, argument: str) -> str:
+        """Returns the error message for an argument that does not exist."""
+        options = self._option_string_actions
+        path = argument.removeprefix("--").partition("=")[0]
+        near = spelling.nearest(argument, options)
+        if any(option.startswith("--config.") for option in options):
+            setting = loading.nearest_setting(path.removeprefix("config."))
+            if path.startswith("config."):
+                changeable = setting != path.removeprefix("config.")
+                return (
+                    loading.unknown_setting(path.removeprefix("config."))
+                    if changeable
+                    else f"--{path} cannot be changed here; see {self.prog} --help"
+                )
+            near = near or (setting and f"--config.{setting}")
+        what = "unknown option" if argument.startswith("-") else "unexpected argument"
+        return f"{what} {argument!r}; {f'did you mean {near}?' if near else f'see {self.prog} --help'}"
+
+    def add_options(self, *rows: tuple[str, Any, str, Any, str]) -> None:
+        """Adds options of one value: for each its name, type, form, default and help."""
+        for name, kind, metavar, default, help in rows:
+            self.add_argument(f"--{name}", type=kind, metavar=metavar, default=default, help=help)
 
     def add_tokenizer(self) -> None:
         """Adds `--tokenizer`, the name for `data.codec_of_run`."""
@@ -105,50 +135,22 @@ class Parser(argparse.ArgumentParser):
             summary = " ".join((inspect.getdoc(group.kind) or "").partition("\n\n")[0].split())
             section = self if hidden else self.add_argument_group(group.path, summary)
             for setting in group.settings:
-                text = argparse.SUPPRESS if hidden else _describe(setting, values, of_run=only is not None)
-                text = text.replace("%", "%%")
+                parts = [setting.help]
+                if setting.resumable and only is None:
+                    parts.append("May change when a run is resumed.")
+                if setting.choices:
+                    parts.append(f"One of {', '.join(setting.choices)}.")
+                if setting.form == literals.form(tuple[str, ...]):
+                    parts.append(literals.QUOTING)
+                if only is None:
+                    default = setting.default if values is None else operator.attrgetter(setting.path)(values)
+                    required = default is dataclasses.MISSING
+                    parts.append(
+                        "Every config sets it." if required else f"Default: {literals.written(default)}."
+                    )
                 metavar = setting.form + ("|none" if setting.optional else "")
+                text = argparse.SUPPRESS if hidden else " ".join(parts).replace("%", "%%")
                 section.add_argument(f"--config.{setting.path}", metavar=metavar, help=text)
-
-    def _reject(self, argument: str) -> NoReturn:
-        name = argument.removeprefix("--")
-        options = self._option_string_actions
-        has_settings = any(option.startswith("--config.") for option in options)
-        if has_settings and name.startswith("config."):
-            path = name.removeprefix("config.").partition("=")[0]
-            if loading.nearest_setting(path) == path:
-                self.error(f"--{name} cannot be changed here")
-            raise ValueError(loading.unknown_setting(name.removeprefix("config.")))
-        near = spelling.nearest(argument, options)
-        if near is None and has_settings:
-            setting = loading.nearest_setting(name.partition("=")[0])
-            near = setting and f"--config.{setting}"
-        what = "unknown option" if argument.startswith("-") else "unexpected argument"
-        if near is None:
-            self.error(f"{what} {argument!r}")
-        raise ValueError(f"{what} {argument!r}; did you mean {near}?")
-
-
-def _with_underscores(argument: str) -> str:
-    """Returns an argument with underscores for the dashes in the name of an option."""
-    name, equals, text = argument.partition("=")
-    return f"--{name[2:].replace('-', '_')}{equals}{text}" if name.startswith("--") else argument
-
-
-def _describe(setting: fields.Setting, values: config.Config | None, *, of_run: bool) -> str:
-    parts = [setting.help]
-    if setting.resumable and not of_run:
-        parts.append("May change when a run is resumed.")
-    if setting.choices:
-        parts.append(f"One of {', '.join(setting.choices)}.")
-    if setting.form == literals.form(tuple[str, ...]):
-        parts.append(literals.QUOTING)
-    if of_run:
-        return " ".join(parts)
-    default = setting.default if values is None else operator.attrgetter(setting.path)(values)
-    required = default is dataclasses.MISSING
-    parts.append("Every config sets it." if required else f"Default: {literals.written(default)}.")
-    return " ".join(parts)
 
 
 def changed_settings(known: argparse.Namespace) -> dict[str, str]:
@@ -207,44 +209,6 @@ def parse_training(
         metavar="DIR",
         help="Folder for settings, metrics and checkpoints.",
     )
-    _add_launch(parser)
-    # Configs are run only for a help that has them.
-    if _HELP & set(arguments):
-        _add_help(parser, _find_config(arguments))
-    else:
-        parser.add_settings(hidden=True)
-    known = parser.parse_args(arguments)
-    workdir.require_path("--workdir", known.workdir)
-    settings = read_settings(known, config.load(known.config))
-    # Both come with data settings that are not the user's own: a run's `config.json`, and a run to start from.
-    if pathlib.Path(known.config).suffix == ".json" or settings.task.initial_run is not None:
-        loading.require_named(settings, changed_settings(known), f"--config={known.config}")
-    return settings, pathlib.Path(known.workdir), _read_launch(known)
-
-
-def _add_help(parser: Parser, spec: str | None) -> None:
-    """Adds the list of configs and that of settings, with the values of config `spec` if it is given."""
-    summaries = (
-        f"  {usage}\n{textwrap.fill(summary, 74, initial_indent='    ', subsequent_indent='    ')}"
-        for usage, summary in loading.describe_configs().items()
-    )
-    parser.add_argument_group("configs, with their arguments and defaults", "\n".join(summaries))
-    parser.add_argument_group(
-        "settings",
-        f"Each is changed with --config.GROUP.NAME=VALUE. The defaults below are those of {spec or 'the classes'}"
-        f"{'' if spec else '; with --config=CONFIG --help, those of the config'}.",
-    )
-    parser.add_settings(config.load(spec) if spec else None)
-
-
-def _find_config(arguments: Sequence[str]) -> str | None:
-    """Returns the value of --config, whatever the other arguments are."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", nargs="?")
-    return finder.parse_known_args(arguments)[0].config
-
-
-def _add_launch(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "several processes (see docs/many_hosts.md); clusters need none of these"
     )
@@ -258,18 +222,43 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
         default=hosts.TIMEOUT,
         help="Time after which the run ends if the processes have not met.",
     )
+    # Configs are run only for a help that has them.
+    if _HELP & set(arguments):
+        finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        finder.add_argument("--config", nargs="?")
+        spec = finder.parse_known_args(arguments)[0].config
+        summaries = (
+            f"  {usage}\n{textwrap.fill(summary, 74, initial_indent='    ', subsequent_indent='    ')}"
+            for usage, summary in loading.describe_configs().items()
+        )
+        parser.add_argument_group("configs, with their arguments and defaults", "\n".join(summaries))
+        parser.add_argument_group(
+            "settings",
+            f"Each is changed with --config.GROUP.NAME=VALUE. The defaults below are those of {spec or 'the classes'}"
+            f"{'' if spec else '; with --config=CONFIG --help, those of the config'}.",
+        )
+        parser.add_settings(config.load(spec) if spec else None)
+    else:
+        parser.add_settings(hidden=True)
+    known = parser.parse_args(arguments)
 
+    workdir.require_path("--workdir", known.workdir)
+    settings = read_settings(known, config.load(known.config))
+    # Both come with data settings that are not the user's own: a run's `config.json`, and a run to start from.
+    if pathlib.Path(known.config).suffix == ".json" or settings.task.initial_run is not None:
+        loading.require_named(settings, changed_settings(known), f"--config={known.config}")
 
-def _read_launch(known: argparse.Namespace) -> hosts.Launch | None:
     names = ("coordinator_address", "process_count", "process_id")
     missing = [f"--{name}" for name in names if getattr(known, name) is None]
-    if len(missing) == len(names):
-        return hosts.detect(os.environ, timeout=known.coordinator_timeout)
-    if missing:
+    if missing and len(missing) < len(names):
         raise ValueError(f"{' and '.join(missing)} must be given too; see --help")
-    return hosts.Launch(
-        coordinator=known.coordinator_address,
-        count=known.process_count,
-        index=known.process_id,
-        timeout=known.coordinator_timeout,
-    )
+    if missing:
+        launch = hosts.detect(os.environ, timeout=known.coordinator_timeout)
+    else:
+        launch = hosts.Launch(
+            coordinator=known.coordinator_address,
+            count=known.process_count,
+            index=known.process_id,
+            timeout=known.coordinator_timeout,
+        )
+    return settings, pathlib.Path(known.workdir), launch

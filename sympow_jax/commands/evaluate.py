@@ -7,19 +7,19 @@ classifiers: the metrics of their task on held-out rows.
     sympow eval --workdir=runs/a,runs/b --context_lengths=256,...,65536 --tasks=recall,needle,variables,copy
 """
 
-import argparse
 import pathlib
 from collections.abc import Sequence
 
 from sympow_jax import config
 from sympow_jax.commands import command_line
-from sympow_jax.config import loading
+from sympow_jax.config import checks, loading
 from sympow_jax.process import compile_cache, signals, streams, workdir
 
 __all__ = ["main"]
 
 
-def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
+def main(arguments: Sequence[str], program: str = "sympow eval") -> int:
+    """Runs the program with the arguments after its name; returns the exit code."""
     parser = command_line.Parser(
         prog=program,
         description="Evaluates runs on held-out data.\n\n"
@@ -41,51 +41,32 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
         metavar="A[,B,...]",
         help="Workdirs of one or more training runs, overlaid in the plot.",
     )
-    parser.add_argument(
-        "--context_lengths",
-        metavar="64,128,...",
-        help="Increasing lengths in tokens. `64,...,65536` doubles in between; a last length that is no doubling is "
-        "rounded down. Default: those in the first run's config.",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="DIR",
-        help="Folder to write to. Default: `evaluation` in the first workdir.",
-    )
-    parser.add_argument(
-        "--documents",
-        type=int,
-        metavar="N",
-        help="Maximum number of documents, all of at least the longest length. Default: evaluation.documents in the "
-        "first run's config. Not with --tasks.",
-    )
-    parser.add_argument(
-        "--tasks",
-        metavar="A[,B,...]",
-        help="Tasks among recall, needle, variables and copy. --context_lengths then are those of a context with its "
-        "question and answer; by default, those of the config that are long enough.",
-    )
-    parser.add_argument(
-        "--trials",
-        type=int,
-        metavar="N",
-        help="Minimum number of questions of each task at each context length. Default: 64.",
+    parser.add_options(
+        (
+            *("context_lengths", str, "64,128,...", None),
+            "Increasing lengths in tokens. `64,...,65536` doubles in between; a last length that is no doubling is "
+            "rounded down. Default: those in the first run's config.",
+        ),
+        ("out", str, "DIR", None, "Folder to write to. Default: `evaluation` in the first workdir."),
+        (
+            *("documents", int, "N", None),
+            "Maximum number of documents, all of at least the longest length. Default: evaluation.documents in the "
+            "first run's config. Not with --tasks.",
+        ),
+        (
+            *("tasks", str, "A[,B,...]", None),
+            "Tasks among recall, needle, variables and copy. --context_lengths then are those of a context with its "
+            "question and answer; by default, those of the config that are long enough.",
+        ),
+        (
+            *("trials", int, "N", None),
+            "Minimum number of questions of each task at each context length. Default: 64.",
+        ),
     )
     parser.add_tokenizer()
     parser.add_settings(only="data")
-    return parser.parse_args(arguments)
-
-
-def _reject(flags: argparse.Namespace, names: Sequence[str], when: str) -> None:
-    for name in names:
-        if getattr(flags, name) is not None:
-            raise ValueError(f"--{name} is {when}; leave it out")
-
-
-def main(arguments: Sequence[str], program: str = "sympow eval") -> int:
-    """Runs the program with the arguments after its name; returns the exit code."""
     with signals.user_errors():
-        flags = _parse(arguments, program)
+        flags = parser.parse_args(arguments)
         compile_cache.cache_programs()
         # Imported only now, because it takes seconds and needs the extra `train`, which `--help` does not.
         from sympow_jax import evaluation
@@ -98,11 +79,16 @@ def main(arguments: Sequence[str], program: str = "sympow eval") -> int:
         lengths = None if flags.context_lengths is None else evaluation.parse_lengths(flags.context_lengths)
         # Not the workdir itself, which has the evaluation at the end of training.
         out = pathlib.Path(workdirs[0], "evaluation") if flags.out is None else pathlib.Path(flags.out)
+        others = ("trials", "tokenizer") if flags.tasks is None else ("documents",)
+        when = (
+            "for --tasks, which is not given"
+            if flags.tasks is None
+            else "for losses by position, not for --tasks"
+        )
+        checks.refuse(*((getattr(flags, x) is not None, f"--{x} is {when}; leave it out") for x in others))
         if flags.tasks is None:
-            _reject(flags, ("trials", "tokenizer"), "for --tasks, which is not given")
             evaluation.evaluate(workdirs, lengths, out=out, documents=flags.documents, changes=changes)
         else:
-            _reject(flags, ("documents",), "for losses by position, not for --tasks")
             evaluation.evaluate_context_tasks(
                 workdirs,
                 flags.tasks.split(","),

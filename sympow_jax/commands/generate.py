@@ -5,6 +5,7 @@ Prompts are processed in one pass. Then tokens are decoded one at a time from a 
 
 import argparse
 import codecs
+import itertools
 import os
 import pathlib
 import sys
@@ -23,85 +24,6 @@ __all__ = ["generate", "main"]
 
 _PROMPTS_BYTES = 1 << 28
 _MAX_SAMPLES = 4096
-
-
-def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
-    parser = command_line.Parser(
-        prog=program,
-        description="Prints prompts and their continuations by a trained model. The same prompt, seed and settings "
-        "give the same text, whatever other prompts there are.",
-    )
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="Workdir of a training run.")
-    prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", metavar="TEXT", help="Prompt to continue.")
-    prompts.add_argument(
-        "--prompts", metavar="FILE", help="File with prompts in UTF-8, one per line, processed as a batch."
-    )
-    parser.add_argument(
-        "--max_tokens", type=int, default=256, metavar="N", help="Maximum number of tokens after each prompt."
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="T",
-        help="Temperature of the draws; 0 takes the likeliest token.",
-    )
-    parser.add_argument("--top_k", type=int, metavar="K", help="Draw from the K likeliest tokens only.")
-    parser.add_argument(
-        "--top_p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="Draw from the fewest likeliest tokens that together have probability P.",
-    )
-    parser.add_argument(
-        "--min_p",
-        type=float,
-        default=0.0,
-        metavar="P",
-        help="Never draw tokens whose probability is below P times the largest.",
-    )
-    parser.add_argument(
-        "--repetition_penalty",
-        type=float,
-        default=1.0,
-        metavar="R",
-        help="Make tokens of the prompt and its continuation less likely: their logits are divided by R if positive, "
-        "multiplied otherwise.",
-    )
-    parser.add_argument(
-        "--samples",
-        type=int,
-        default=1,
-        metavar="N",
-        help="Continuations of each prompt, which have seeds S, S + 1, ...",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="Seed of the draws.")
-    parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="Text to end before; may be repeated."
-    )
-    parser.add_argument(
-        "--weights_dtype",
-        choices=model_settings.DTYPES,
-        default="float32",
-        help="Dtype that matrices are rounded to when they are loaded. Products are in float32.",
-    )
-    parser.add_argument(
-        "--state_dtype",
-        choices=model_settings.DTYPES,
-        default="float32",
-        help="Dtype in which recurrent states are stored between tokens. bfloat16 is for models with decays.",
-    )
-    for axis, sharded in (("data", "prompts and samples"), ("tensor", "heads, matrices and states")):
-        parser.add_argument(
-            f"--sharding.{axis}",
-            type=int,
-            metavar="N",
-            help=f"Number of shards of {sharded}. With one of these flags all devices are used, otherwise one.",
-        )
-    parser.add_tokenizer()
-    return parser.parse_args(arguments)
 
 
 def _read_prompts(flags: argparse.Namespace) -> list[tuple[str, bytes]]:
@@ -133,63 +55,12 @@ def _read_prompts(flags: argparse.Namespace) -> list[tuple[str, bytes]]:
     ]
 
 
-def _read_sizes(flags: argparse.Namespace) -> config.ShardingConfig | None:
-    """Returns the mesh shape; None for one device."""
-    data, tensor = vars(flags)["sharding.data"], vars(flags)["sharding.tensor"]
-    if data is None and tensor is None:
-        return None
-    return config.ShardingConfig(data=data, tensor=1 if tensor is None else tensor)
-
-
-def _require_decoder(settings: config.Config, folder: pathlib.Path) -> None:
-    if not settings.task.is_language_model or settings.model.patch_size is not None:
-        raise ValueError(
-            f"{folder} holds a run of task {settings.task.name!r}; only models of the next token make text"
-        )
-
-
-class _Printer:
-    """Prints texts, each below its heading; a text is streamed once those above it are done."""
-
-    def __init__(self, headings: Sequence[str]):
-        self._headings = headings
-        self._held = ["" for _ in headings]
-        self._current = 0
-        self._begin()
-
-    def add(self, pieces: Sequence[generation.Piece]) -> None:
-        self._held = [before + piece.text for before, piece in zip(self._held, pieces)]
-        while self._current < len(self._headings):
-            self._write(self._held[self._current])
-            self._held[self._current] = ""
-            if not pieces[self._current].done:
-                return
-            self._write("\n")
-            self._current += 1
-            self._begin()
-
-    def _begin(self) -> None:
-        if self._current < len(self._headings):
-            self._write(self._headings[self._current])
-
-    def _write(self, text: str) -> None:
-        if sys.stdout.isatty():
-            text = "".join(x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text)
-        # Characters that the terminal's encoding does not have are replaced, not an error.
-        encoding = sys.stdout.encoding or "utf-8"
-        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-        sys.stdout.flush()
-
-
-def _headings(prompts: Sequence[str], samples: int) -> list[str]:
-    """Returns the line, if there are several texts, and the prompt that precede each continuation."""
-    headings = []
-    for number, prompt in enumerate(prompts, 1):
-        for sample in range(1, samples + 1):
-            counts = [f"{number} of {len(prompts)}"] if len(prompts) > 1 else []
-            counts += [f"sample {sample} of {samples}"] if samples > 1 else []
-            headings.append((f"--- {', '.join(counts)} ---\n" if counts else "") + prompt)
-    return headings
+def _write(text: str) -> None:
+    """Writes a part of a text to stdout, without what its terminal or encoding would not show."""
+    if sys.stdout.isatty():
+        text = "".join(x if x.isprintable() or x in "\n\t" else "\ufffd" for x in text)
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "replace").decode(encoding), end="", flush=True)
 
 
 def generate(flags: argparse.Namespace) -> int:
@@ -203,7 +74,10 @@ def generate(flags: argparse.Namespace) -> int:
         raise ValueError(f"--samples is {flags.samples}; it must be from 1 to {_MAX_SAMPLES:,}")
     folder = pathlib.Path(flags.workdir)
     settings = workdir.read_config(folder)
-    _require_decoder(settings, folder)
+    if not settings.task.is_language_model or settings.model.patch_size is not None:
+        raise ValueError(
+            f"{folder} holds a run of task {settings.task.name!r}; only models of the next token make text"
+        )
     checkpoint.require_checkpoint(folder)
     codec = data.codec_of_run(settings, flags.tokenizer)
     trained = workdir.read_description(folder).get("tokenizer")
@@ -222,9 +96,13 @@ def generate(flags: argparse.Namespace) -> int:
     prompts = _read_prompts(flags)
     tokens = [codec.encode(prompt, name) for name, prompt in prompts]
 
+    data_axis, tensor_axis = vars(flags)["sharding.data"], vars(flags)["sharding.tensor"]
+    sizes = None  # one device
+    if data_axis is not None or tensor_axis is not None:
+        sizes = config.ShardingConfig(data=data_axis, tensor=1 if tensor_axis is None else tensor_axis)
     _, model, _ = training.restore_exact(
         folder,
-        sizes=_read_sizes(flags),
+        sizes=sizes,
         weights_dtype=flags.weights_dtype,
         state_dtype=flags.state_dtype,
     )
@@ -240,17 +118,74 @@ def generate(flags: argparse.Namespace) -> int:
             samples=flags.samples,
             seed=flags.seed,
         )
-        printer = _Printer(
-            _headings([prompt.decode(errors="replace") for _, prompt in prompts], flags.samples)
-        )
+        # Each text below its heading; one is streamed when those above it are done.
+        headings = []
+        for (number, prompt), sample in itertools.product(
+            enumerate((text.decode(errors="replace") for _, text in prompts), 1), range(1, flags.samples + 1)
+        ):
+            counts = [f"{number} of {len(prompts)}"] if len(prompts) > 1 else []
+            counts += [f"sample {sample} of {flags.samples}"] if flags.samples > 1 else []
+            headings.append((f"--- {', '.join(counts)} ---\n" if counts else "") + prompt)
+        _write(headings[0])
+        held, current = [""] * len(headings), 0
         for pieces in texts:
-            printer.add(pieces)
+            held = [before + piece.text for before, piece in zip(held, pieces)]
+            while current < len(headings):
+                _write(held[current])
+                held[current] = ""
+                if not pieces[current].done:
+                    break
+                current += 1
+                _write("\n" + "".join(headings[current : current + 1]))
     return 0
 
 
 def main(arguments: Sequence[str], program: str = "sympow generate") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
+    parser = command_line.Parser(
+        prog=program,
+        description="Prints prompts and their continuations by a trained model. The same prompt, seed and settings "
+        "give the same text, whatever other prompts there are.",
+    )
+    parser.add_argument("--workdir", required=True, metavar="DIR", help="Workdir of a training run.")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", metavar="TEXT", help="Prompt to continue.")
+    prompts.add_argument(
+        "--prompts", metavar="FILE", help="File with prompts in UTF-8, one per line, processed as a batch."
+    )
+    parser.add_options(
+        ("max_tokens", int, "N", 256, "Maximum number of tokens after each prompt."),
+        ("temperature", float, "T", 0.8, "Temperature of the draws; 0 takes the likeliest token."),
+        ("top_k", int, "K", None, "Draw from the K likeliest tokens only."),
+        ("top_p", float, "P", 1.0, "Draw from the fewest likeliest tokens that together have probability P."),
+        ("min_p", float, "P", 0.0, "Never draw tokens whose probability is below P times the largest."),
+        (
+            *("repetition_penalty", float, "R", 1.0),
+            "Make tokens of the prompt and its continuation less likely: their logits are divided by R if positive, "
+            "multiplied otherwise.",
+        ),
+        ("samples", int, "N", 1, "Continuations of each prompt, which have seeds S, S + 1, ..."),
+        ("seed", int, "S", 0, "Seed of the draws."),
+    )
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="Text to end before; may be repeated."
+    )
+    for name, help in (
+        ("weights", "matrices are rounded to when they are loaded. Products are in float32."),
+        ("state", "recurrent states are stored in between tokens. bfloat16 is for models with decays."),
+    ):
+        parser.add_argument(
+            f"--{name}_dtype", choices=model_settings.DTYPES, default="float32", help=f"Dtype that {help}"
+        )
+    for axis, sharded in (("data", "prompts and samples"), ("tensor", "heads, matrices and states")):
+        parser.add_argument(
+            f"--sharding.{axis}",
+            type=int,
+            metavar="N",
+            help=f"Number of shards of {sharded}. With one of these flags all devices are used, otherwise one.",
+        )
+    parser.add_tokenizer()
     with signals.user_errors():
-        flags = _parse(arguments, program)
+        flags = parser.parse_args(arguments)
         compile_cache.cache_programs()
         return generate(flags)

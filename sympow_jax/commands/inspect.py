@@ -1,6 +1,5 @@
 """Draws what a trained model does with a text: `sympow inspect --workdir=runs/quickstart --text="def main():"`."""
 
-import argparse
 import codecs
 import os
 import pathlib
@@ -15,7 +14,8 @@ __all__ = ["main"]
 _TEXT_BYTES = 1 << 20
 
 
-def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
+def main(arguments: Sequence[str], program: str = "sympow inspect") -> int:
+    """Runs the program with the arguments after its name; returns the exit code."""
     parser = command_line.Parser(
         prog=program,
         description="Draws what a trained model does with a text: attention maps (attention.png), half-lives of decays "
@@ -26,16 +26,13 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     texts = parser.add_mutually_exclusive_group(required=True)
     texts.add_argument("--text", metavar="TEXT", help="Text to draw.")
     texts.add_argument("--text_file", metavar="FILE", help="File with the text.")
-    parser.add_argument("--layer", type=int, metavar="L", help="Layer to draw, from 0. Default: all.")
-    parser.add_argument("--out", metavar="DIR", help="Folder to write to. Default: WORKDIR/inspect.")
+    parser.add_options(
+        ("layer", int, "L", None, "Layer to draw, from 0. Default: all."),
+        ("out", str, "DIR", None, "Folder to write to. Default: WORKDIR/inspect."),
+    )
     parser.add_tokenizer()
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str], program: str = "sympow inspect") -> int:
-    """Runs the program with the arguments after its name; returns the exit code."""
     with signals.user_errors():
-        flags = _parse(arguments, program)
+        flags = parser.parse_args(arguments)
         compile_cache.cache_programs()
         # Imported only now, because it takes seconds and needs the extra `train`, which `--help` does not.
         from sympow_jax.inspection import inspect

@@ -1,6 +1,5 @@
 """Evaluates a run on tasks of `lm-eval`: `sympow lm_eval --workdir=DIR --tasks=NAMES`."""
 
-import argparse
 import json
 import pathlib
 from collections.abc import Sequence
@@ -12,7 +11,8 @@ from sympow_jax.process import atomic, compile_cache, signals, streams
 __all__ = ["main"]
 
 
-def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
+def main(arguments: Sequence[str], program: str = "sympow lm_eval") -> int:
+    """Runs the program with the arguments after its name; returns the exit code."""
     parser = command_line.Parser(
         prog=program,
         description="Evaluates a run on tasks of lm-eval and prints its table.",
@@ -21,29 +21,21 @@ def _parse(arguments: Sequence[str], program: str) -> argparse.Namespace:
     parser.add_argument(
         "--tasks", required=True, metavar="A[,B,...]", help="Names of tasks; `lm-eval ls tasks` lists them."
     )
-    parser.add_argument("--include_path", metavar="DIR", help="Folder with YAML files of further tasks.")
-    parser.add_argument(
-        "--num_fewshot", type=int, metavar="N", help="Examples before each question. Default: the task's."
-    )
-    parser.add_argument(
-        "--limit",
-        type=float,
-        metavar="N",
-        help="Maximum number of documents of each task; below 1 a fraction of them.",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        help="JSON file of the results. Default: evaluation/lm_eval.json in the workdir.",
+    parser.add_options(
+        ("include_path", str, "DIR", None, "Folder with YAML files of further tasks."),
+        ("num_fewshot", int, "N", None, "Examples before each question. Default: the task's."),
+        ("limit", float, "N", None, "Maximum number of documents of each task; below 1 a fraction of them."),
+        (
+            "out",
+            str,
+            "FILE",
+            None,
+            "JSON file of the results. Default: evaluation/lm_eval.json in the workdir.",
+        ),
     )
     parser.add_tokenizer()
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str], program: str = "sympow lm_eval") -> int:
-    """Runs the program with the arguments after its name; returns the exit code."""
     with signals.user_errors():
-        flags = _parse(arguments, program)
+        flags = parser.parse_args(arguments)
         compile_cache.cache_programs()
         with extras.required("lm_eval", program, exits=True):
             from sympow_jax.evaluation.lm_eval import harness

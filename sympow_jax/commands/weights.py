@@ -8,7 +8,6 @@ An import is a run at step 0. `sympow eval` and `sympow generate` can read it, `
 runs can start from it with task.initial_run.
 """
 
-import argparse
 import pathlib
 import shlex
 from collections.abc import Sequence
@@ -22,7 +21,8 @@ from sympow_jax.weights import families, files, pretrained, runs
 __all__ = ["main"]
 
 
-def _parser(program: str) -> command_line.Parser:
+def main(arguments: Sequence[str], program: str = "sympow weights") -> int:
+    """Runs the program with the arguments after its name; returns the exit code."""
     parser = command_line.Parser(prog=program, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="export|import")
     exporting = commands.add_parser("export", help="Write a run's newest checkpoint as safetensors.")
@@ -66,25 +66,8 @@ def _parser(program: str) -> command_line.Parser:
         "NAME or FILE.py. Default: the JSON next to the weights.",
     )
     importing.add_settings(hidden=True)
-    return parser
-
-
-def _read_settings(known: argparse.Namespace, path: pathlib.Path) -> config.Config:
-    given = known.config
-    if not path.exists():
-        raise ValueError(f"--weights={known.weights}: there is no such file or folder")
-    # A JSON file has a suffix, which the names of configs do not have.
-    if given is not None and pathlib.Path(given.partition(":")[0]).suffix in ("", ".py"):
-        settings = config.load(given)
-    else:
-        settings = files.read_settings(files.settings_path(path) if given is None else given)
-    return command_line.read_settings(known, settings)
-
-
-def main(arguments: Sequence[str], program: str = "sympow weights") -> int:
-    """Runs the program with the arguments after its name; returns the exit code."""
     with signals.user_errors():
-        known = _parser(program).parse_args(arguments)
+        known = parser.parse_args(arguments)
         if known.command == "export":
             number, count = runs.export_run(known.workdir, known.out, format=known.format, dtype=known.dtype)
             streams.say(f"{known.out} has the {count:,} numbers of step {number} of {known.workdir}")
@@ -96,7 +79,15 @@ def main(arguments: Sequence[str], program: str = "sympow weights") -> int:
         else:
             workdir.require_path("--workdir", known.workdir)
             path = hub.local_path(known.weights, hub.WEIGHTS)
-            settings = _read_settings(known, path)
+            if not path.exists():
+                raise ValueError(f"--weights={known.weights}: there is no such file or folder")
+            given = known.config
+            # A JSON file has a suffix, which the names of configs do not have.
+            if given is not None and pathlib.Path(given.partition(":")[0]).suffix in ("", ".py"):
+                settings = config.load(given)
+            else:
+                settings = files.read_settings(files.settings_path(path) if given is None else given)
+            settings = command_line.read_settings(known, settings)
             count = runs.import_run(path, settings, known.workdir)
             streams.say(f"{known.workdir} is a run at step 0 with the {count:,} numbers of {path}")
             streams.say(summary.next_command(settings, pathlib.Path(known.workdir), program))

@@ -18,7 +18,7 @@ SUFFIXES = {
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 
 # How documents become rows does not change the held-out documents.
-_OF_ROWS = fields.may_differ(fields.Occasion.HELDOUT_DOCUMENTS)
+_OF_ROWS = (fields.Occasion.HELDOUT_DOCUMENTS,)
 
 _PATHLESS = ("text", "listops")
 
@@ -31,143 +31,113 @@ class DataConfig:
     `images` and `listops` have labeled examples, for classification or regression.
     """
 
-    source: str = dataclasses.field(
-        default="text",
-        metadata=fields.about(
-            "Format of the data. `text` reads files as bytes. `tokens` reads flat little-endian `.bin` files. "
-            "`longcrawl64` reads a Zarr v2 array with one document per row. `parquet` and `jsonl` read a column of "
-            "text, or of lists of token ids, of parquet files or of JSON lines, which may be larger than memory. "
-            "`tsv` reads lines of text files whose columns are separated by tabs, without quoting (GLUE's layout). "
-            "`images` reads one folder per class in every path. `listops` generates examples "
-            "(`data/sources/listops.py` defines them and lists the ids).",
-            choices=SOURCES,
+    source: str = fields.setting(
+        "text",
+        "Format of the data. `text` reads files as bytes. `tokens` reads flat little-endian `.bin` files. "
+        "`longcrawl64` reads a Zarr v2 array with one document per row. `parquet` and `jsonl` read a column of text, "
+        "or of lists of token ids, of parquet files or of JSON lines, which may be larger than memory. `tsv` reads "
+        "lines of text files whose columns are separated by tabs, without quoting (GLUE's layout). `images` reads one "
+        "folder per class in every path. `listops` generates examples (`data/sources/listops.py` defines them and "
+        "lists the ids).",
+        choices=SOURCES,
+    )
+    paths: tuple[str, ...] = fields.setting(
+        (),
+        "Files, folders or globs to read. Without them, `text` reads the Python interpreter's own standard library. "
+        "`listops` reads none. Those of `parquet` and `jsonl` may be URLs, such as `hf://datasets/...` or `s3://...`.",
+    )
+    heldout_paths: tuple[str, ...] = fields.setting(
+        (),
+        "Files, folders or globs with held-out data. Without them, `heldout_fraction` of the documents are held out, "
+        "chosen by hash.",
+    )
+    heldout_names: tuple[str, ...] = fields.setting(
+        (),
+        "Names of the `heldout_paths`, one each, such as `matched,mismatched`. Classification and regression are then "
+        "measured on each path alone, and the names of the metrics begin with its name. Without them, all paths are "
+        "measured as one.",
+    )
+    heldout_fraction: float = fields.setting(
+        0.1,
+        "Fraction that is held out if there are no `heldout_paths`: of the documents, or of the bytes of each `text` "
+        "file that `paths` names itself.",
+        least=0,
+        below=1,
+    )
+    token_dtype: str = fields.setting(
+        "uint16", "Type of the ids in the files of `tokens`.", choices=("uint16", "uint32")
+    )
+    document_separator: int | None = fields.setting(
+        None,
+        "Id between documents. `tokens`: the id that ends a document. `longcrawl64`: the id before every row; if none, "
+        "50256. `parquet`, `jsonl`: the id after each document; if none, the tokenizer's end of text, and no id after "
+        "lists of token ids. `tsv`: the id between two texts; if none, the tokenizer's end of text.",
+        least=0,
+        below=2**32,
+    )
+    text_columns: tuple[str, ...] = fields.setting(
+        (),
+        "Columns that are read. `parquet`, `jsonl`: the one column of text or of token ids; if none, `text`. `tsv`: "
+        "one or two columns of text; two are joined with a separator between them, except by `task.dual_encoder`. "
+        "Columns are named as in the header. For files without a header, they are numbers that count from 1.",
+    )
+    label_column: str = fields.setting("label", "Column of the label of `tsv`, named as `text_columns` are.")
+    labels: tuple[str, ...] = fields.setting(
+        (), "Classes of `tsv`, in order. Without them, a label is an integer from 0."
+    )
+    tokenizer: str | None = fields.setting(
+        None,
+        "Tokenizer: `byte`, a `tokenizers` JSON file, a folder that has it as `tokenizer.json`, `hf://ORG/NAME`, or "
+        "the name of a tiktoken encoding. `parquet`, `jsonl`, `tsv`: the one that text is read with; if none, `byte`. "
+        "`tokens`, `longcrawl64`: the one that made the tokens, which generation uses; if none, the one that `sympow "
+        "prepare` recorded. A text of `tsv` is truncated to the context; of two texts, the longer is truncated first, "
+        "or each to half for `task.dual_encoder`.",
+    )
+    tokenizer_workers: int = fields.setting(
+        2,
+        "Number of processes that read and tokenize `parquet` and `jsonl`; 0 for a thread of the training process. "
+        "Rows do not depend on it.",
+        least=0,
+        may_differ=fields.Occasion,
+    )
+    shortest_document: int = fields.setting(
+        1,
+        "Number of tokens, with the separator, of the shortest document that is read; shorter ones are left out. Only "
+        "sources with documents have it.",
+        least=1,
+    )
+    image_size: int = fields.setting(
+        224, "Side of the square that images are cropped to, in pixels.", least=1
+    )
+    image_tokens: bool = fields.setting(
+        False,
+        "Whether images of `image_size` squared are read in gray, row by row as ids 0 to 255 (the long-range tasks). "
+        "Otherwise rows are arrays of colors, [image_size, image_size, 3].",
+    )
+    context_length: int = fields.setting(1024, "Tokens per row.", least=1, may_differ=_OF_ROWS)
+    batch_tokens: int = fields.setting(
+        524_288,
+        "Tokens per update, a multiple of `context_length`.",
+        least=1,
+        may_differ=(
+            fields.Occasion.HELDOUT_ROWS,
+            fields.Occasion.HELDOUT_DOCUMENTS,
         ),
     )
-    paths: tuple[str, ...] = dataclasses.field(
-        default=(),
-        metadata=fields.about(
-            "Files, folders or globs to read. Without them, `text` reads the Python interpreter's own "
-            "standard library. `listops` reads none. Those of `parquet` and `jsonl` may be URLs, such as "
-            "`hf://datasets/...` or `s3://...`."
-        ),
+    packing: str = fields.setting(
+        "windows",
+        "Way from documents to rows. `windows` cuts the concatenated documents into windows that cross documents, so "
+        "that state and attention cross the boundary too. `documents` gives every document its own segment id, so that "
+        "neither does.",
+        choices=("windows", "documents"),
+        may_differ=_OF_ROWS,
     )
-    heldout_paths: tuple[str, ...] = dataclasses.field(
-        default=(),
-        metadata=fields.about(
-            "Files, folders or globs with held-out data. Without them, `heldout_fraction` of the documents "
-            "are held out, chosen by hash."
-        ),
-    )
-    heldout_names: tuple[str, ...] = dataclasses.field(
-        default=(),
-        metadata=fields.about(
-            "Names of the `heldout_paths`, one each, such as `matched,mismatched`. Classification and regression are "
-            "then measured on each path alone, and the names of the metrics begin with its name. Without them, all "
-            "paths are measured as one."
-        ),
-    )
-    heldout_fraction: float = dataclasses.field(
-        default=0.1,
-        metadata=fields.about(
-            "Fraction that is held out if there are no `heldout_paths`: of the documents, or of the bytes of each "
-            "`text` file that `paths` names itself.",
-            least=0,
-            below=1,
-        ),
-    )
-    token_dtype: str = dataclasses.field(
-        default="uint16",
-        metadata=fields.about("Type of the ids in the files of `tokens`.", choices=("uint16", "uint32")),
-    )
-    document_separator: int | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Id between documents. `tokens`: the id that ends a document. `longcrawl64`: the id before every "
-            "row; if none, 50256. `parquet`, `jsonl`: the id after each document; if none, the tokenizer's end of "
-            "text, and no id after lists of token ids. `tsv`: the id between two texts; if none, the tokenizer's end "
-            "of text.",
-            least=0,
-            below=2**32,
-        ),
-    )
-    text_columns: tuple[str, ...] = dataclasses.field(
-        default=(),
-        metadata=fields.about(
-            "Columns that are read. `parquet`, `jsonl`: the one column of text or of token ids; if none, `text`. "
-            "`tsv`: one or two columns of text; two are joined with a separator between them, except by "
-            "`task.dual_encoder`. Columns are named as in the header. For files without a header, they are numbers "
-            "that count from 1."
-        ),
-    )
-    label_column: str = dataclasses.field(
-        default="label", metadata=fields.about("Column of the label of `tsv`, named as `text_columns` are.")
-    )
-    labels: tuple[str, ...] = dataclasses.field(
-        default=(),
-        metadata=fields.about("Classes of `tsv`, in order. Without them, a label is an integer from 0."),
-    )
-    tokenizer: str | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Tokenizer: `byte`, a `tokenizers` JSON file, a folder that has it as `tokenizer.json`, `hf://ORG/NAME`, "
-            "or the name of a tiktoken encoding. `parquet`, `jsonl`, `tsv`: the one that text is read with; if none, "
-            "`byte`. `tokens`, `longcrawl64`: the one that made the tokens, which generation uses; if none, the one "
-            "that `sympow prepare` recorded. A text of `tsv` is truncated to the context; of two texts, the longer is "
-            "truncated first, or each to half for `task.dual_encoder`."
-        ),
-    )
-    tokenizer_workers: int = dataclasses.field(
-        default=2,
-        metadata=fields.about(
-            "Number of processes that read and tokenize `parquet` and `jsonl`; 0 for a thread of the training process. "
-            "Rows do not depend on it.",
-            least=0,
-        )
-        | fields.may_differ(*fields.Occasion),
-    )
-    shortest_document: int = dataclasses.field(
-        default=1,
-        metadata=fields.about(
-            "Number of tokens, with the separator, of the shortest document that is read; shorter ones are left out. "
-            "Only sources with documents have it.",
-            least=1,
-        ),
-    )
-    image_size: int = dataclasses.field(
-        default=224,
-        metadata=fields.about("Side of the square that images are cropped to, in pixels.", least=1),
-    )
-    image_tokens: bool = dataclasses.field(
-        default=False,
-        metadata=fields.about(
-            "Whether images of `image_size` squared are read in gray, row by row as ids 0 to 255 (the long-range "
-            "tasks). Otherwise rows are arrays of colors, [image_size, image_size, 3]."
-        ),
-    )
-    context_length: int = dataclasses.field(
-        default=1024, metadata=fields.about("Tokens per row.", least=1) | _OF_ROWS
-    )
-    batch_tokens: int = dataclasses.field(
-        default=524_288,
-        metadata=fields.about("Tokens per update, a multiple of `context_length`.", least=1)
-        | fields.may_differ(fields.Occasion.HELDOUT_ROWS, fields.Occasion.HELDOUT_DOCUMENTS),
-    )
-    packing: str = dataclasses.field(
-        default="windows",
-        metadata=fields.about(
-            "Way from documents to rows. `windows` cuts the concatenated documents into windows that cross "
-            "documents, so that state and attention cross the boundary too. `documents` gives every document "
-            "its own segment id, so that neither does.",
-            choices=("windows", "documents"),
-        )
-        | _OF_ROWS,
-    )
-    seed: int = dataclasses.field(
-        default=0,
-        metadata=fields.about(
-            "Seed of the order of rows and of random masks, crops and examples.", least=0, below=fields.SEEDS
-        )
-        | _OF_ROWS,
+    seed: int = fields.setting(
+        0,
+        "Seed of the order of rows and of random masks, crops and examples.",
+        least=0,
+        below=fields.SEEDS,
+        may_differ=_OF_ROWS,
     )
 
     def __post_init__(self):

@@ -6,9 +6,9 @@
 import dataclasses
 import enum
 import functools
-import math
+import operator
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,8 @@ __all__ = [
     "Group",
     "Occasion",
     "Setting",
-    "about",
     "groups",
-    "may_differ",
+    "setting",
     "validate",
 ]
 
@@ -36,17 +35,13 @@ TINY = 1e-30
 # Largest float of the type that settings have in a run.
 _LARGEST = float(np.finfo(np.float32).max)
 
-
-def about(help: str, *, choices: Collection[str] = (), derived: str = "", **bounds: float) -> dict[str, Any]:
-    """Returns the metadata of a setting, for `dataclasses.field(metadata=...)`.
-
-    Args:
-        help: a noun phrase that names the setting, and further sentences.
-        choices: valid values; empty if there is no list of them. Those of a table include rows added to it later.
-        derived: name of the property that has the value, where None means one derived from other settings.
-        **bounds: `least`, `most`, `above` or `below`: bounds of the number, or of each number of a tuple.
-    """
-    return {"help": help, "choices": choices, "derived": derived, "bounds": bounds}
+# Words and conditions of bounds.
+_BOUNDS = {
+    "least": ("at least", operator.ge),
+    "most": ("at most", operator.le),
+    "above": ("above", operator.gt),
+    "below": ("below", operator.lt),
+}
 
 
 class Occasion(enum.Enum):
@@ -66,9 +61,27 @@ class Occasion(enum.Enum):
     """A state file is read by a model."""
 
 
-def may_differ(*occasions: Occasion) -> dict[str, Any]:
-    """Returns the metadata of a dataclass field that may differ on these occasions, with all fields below it."""
-    return {"may_differ": frozenset(occasions)}
+def setting(
+    default: Any,
+    help: str,
+    *,
+    choices: Collection[str] = (),
+    derived: str = "",
+    may_differ: Iterable[Occasion] = (),
+    **bounds: float,
+) -> Any:
+    """Returns a dataclass field that is a setting.
+
+    Args:
+        default: its default; `dataclasses.MISSING` if every config sets it.
+        help: a noun phrase that names the setting, and further sentences.
+        choices: valid values; empty if there is no list of them. Those of a table include rows added to it later.
+        derived: name of the property that has the value, where None means one derived from other settings.
+        may_differ: occasions on which it may differ.
+        **bounds: `least`, `most`, `above` or `below`: bounds of the number, or of each number of a tuple.
+    """
+    metadata = {"help": help, "choices": choices, "derived": derived, "may_differ": tuple(may_differ)}
+    return dataclasses.field(default=default, metadata=metadata | {"bounds": bounds})
 
 
 @functools.cache
@@ -86,61 +99,49 @@ def validate(node: Any, prefix: str = "") -> None:
         node: instance of a frozen dataclass.
         prefix: name of the dataclass in error messages, before a dot and the field; empty for the outermost.
     """
-    kind: Any = type(node)
-    hints = _hints(kind)
+    hints = _hints(type(node))
     for field in dataclasses.fields(node):
         name = f"{prefix}.{field.name}".lstrip(".")
         value = getattr(node, field.name)
         if isinstance(value, (list, np.integer, np.floating)):
             value = tuple(value) if isinstance(value, list) else value.item()
             object.__setattr__(node, field.name, value)
-        _check_type(name, value, hints[field.name])
-        for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, int | float):
-                _check_number(name, item, **field.metadata.get("bounds", {}))
+
+        # The type.
+        kind, optional = literals.split_optional(hints[field.name])
+        if not _is_of(value, kind) and not (optional and value is None):
+            several = typing.get_origin(kind) is tuple
+            item = typing.get_args(kind)[0] if several else kind
+            expected = f"a tuple of {item.__name__}" if several else _with_article(item)
+            remedy = ""
+            if several and _is_of(value, item):
+                remedy = f": write ({spelling.shown(value)},)"
+            elif kind is int and isinstance(value, float) and value.is_integer():
+                remedy = f": write {int(value):_}"
+            raise ValueError(
+                f"{name} is {spelling.shown(value)}, {_with_article(type(value))}; it must be {expected}"
+                f"{' or None' if optional else ''}{remedy}"
+            )
+
+        # The bounds of numbers.
+        bounds = field.metadata.get("bounds", {})
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, float) and not abs(number) <= _LARGEST:
+                raise ValueError(
+                    f"{name} is {number}; it must be a finite number, of at most {_LARGEST:.1e} in float32"
+                )
+            if isinstance(number, int) and not -(2**63) <= number < 2**63:
+                # Python refuses to print the longest of them.
+                raise ValueError(f"{name} is an integer of {number.bit_length()} bits; it must fit in 64")
+            if isinstance(number, int | float) and any(
+                not _BOUNDS[bound][1](number, limit) for bound, limit in bounds.items()
+            ):
+                words = " and ".join(f"{_BOUNDS[bound][0]} {limit}" for bound, limit in bounds.items())
+                raise ValueError(f"{name} is {number}; it must be {words}")
+
         choices = field.metadata.get("choices")
         if choices and value is not None:
             checks.require_choice(name, value, choices)
-
-
-def _check_type(name: str, value: Any, annotation: Any) -> None:
-    kind, optional = literals.split_optional(annotation)
-    if _is_of(value, kind) or (optional and value is None):
-        return
-    several = typing.get_origin(kind) is tuple
-    item = typing.get_args(kind)[0] if several else kind
-    expected = f"a tuple of {item.__name__}" if several else f"{_article(item)} {item.__name__}"
-    remedy = ""
-    if several and _is_of(value, item):
-        remedy = f": write ({spelling.shown(value)},)"
-    elif kind is int and isinstance(value, float) and value.is_integer():
-        remedy = f": write {int(value):_}"
-    raise ValueError(
-        f"{name} is {spelling.shown(value)}, {_article(type(value))} {type(value).__name__}; it must be {expected}"
-        f"{' or None' if optional else ''}{remedy}"
-    )
-
-
-def _check_number(
-    name: str,
-    value: float,
-    *,
-    least: float = -math.inf,
-    most: float = math.inf,
-    above: float = -math.inf,
-    below: float = math.inf,
-) -> None:
-    if isinstance(value, float) and not abs(value) <= _LARGEST:
-        raise ValueError(
-            f"{name} is {value}; it must be a finite number, of at most {_LARGEST:.1e} in float32"
-        )
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        # Python refuses to print the longest of them.
-        raise ValueError(f"{name} is an integer of {value.bit_length()} bits; it must fit in 64")
-    if not (least <= value <= most and above < value < below):
-        words = {"at least": least, "at most": most, "above": above, "below": below}
-        bounds = " and ".join(f"{word} {bound}" for word, bound in words.items() if math.isfinite(bound))
-        raise ValueError(f"{name} is {value}; it must be {bounds}")
 
 
 def _is_of(value: Any, kind: Any) -> bool:
@@ -153,8 +154,8 @@ def _is_of(value: Any, kind: Any) -> bool:
     return isinstance(value, (int, float) if kind is float else kind)
 
 
-def _article(kind: type) -> str:
-    return "an" if kind.__name__[0].lower() in "aeiou" else "a"
+def _with_article(kind: type) -> str:
+    return f"{'an' if kind.__name__[0].lower() in 'aeiou' else 'a'} {kind.__name__}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,8 +166,8 @@ class Setting:
         path: names from the outermost dataclass to the field, with dots in between.
         annotation: type of the field.
         default: value of the field if none is given; `dataclasses.MISSING` if one must be given.
-        help: as in `about`.
-        choices: as in `about`.
+        help: as in `setting`.
+        choices: as in `setting`.
         resumable: whether it may differ when a run is resumed.
     """
 

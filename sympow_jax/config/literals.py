@@ -70,7 +70,14 @@ def read(name: str, text: str, annotation: Any) -> Any:
             f"one of these or None"
         )
     try:
-        return _read_tuple(text, item) if several else _read_item(text, item)
+        if not several:
+            return _item(_literal(text), text, item)
+        value = _literal(text)
+        items = (value,) if isinstance(value, str) else value
+        if isinstance(items, tuple | list) and all(isinstance(x, str) == (item is str) for x in items):
+            return tuple(_item(x, str(x), item) for x in items)
+        # Nothing before a comma, or after the last one, is no item.
+        return tuple(_item(_literal(x), x.strip(), item) for x in text.split(",") if x.strip())
     except (KeyError, OverflowError, ValueError):
         expected = form(annotation).replace("|", " or ") + (" or none" if optional else "")
         raise ValueError(f"{name} is {spelling.shown(text)}; it must be {expected}") from None
@@ -79,8 +86,12 @@ def read(name: str, text: str, annotation: Any) -> Any:
 def written(value: Any) -> str:
     """Returns a value of a setting as it is written on the command line."""
     if isinstance(value, tuple):
-        as_text = str if all(map(_is_plain, value)) else repr
-        return ",".join(map(as_text, value)) or "()"
+        # Text that is read as itself needs no quotes.
+        plain = all(
+            not isinstance(x, str) or (x and x == x.strip() and x[0] not in "([" and not set(x) & set(",'\""))
+            for x in value
+        )
+        return ",".join(map(str if plain else repr, value)) or "()"
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
@@ -93,34 +104,12 @@ def _literal(text: str) -> Any:
             return None
 
 
-def _read_item(text: str, kind: type) -> Any:
+def _item(value: Any, text: str, kind: type) -> Any:
+    """Returns what a text, whose literal is `value`, is as a value of a type."""
     if kind is bool:
         return _TRUTH[text.strip().lower()]
-    value = _literal(text)
     if kind is str:
         return value if isinstance(value, str) else text
-    return _number(value, kind)
-
-
-def _number(value: Any, kind: type) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError
-    if kind is int and isinstance(value, float) and not value.is_integer():
+    if isinstance(value, bool) or not isinstance(value, int | float) or (kind is int and int(value) != value):
         raise ValueError
     return kind(value)
-
-
-def _read_tuple(text: str, kind: type) -> tuple[Any, ...]:
-    value = _literal(text)
-    items = (value,) if isinstance(value, str) else value
-    if isinstance(items, tuple | list) and all(isinstance(x, str) == (kind is str) for x in items):
-        return tuple(items if kind is str else (_number(x, kind) for x in items))
-    # Nothing before a comma, or after the last one, is no item.
-    return tuple(_read_item(x.strip(), kind) for x in text.split(",") if x.strip())
-
-
-def _is_plain(item: Any) -> bool:
-    """Returns whether an item of a tuple is read as itself without quotes."""
-    if not isinstance(item, str):
-        return True
-    return bool(item) and item == item.strip() and item[0] not in "([" and not set(item) & set(",'\"")

@@ -41,7 +41,22 @@ def load(spec: str) -> run.Config:
             `Config`.
     """
     name, colon, text = spec.partition(":")
-    path = _find(name)
+    path, configs = pathlib.Path(name), _package_configs()
+    if not path.is_file():
+        if name in configs:
+            path = configs[name]
+        elif (path / "config.json").is_file():
+            raise ValueError(
+                f"--config names the folder {name!r}; --config={path / 'config.json'} resumes its run"
+            )
+        else:
+            near = difflib.get_close_matches(path.stem, configs, n=3, cutoff=0)
+            what = (
+                "is a folder" if name and path.is_dir() else "is neither a file nor a config of the package"
+            )
+            raise ValueError(
+                f"--config names {name!r}, which {what}; the nearest names are {', '.join(near)}"
+            )
     if path.suffix == ".json":
         if colon:
             raise ValueError(f"--config names {name!r}, which takes no arguments; remove {colon + text!r}")
@@ -50,12 +65,14 @@ def load(spec: str) -> run.Config:
         get_config = runpy.run_path(str(path)).get("get_config")
         if not callable(get_config):
             raise ValueError(f"{path} has no function get_config; it must have one that returns a Config")
-        arguments = _bind(name, get_config, _split(text) if colon else [])
+        arguments = _bind(name, get_config, text if colon else None)
         loaded = get_config(*arguments.args, **arguments.kwargs)
     except (Exception, SystemExit) as error:  # any error of the user's file
         frames = traceback.extract_tb(error.__traceback__)
         # An error of this package, or of one of its configs, names what is wrong.
-        if isinstance(error, ValueError) and _is_ours(frames[-1].filename):
+        file = pathlib.Path(frames[-1].filename).resolve()
+        ours = file.is_relative_to(pathlib.Path(__file__).resolve().parents[1])
+        if isinstance(error, ValueError) and (ours or file in map(pathlib.Path.resolve, configs.values())):
             raise
         lines = [f" in line {frame.lineno}" for frame in frames if frame.filename == str(path)]
         raise ValueError(
@@ -103,14 +120,6 @@ def require_named(config: run.Config, named: Collection[str], source: str) -> No
             )
 
 
-def _is_ours(file: str) -> bool:
-    """Returns whether a file of source code is one of this package, or a config that comes with it."""
-    path = pathlib.Path(file).resolve()
-    return path.is_relative_to(pathlib.Path(__file__).resolve().parents[1]) or path in (
-        config.resolve() for config in _package_configs().values()
-    )
-
-
 def _package_configs() -> dict[str, pathlib.Path]:
     """Returns the files of the configs that come with the package, by name."""
     package = pathlib.Path(__file__).parents[1]
@@ -130,22 +139,17 @@ def describe_configs() -> dict[str, str]:
     return summaries
 
 
-def _find(name: str) -> pathlib.Path:
-    path, configs = pathlib.Path(name), _package_configs()
-    if path.is_file():
-        return path
-    if name in configs:
-        return configs[name]
-    if (path / "config.json").is_file():
-        raise ValueError(
-            f"--config names the folder {name!r}; --config={path / 'config.json'} resumes its run"
-        )
-    near = difflib.get_close_matches(path.stem, configs, n=3, cutoff=0)
-    what = "is a folder" if name and path.is_dir() else "is neither a file nor a config of the package"
-    raise ValueError(f"--config names {name!r}, which {what}; the nearest names are {', '.join(near)}")
-
-
-def _bind(name: str, get_config: Callable, parts: list[str]) -> inspect.BoundArguments:
+def _bind(name: str, get_config: Callable, text: str | None) -> inspect.BoundArguments:
+    """Returns the arguments of `get_config` in a text that is separated by commas; None for no text."""
+    parts: list[str] = []
+    if text is not None:
+        # Split at the commas outside quotes, which are left out.
+        pieces = shlex.shlex(text, posix=True)
+        pieces.whitespace, pieces.whitespace_split, pieces.commenters, pieces.escape = ",", True, "", ""
+        try:
+            parts = list(pieces) or [""]
+        except ValueError:  # a quote without another one is text
+            parts = text.split(",")
     signature = inspect.signature(get_config, eval_str=True)
     parameters = signature.parameters.values()
     any_values = any(x.kind is x.VAR_POSITIONAL for x in parameters)
@@ -157,7 +161,7 @@ def _bind(name: str, get_config: Callable, parts: list[str]) -> inspect.BoundArg
     positional: list[str] = []
     named: dict[str, str] = {}
     for part in parts:
-        key, equals, text = part.partition("=")
+        key, equals, value = part.partition("=")
         key = key.strip().replace("-", "_")
         known = key in keys or any_keys
         # A function that takes any number of values may be given some that contain "=".
@@ -170,7 +174,7 @@ def _bind(name: str, get_config: Callable, parts: list[str]) -> inspect.BoundArg
         elif key in named:
             raise ValueError(f"config {name!r} is given argument {key!r} twice")
         else:
-            named[key] = text
+            named[key] = value
     try:
         arguments = signature.bind(*positional, **named)
     except TypeError as error:
@@ -189,16 +193,6 @@ def _bind(name: str, get_config: Callable, parts: list[str]) -> inspect.BoundArg
         if annotation is not inspect.Parameter.empty:
             arguments.arguments[key] = read(key, given, annotation)
     return arguments
-
-
-def _split(text: str) -> list[str]:
-    """Splits arguments at the commas outside quotes, which are left out."""
-    pieces = shlex.shlex(text, posix=True)
-    pieces.whitespace, pieces.whitespace_split, pieces.commenters, pieces.escape = ",", True, "", ""
-    try:
-        return list(pieces) or [""]
-    except ValueError:  # a quote without another one is text
-        return text.split(",")
 
 
 def override(base: run.Config, texts: Mapping[str, str]) -> run.Config:

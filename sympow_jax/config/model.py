@@ -31,137 +31,104 @@ _MAX_EPSILON = 1.0
 class ModelConfig:
     """A pre-norm transformer."""
 
-    vocab_size: int = dataclasses.field(
-        default=0, metadata=fields.about("Number of token ids. Not used by a model of images.", least=0)
+    vocab_size: int = fields.setting(0, "Number of token ids. Not used by a model of images.", least=0)
+    layers: int = fields.setting(dataclasses.MISSING, "Number of blocks.", least=1, most=_MAX_LAYERS)
+    width: int = fields.setting(dataclasses.MISSING, "Size of the residual stream.", least=1, most=_MAX_WIDTH)
+    heads: int = fields.setting(dataclasses.MISSING, "Number of query heads.", least=1)
+    kv_heads: int | None = fields.setting(
+        None, "Number of key/value heads. If none, `heads`.", derived="num_kv_heads", least=1
     )
-    layers: int = dataclasses.field(metadata=fields.about("Number of blocks.", least=1, most=_MAX_LAYERS))
-    width: int = dataclasses.field(
-        metadata=fields.about("Size of the residual stream.", least=1, most=_MAX_WIDTH)
+    head_dim: int | None = fields.setting(
+        None, "Size of a head. If none, `width // heads`.", derived="head_size", least=1, most=_MAX_HEAD_DIM
     )
-    heads: int = dataclasses.field(metadata=fields.about("Number of query heads.", least=1))
-    kv_heads: int | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Number of key/value heads. If none, `heads`.", derived="num_kv_heads", least=1
+    mlp_width: int | None = fields.setting(
+        None,
+        "Hidden width of the feed-forward layers. If none, four times `width`.",
+        derived="hidden_width",
+        least=1,
+        most=_MAX_WIDTH,
+    )
+    activation: str = fields.setting(
+        "gelu",
+        "Activation of the feed-forward layers. `swiglu` and `geglu` multiply hidden units by the silu or gelu of "
+        "another projection, so that a layer has three matrices. gelu is the approximation by tanh.",
+        choices=("gelu", "relu", "swiglu", "geglu"),
+    )
+    norm: str = fields.setting(
+        "layer",
+        "Normalization before each half of a block and after the last block. `layer` and `rms` normalize over the "
+        "width, `rms` without mean and bias; `batch` over the batch, with running means for evaluation.",
+        choices=("layer", "rms", "batch"),
+    )
+    norm_epsilon: float = fields.setting(
+        1e-5,
+        "Number that norms add to the variance, or to the mean square.",
+        least=fields.TINY,
+        most=_MAX_EPSILON,
+    )
+    embedding_norm: bool = fields.setting(
+        True, "Whether one more norm follows the embedding. GPT-2 has none."
+    )
+    biases: bool = fields.setting(
+        False,
+        "Whether projections have biases, except those of decays and rotation rates. GPT-2 and StarCoder2 have biases.",
+    )
+    tied_head: bool = fields.setting(
+        True,
+        "Whether logits are products with the embedding. If false, they are products with a second table, as in the "
+        "larger Llama and Qwen models. Not used by a model of images.",
+    )
+    patch_size: int | None = fields.setting(
+        None,
+        "Side of the square patches that an image model embeds. If none, the model embeds `vocab_size` tokens.",
+        least=1,
+    )
+    dtype: str = fields.setting(
+        "bfloat16",
+        "Dtype of the matrix products; parameters are float32. A dtype such as `jnp.bfloat16` is accepted, and the "
+        "field holds its name.",
+        choices=DTYPES,
+        may_differ=(
+            fields.Occasion.INITIAL_DECODER,
+            fields.Occasion.INITIAL_ENCODER,
         ),
     )
-    head_dim: int | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Size of a head. If none, `width // heads`.", derived="head_size", least=1, most=_MAX_HEAD_DIM
-        ),
-    )
-    mlp_width: int | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Hidden width of the feed-forward layers. If none, four times `width`.",
-            derived="hidden_width",
-            least=1,
-            most=_MAX_WIDTH,
-        ),
-    )
-    activation: str = dataclasses.field(
-        default="gelu",
-        metadata=fields.about(
-            "Activation of the feed-forward layers. `swiglu` and `geglu` multiply hidden units by the silu or gelu of "
-            "another projection, so that a layer has three matrices. gelu is the approximation by tanh.",
-            choices=("gelu", "relu", "swiglu", "geglu"),
-        ),
-    )
-    norm: str = dataclasses.field(
-        default="layer",
-        metadata=fields.about(
-            "Normalization before each half of a block and after the last block. `layer` and `rms` normalize over "
-            "the width, `rms` without mean and bias; `batch` over the batch, with running means for evaluation.",
-            choices=("layer", "rms", "batch"),
-        ),
-    )
-    norm_epsilon: float = dataclasses.field(
-        default=1e-5,
-        metadata=fields.about(
-            "Number that norms add to the variance, or to the mean square.",
-            least=fields.TINY,
-            most=_MAX_EPSILON,
-        ),
-    )
-    embedding_norm: bool = dataclasses.field(
-        default=True, metadata=fields.about("Whether one more norm follows the embedding. GPT-2 has none.")
-    )
-    biases: bool = dataclasses.field(
-        default=False,
-        metadata=fields.about(
-            "Whether projections have biases, except those of decays and rotation rates. GPT-2 and StarCoder2 have "
-            "biases."
-        ),
-    )
-    tied_head: bool = dataclasses.field(
-        default=True,
-        metadata=fields.about(
-            "Whether logits are products with the embedding. If false, they are products with a second table, as in "
-            "the larger Llama and Qwen models. Not used by a model of images."
-        ),
-    )
-    patch_size: int | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Side of the square patches that an image model embeds. If none, the model embeds `vocab_size` "
-            "tokens.",
-            least=1,
-        ),
-    )
-    dtype: str = dataclasses.field(
-        default="bfloat16",
-        metadata=fields.about(
-            "Dtype of the matrix products; parameters are float32. A dtype such as `jnp.bfloat16` is "
-            "accepted, and the field holds its name.",
-            choices=DTYPES,
-        )
-        | fields.may_differ(fields.Occasion.INITIAL_DECODER, fields.Occasion.INITIAL_ENCODER),
-    )
-    state_dtype: str = dataclasses.field(
-        default="float32",
-        metadata=fields.about(
-            "Dtype in which recurrent states are stored between calls: the sums of values, and the keys and values of "
-            "the exact window. They are computed in float32. bfloat16 halves the memory of a state, and rounds it each "
-            "time that it is updated.",
-            choices=DTYPES,
-        )
-        | fields.may_differ(
+    state_dtype: str = fields.setting(
+        "float32",
+        "Dtype in which recurrent states are stored between calls: the sums of values, and the keys and values of the "
+        "exact window. They are computed in float32. bfloat16 halves the memory of a state, and rounds it each time "
+        "that it is updated.",
+        choices=DTYPES,
+        may_differ=(
             fields.Occasion.RESUME,
             fields.Occasion.INITIAL_DECODER,
             fields.Occasion.INITIAL_ENCODER,
         ),
     )
-    remat: str = dataclasses.field(
-        default="none",
-        metadata=fields.about(
-            "Values that are saved for the backward pass; all others are recomputed. `none` saves all values, or "
-            "those of `elementwise` if layers are scanned. `elementwise` saves all but the results of elementwise "
-            "functions. "
-            "`attention` saves the input of each block and the output of its attention, so that attention "
-            "itself is not recomputed. `full` saves only the input of each block. This changes memory and "
-            "time, not the model.",
-            choices=REMATS,
-        )
-        | fields.may_differ(
+    remat: str = fields.setting(
+        "none",
+        "Values that are saved for the backward pass; all others are recomputed. `none` saves all values, or those of "
+        "`elementwise` if layers are scanned. `elementwise` saves all but the results of elementwise functions. "
+        "`attention` saves the input of each block and the output of its attention, so that attention itself is not "
+        "recomputed. `full` saves only the input of each block. This changes memory and time, not the model.",
+        choices=REMATS,
+        may_differ=(
             fields.Occasion.RESUME,
             fields.Occasion.INITIAL_DECODER,
             fields.Occasion.INITIAL_ENCODER,
             fields.Occasion.SAVED_STATE,
         ),
     )
-    attention_pattern: tuple[str, ...] = dataclasses.field(
-        default=(),
-        metadata=fields.about(
-            "Preset of each layer in order, such as `3*conformal,softmax`; the list repeats up to the last layer. A "
-            "preset replaces the fields of `attention` that it sets, at least kernel, decay and position. `shared` is "
-            "`attention` unchanged. If empty, all layers are `shared`."
-        )
-        | fields.may_differ(fields.Occasion.INITIAL_DECODER),
+    attention_pattern: tuple[str, ...] = fields.setting(
+        (),
+        "Preset of each layer in order, such as `3*conformal,softmax`; the list repeats up to the last layer. A preset "
+        "replaces the fields of `attention` that it sets, at least kernel, decay and position. `shared` is `attention` "
+        "unchanged. If empty, all layers are `shared`.",
+        may_differ=(fields.Occasion.INITIAL_DECODER,),
     )
     attention: attention_lib.AttentionConfig = dataclasses.field(
         default_factory=attention_lib.AttentionConfig,
-        metadata=fields.may_differ(fields.Occasion.INITIAL_DECODER),
+        metadata={"may_differ": (fields.Occasion.INITIAL_DECODER,)},
     )
 
     def __post_init__(self):
@@ -215,7 +182,17 @@ class ModelConfig:
         """Attention of each layer."""
         if not self.attention_pattern:
             return (self.attention,) * self.layers
-        names = [name for item in self.attention_pattern for name in _expand(item, self.layers)]
+        names: list[str] = []
+        for item in self.attention_pattern:  # such as `softmax` or `3*conformal`
+            count, star, name = item.rpartition("*")
+            # No more than ten digits are read: Python refuses the longest numbers.
+            number = int(count) if count.strip().isdecimal() and len(count.strip()) <= 10 else 0
+            if star and not 1 <= number <= self.layers:
+                raise ValueError(
+                    f"model.attention_pattern has {item[:60]!r}; before `*` is the number of layers, from 1 to "
+                    f"{self.layers}"
+                )
+            names += [name.strip()] * (number if star else 1)
         if len(names) > self.layers:
             raise ValueError(
                 f"model.attention_pattern has {len(names)} layers and the model {self.layers}; shorten the pattern or "
@@ -257,18 +234,6 @@ class ModelConfig:
     def longest_document(self) -> int | None:
         """Tokens of the longest document that the positions support; None if unlimited."""
         return None if self.added_position is None else self.added_position[1]
-
-
-def _expand(item: str, limit: int) -> list[str]:
-    """Returns the presets of an item of a pattern, such as `softmax` or `3*conformal`."""
-    count, star, name = item.rpartition("*")
-    # No more than ten digits are read: Python refuses the longest numbers.
-    number = int(count) if count.strip().isdecimal() and len(count.strip()) <= 10 else 0
-    if star and not 1 <= number <= limit:
-        raise ValueError(
-            f"model.attention_pattern has {item[:60]!r}; before `*` is the number of layers, from 1 to {limit}"
-        )
-    return [name.strip()] * (number if star else 1)
 
 
 _LLAMA: dict[str, Any] = {"norm": "rms", "activation": "swiglu", "embedding_norm": False}

@@ -39,119 +39,86 @@ class OptimizerConfig:
     A setting that the optimizer does not read must have its default.
     """
 
-    name: str = dataclasses.field(default="adam", metadata=fields.about("Optimizer.", choices=OPTIMIZERS))
-    learning_rate: float = dataclasses.field(
-        default=6e-4, metadata=fields.about("Learning rate after the warmup.", least=0)
+    name: str = fields.setting("adam", "Optimizer.", choices=OPTIMIZERS)
+    learning_rate: float = fields.setting(6e-4, "Learning rate after the warmup.", least=0)
+    b1: float | None = fields.setting(
+        None,
+        "Decay of the mean of gradients, in [0, 1). For `sgd`, the momentum. For `schedule_free`, the weight of the "
+        "average in the parameters that gradients are taken at. If none, 0.9, and 0 for `adafactor`.",
+        derived="mean_decay",
+        least=0,
+        below=1,
     )
-    b1: float | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Decay of the mean of gradients, in [0, 1). For `sgd`, the momentum. For `schedule_free`, the weight of "
-            "the average in the parameters that gradients are taken at. If none, 0.9, and 0 for `adafactor`.",
-            derived="mean_decay",
-            least=0,
-            below=1,
-        ),
+    b2: float | None = fields.setting(
+        None,
+        "Decay of the mean of squared gradients, in [0, 1); for `lion`, of the mean of gradients that is kept. If "
+        "none, 0.999, and 0.99 for `lion`. Not for `adafactor` and `sgd`.",
+        derived="square_decay",
+        least=0,
+        below=1,
     )
-    b2: float | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Decay of the mean of squared gradients, in [0, 1); for `lion`, of the mean of gradients that is kept. "
-            "If none, 0.999, and 0.99 for `lion`. Not for `adafactor` and `sgd`.",
-            derived="square_decay",
-            least=0,
-            below=1,
-        ),
+    epsilon: float | None = fields.setting(
+        None,
+        "Number that is added to the root of the mean square; for `adafactor`, to squared gradients. If none, 1e-8, "
+        "and 1e-30 for `adafactor`. Not for `lion` and `sgd`.",
+        derived="added_epsilon",
+        least=fields.TINY,
     )
-    epsilon: float | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Number that is added to the root of the mean square; for `adafactor`, to squared gradients. If none, "
-            "1e-8, and 1e-30 for `adafactor`. Not for `lion` and `sgd`.",
-            derived="added_epsilon",
-            # With an epsilon of 0, a gradient of 0 would be divided by 0.
-            least=fields.TINY,
-        ),
+    momentum: float = fields.setting(
+        0.95, "Decay of the mean of gradients of the matrices that `muon` orthogonalizes.", least=0, below=1
     )
-    momentum: float = dataclasses.field(
-        default=0.95,
-        metadata=fields.about(
-            "Decay of the mean of gradients of the matrices that `muon` orthogonalizes.", least=0, below=1
-        ),
+    schedule: str = fields.setting(
+        "constant",
+        "Shape of the learning rate after the warmup. `cosine` is a half cosine and `linear` a straight line, both "
+        "down to `final_fraction`. `inverse_sqrt` falls as 1 / sqrt(step). `wsd` is constant and at the end a straight "
+        "line down to `final_fraction`.",
+        choices=SCHEDULES,
     )
-    schedule: str = dataclasses.field(
-        default="constant",
-        metadata=fields.about(
-            "Shape of the learning rate after the warmup. `cosine` is a half cosine and `linear` a straight line, both "
-            "down to `final_fraction`. `inverse_sqrt` falls as 1 / sqrt(step). `wsd` is constant and at the end a "
-            "straight line down to `final_fraction`.",
-            choices=SCHEDULES,
-        ),
+    warmup_steps: int = fields.setting(
+        0, "Updates over which the learning rate rises linearly from 0.", least=0
     )
-    warmup_steps: int = dataclasses.field(
-        default=0,
-        metadata=fields.about("Updates over which the learning rate rises linearly from 0.", least=0),
+    final_fraction: float = fields.setting(
+        0.1,
+        "Final learning rate of the schedules `cosine`, `linear` and `wsd`, divided by `learning_rate`.",
+        least=0,
+        most=1,
     )
-    final_fraction: float = dataclasses.field(
-        default=0.1,
-        metadata=fields.about(
-            "Final learning rate of the schedules `cosine`, `linear` and `wsd`, divided by `learning_rate`.",
-            least=0,
-            most=1,
-        ),
+    decay_fraction: float = fields.setting(
+        0.1, "Last fraction of `training.steps`, over which the schedule `wsd` falls.", least=0, most=1
     )
-    decay_fraction: float = dataclasses.field(
-        default=0.1,
-        metadata=fields.about(
-            "Last fraction of `training.steps`, over which the schedule `wsd` falls.", least=0, most=1
-        ),
+    weight_decay: float = fields.setting(
+        0.0,
+        "Decoupled weight decay, applied to matrices only. An update subtracts the learning rate times this times the "
+        "parameter. Not for `adam`.",
+        least=0,
     )
-    weight_decay: float = dataclasses.field(
-        default=0.0,
-        metadata=fields.about(
-            "Decoupled weight decay, applied to matrices only. An update subtracts the learning rate times this "
-            "times the parameter. Not for `adam`.",
-            least=0,
-        ),
+    clip_norm: float | None = fields.setting(
+        None,
+        "Global norm that gradients are scaled down to if theirs is larger. If none, they are not clipped.",
+        least=fields.TINY,
     )
-    clip_norm: float | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Global norm that gradients are scaled down to if theirs is larger. If none, they are not clipped.",
-            least=fields.TINY,
-        ),
+    learning_rate_factors: tuple[str, ...] = fields.setting(
+        (),
+        "Factors of the learning rate, as PATTERN=FACTOR, for the parameters whose names match, such as "
+        "`*.attention.rate.kernel=0.1`. `*` matches any text. A factor of 0 keeps them as they are. A parameter that "
+        "matches several patterns has the product of their factors.",
     )
-    learning_rate_factors: tuple[str, ...] = dataclasses.field(
-        default=(),
-        metadata=fields.about(
-            "Factors of the learning rate, as PATTERN=FACTOR, for the parameters whose names match, such as "
-            "`*.attention.rate.kernel=0.1`. `*` matches any text. A factor of 0 keeps them as they are. A parameter "
-            "that matches several patterns has the product of their factors."
-        ),
+    ema_decay: float | None = fields.setting(
+        None,
+        "Decay of an exponential moving average of the parameters, in (0, 1). Everything except training then uses the "
+        "average: held-out metrics, `sympow eval`, generation, exports and `task.initial_run`. If none, there is no "
+        "average.",
+        above=0,
+        below=1,
     )
-    ema_decay: float | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Decay of an exponential moving average of the parameters, in (0, 1). Everything except training then "
-            "uses the average: held-out metrics, `sympow eval`, generation, exports and `task.initial_run`. If "
-            "none, there is no average.",
-            above=0,
-            below=1,
-        ),
+    z_loss: float = fields.setting(
+        0.0,
+        "Coefficient of the mean squared log-normalizer of the predicted tokens, which is added to the training loss; "
+        "PaLM's is 1e-4.",
+        least=0,
     )
-    z_loss: float = dataclasses.field(
-        default=0.0,
-        metadata=fields.about(
-            "Coefficient of the mean squared log-normalizer of the predicted tokens, which is added to the training "
-            "loss; PaLM's is 1e-4.",
-            least=0,
-        ),
-    )
-    accumulate: int = dataclasses.field(
-        default=1,
-        metadata=fields.about(
-            "Micro-batches per update. `data.batch_tokens` counts the tokens of an update.", least=1
-        ),
+    accumulate: int = fields.setting(
+        1, "Micro-batches per update. `data.batch_tokens` counts the tokens of an update.", least=1
     )
 
     def __post_init__(self):

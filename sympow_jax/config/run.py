@@ -10,63 +10,47 @@ from sympow_jax.config import task as task_lib
 
 __all__ = ["Config", "EvaluationConfig", "ShardingConfig", "TrainingConfig"]
 
-_ON_RESUME = fields.may_differ(fields.Occasion.RESUME)
+_ON_RESUME = (fields.Occasion.RESUME,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """Length of training, and the frequency of logs and checkpoints."""
 
-    steps: int = dataclasses.field(
-        default=100_000, metadata=fields.about("Number of updates.", least=1) | _ON_RESUME
+    steps: int = fields.setting(100_000, "Number of updates.", least=1, may_differ=_ON_RESUME)
+    seed: int = fields.setting(0, "Seed of the initial parameters.", least=0, below=fields.SEEDS)
+    log_every: int = fields.setting(10, "Steps between logged metrics.", least=1, may_differ=_ON_RESUME)
+    checkpoint_every: int = fields.setting(1000, "Steps between checkpoints.", least=1, may_differ=_ON_RESUME)
+    keep_checkpoints: int = fields.setting(
+        3, "Number of newest checkpoints that are not deleted.", least=1, may_differ=_ON_RESUME
     )
-    seed: int = dataclasses.field(
-        default=0, metadata=fields.about("Seed of the initial parameters.", least=0, below=fields.SEEDS)
+    scan_layers: bool | None = fields.setting(
+        None,
+        "Whether an update runs the layers as a loop, which is compiled once, instead of one after another. None: from "
+        "16 layers on.",
+        may_differ=_ON_RESUME,
     )
-    log_every: int = dataclasses.field(
-        default=10, metadata=fields.about("Steps between logged metrics.", least=1) | _ON_RESUME
+    profile_steps: tuple[int, ...] = fields.setting(
+        (),
+        "First and last step, counted from 1, that JAX's profiler traces into the workdir's `profile`.",
+        may_differ=_ON_RESUME,
     )
-    checkpoint_every: int = dataclasses.field(
-        default=1000, metadata=fields.about("Steps between checkpoints.", least=1) | _ON_RESUME
+    skip_nonfinite: bool = fields.setting(
+        False,
+        "Whether an update whose loss or gradients are not finite is skipped: it leaves parameters and optimizer state "
+        "as they were. Otherwise, the run ends.",
+        may_differ=_ON_RESUME,
     )
-    keep_checkpoints: int = dataclasses.field(
-        default=3,
-        metadata=fields.about("Number of newest checkpoints that are not deleted.", least=1) | _ON_RESUME,
+    max_skips: int = fields.setting(
+        10,
+        "Number of updates that are skipped in a row at which the run ends.",
+        least=1,
+        may_differ=_ON_RESUME,
     )
-    scan_layers: bool | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Whether an update runs the layers as a loop, which is compiled once, instead of one after another. "
-            "None: from 16 layers on."
-        )
-        | _ON_RESUME,
-    )
-    profile_steps: tuple[int, ...] = dataclasses.field(
-        default=(),
-        metadata=fields.about(
-            "First and last step, counted from 1, that JAX's profiler traces into the workdir's `profile`."
-        )
-        | _ON_RESUME,
-    )
-    skip_nonfinite: bool = dataclasses.field(
-        default=False,
-        metadata=fields.about(
-            "Whether an update whose loss or gradients are not finite is skipped: it leaves parameters and optimizer "
-            "state as they were. Otherwise, the run ends."
-        )
-        | _ON_RESUME,
-    )
-    max_skips: int = dataclasses.field(
-        default=10,
-        metadata=fields.about("Number of updates that are skipped in a row at which the run ends.", least=1)
-        | _ON_RESUME,
-    )
-    wandb_project: str | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Weights & Biases project that metrics are also sent to; needs the extra `wandb`."
-        )
-        | _ON_RESUME,
+    wandb_project: str | None = fields.setting(
+        None,
+        "Weights & Biases project that metrics are also sent to; needs the extra `wandb`.",
+        may_differ=_ON_RESUME,
     )
 
     def __post_init__(self):
@@ -86,31 +70,22 @@ class TrainingConfig:
 class ShardingConfig:
     """Sizes of the mesh axes, whose product must be the number of devices."""
 
-    data: int | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Number of shards of the rows of a batch. If none, the devices that the other axes leave.",
-            least=1,
-        ),
+    data: int | None = fields.setting(
+        None,
+        "Number of shards of the rows of a batch. If none, the devices that the other axes leave.",
+        least=1,
     )
-    fsdp: int = dataclasses.field(
-        default=1,
-        metadata=fields.about(
-            "Number of shards of the rows, and also of parameters and optimizer state, which are gathered layer by "
-            "layer.",
-            least=1,
-        ),
+    fsdp: int = fields.setting(
+        1,
+        "Number of shards of the rows, and also of parameters and optimizer state, which are gathered layer by layer.",
+        least=1,
     )
-    tensor: int = dataclasses.field(
-        default=1,
-        metadata=fields.about(
-            "Number of shards of heads, of the hidden units of feed-forward layers and of the vocabulary.",
-            least=1,
-        ),
+    tensor: int = fields.setting(
+        1,
+        "Number of shards of heads, of the hidden units of feed-forward layers and of the vocabulary.",
+        least=1,
     )
-    context: int = dataclasses.field(
-        default=1, metadata=fields.about("Number of shards of the sequence.", least=1)
-    )
+    context: int = fields.setting(1, "Number of shards of the sequence.", least=1)
 
     def __post_init__(self):
         fields.validate(self, "sharding")
@@ -123,34 +98,24 @@ class EvaluationConfig:
     At the end, a decoder is evaluated by context length, and a model of another task on its held-out rows.
     """
 
-    every: int | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Steps between losses, and accuracies of `classification`, on a fixed batch of held-out rows, during "
-            "training. If none, a tenth of `training.steps`. 0 turns them off.",
-            least=0,
-        ),
+    every: int | None = fields.setting(
+        None,
+        "Steps between losses, and accuracies of `classification`, on a fixed batch of held-out rows, during training. "
+        "If none, a tenth of `training.steps`. 0 turns them off.",
+        least=0,
     )
-    context_lengths: tuple[int, ...] | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Increasing context lengths of the evaluation of a decoder at the end of training, in tokens. If none, "
-            "powers of two up to four times `data.context_length`, as far as held-out documents reach. () turns it "
-            "off."
-        ),
+    context_lengths: tuple[int, ...] | None = fields.setting(
+        None,
+        "Increasing context lengths of the evaluation of a decoder at the end of training, in tokens. If none, powers "
+        "of two up to four times `data.context_length`, as far as held-out documents reach. () turns it off.",
     )
-    prompts: tuple[str, ...] = dataclasses.field(
-        default=(),
-        metadata=fields.about(
-            "Prompts that the model continues at each of these steps, for TensorBoard's texts. For decoders of "
-            "bytes, on one device."
-        ),
+    prompts: tuple[str, ...] = fields.setting(
+        (),
+        "Prompts that the model continues at each of these steps, for TensorBoard's texts. For decoders of bytes, on "
+        "one device.",
     )
-    documents: int = dataclasses.field(
-        default=64,
-        metadata=fields.about(
-            "Maximum number of held-out documents, the same documents at every length.", least=1
-        ),
+    documents: int = fields.setting(
+        64, "Maximum number of held-out documents, the same documents at every length.", least=1
     )
 
     def __post_init__(self):
@@ -177,166 +142,153 @@ class Config:
         default_factory=optimizer_lib.OptimizerConfig
     )
     training: TrainingConfig = dataclasses.field(default_factory=TrainingConfig)
-    sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig, metadata=_ON_RESUME)
-    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig, metadata=_ON_RESUME)
+    sharding: ShardingConfig = dataclasses.field(
+        default_factory=ShardingConfig, metadata={"may_differ": _ON_RESUME}
+    )
+    evaluation: EvaluationConfig = dataclasses.field(
+        default_factory=EvaluationConfig, metadata={"may_differ": _ON_RESUME}
+    )
 
     def __post_init__(self):
         fields.validate(self)
-        if self.data.batch_size % self.optimizer.accumulate:
-            raise ValueError(
-                f"optimizer.accumulate is {self.optimizer.accumulate} and does not divide the "
-                f"{self.data.batch_size} rows of a batch"
-            )
-        self._check_optimizer()
-        self._check_task()
-        self._check_pairs()
-        self._check_images()
-        self._check_tensor()
-        self._check_context()
-        self._check_documents()
+        data, model, optimizer, task, steps = (
+            self.data,
+            self.model,
+            self.optimizer,
+            self.task,
+            self.training.steps,
+        )
+        named = f"task.name is {task.name!r}"
+        context, tensor = self.sharding.context, self.sharding.tensor
+        falling = round(optimizer.decay_fraction * steps)
+        side = model.patch_size
+        patches = (data.image_size // (side or 1)) ** 2
+        added = model.added_position
+        own = model.original.added_position if task.replaces_attention else added
+        sizes = {
+            "model.kv_heads": model.num_kv_heads,
+            "model.heads": model.heads,
+            "the hidden width of feed-forward layers": model.hidden_width,
+            "model.vocab_size": model.vocab_size,
+        }
+        channels = next((x.decay for x in model.attentions if x.decay_kind.per_channel), None)
+        longest = model.longest_document
+        checks.refuse(
+            (
+                data.batch_size % optimizer.accumulate,
+                f"optimizer.accumulate is {optimizer.accumulate} and does not divide the {data.batch_size} rows of a "
+                f"batch",
+            ),
+            (
+                optimizer.z_loss and task.predicted is not task_lib.Predicted.TOKEN,
+                f"{named} and optimizer.z_loss {optimizer.z_loss}; it is for tasks that predict tokens: leave it out",
+            ),
+            (
+                optimizer.schedule == "wsd" and optimizer.warmup_steps + falling > steps,
+                f"optimizer.warmup_steps is {optimizer.warmup_steps} and optimizer.decay_fraction "
+                f"{optimizer.decay_fraction}, {falling} updates, but training.steps is {steps}; lower one of the two",
+            ),
+            # Tasks and attention.
+            (
+                model.attention.causal != task.is_causal,
+                f"{named} and model.attention.causal {model.attention.causal}; to predict the next token or to match "
+                f"such attention, attention must be causal, for any other task it must not",
+            ),
+            (
+                task.is_causal and model.norm == "batch",
+                f"{named} and model.norm 'batch'; means over a batch show a position those that follow it: use "
+                f"'layer'",
+            ),
+            (
+                task.replaces_attention and not model.replaced_layers,
+                f"{named}, but every layer has model.attention; name the new attention in model.attention_pattern, "
+                f"such as conformal",
+            ),
+            (
+                task.replaces_attention and task.initial_run is None,
+                f"{named} and task.initial_run none; name the run whose attention is replaced",
+            ),
+            (
+                task.replaces_attention and added != own,
+                f"{named}, and the new attention adds positions {added and added[0]!r} to the embedding where the "
+                f"original adds {own and own[0]!r}; use a preset with the same, or train without this stage",
+            ),
+            (
+                data.heldout_names and task.outputs is None,
+                f"{named} and data.heldout_names {data.heldout_names}; parts of held-out data are for tasks with "
+                f"labels: leave the names out",
+            ),
+            (
+                not task.is_language_model and self.evaluation.context_lengths,
+                f"{named} and evaluation.context_lengths {self.evaluation.context_lengths}; losses by position are of "
+                f"decoders: leave them out",
+            ),
+            # Pairs of texts.
+            (
+                task.dual_encoder and (data.source != "tsv" or len(data.text_columns) != 2),
+                f"task.dual_encoder is True, data.source {data.source!r} and data.text_columns {data.text_columns}; "
+                f"a dual encoder needs source 'tsv' and the names of two columns of text",
+            ),
+            (
+                task.dual_encoder and data.context_length % 2,
+                f"task.dual_encoder is True and data.context_length {data.context_length}; each of two texts has half "
+                f"of a row: use an even number",
+            ),
+            # Images.
+            (
+                (data.source == "images" and not data.image_tokens) != (side is not None),
+                f"data.source is {data.source!r}, data.image_tokens {data.image_tokens} and model.patch_size {side}; "
+                f"arrays of images have patches, and tokens have none",
+            ),
+            (
+                side is not None and task.outputs is None,
+                f"{named} and model.patch_size {side}; images have classes or numbers, not tokens",
+            ),
+            (
+                side is not None and (data.image_size % side or data.context_length != patches),
+                f"data.image_size is {data.image_size}, model.patch_size {side} and data.context_length "
+                f"{data.context_length}; the patches must divide the image, and their number be the context length",
+            ),
+            # Meshes.
+            *(
+                (
+                    size % tensor,
+                    f"sharding.tensor is {tensor} and does not divide {name}, {size}; use a divisor of it",
+                )
+                for name, size in sizes.items()
+            ),
+            (
+                context > 1 and not task.is_causal,
+                f"{named} and sharding.context {context}; the sequence is divided for causal attention alone: use "
+                f"sharding.data, sharding.fsdp or sharding.tensor",
+            ),
+            (
+                data.context_length % context,
+                f"sharding.context is {context} and does not divide data.context_length {data.context_length}; use a "
+                f"divisor of it",
+            ),
+            (
+                context > 1 and channels is not None,
+                f"sharding.context is {context} and attention.decay {channels!r}; gates by channel cannot divide the "
+                f"sequence over devices: set sharding.context=1, or use decay 'learned'",
+            ),
+            (
+                context > 1 and model.attention.implementation == "reference",
+                f"sharding.context is {context} and attention.implementation 'reference', which cannot divide the "
+                f"sequence over devices; leave it unset or set sharding.context=1",
+            ),
+            # A document may fill its row, and a traced model cannot check documents: beyond the table its outputs are
+            # NaN.
+            (
+                longest is not None and data.context_length > longest,
+                f"data.context_length is {data.context_length} and model.attention.max_document_length {longest}; a "
+                f"document of a row may not be longer than the learned positions: set "
+                f"max_document_length={data.context_length}, or use another position",
+            ),
+        )
 
     @property
     def heldout_every(self) -> int:
         """Steps between evaluations on a held-out batch; 0 if they are off."""
         every = self.evaluation.every
         return max(1, self.training.steps // 10) if every is None else every
-
-    def _check_optimizer(self):
-        optimizer, steps = self.optimizer, self.training.steps
-        if optimizer.z_loss and self.task.predicted is not task_lib.Predicted.TOKEN:
-            raise ValueError(
-                f"optimizer.z_loss is {optimizer.z_loss} and task.name {self.task.name!r}; it is for tasks that "
-                f"predict tokens: leave it out"
-            )
-        falling = round(optimizer.decay_fraction * steps)
-        if optimizer.schedule == "wsd" and optimizer.warmup_steps + falling > steps:
-            raise ValueError(
-                f"optimizer.warmup_steps is {optimizer.warmup_steps} and optimizer.decay_fraction "
-                f"{optimizer.decay_fraction}, {falling} updates, but training.steps is {steps}; lower one of the two"
-            )
-
-    def _check_task(self):
-        task, model = self.task.name, self.model
-        if model.attention.causal != self.task.is_causal:
-            raise ValueError(
-                f"model.attention.causal is {model.attention.causal} and task.name {task!r}; to predict the next token "
-                f"or to match such attention, attention must be causal, for any other task it must not"
-            )
-        if self.task.is_causal and model.norm == "batch":
-            raise ValueError(
-                f"model.norm is 'batch' and task.name {task!r}; means over a batch show a position those that follow "
-                f"it: use 'layer'"
-            )
-        if self.task.replaces_attention:
-            if not model.replaced_layers:
-                raise ValueError(
-                    f"task.name is {task!r}, but every layer has model.attention; name the new attention in "
-                    f"model.attention_pattern, such as conformal"
-                )
-            if self.task.initial_run is None:
-                raise ValueError(
-                    f"task.name is {task!r} and task.initial_run none; name the run whose attention is replaced"
-                )
-            added, own = model.added_position, model.original.added_position
-            if added != own:
-                raise ValueError(
-                    f"task.name is {task!r}, and the new attention adds positions "
-                    f"{added and added[0]!r} to the embedding where the original adds {own and own[0]!r}; "
-                    f"use a preset with the same, or train without this stage"
-                )
-        if self.data.heldout_names and self.task.outputs is None:
-            raise ValueError(
-                f"data.heldout_names is {self.data.heldout_names} and task.name {task!r}; parts of held-out data are "
-                f"for tasks with labels: leave the names out"
-            )
-        if not self.task.is_language_model and self.evaluation.context_lengths:
-            raise ValueError(
-                f"evaluation.context_lengths is {self.evaluation.context_lengths} and task.name {task!r}; losses by "
-                f"position are of decoders: leave them out"
-            )
-
-    def _check_pairs(self):
-        data = self.data
-        if not self.task.dual_encoder:
-            return
-        if data.source != "tsv" or len(data.text_columns) != 2:
-            raise ValueError(
-                f"task.dual_encoder is True, data.source {data.source!r} and data.text_columns {data.text_columns}; "
-                f"a dual encoder needs source 'tsv' and the names of two columns of text"
-            )
-        if data.context_length % 2:
-            raise ValueError(
-                f"task.dual_encoder is True and data.context_length {data.context_length}; each of two texts has half "
-                f"of a row: use an even number"
-            )
-
-    def _check_images(self):
-        data, model = self.data, self.model
-        side = model.patch_size
-        are_arrays = data.source == "images" and not data.image_tokens
-        if are_arrays != (side is not None):
-            raise ValueError(
-                f"data.source is {data.source!r}, data.image_tokens {data.image_tokens} and model.patch_size {side}; "
-                f"arrays of images have patches, and tokens have none"
-            )
-        if side is None:
-            return
-        if self.task.outputs is None:
-            raise ValueError(
-                f"model.patch_size is {side} and task.name {self.task.name!r}; images have classes or numbers, not "
-                f"tokens"
-            )
-        patches = (data.image_size // side) ** 2
-        if data.image_size % side or data.context_length != patches:
-            raise ValueError(
-                f"data.image_size is {data.image_size}, model.patch_size {side} and data.context_length "
-                f"{data.context_length}; the patches must divide the image, and their number be the context length"
-            )
-
-    def _check_tensor(self):
-        tensor, model = self.sharding.tensor, self.model
-        divided = {
-            "model.kv_heads": model.num_kv_heads,
-            "model.heads": model.heads,
-            "the hidden width of feed-forward layers": model.hidden_width,
-            "model.vocab_size": model.vocab_size,
-        }
-        for name, size in divided.items():
-            if size % tensor:
-                raise ValueError(
-                    f"sharding.tensor is {tensor} and does not divide {name}, {size}; use a divisor of it"
-                )
-
-    def _check_context(self):
-        context, length = self.sharding.context, self.data.context_length
-        channels = next((x for x in self.model.attentions if x.decay_kind.per_channel), None)
-        if context > 1 and not self.task.is_causal:
-            raise ValueError(
-                f"sharding.context is {context} and task.name {self.task.name!r}; the sequence is divided for causal "
-                f"attention alone: use sharding.data, sharding.fsdp or sharding.tensor"
-            )
-        if length % context:
-            raise ValueError(
-                f"sharding.context is {context} and does not divide data.context_length {length}; "
-                f"use a divisor of it"
-            )
-        if context > 1 and channels is not None:
-            raise ValueError(
-                f"sharding.context is {context} and attention.decay {channels.decay!r}; gates by channel cannot "
-                f"divide the sequence over devices: set sharding.context=1, or use decay 'learned'"
-            )
-        if context > 1 and self.model.attention.implementation == "reference":
-            raise ValueError(
-                "attention.implementation 'reference' cannot divide the sequence over devices; "
-                "leave it unset or set sharding.context=1"
-            )
-
-    def _check_documents(self):
-        length, longest = self.data.context_length, self.model.longest_document
-        # A document may fill its row, and a traced model cannot check documents: beyond the table its outputs are NaN.
-        if longest is not None and length > longest:
-            raise ValueError(
-                f"data.context_length is {length} and model.attention.max_document_length {longest}; a document of a "
-                f"row may not be longer than the learned positions: set max_document_length={length}, or use another "
-                f"position"
-            )

@@ -15,8 +15,6 @@ from sympow_jax.config import fields
 
 __all__ = ["differences", "flatten", "from_dict", "parse_object", "read_object", "require_file"]
 
-# Levels of the JSON that is read. What this project writes has 5; deeper values would exhaust the stack elsewhere.
-_LEVELS = 32
 # Bytes of a file of JSON. An index of the largest published models has 20 MB.
 _BYTES = 1 << 26
 
@@ -70,8 +68,8 @@ def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
     if unknown := sorted(set(values) - set(hints)):
         message = f"{kind.__name__} has no {spelling.listed(unknown)}; it has {', '.join(hints)}"
         raise ValueError(spelling.cut(message, spelling.LINE))
-    needed = (x.name for x in dataclasses.fields(kind) if _has_no_default(x))
-    if missing := [name for name in needed if name not in values]:
+    needed = [x for x in dataclasses.fields(kind) if x.default is x.default_factory is dataclasses.MISSING]
+    if missing := [field.name for field in needed if field.name not in values]:
         raise ValueError(f"{kind.__name__} lacks {', '.join(missing)}")
     built = {
         name: from_dict(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
@@ -94,19 +92,9 @@ def parse_object(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"it is not JSON: {spelling.cut(str(error), 120)}") from error
     except RecursionError:
-        raise ValueError(f"its JSON has more than {_LEVELS} levels") from None
+        raise ValueError("its JSON has too many levels") from None
     if not isinstance(value, dict):
         raise ValueError("it has no JSON object, which begins with {")
-    level: list[Any] = [value]
-    for _ in range(_LEVELS):
-        level = [
-            below
-            for node in level
-            if isinstance(node, dict | list)
-            for below in (node.values() if isinstance(node, dict) else node)
-        ]
-    if level:
-        raise ValueError(f"its JSON has more than {_LEVELS} levels")
     return value
 
 
@@ -132,7 +120,3 @@ def require_file(path: str | os.PathLike[str]) -> None:
         mode = os.stat(path).st_mode
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise ValueError(f"{path} is a pipe or a device; put a file in its place, or remove it")
-
-
-def _has_no_default(field: dataclasses.Field) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING

@@ -47,44 +47,32 @@ TASKS = {
 class TaskConfig:
     """Quantity that a model is trained to predict."""
 
-    name: str = dataclasses.field(
-        default="next_token",
-        metadata=fields.about(
-            "Task. `next_token` trains a decoder. `match_attention` trains those layers of a decoder whose preset in "
-            "`model.attention_pattern` is not `shared` to give the outputs of `model.attention`, which they replace. "
-            "The others train an encoder, which sees the whole row: "
-            "`masked_token`, `classification` (the class of a row, one of `classes`) and `regression` (a "
-            "number per row).",
-            choices=tuple(TASKS),
-        ),
+    name: str = fields.setting(
+        "next_token",
+        "Task. `next_token` trains a decoder. `match_attention` trains those layers of a decoder whose preset in "
+        "`model.attention_pattern` is not `shared` to give the outputs of `model.attention`, which they replace. The "
+        "others train an encoder, which sees the whole row: `masked_token`, `classification` (the class of a row, one "
+        "of `classes`) and `regression` (a number per row).",
+        choices=tuple(TASKS),
     )
-    classes: int | None = dataclasses.field(
-        default=None, metadata=fields.about("Number of classes of `classification`.")
+    classes: int | None = fields.setting(None, "Number of classes of `classification`.")
+    dual_encoder: bool = fields.setting(
+        False,
+        "Whether the two texts of a row of `tsv` are encoded independently, as in the Long Range Arena's retrieval, "
+        "and classified by their means, the product and the difference of these. Otherwise the texts are joined and "
+        "encoded as one.",
     )
-    dual_encoder: bool = dataclasses.field(
-        default=False,
-        metadata=fields.about(
-            "Whether the two texts of a row of `tsv` are encoded independently, as in the Long Range Arena's "
-            "retrieval, and classified by their means, the product and the difference of these. Otherwise the "
-            "texts are joined and encoded as one."
-        ),
+    mask_token: int | None = fields.setting(
+        None,
+        "Id of the mask. If none, the last id of the vocabulary. `masked_token` predicts 15% of the tokens. Of these, "
+        "80% are replaced by the mask, 10% by a random token, and 10% are unchanged (Devlin et al. 2019). They are "
+        "drawn anew each epoch (Liu et al. 2019).",
     )
-    mask_token: int | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Id of the mask. If none, the last id of the vocabulary. `masked_token` predicts 15% of the tokens. Of "
-            "these, 80% are replaced by the mask, 10% by a random token, and 10% are unchanged (Devlin et al. 2019). "
-            "They are drawn anew each epoch (Liu et al. 2019)."
-        ),
-    )
-    initial_run: str | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Workdir of a run whose last checkpoint initializes the model. If none, the model is initialized "
-            "at random. An encoder starts from an encoder and a decoder from a decoder, whose attention may "
-            "differ."
-        )
-        | fields.may_differ(fields.Occasion.HELDOUT_ROWS),
+    initial_run: str | None = fields.setting(
+        None,
+        "Workdir of a run whose last checkpoint initializes the model. If none, the model is initialized at random. An "
+        "encoder starts from an encoder and a decoder from a decoder, whose attention may differ.",
+        may_differ=(fields.Occasion.HELDOUT_ROWS,),
     )
 
     def __post_init__(self):

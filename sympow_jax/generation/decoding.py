@@ -126,7 +126,20 @@ class Program:
                 raise ValueError(f"{name} have dtype {array.dtype}; it must be an integer dtype")
         if not isinstance(lengths, jax.core.Tracer):
             _check_rows(self.config, tokens, np.asarray(lengths))
-            _check_places(self.config, np.asarray(lengths), initial_state)
+            longest = self.config.longest_document
+            # `require_state` refuses what is no state.
+            state = initial_state if isinstance(initial_state, models.DecoderState) else None
+            before = (
+                np.zeros_like(lengths) if state is None or state.position is None else state.position.position
+            )
+            if longest is not None and not isinstance(before, jax.core.Tracer):
+                before, counts = np.asarray(before), np.asarray(lengths)
+                if counts.size and before.shape == counts.shape and (before + counts).max() > longest:
+                    row = int((before + counts).argmax())
+                    raise ValueError(
+                        f"row {row} has {counts[row]} tokens after {before[row]} others, but the model's learned "
+                        f"positions end at {longest} tokens; shorten it"
+                    )
         if initial_state is None:
             initial_state = self.init_state(tokens.shape[0], max_length=max_length)
         with mesh_in_scope(self.leaves):
@@ -233,24 +246,6 @@ def _check_rows(config: configs.ModelConfig, tokens: Array | np.ndarray, lengths
         row, column = np.argwhere(wrong)[0]
         raise ValueError(
             f"token {array[row, column]} at position {column} of row {row} is not in the vocabulary of {vocab_size}"
-        )
-
-
-def _check_places(
-    config: configs.ModelConfig, lengths: np.ndarray, state: models.DecoderState | None
-) -> None:
-    longest = config.longest_document
-    # `require_state` refuses what is no state.
-    position = state.position if isinstance(state, models.DecoderState) else None
-    before = np.zeros_like(lengths) if position is None else position.position
-    if longest is None or isinstance(before, jax.core.Tracer):
-        return
-    before = np.asarray(before)
-    if lengths.size and before.shape == lengths.shape and (before + lengths).max() > longest:
-        row = int((before + lengths).argmax())
-        raise ValueError(
-            f"row {row} has {lengths[row]} tokens after {before[row]} others, but the model's learned positions end "
-            f"at {longest} tokens; shorten it"
         )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from sympow_jax import models, spelling
 from sympow_jax.array_types import Array, Bool, Float, Int, UInt32
+from sympow_jax.config import checks
 from sympow_jax.generation import batches, decoding
 from sympow_jax.generation import sampling as sampling_lib
 from sympow_jax.ops._shared import arguments
@@ -73,48 +74,70 @@ def generate(
             positions, or the seed is outside [0, 2^32). Later: logits are not finite.
     """
     prompts = token_rows(prompts)
-    if not prompts or min(map(len, prompts)) == 0:
-        raise ValueError(
-            "a prompt is empty; it needs at least one token" if prompts else "there is no prompt"
-        )
     max_tokens = arguments.check_integer("max_tokens", max_tokens, 1)
-    if max_tokens >= _POSITIONS:
-        raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1 and below {_POSITIONS}")
     seed = arguments.check_integer("seed", seed)
-    if not 0 <= seed < _SEEDS:
-        raise ValueError(f"seed is {seed}; it must be at least 0 and below {_SEEDS}")
     samples = arguments.check_integer("samples", samples, 1)
     block = arguments.check_integer("block", block, 1)
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    longest_prompt = int(lengths.max())
-    padded = (
-        longest_prompt if prompt_length is None else arguments.check_integer("prompt_length", prompt_length)
+    checks.refuse(
+        (not prompts, "there is no prompt"),
+        (not all(prompts), "a prompt is empty; it needs at least one token"),
+        (
+            max_tokens >= _POSITIONS,
+            f"max_tokens is {max_tokens}; it must be at least 1 and below {_POSITIONS}",
+        ),
+        (not 0 <= seed < _SEEDS, f"seed is {seed}; it must be at least 0 and below {_SEEDS}"),
     )
-    if padded < longest_prompt:
-        raise ValueError(
-            f"prompt_length is {padded}; it must be at least {longest_prompt}, the longest prompt"
-        )
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    longest = int(lengths.max())
+    padded = longest if prompt_length is None else arguments.check_integer("prompt_length", prompt_length)
+    places = model.config.longest_document
+    checks.refuse(
+        (padded < longest, f"prompt_length is {padded}; it must be at least {longest}, the longest prompt"),
+        (
+            places is not None and longest + max_tokens > places,
+            f"the longest prompt has {longest} tokens and max_tokens is {max_tokens}, but the model's learned "
+            f"positions end at {places} tokens; shorten one of them",
+        ),
+    )
+
+    # Room of KV caches at the beginning: for all tokens if one of them cannot be folded, else for as many as take less
+    # memory than the recurrent state, which replaces the caches then. None starts with recurrent states.
+    room: int | None = padded + -(-max_tokens // block) * block
+    limits = [limit for limit in model.kv_cache_lengths if limit is not None]
+    if len(limits) == len(model.kv_cache_lengths):
+        room = min(*limits, room) if padded + block <= min(limits) else None
+
     tokens = np.zeros((len(prompts), padded), np.int64)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
-    used = longest_prompt
-    longest = model.config.longest_document
-    if longest is not None and used + max_tokens > longest:
-        raise ValueError(
-            f"the longest prompt has {used} tokens and max_tokens is {max_tokens}, but the model's learned positions "
-            f"end at {longest} tokens; shorten one of them"
-        )
-    used = padded
-    total = used + -(-max_tokens // block) * block
-    room = _room(model.kv_cache_lengths, used + block, total)
     program = decoding.Program(model)
     logits, state = program.prefill(tokens, lengths, max_length=room)
-    seen = _seen(prompts, logits.shape[-1]) if sampling.uses_seen else None
+    seen = None
+    if sampling.uses_seen:
+        occurred = np.zeros(logits.shape, bool)
+        for row, prompt in enumerate(prompts):
+            occurred[row, prompt] = True
+        seen = jnp.asarray(occurred)
     rows = Rows(logits, state, jnp.asarray(lengths), seen)
     if samples > 1:
         rows = batches.fork(rows, samples)
     seeds = np.tile((seed + np.arange(samples)) % _SEEDS, len(prompts)).astype(np.uint32)
-    return _blocks(program, rows, seeds, samples, room, used, max_tokens, sampling, block)
+
+    def blocks(rows: Rows, room: int | None) -> Iterator[Int[np.ndarray, "rows tokens"]]:
+        for done in range(0, max_tokens, block):
+            if room is not None and padded + done + block > room:
+                rows, room = rows._replace(state=program.fold(rows.state)), None
+            with decoding.mesh_in_scope(program.leaves):
+                rows, *results = decode_block(program, sampling, block, seeds, rows)
+            tokens, finite = (np.asarray(x)[:, : max_tokens - done] for x in results)
+            if not finite.all():
+                row, _ = np.argwhere(~finite)[0]
+                raise ValueError(
+                    f"the logits of prompt {row // samples + 1} are not finite; has training diverged?"
+                )
+            yield tokens
+
+    return blocks(rows, room)
 
 
 def token_rows(prompts: Iterable[Sequence[int]]) -> list[list[int]]:
@@ -129,38 +152,6 @@ def token_rows(prompts: Iterable[Sequence[int]]) -> list[list[int]]:
             f"encode texts, or call `complete`"
         )
     return [row.tolist() for row in rows]
-
-
-def _seen(prompts: Sequence[Sequence[int]], vocab_size: int) -> Bool[Array, "prompts V"]:
-    """Returns the tokens that occur in each prompt."""
-    seen = np.zeros((len(prompts), vocab_size), bool)
-    for row, prompt in zip(seen, prompts):
-        row[np.asarray(prompt)] = True
-    return jnp.asarray(seen)
-
-
-def _room(kv_cache_lengths: Sequence[int | None], least: int, total: int) -> int | None:
-    """Returns the initial capacity of KV caches; None to start with recurrent states."""
-    lengths = [length for length in kv_cache_lengths if length is not None]
-    if len(lengths) < len(kv_cache_lengths):
-        return total  # A cache that cannot be folded needs room for all tokens.
-    return min(*lengths, total) if least <= min(lengths) else None
-
-
-def _blocks(program, rows, seeds, samples, room, used, max_tokens, sampling, block):
-    for left in range(max_tokens, 0, -block):
-        if room is not None and used + block > room:
-            rows, room = rows._replace(state=program.fold(rows.state)), None
-        with decoding.mesh_in_scope(program.leaves):
-            rows, tokens, finite = decode_block(program, sampling, block, seeds, rows)
-        used += block
-        tokens, finite = np.asarray(tokens)[:, :left], np.asarray(finite)[:, :left]
-        if not finite.all():
-            row, _ = np.argwhere(~finite)[0]
-            raise ValueError(
-                f"the logits of prompt {row // samples + 1} are not finite; has training diverged?"
-            )
-        yield tokens
 
 
 @functools.partial(jax.jit, static_argnames=("sampling", "block"), donate_argnames="rows")

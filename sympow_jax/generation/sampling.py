@@ -14,6 +14,7 @@ import numpy as np
 
 from sympow_jax import spelling
 from sympow_jax.array_types import Array, Bool, Float, Int, UInt32
+from sympow_jax.config import checks
 from sympow_jax.ops._shared import arguments
 
 __all__ = ["Sampling", "sample"]
@@ -60,16 +61,19 @@ class Sampling:
         for name in ("top_k", "vocab_size"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, arguments.check_integer(name, value, 1))
-        if not 0 <= self.temperature <= _LARGEST:
-            raise ValueError(f"temperature is {self.temperature:g}; it must be from 0 to {_LARGEST:g}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p:g}; it must be above 0 and at most 1")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p is {self.min_p:g}; it must be at least 0 and at most 1")
-        if not _SMALLEST <= self.repetition_penalty <= _LARGEST:
-            raise ValueError(
-                f"repetition_penalty is {self.repetition_penalty:g}; it must be from {_SMALLEST:g} to {_LARGEST:g}"
-            )
+        temperature, penalty = self.temperature, self.repetition_penalty
+        checks.refuse(
+            (
+                not 0 <= temperature <= _LARGEST,
+                f"temperature is {temperature:g}; it must be from 0 to {_LARGEST:g}",
+            ),
+            (not 0 < self.top_p <= 1, f"top_p is {self.top_p:g}; it must be above 0 and at most 1"),
+            (not 0 <= self.min_p <= 1, f"min_p is {self.min_p:g}; it must be at least 0 and at most 1"),
+            (
+                not _SMALLEST <= penalty <= _LARGEST,
+                f"repetition_penalty is {penalty:g}; it must be from {_SMALLEST:g} to {_LARGEST:g}",
+            ),
+        )
 
     @property
     def uses_seen(self) -> bool:
@@ -104,13 +108,28 @@ def sample(
         jnp.arange(logits.shape[-1]) < (sampling.vocab_size or logits.shape[-1]), logits, -jnp.inf
     )
     if sampling.uses_seen:
-        logits = _penalized(logits, sampling.repetition_penalty, seen)
+        penalty = sampling.repetition_penalty
+        if seen is None:
+            raise ValueError(f"repetition_penalty is {penalty:g}, which needs the seen tokens; pass seen")
+        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # The difference to the largest logit may be divided by any temperature: the largest stays 0, and others may become
     # minus infinity.
     logits = logits - logits.max(axis=-1, keepdims=True)
-    logits = _truncated(logits / max(sampling.temperature, _SMALLEST), sampling)
+    logits = logits / max(sampling.temperature, _SMALLEST)
+    if sampling.top_k is not None or sampling.top_p < 1:
+        order = jnp.argsort(-logits, axis=-1, stable=True)
+        ranks = jnp.argsort(order, axis=-1)
+        if sampling.top_k is not None:
+            logits = jnp.where(ranks < min(sampling.top_k, logits.shape[-1]), logits, -jnp.inf)
+        ordered = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
+        likelier = jnp.cumsum(ordered, axis=-1) - ordered
+        likelier = jnp.take_along_axis(likelier, ranks, axis=-1)
+        logits = jnp.where((likelier < sampling.top_p) | (ranks == 0), logits, -jnp.inf)
+    if sampling.min_p > 0:
+        lowest = logits.max(axis=-1, keepdims=True) + math.log(sampling.min_p)
+        logits = jnp.where(logits < lowest, -jnp.inf, logits)
     # Noise is indexed by token id, not by rank, so that rounding that swaps nearly equal logits changes no noise.
     seeds = jnp.broadcast_to(seed, position.shape)
 
@@ -121,34 +140,3 @@ def sample(
     with jax.threefry_partitionable(True):  # the same tokens, whatever JAX's flags are
         noise = jax.vmap(draw)(seeds, position)
     return jnp.argmax(logits + noise, axis=-1).astype(jnp.int32)
-
-
-def _penalized(
-    logits: Float[Array, "B V"], penalty: float, seen: Bool[Array, "B V"] | None
-) -> Float[Array, "B V"]:
-    """Returns the logits, those of seen tokens made less likely by a penalty above 1."""
-    if seen is None:
-        raise ValueError(f"repetition_penalty is {penalty:g}, which needs the seen tokens; pass seen")
-    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-
-
-def _truncated(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """Replaces the logits that `top_k`, `top_p` and `min_p` exclude by minus infinity."""
-    if sampling.top_k is not None or sampling.top_p < 1:
-        logits = _likeliest(logits, sampling)
-    if sampling.min_p > 0:
-        lowest = logits.max(axis=-1, keepdims=True) + math.log(sampling.min_p)
-        logits = jnp.where(logits < lowest, -jnp.inf, logits)
-    return logits
-
-
-def _likeliest(logits: Float[Array, "B V"], sampling: Sampling) -> Float[Array, "B V"]:
-    """Replaces the logits that `top_k` and `top_p` exclude by minus infinity."""
-    order = jnp.argsort(-logits, axis=-1, stable=True)
-    ranks = jnp.argsort(order, axis=-1)
-    if sampling.top_k is not None:
-        logits = jnp.where(ranks < min(sampling.top_k, logits.shape[-1]), logits, -jnp.inf)
-    ordered = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
-    likelier = jnp.cumsum(ordered, axis=-1) - ordered
-    likelier = jnp.take_along_axis(likelier, ranks, axis=-1)
-    return jnp.where((likelier < sampling.top_p) | (ranks == 0), logits, -jnp.inf)

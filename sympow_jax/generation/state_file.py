@@ -67,7 +67,19 @@ def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> mode
                 raise ValueError("caches of other layers")
             if not isinstance(header["model"], dict):
                 raise ValueError("no settings")
-        _require_same_model(path, header, model)
+        identity = _identity(model)
+        own, saved = identity["model"], header["model"]
+        differing = sorted(x for x in {*own, *saved} if own.get(x, "absent") != saved.get(x, "absent"))
+        if differing:
+            here, there = (spelling.shown(x.get(differing[0], "absent")) for x in (own, saved))
+            raise ValueError(
+                f"{path} is a state of another model: {spelling.cut(differing[0], 100)} is {there} there and {here} "
+                f"here ({len(differing)} settings differ)"
+            )
+        if header.get("parameters") != identity["parameters"]:
+            raise ValueError(
+                f"{path} is a state of another model: its settings are those of this one, its parameters are not"
+            )
         abstract = jax.eval_shape(lambda: model.init_state(rows, max_length=capacity, kv_cache=kv_cache))
         leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
         arrays = []
@@ -99,19 +111,3 @@ def _identity(model: models.DecoderLM) -> dict[str, Any]:
     for leaf in jax.tree.leaves(nnx.state(model)):
         checksum = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8), checksum)
     return {"model": json.loads(json.dumps(settings)), "parameters": checksum}
-
-
-def _require_same_model(path: pathlib.Path, header: dict[str, Any], model: models.DecoderLM) -> None:
-    identity = _identity(model)
-    own, saved = identity["model"], header["model"]
-    names = {*own, *saved}
-    if differing := sorted(name for name in names if own.get(name, "absent") != saved.get(name, "absent")):
-        here, there = (spelling.shown(values.get(differing[0], "absent")) for values in (own, saved))
-        raise ValueError(
-            f"{path} is a state of another model: {spelling.cut(differing[0], 100)} is {there} there and {here} here "
-            f"({len(differing)} settings differ)"
-        )
-    if header.get("parameters") != identity["parameters"]:
-        raise ValueError(
-            f"{path} is a state of another model: its settings are those of this one, its parameters are not"
-        )

@@ -115,11 +115,11 @@ def stream(
         seed=seed,
         prompt_length=prompt_length,
     )
-    return _pieces(blocks, rows)
 
+    def pieces() -> Iterator[list[Piece]]:
+        for block in blocks:
+            yield [Piece(row.add(tokens.tolist()), row.done) for row, tokens in zip(rows, block)]
+            if all(row.done for row in rows):
+                break
 
-def _pieces(blocks, rows):
-    for block in blocks:
-        yield [Piece(row.add(tokens.tolist()), row.done) for row, tokens in zip(rows, block)]
-        if all(row.done for row in rows):
-            break
+    return pieces()

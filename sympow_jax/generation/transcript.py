@@ -68,31 +68,26 @@ class Transcript:
             if self._left <= 0:
                 self.done = True
                 break
-        text = self._decoded()
+        text = self._decode([*self._prompt, *self._tokens])
+        # The first tokens may complete a character that the prompt begins.
+        before = self._before if text.startswith(self._before) else self._before.rstrip("\ufffd")
+        text = text[len(before) :]
+        if not self.done:
+            # Later tokens may complete a character that these end with.
+            text = text.rstrip("\ufffd")
         ends = [index for index in map(text.find, self._stops) if index >= 0]
         if ends:
             self.done = True
             text = text[: min(ends)]
         elif not self.done:
-            text = text[: len(text) - self._pending(text)]
+            # The last characters may be the beginning of a stop string.
+            longest = max(map(len, self._stops), default=1) - 1
+            for size in range(min(longest, len(text)), 0, -1):
+                if any(stop.startswith(text[-size:]) for stop in self._stops):
+                    text = text[:-size]
+                    break
         new, self.text = text[len(self.text) :], text
         return new
 
-    def _decoded(self) -> str:
-        text = self._decode([*self._prompt, *self._tokens])
-        # The first tokens may complete a character that the prompt begins.
-        before = self._before if text.startswith(self._before) else self._before.rstrip("\ufffd")
-        text = text[len(before) :]
-        # Later tokens may complete a character that these end with.
-        return text if self.done else text.rstrip("\ufffd")
-
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._codec.decode(tokens).decode(errors="replace")
-
-    def _pending(self, text: str) -> int:
-        """Returns the number of last characters that may be the beginning of a stop string."""
-        longest = max(map(len, self._stops), default=1) - 1
-        for size in range(min(longest, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stops):
-                return size
-        return 0

@@ -92,7 +92,33 @@ class Family:
             ValueError: values are missing or not supported. The error lists all of them.
         """
         values = dict(self.defaults) | dict(values)
-        problems = self._problems(values)
+        sizes: dict[str, Any] = {field: values.get(key) for field, key in self.sizes.items()}
+        problems = [
+            f"{name} is {spelling.shown(value)}, not a positive integer"
+            for field, name, value in (
+                *((field, key, sizes[field]) for field, key in self.sizes.items()),
+                ("", self.length, values.get(self.length)),
+            )
+            if not (_is_size(value) or (field in _OPTIONAL and value is None))
+        ]
+        fixed = {"quantization_config": None, "partial_rotary_factor": 1.0} | dict(self.fixed)
+        problems += [
+            f"{name} is {spelling.shown(values[name])}, not {value!r}"
+            for name, value in fixed.items()
+            if values.get(name, value) != value
+        ]
+        problems += [
+            f"{name} is {spelling.shown(values[name])}, not true or false"
+            for name in ("tie_word_embeddings", self.biases)
+            if isinstance(name, str) and not isinstance(values[name], bool)
+        ]
+        epsilon, activation = values[self.epsilon], values[self.activation]
+        if not isinstance(epsilon, int | float):
+            problems.append(f"{self.epsilon} is {spelling.shown(epsilon)}, not a number")
+        if not isinstance(activation, str) or activation not in self.activations:
+            problems.append(
+                f"{self.activation} is {spelling.shown(activation)}, not one of {', '.join(self.activations)}"
+            )
         rope = _read_rope(values, problems) if self.rope else config.RopeConfig()
         window = _read_window(values, problems) if self.window else None
         if problems:
@@ -101,12 +127,11 @@ class Family:
         options: dict[str, Any] = {} if self.rope else {"max_document_length": values[self.length]}
         options |= {} if window is None else {"window": window}
         softmax = "softmax" if window is None else "sliding_window"
-        sizes: dict[str, Any] = {field: values.get(key) for field, key in self.sizes.items()}
         return config.ModelConfig(
             **sizes,
-            activation=self.activations[values[self.activation]],
+            activation=self.activations[activation],
             norm=self.norm,
-            norm_epsilon=values[self.epsilon],
+            norm_epsilon=epsilon,
             embedding_norm=False,
             biases=biases,
             tied_head=values["tie_word_embeddings"],
@@ -122,35 +147,6 @@ class Family:
                 **options,
             ),
         )
-
-    def _problems(self, values: Values) -> list[str]:
-        optional = [self.sizes[field] for field in _OPTIONAL if field in self.sizes]
-        names = [*self.sizes.values(), self.length]
-        problems = [
-            f"{name} is {spelling.shown(values.get(name))}, not a positive integer"
-            for name in names
-            if not (_is_size(values.get(name)) or (name in optional and values.get(name) is None))
-        ]
-        fixed = {"quantization_config": None, "partial_rotary_factor": 1.0} | dict(self.fixed)
-        problems += [
-            f"{name} is {spelling.shown(values[name])}, not {value!r}"
-            for name, value in fixed.items()
-            if values.get(name, value) != value
-        ]
-        flags = ["tie_word_embeddings", *([self.biases] if isinstance(self.biases, str) else [])]
-        problems += [
-            f"{name} is {spelling.shown(values[name])}, not true or false"
-            for name in flags
-            if not isinstance(values[name], bool)
-        ]
-        if not isinstance(values[self.epsilon], int | float):
-            problems.append(f"{self.epsilon} is {spelling.shown(values[self.epsilon])}, not a number")
-        if not isinstance(values[self.activation], str) or values[self.activation] not in self.activations:
-            names = list(self.activations)
-            problems.append(
-                f"{self.activation} is {spelling.shown(values[self.activation])}, not one of {', '.join(names)}"
-            )
-        return problems
 
     def values(self, model: config.ModelConfig) -> dict[str, Any]:
         """Returns the keys of `config.json` that describe a model, which must be one of this family."""
@@ -170,9 +166,22 @@ class Family:
         if isinstance(self.biases, str):
             values[self.biases] = model.biases
         if self.window:
-            values |= {key: value for key, value in _write_window(model).items() if key in self.defaults}
+            # All layers have the window, or none.
+            slides = model.attention.kernel == "sliding_window"
+            window = {
+                "sliding_window": model.attention.window if slides else None,
+                "use_sliding_window": slides,
+                "max_window_layers": 0 if slides else model.layers,
+            }
+            values |= {key: value for key, value in window.items() if key in self.defaults}
         if self.rope:
-            return values | _write_rope(model.attention.rope)
+            # Keys that versions 4 and 5 of `transformers` read.
+            rope, scaling = model.attention.rope, None
+            if rope.scaling == "llama3":
+                scaling = {"rope_type": "llama3"} | {
+                    key: getattr(rope, field) for field, key in _LLAMA3.items()
+                }
+            return values | {"rope_theta": rope.base or _ROPE_DEFAULT, "rope_scaling": scaling}
         return values | {self.length: model.attention.max_document_length}
 
     def differences(self, model: config.ModelConfig) -> list[str]:
@@ -451,57 +460,26 @@ def _read_window(values: Values, problems: list[str]) -> int | None:
     return None
 
 
-def _write_window(model: config.ModelConfig) -> dict[str, Any]:
-    """Returns keys with which all layers have the window, or none."""
-    slides = model.attention.kernel == "sliding_window"
-    return {
-        "sliding_window": model.attention.window if slides else None,
-        "use_sliding_window": slides,
-        "max_window_layers": 0 if slides else model.layers,
-    }
-
-
-def _write_rope(rope: config.RopeConfig) -> dict[str, Any]:
-    """Returns keys that versions 4 and 5 of `transformers` read."""
-    scaling = None
-    if rope.scaling == "llama3":
-        scaling = {"rope_type": "llama3"} | {key: getattr(rope, field) for field, key in _LLAMA3.items()}
-    return {"rope_theta": rope.base or _ROPE_DEFAULT, "rope_scaling": scaling}
-
-
 def function(model: config.ModelConfig) -> dict[str, Any]:
     """Returns the fields, by dotted path, that decide the parameters of a model and their function."""
     flat = serialize.flatten(model, prefix="model.")
     attention = model.attention
-    unused = [
-        "dtype",
-        "state_dtype",
-        "remat",
-        "attention.form",
-        "attention.implementation",
-    ]
-    unused += ["attention.chunk_size", "attention.exact_window"]
-    unused += ["attention.feature_map", "attention.normalizer"] if attention.kernel != "linear" else []
-    unused += ["attention.window"] if attention.kernel != "sliding_window" else []
-    unused += ["attention.power"] if attention.kernel not in ("power", "linear") else []
-    unused += (
-        ["attention.max_document_length"]
-        if attention.position == "rope" and attention.rope.base is not None
-        else []
-    )
-    groups = ["attention.lrpe."] if attention.position != "lrpe" else []
-    if attention.position != "rope":
-        groups.append("attention.rope.")
-    elif attention.rope.scaling == "none":
-        unused += [f"attention.rope.{field}" for field in _LLAMA3]
+    unused = {"dtype", "state_dtype", "remat"}
+    unused |= {f"attention.{name}" for name in ("form", "implementation", "chunk_size", "exact_window")}
+    rope = attention.rope
+    for is_unused, *names in (
+        (attention.kernel != "linear", "feature_map", "normalizer"),
+        (attention.kernel != "sliding_window", "window"),
+        (attention.kernel not in ("power", "linear"), "power"),
+        (attention.position == "rope" and rope.base is not None, "max_document_length"),
+        (attention.position != "lrpe", *(f"lrpe.{x.name}" for x in dataclasses.fields(attention.lrpe))),
+        (attention.position != "rope", *(f"rope.{x.name}" for x in dataclasses.fields(rope))),
+        (rope.scaling == "none", *(f"rope.{x}" for x in _LLAMA3)),
+    ):
+        unused |= {f"attention.{name}" for name in names} if is_unused else set()
     # Only its presence matters to a model that has its parameters.
     flat["model.attention.decay_bias"] = attention.decay_bias is not None
-    return {
-        path: value
-        for path, value in flat.items()
-        if path.removeprefix("model.") not in unused
-        and not path.startswith(tuple(f"model.{x}" for x in groups))
-    }
+    return {path: value for path, value in flat.items() if path.removeprefix("model.") not in unused}
 
 
 def _is_size(value: Any) -> bool:

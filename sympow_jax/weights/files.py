@@ -16,25 +16,19 @@ from jaxtyping import Shaped
 
 from sympow_jax import config, models, spelling
 from sympow_jax.array_types import Array, Float
+from sympow_jax.config import checks, serialize
 from sympow_jax.config import model as model_settings
-from sympow_jax.config import serialize
 from sympow_jax.layers import partitioning
 from sympow_jax.process import atomic, workdir
 from sympow_jax.weights import families, layouts, tensors
 
-__all__ = ["DTYPES", "check_dtype", "load", "named_arrays", "read_settings", "save", "settings_path"]
+__all__ = ["DTYPES", "load", "named_arrays", "read_settings", "save", "settings_path"]
 
 DTYPES = model_settings.DTYPES
 # Dtypes of safetensors that float32 represents exactly.
 _READ = ("F32", "F16", "BF16")
 # Rows of two matrices that are compared at a time.
 _COMPARED = 4096
-
-
-def check_dtype(name: str, dtype: str) -> None:
-    """Raises ValueError, which calls the argument `name`, unless the dtype is one of `DTYPES`."""
-    if dtype not in DTYPES:
-        raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(DTYPES)}")
 
 
 def save(
@@ -60,7 +54,7 @@ def save(
     settings_file = path.with_suffix(".json")
     if path.suffix != tensors.SUFFIX:
         raise ValueError(f"{path} does not end in {tensors.SUFFIX}, as files of weights do")
-    check_dtype("dtype", dtype)
+    checks.require_choice("dtype", dtype, DTYPES)
     description = workdir.json_text(dataclasses.asdict(settings))
     # A stopped export may have left the same settings.
     is_same = settings_file.is_file() and settings_file.read_bytes() == description.encode()
@@ -114,19 +108,42 @@ def load(
             In the last case, the error lists the first names and shapes that differ. Or a weight is NaN or infinite.
     """
     path = pathlib.Path(path)
-    check_dtype("param_dtype", param_dtype)
+    checks.require_choice("param_dtype", param_dtype, DTYPES)
     abstract = nnx.eval_shape(lambda: models.make(settings.model, settings.task, rngs=nnx.Rngs(0)))
     graph, *variables = nnx.split(abstract, nnx.Param, nnx.BatchStat)
     specs = {".".join(map(str, key)): spec for key, spec in models.parameter_specs(abstract).items()}
     trees = [nnx.to_pure_dict(tree) for tree in variables]
     shapes = {name: leaf.shape for tree in trees for name, leaf in _named(tree).items()}
     with tensors.opened(path) as stored:
-        sources = _sources(stored, shapes, path)
+        places = _places(stored, shapes, path)
+
+        def read(name: str, bounds: tuple[tuple[int, int], ...], dtype: str) -> Shaped[np.ndarray, "..."]:
+            tensor, start, transposed = places[name]
+            *index, last = (slice(*part) for part in bounds)
+            index.append(slice(last.start + start, last.stop + start))
+            if transposed:
+                part = stored.read(tensor, tuple(index[::-1])).T.astype(jnp.dtype(dtype), order="C")
+            else:
+                part = stored.read(tensor, tuple(index)).astype(jnp.dtype(dtype))
+            if bad := part.size - np.count_nonzero(np.isfinite(part)):
+                raise ValueError(
+                    f"{spelling.cut(tensor, 100)} has {bad:,} of {part.size:,} numbers that are NaN or infinite in "
+                    f"{dtype}; the file is damaged, or of a training that diverged"
+                )
+            return part
 
         def array(dtype: str, where: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Float[Array, "..."]:
-            name = models.parameter_name(where)
-            read = functools.partial(sources[name].read, stored, dtype=jnp.dtype(dtype))
-            return _place(read, leaf.shape, mesh, specs.get(name, partitioning.REPLICATED))
+            name, shape = models.parameter_name(where), leaf.shape
+            if mesh is None:
+                return jnp.asarray(read(name, tuple((0, length) for length in shape), dtype))
+            # Devices with the same slice share one copy.
+            block = functools.cache(lambda bounds: read(name, bounds, dtype))
+            spec = partitioning.fitted(specs.get(name, partitioning.REPLICATED), shape, mesh.shape)
+            return jax.make_array_from_callback(
+                shape,
+                jax.sharding.NamedSharding(mesh, spec),
+                lambda index: block(tuple(x.indices(length)[:2] for x, length in zip(index, shape))),
+            )
 
         filled = [
             jax.tree_util.tree_map_with_path(functools.partial(array, dtype), tree)
@@ -176,111 +193,49 @@ def _named(tree: Mapping[Any, Any]) -> dict[str, Any]:
     return {models.parameter_name(where): leaf for where, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """Place of a parameter: from `start` on along the last axis of a tensor, whose file may have the transpose."""
-
-    tensor: str
-    start: int
-    transposed: bool
-
-    def read(
-        self, stored: tensors.Tensors, index: tuple[slice, ...], *, dtype: Any
-    ) -> Shaped[np.ndarray, "..."]:
-        """Returns a slice of the parameter; raises ValueError if it has a number that is not finite."""
-        last = slice(index[-1].start + self.start, index[-1].stop + self.start)
-        index = (*index[:-1], last)
-        if self.transposed:
-            read = stored.read(self.tensor, index[::-1]).T.astype(dtype, order="C")
-        else:
-            read = stored.read(self.tensor, index).astype(dtype)
-        if bad := read.size - np.count_nonzero(np.isfinite(read)):
-            raise ValueError(
-                f"{spelling.cut(self.tensor, 100)} has {bad:,} of {read.size:,} numbers that are NaN or infinite in "
-                f"{np.dtype(dtype).name}; the file is damaged, or of a training that diverged"
-            )
-        return read
-
-
-def _sources(
+def _places(
     stored: tensors.Tensors, shapes: Mapping[str, tuple[int, ...]], path: pathlib.Path
-) -> dict[str, _Source]:
-    """Returns the places of the parameters with these shapes.
+) -> dict[str, tuple[str, int, bool]]:
+    """Returns the place of each parameter: its tensor, the start along its last axis, and whether it is transposed.
 
     Raises:
         ValueError: the weights do not fit the model.
     """
     layout, published = layouts.choose(stored.names, shapes)
     ignored = {name for name in stored.names if published is not None and published.is_ignored(name)}
+    # The head of a model whose output is its embedding must be a copy of it.
     copied = published is not None and layouts.HEAD not in layout and layouts.HEAD in stored.names
     ignored |= {layouts.HEAD} if copied else set()
-    if problems := _mismatches(stored, stored.names - ignored, layout, shapes):
-        found = spelling.listed(problems, "; ")
-        raise ValueError(f"{path} does not fit the model of these settings: {found}")
-    if copied:
-        _check_head(stored, layout, path)
-    sources = {}
-    for name, tensor in layout.items():
-        start = 0
-        for part in tensor.parts:
-            sources[part] = _Source(name, start, tensor.transposed)
-            start += shapes[part][-1]
-    return sources
-
-
-def _mismatches(
-    stored: tensors.Tensors,
-    names: set[str],
-    layout: Mapping[str, layouts.Tensor],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> list[str]:
-    problems = []
+    names = stored.names - ignored
+    problems, places = [], {}
     if lacking := sorted(layout.keys() - names):
         problems.append(f"it lacks {spelling.listed(lacking)}")
     if extra := sorted(names - layout.keys()):
         problems.append(f"the model has no {spelling.listed(extra)}")
-    for name in sorted(layout.keys() & names):
-        parts = [shapes[part] for part in layout[name].parts]
-        shape = [*parts[0][:-1], sum(part[-1] for part in parts)]
-        shape = shape[::-1] if layout[name].transposed else shape
-        if stored.shape(name) != shape:
-            problems.append(f"{name} is {stored.shape(name)} and not {shape}")
-        elif stored.dtype(name) not in _READ:
+    for name, tensor in sorted(layout.items()):
+        size = 0
+        for part in tensor.parts:
+            places[part] = (name, size, tensor.transposed)
+            size += shapes[part][-1]
+        if name in names:
+            shape = [*shapes[tensor.parts[0]][:-1], size][:: -1 if tensor.transposed else 1]
+            if stored.shape(name) != shape:
+                problems.append(f"{name} is {stored.shape(name)} and not {shape}")
+    for name in sorted((layout.keys() & names) | ({layouts.HEAD} if copied else set())):
+        if stored.dtype(name) not in _READ:
             problems.append(f"{name} is of dtype {stored.dtype(name)} and not {', '.join(_READ)}")
-    return problems
-
-
-def _check_head(stored: tensors.Tensors, layout: Mapping[str, layouts.Tensor], path: pathlib.Path) -> None:
-    """Raises ValueError unless the head, of a model whose output is its embedding, is a copy of the embedding."""
-    embedding = next(name for name, tensor in layout.items() if tensor.parts == ("embedding",))
-    rows, width = stored.shape(embedding)
-    blocks = (
-        (slice(start, min(start + _COMPARED, rows)), slice(0, width)) for start in range(0, rows, _COMPARED)
-    )
-    if (dtype := stored.dtype(layouts.HEAD)) not in _READ:
-        raise ValueError(f"{layouts.HEAD} of {path} is of dtype {dtype} and not {', '.join(_READ)}")
-    if stored.shape(layouts.HEAD) != [rows, width] or not all(
-        np.array_equal(stored.read(layouts.HEAD, block), stored.read(embedding, block)) for block in blocks
-    ):
-        raise ValueError(
-            f"{layouts.HEAD} of {path} is not the embedding; the output of this model is the embedding's transpose"
-        )
-
-
-def _place(
-    read: Any, shape: tuple[int, ...], mesh: jax.sharding.Mesh | None, spec: jax.sharding.PartitionSpec
-) -> Float[Array, "..."]:
-    """Returns the array whose slices `read` returns, sharded over a mesh or on the default device."""
-    if mesh is None:
-        return jnp.asarray(read(tuple(slice(0, length) for length in shape)))
-    blocks: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
-
-    def block(index: Any) -> Shaped[np.ndarray, "..."]:
-        # Devices with the same slice share one copy.
-        bounds = tuple(part.indices(length)[:2] for part, length in zip(index, shape))
-        if bounds not in blocks:
-            blocks[bounds] = read(tuple(slice(*part) for part in bounds))
-        return blocks[bounds]
-
-    placed = jax.sharding.NamedSharding(mesh, partitioning.fitted(spec, shape, mesh.shape))
-    return jax.make_array_from_callback(shape, placed, block)
+    if problems:
+        found = spelling.listed(problems, "; ")
+        raise ValueError(f"{path} does not fit the model of these settings: {found}")
+    if copied:
+        embedding = places["embedding"][0]
+        rows, width = stored.shape(embedding)
+        blocks = (np.s_[start : min(start + _COMPARED, rows), 0:width] for start in range(0, rows, _COMPARED))
+        if stored.shape(layouts.HEAD) != [rows, width] or not all(
+            np.array_equal(stored.read(layouts.HEAD, block), stored.read(embedding, block))
+            for block in blocks
+        ):
+            raise ValueError(
+                f"{layouts.HEAD} of {path} is not the embedding; the output of this model is the embedding's transpose"
+            )
+    return places

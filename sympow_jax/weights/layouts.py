@@ -92,26 +92,12 @@ def choose(stored: Collection[str], parameters: Iterable[str]) -> tuple[dict[str
     return max(candidates, key=lambda candidate: len(candidate[0].keys() & set(stored)))
 
 
-def _affine(weight: str, name: str, parts: Iterable[str], *, transposed: bool) -> Rows:
-    """Returns the weight and the bias of a module `name`, which concatenates the modules `parts` of a block."""
-    parts = tuple(parts)
-    return {
-        f"{name}.weight": Tensor(tuple(f"{part}.{weight}" for part in parts), transposed),
-        f"{name}.bias": Tensor(tuple(f"{part}.bias" for part in parts)),
-    }
-
-
-def _norms(modules: Mapping[str, str]) -> Rows:
-    rows: dict[str, Tensor] = {}
-    for name, part in modules.items():
-        rows |= _affine("scale", name, [part], transposed=False)
-    return rows
-
-
-def _matrices(modules: Mapping[str, tuple[str, ...]], *, transposed: bool) -> Rows:
+def _modules(weight: str, modules: Mapping[str, tuple[str, ...]], *, transposed: bool = False) -> Rows:
+    """Returns the weight and the bias of modules, each of which concatenates modules of a block."""
     rows: dict[str, Tensor] = {}
     for name, parts in modules.items():
-        rows |= _affine("kernel", name, parts, transposed=transposed)
+        rows[f"{name}.weight"] = Tensor(tuple(f"{part}.{weight}" for part in parts), transposed)
+        rows[f"{name}.bias"] = Tensor(tuple(f"{part}.bias" for part in parts))
     return rows
 
 
@@ -121,18 +107,18 @@ GPT2 = Layout(
     outside={
         "wte.weight": Tensor(("embedding",)),
         "wpe.weight": Tensor(("position_embedding",)),
-        **_norms({"ln_f": "final_norm"}),
+        **_modules("scale", {"ln_f": ("final_norm",)}),
     },
     layer={
-        **_norms({"ln_1": "attention_norm", "ln_2": "mlp_norm"}),
-        **_matrices(
+        **_modules("scale", {"ln_1": ("attention_norm",), "ln_2": ("mlp_norm",)}),
+        **_modules(
+            "kernel",
             {
                 "attn.c_attn": ("attention.query", "attention.key", "attention.value"),
                 "attn.c_proj": ("attention.out",),
                 "mlp.c_fc": ("mlp.up",),
                 "mlp.c_proj": ("mlp.down",),
             },
-            transposed=False,
         ),
     },
     # Causal masks, which some files store as weights.
@@ -150,16 +136,16 @@ _ATTENTION = {
 _GATE_BIAS = {"self_attn.g_proj.bias": Tensor(("attention.decay_bias",))}
 _GATED_MLP = {"mlp.gate_proj": ("mlp.gate",), "mlp.up_proj": ("mlp.up",), "mlp.down_proj": ("mlp.down",)}
 _MLP = {"mlp.c_fc": ("mlp.up",), "mlp.c_proj": ("mlp.down",)}
-_HEAD_NORMS = {"self_attn.q_norm": "attention.query_norm", "self_attn.k_norm": "attention.key_norm"}
-_LAYER_NORMS = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+_HEAD_NORMS = {"self_attn.q_norm": ("attention.query_norm",), "self_attn.k_norm": ("attention.key_norm",)}
+_LAYER_NORMS = {"input_layernorm": ("attention_norm",), "post_attention_layernorm": ("mlp_norm",)}
 
 LLAMA = Layout(
     prefix="model.",
     layers="layers.",
-    outside={"embed_tokens.weight": Tensor(("embedding",)), **_norms({"norm": "final_norm"})},
+    outside={"embed_tokens.weight": Tensor(("embedding",)), **_modules("scale", {"norm": ("final_norm",)})},
     layer={
-        **_norms(_LAYER_NORMS | _HEAD_NORMS),
-        **_matrices(_ATTENTION | _GATED_MLP, transposed=True),
+        **_modules("scale", _LAYER_NORMS | _HEAD_NORMS),
+        **_modules("kernel", _ATTENTION | _GATED_MLP, transposed=True),
         **_GATE_BIAS,
     },
     # Rotation rates, which old files store as weights.
@@ -169,6 +155,10 @@ LLAMA = Layout(
 
 STARCODER2 = dataclasses.replace(
     LLAMA,
-    layer={**_norms(_LAYER_NORMS), **_matrices(_ATTENTION | _MLP, transposed=True), **_GATE_BIAS},
+    layer={
+        **_modules("scale", _LAYER_NORMS),
+        **_modules("kernel", _ATTENTION | _MLP, transposed=True),
+        **_GATE_BIAS,
+    },
 )
 """StarCoder2, and PowerCoder with gates."""

@@ -3,19 +3,16 @@
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
-from jaxtyping import Shaped
 
 from sympow_jax import config, hub, models
-from sympow_jax.array_types import Array, Float
-from sympow_jax.config import serialize
+from sympow_jax.config import checks, serialize
 from sympow_jax.process import atomic, workdir
-from sympow_jax.weights import families, files, layouts, tensors
+from sympow_jax.weights import families, files, tensors
 
 __all__ = ["companions", "from_pretrained", "save_pretrained"]
 
@@ -87,7 +84,7 @@ def save_pretrained(
         OSError: a file cannot be written.
     """
     folder = pathlib.Path(folder)
-    files.check_dtype("dtype", dtype)
+    checks.require_choice("dtype", dtype, files.DTYPES)
     if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         raise ValueError(f"max_file_bytes is {max_file_bytes!r}; it must be a number of bytes, at least 1")
     copied = [] if original is None else companions(original)
@@ -105,7 +102,15 @@ def save_pretrained(
     table = family.layout.tensors(arrays)
     itemsize = jnp.dtype(dtype).itemsize
     sizes = {name: itemsize * sum(arrays[part].size for part in row.parts) for name, row in table.items()}
-    shards = list(_shards(sizes, max_file_bytes))
+    # Each file has as many tensors as fit, in order.
+    shards: list[list[str]] = []
+    room = 0
+    for name, size in sizes.items():
+        if not shards or size > room:
+            shards.append([])
+            room = max_file_bytes
+        shards[-1].append(name)
+        room -= size
     names = [
         tensors.WHOLE if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}{tensors.SUFFIX}"
         for number in range(1, len(shards) + 1)
@@ -113,7 +118,11 @@ def save_pretrained(
     folder.mkdir(parents=True, exist_ok=True)
     with atomic.draft_folder(folder / "config.json") as drafts:
         for name, shard in zip(names, shards):
-            contents = {key: _tensor(table[key], arrays).astype(jnp.dtype(dtype), order="C") for key in shard}
+            contents = {}
+            for key in shard:
+                joined = np.concatenate([np.asarray(arrays[part]) for part in table[key].parts], axis=-1)
+                joined = joined.T if table[key].transposed else joined
+                contents[key] = joined.astype(jnp.dtype(dtype), order="C")
             try:
                 tensors.save(drafts / name, contents, format="pt")
             except safetensors.SafetensorError as error:  # such as a full disk
@@ -135,21 +144,3 @@ def save_pretrained(
 def companions(folder: str | os.PathLike[str]) -> list[pathlib.Path]:
     """Returns the files of a published model in a folder, except its weights and `config.json`."""
     return [path for name in _COMPANIONS if (path := pathlib.Path(folder, name)).is_file()]
-
-
-def _shards(sizes: Mapping[str, int], limit: int) -> Iterator[list[str]]:
-    """Yields the names of the tensors of each file, in order, each as many as fit in `limit` bytes."""
-    shard: list[str] = []
-    used = 0
-    for name, size in sizes.items():
-        if shard and used + size > limit:
-            yield shard
-            shard, used = [], 0
-        shard.append(name)
-        used += size
-    yield shard
-
-
-def _tensor(row: layouts.Tensor, arrays: Mapping[str, Float[Array, "..."]]) -> Shaped[np.ndarray, "..."]:
-    joined = np.concatenate([np.asarray(arrays[part]) for part in row.parts], axis=-1)
-    return joined.T if row.transposed else joined

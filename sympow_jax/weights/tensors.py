@@ -61,11 +61,34 @@ def opened(path: pathlib.Path) -> Iterator[Tensors]:
             the folder or tensors that its files do not have.
     """
     with contextlib.ExitStack() as stack:
-        if path.is_dir() and not (path / WHOLE).is_file():
-            yield _open_shards(path, stack)
-        else:
+        index = path / INDEX
+        if not path.is_dir() or (path / WHOLE).is_file():
             file = stack.enter_context(_open(path / WHOLE if path.is_dir() else path))
             yield Tensors(dict.fromkeys(file.keys(), file))
+            return
+        if not index.is_file():
+            pickles = any((path / name).is_file() for name in _PICKLES)
+            raise ValueError(f"there is no {WHOLE} and no {INDEX} in {path}{_REMEDY if pickles else ''}")
+        places = serialize.read_object(index).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
+            raise ValueError(f"{index} has no weight_map with the file of each tensor")
+        shards = sorted(set(places.values()))
+        if outside := [x for x in shards if os.path.basename(x) != x or not x.endswith(SUFFIX)]:
+            raise ValueError(
+                f"{index} names files that are no {SUFFIX} files of its folder: {spelling.listed(outside)}"
+            )
+        if missing := [name for name in shards if not (path / name).is_file()]:
+            raise ValueError(
+                f"{path} lacks {spelling.listed(missing)}, which {INDEX} names; download it again"
+            )
+        files = {name: stack.enter_context(_open(path / name)) for name in shards}
+        stored = {name: set(file.keys()) for name, file in files.items()}
+        if lacking := sorted(name for name, shard in places.items() if name not in stored[shard]):
+            raise ValueError(
+                f"{INDEX} of {path} names tensors that its files do not have: {spelling.listed(lacking)}; download it "
+                f"again"
+            )
+        yield Tensors({name: files[shard] for name, shard in places.items()})
 
 
 def _open(path: pathlib.Path) -> Any:
@@ -79,40 +102,6 @@ def _open(path: pathlib.Path) -> Any:
         raise ValueError(
             f"{path} is not a safetensors file, or is damaged: {spelling.cut(str(error), 200)}"
         ) from error
-
-
-def _open_shards(folder: pathlib.Path, stack: contextlib.ExitStack) -> Tensors:
-    if not (folder / INDEX).is_file():
-        pickles = any((folder / name).is_file() for name in _PICKLES)
-        raise ValueError(f"there is no {WHOLE} and no {INDEX} in {folder}{_REMEDY if pickles else ''}")
-    places = _weight_map(folder / INDEX)
-    shards = sorted(set(places.values()))
-    if missing := [name for name in shards if not (folder / name).is_file()]:
-        raise ValueError(f"{folder} lacks {spelling.listed(missing)}, which {INDEX} names; download it again")
-    files = {name: stack.enter_context(_open(folder / name)) for name in shards}
-    stored = {name: set(file.keys()) for name, file in files.items()}
-    if lacking := sorted(name for name, shard in places.items() if name not in stored[shard]):
-        raise ValueError(
-            f"{INDEX} of {folder} names tensors that its files do not have: {spelling.listed(lacking)}; download it "
-            f"again"
-        )
-    return Tensors({name: files[shard] for name, shard in places.items()})
-
-
-def _weight_map(index: pathlib.Path) -> dict[str, str]:
-    """Returns the names of the files in an index by the names of their tensors."""
-    places = serialize.read_object(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise ValueError(f"{index} has no weight_map with the file of each tensor")
-    if outside := sorted({name for name in places.values() if not _is_plain(name)}):
-        raise ValueError(
-            f"{index} names files that are no {SUFFIX} files of its folder: {spelling.listed(outside)}"
-        )
-    return places
-
-
-def _is_plain(name: str) -> bool:
-    return os.path.basename(name) == name and name.endswith(SUFFIX)
 
 
 def save(path: pathlib.Path, arrays: dict[str, Shaped[np.ndarray, "..."]], *, format: str) -> None:

@@ -21,12 +21,12 @@ WORDS = {
     "A.": "model.attention.",
 }
 OF_RUNS = """
-A.causal=true                          | causal is True and task.name 'masked_token'
-task.name=next_token                   | causal is False and task.name 'next_token'
-task.name=next_token A.causal=true model.norm=batch | model.norm is 'batch' and task.name 'next_token'
-evaluation.context_lengths=8           | evaluation.context_lengths is (8,) and task.name 'masked_token'
-sharding.context=2                     | sharding.context is 2 and task.name 'masked_token'
-CLASSES optimizer.z_loss=1e-4          | optimizer.z_loss is 0.0001 and task.name 'classification'
+A.causal=true                          | task.name is 'masked_token' and model.attention.causal True
+task.name=next_token                   | task.name is 'next_token' and model.attention.causal False
+task.name=next_token A.causal=true model.norm=batch | task.name is 'next_token' and model.norm 'batch'
+evaluation.context_lengths=8           | 'masked_token' and evaluation.context_lengths (8,)
+sharding.context=2                     | task.name is 'masked_token' and sharding.context 2
+CLASSES optimizer.z_loss=1e-4          | task.name is 'classification' and optimizer.z_loss 0.0001
 task.name=classification               | task.classes is 0; it must be at least 2
 task.dual_encoder=true                 | task.dual_encoder is True and task.name 'masked_token'; pairs of texts have
 CLASSES task.dual_encoder=true         | data.source 'text' and data.text_columns (); a dual encoder needs source 'tsv'
@@ -40,7 +40,7 @@ IMAGES PATCHES CLASSES data.context_length=8 | data.context_length 8; the patche
 CLASSES data.heldout_paths=a,b data.heldout_names=x | data.heldout_paths ('a', 'b'); give every path a name, or none
 CLASSES data.heldout_paths=a,b data.heldout_names=x,x | every name must be another one, of letters, digits and _
 CLASSES data.heldout_paths=a,b data.heldout_names=x,y-z | every name must be another one, of letters, digits and _
-data.heldout_paths=a data.heldout_names=x | task.name 'masked_token'; parts of held-out data are for
+data.heldout_paths=a data.heldout_names=x | parts of held-out data are for
 data.batch_tokens=40                   | data.batch_tokens is 40; it must be a multiple of data.context_length 16
 data.heldout_fraction=1                | data.heldout_fraction is 1.0; it must be at least 0 and below 1
 data.document_separator=-1             | data.document_separator is -1; it must be at least 0 and below 4294967296

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tensorboardX.event_file_writer import EventsWriter
 
-from sympow_jax import config, data, evaluation, generation, loop, training
+from sympow_jax import config, data, evaluation, generation, loop, models, training
 from sympow_jax.commands import launch
 from sympow_jax.data import files
 from sympow_jax.process import signals

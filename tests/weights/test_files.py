@@ -187,7 +187,6 @@ def test_invalid_settings(tmp_path):
         (None, "cannot read the settings"),
         ("{", "is not JSON"),
         ("[1]", "it has no JSON object"),
-        ('{"a": ' * 1000 + "0" + "}" * 1000, "its JSON has more than 32 levels"),
         (json.dumps(values | {"model": [1]}), r"ModelConfig is \[1\]; it must have fields"),
         (json.dumps(values | {"model": values["model"] | {"layers": 10**5}}), "layers is 100000; it must be"),
         ("{}", "Config lacks model"),

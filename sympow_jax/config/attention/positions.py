@@ -16,47 +16,32 @@ POSITIONS = (*ADDED_POSITIONS, *LAYER_POSITIONS)
 class RopeConfig:
     """Rates and layout of the positions `rope`, `learned_rope` and `learned_rope_pairs`."""
 
-    base: float | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Base b of the rotation rates theta_m = b^(-2m/D), m from 0, in radians per token, as in Llama. If none, "
-            "the rates depend on `max_document_length`.",
-            above=1,
-        ),
+    base: float | None = fields.setting(
+        None,
+        "Base b of the rotation rates theta_m = b^(-2m/D), m from 0, in radians per token, as in Llama. If none, the "
+        "rates depend on `max_document_length`.",
+        above=1,
     )
-    layout: str = dataclasses.field(
-        default="pairs",
-        metadata=fields.about(
-            "Dimensions that rotate together, m from 0: 2m and 2m + 1 in `pairs`, m and m + D/2 in `halves`, as in "
-            "Llama.",
-            choices=("pairs", "halves"),
-        ),
+    layout: str = fields.setting(
+        "pairs",
+        "Dimensions that rotate together, m from 0: 2m and 2m + 1 in `pairs`, m and m + D/2 in `halves`, as in Llama.",
+        choices=("pairs", "halves"),
     )
-    scaling: str = dataclasses.field(
-        default="none",
-        metadata=fields.about(
-            "Scaling of the rates. With `llama3`, pairs that rotate slowly have their rates divided by `factor`, and "
-            "fast ones keep theirs. Between `low_frequency_factor` and `high_frequency_factor`, the scale is "
-            "interpolated.",
-            choices=("none", "llama3"),
-        ),
+    scaling: str = fields.setting(
+        "none",
+        "Scaling of the rates. With `llama3`, pairs that rotate slowly have their rates divided by `factor`, and fast "
+        "ones keep theirs. Between `low_frequency_factor` and `high_frequency_factor`, the scale is interpolated.",
+        choices=("none", "llama3"),
     )
-    factor: float = dataclasses.field(
-        default=8.0, metadata=fields.about("Divisor of the slow rates of `llama3`.", least=1)
+    factor: float = fields.setting(8.0, "Divisor of the slow rates of `llama3`.", least=1)
+    low_frequency_factor: float = fields.setting(
+        1.0, "Turns in `original_length` tokens below which `llama3` divides a rate by `factor`.", above=0
     )
-    low_frequency_factor: float = dataclasses.field(
-        default=1.0,
-        metadata=fields.about(
-            "Turns in `original_length` tokens below which `llama3` divides a rate by `factor`.", above=0
-        ),
+    high_frequency_factor: float = fields.setting(
+        4.0, "Turns in `original_length` tokens above which `llama3` keeps a rate."
     )
-    high_frequency_factor: float = dataclasses.field(
-        default=4.0,
-        metadata=fields.about("Turns in `original_length` tokens above which `llama3` keeps a rate."),
-    )
-    original_length: int = dataclasses.field(
-        default=8192,
-        metadata=fields.about("Context length of the training before `llama3` scaled the rates.", least=1),
+    original_length: int = fields.setting(
+        8192, "Context length of the training before `llama3` scaled the rates.", least=1
     )
 
     def __post_init__(self):
@@ -86,38 +71,30 @@ class LrpeConfig:
     state.
     """
 
-    core: str = dataclasses.field(
-        default="orthogonal",
-        metadata=fields.about(
-            "Lambda. `orthogonal` rotates pairs of dimensions (solution 2, without an identity part). `unitary` "
-            "rotates each dimension in the complex plane (solution 1). `permutation` permutes dimensions (solution "
-            "3). `mixed` rotates half of them.",
-            choices=("orthogonal", "unitary", "permutation", "mixed"),
-        ),
+    core: str = fields.setting(
+        "orthogonal",
+        "Lambda. `orthogonal` rotates pairs of dimensions (solution 2, without an identity part). `unitary` rotates "
+        "each dimension in the complex plane (solution 1). `permutation` permutes dimensions (solution 3). `mixed` "
+        "rotates half of them.",
+        choices=("orthogonal", "unitary", "permutation", "mixed"),
     )
-    basis: str = dataclasses.field(
-        default="identity",
-        metadata=fields.about("Basis P.", choices=("identity", "householder", "odd_even", "fourier")),
+    basis: str = fields.setting(
+        "identity", "Basis P.", choices=("identity", "householder", "odd_even", "fourier")
     )
-    rates: str = dataclasses.field(
-        default="a",
-        metadata=fields.about(
-            "Rotation rates. `a` is 10000^(-2 t / d). `b` and `c` are linear and harmonic in t, divided by "
-            "`reference_length` in place of the current length. `rope` is 2 pi M^(-2 t / d), with M the "
-            "`max_document_length`. `cosine` is pi / 2 over `reference_length` for every t: with core "
-            "`unitary`, weights are those of cosFormer, which reaches 0 at that distance.",
-            choices=("a", "b", "c", "rope", "cosine"),
-        ),
+    rates: str = fields.setting(
+        "a",
+        "Rotation rates. `a` is 10000^(-2 t / d). `b` and `c` are linear and harmonic in t, divided by "
+        "`reference_length` in place of the current length. `rope` is 2 pi M^(-2 t / d), with M the "
+        "`max_document_length`. `cosine` is pi / 2 over `reference_length` for every t: with core `unitary`, weights "
+        "are those of cosFormer, which reaches 0 at that distance.",
+        choices=("a", "b", "c", "rope", "cosine"),
     )
-    learned_rates: bool = dataclasses.field(
-        default=False, metadata=fields.about("Whether the rates are trained, starting from `rates`.")
+    learned_rates: bool = fields.setting(False, "Whether the rates are trained, starting from `rates`.")
+    permutation_per_head: bool = fields.setting(
+        False, "Whether each key/value head has its own `permutation`, as in PermuteFormer."
     )
-    permutation_per_head: bool = dataclasses.field(
-        default=False,
-        metadata=fields.about("Whether each key/value head has its own `permutation`, as in PermuteFormer."),
-    )
-    reference_length: int = dataclasses.field(
-        default=1024, metadata=fields.about("Divisor of the rates `b`, `c` and `cosine`, in tokens.", least=1)
+    reference_length: int = fields.setting(
+        1024, "Divisor of the rates `b`, `c` and `cosine`, in tokens.", least=1
     )
 
     def __post_init__(self):

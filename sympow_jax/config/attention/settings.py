@@ -9,132 +9,101 @@ from sympow_jax.config.attention.positions import ADDED_POSITIONS, POSITIONS, Lr
 __all__ = ["AttentionConfig"]
 
 # How attention is computed changes neither parameters nor the function. Some of it changes the layout of states.
-_COMPUTATION = fields.may_differ(fields.Occasion.INITIAL_ENCODER)
-_SPEED = fields.may_differ(fields.Occasion.INITIAL_ENCODER, fields.Occasion.SAVED_STATE)
+_COMPUTATION = (fields.Occasion.INITIAL_ENCODER,)
+_SPEED = (fields.Occasion.INITIAL_ENCODER, fields.Occasion.SAVED_STATE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig:
     """Attention as a kernel, a decay and a position encoding."""
 
-    kernel: str = dataclasses.field(
-        default="power",
-        metadata=fields.about("Weight of a value, as a function of its key and the query.", choices=KERNELS),
+    kernel: str = fields.setting(
+        "power", "Weight of a value, as a function of its key and the query.", choices=KERNELS
     )
-    decay: str = dataclasses.field(
-        default="learned",
-        metadata=fields.about(
-            "Decay of the weights of older tokens. Per head, `alibi` and `permuteformer` are fixed, `constant` is "
-            "trained and `learned` is computed from each token; `channel_fixed`, `channel_constant` and "
-            "`channel_learned` are per value channel: fixed, trained, and computed from each token.",
-            choices=DECAYS,
-        ),
+    decay: str = fields.setting(
+        "learned",
+        "Decay of the weights of older tokens. Per head, `alibi` and `permuteformer` are fixed, `constant` is trained "
+        "and `learned` is computed from each token; `channel_fixed`, `channel_constant` and `channel_learned` are per "
+        "value channel: fixed, trained, and computed from each token.",
+        choices=DECAYS,
     )
-    decay_bias: float | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Initial value of a bias of the decays `learned` and `channel_learned`, before their sigmoid. If none, "
-            "there is no bias, and decays start at about 1/2. From 4 on they start near 1, so that layers that "
-            "replace softmax forget little at first.",
-            least=-100,
-            most=100,
-        ),
+    decay_bias: float | None = fields.setting(
+        None,
+        "Initial value of a bias of the decays `learned` and `channel_learned`, before their sigmoid. If none, there "
+        "is no bias, and decays start at about 1/2. From 4 on they start near 1, so that layers that replace softmax "
+        "forget little at first.",
+        least=-100,
+        most=100,
     )
-    position: str = dataclasses.field(
-        default="learned_rope",
-        metadata=fields.about(
-            "Position encoding. The kernel `linear` applies it to features instead of to queries and keys.",
-            choices=POSITIONS,
-        ),
+    position: str = fields.setting(
+        "learned_rope",
+        "Position encoding. The kernel `linear` applies it to features instead of to queries and keys.",
+        choices=POSITIONS,
     )
-    qk_norm: bool = dataclasses.field(
-        default=False,
-        metadata=fields.about(
-            "Whether the queries and keys of each head are RMS-normalized before positions are applied, with a "
-            "scale for queries and one for keys. Qwen3 has these norms."
-        ),
+    qk_norm: bool = fields.setting(
+        False,
+        "Whether the queries and keys of each head are RMS-normalized before positions are applied, with a scale for "
+        "queries and one for keys. Qwen3 has these norms.",
     )
-    qkv_biases: bool = dataclasses.field(
-        default=False,
-        metadata=fields.about(
-            "Whether the projections to queries, keys and values have biases even if `model.biases` is false. Qwen2 "
-            "has these biases."
-        ),
+    qkv_biases: bool = fields.setting(
+        False,
+        "Whether the projections to queries, keys and values have biases even if `model.biases` is false. Qwen2 has "
+        "these biases.",
     )
-    causal: bool = dataclasses.field(
-        default=True,
-        metadata=fields.about(
-            "Whether a token attends only to itself and to tokens before it. If false, every token attends to "
-            "its whole document."
-        ),
+    causal: bool = fields.setting(
+        True,
+        "Whether a token attends only to itself and to tokens before it. If false, every token attends to its whole "
+        "document.",
     )
-    power: int = dataclasses.field(
-        default=2,
-        metadata=fields.about(
-            "Degree of the kernel `power`, and of the feature maps `symmetric` and `tensor` of the kernel `linear`.",
-            least=1,
-        ),
+    power: int = fields.setting(
+        2,
+        "Degree of the kernel `power`, and of the feature maps `symmetric` and `tensor` of the kernel `linear`.",
+        least=1,
     )
-    feature_map: str = dataclasses.field(
-        default="elu",
-        metadata=fields.about(
-            "Feature map of the kernel `linear`.", choices=("elu", "relu", "identity", "symmetric", "tensor")
-        ),
+    feature_map: str = fields.setting(
+        "elu",
+        "Feature map of the kernel `linear`.",
+        choices=("elu", "relu", "identity", "symmetric", "tensor"),
     )
-    normalizer: str = dataclasses.field(
-        default="unrotated",
-        metadata=fields.about(
-            "Features in the denominator of the kernel `linear`.", choices=("unrotated", "rotated")
-        ),
+    normalizer: str = fields.setting(
+        "unrotated", "Features in the denominator of the kernel `linear`.", choices=("unrotated", "rotated")
     )
-    form: str | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Form of the op, as in `ops.power_attention`. If none, the op chooses.",
-            choices=("attention", "chunked", "recurrent"),
-        )
-        | _COMPUTATION,
+    form: str | None = fields.setting(
+        None,
+        "Form of the op, as in `ops.power_attention`. If none, the op chooses.",
+        choices=("attention", "chunked", "recurrent"),
+        may_differ=_COMPUTATION,
     )
-    implementation: str | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Implementation of the op, as in `ops.power_attention`; for the kernels `softmax` and "
-            "`sliding_window`, as in `ops.softmax_attention`. If none, the op chooses. With a KV cache, these two "
-            "always use `xla`.",
-            choices=(*IMPLEMENTATIONS, "cudnn"),
-        )
-        | _SPEED,
+    implementation: str | None = fields.setting(
+        None,
+        "Implementation of the op, as in `ops.power_attention`; for the kernels `softmax` and `sliding_window`, as in "
+        "`ops.softmax_attention`. If none, the op chooses. With a KV cache, these two always use `xla`.",
+        choices=(*IMPLEMENTATIONS, "cudnn"),
+        may_differ=_SPEED,
     )
-    chunk_size: int | None = dataclasses.field(
-        default=None,
-        metadata=fields.about(
-            "Tokens per chunk, as in `ops.power_attention`. If none, the op chooses.", least=1
-        )
-        | _SPEED,
+    chunk_size: int | None = fields.setting(
+        None,
+        "Tokens per chunk, as in `ops.power_attention`. If none, the op chooses.",
+        least=1,
+        may_differ=_SPEED,
     )
-    exact_window: int = dataclasses.field(
-        default=64,
-        metadata=fields.about(
-            "Minimum number of last keys that every query attends to exactly, as in `ops.power_attention`.",
-            least=0,
-        )
-        | _COMPUTATION,
+    exact_window: int = fields.setting(
+        64,
+        "Minimum number of last keys that every query attends to exactly, as in `ops.power_attention`.",
+        least=0,
+        may_differ=_COMPUTATION,
     )
-    window: int = dataclasses.field(
-        default=1024,
-        metadata=fields.about(
-            "Number of tokens of a document that the kernel `sliding_window` attends to: the token itself and those "
-            "directly before it.",
-            least=1,
-        ),
+    window: int = fields.setting(
+        1024,
+        "Number of tokens of a document that the kernel `sliding_window` attends to: the token itself and those "
+        "directly before it.",
+        least=1,
     )
-    max_document_length: int = dataclasses.field(
-        default=65_536,
-        metadata=fields.about(
-            "M in theta_m = 2 pi / M^(2m/D), m from 0, the rotation rates of all ropes without `rope.base`. Also the "
-            "number of rows in the table of position `learned_absolute`, and so the longest document that it supports.",
-            least=2,
-        ),
+    max_document_length: int = fields.setting(
+        65_536,
+        "M in theta_m = 2 pi / M^(2m/D), m from 0, the rotation rates of all ropes without `rope.base`. Also the "
+        "number of rows in the table of position `learned_absolute`, and so the longest document that it supports.",
+        least=2,
     )
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     lrpe: LrpeConfig = dataclasses.field(default_factory=LrpeConfig)
