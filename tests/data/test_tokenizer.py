@@ -52,8 +52,8 @@ def test_absolute_names(folder):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"eos_token": 5}', r"tokenizer_config\.json: its eos_token is not a text; correct it"),
-        ('{"eos_token": {"content": []}}', r"tokenizer_config\.json: its eos_token is not a text"),
+        ('{"eos_token": 5}', r"the eos_token 5 of tokenizer_config\.json is no token of"),
+        ('{"eos_token": {"content": []}}', r"the eos_token \[\] of tokenizer_config\.json is no"),
         (
             '{"eos_token": "stop"}',
             r"=\./words: the eos_token 'stop' of tokenizer_config\.json is no token of",

@@ -1,10 +1,8 @@
 """Sources of data, one module each, and a table of them.
 
-A module has a class `Source`, whose objects open the data of a config. It has `describe() -> dict`, and one of
-
-* `side(*, heldout) -> documents.Documents`,
-* `examples(task, *, vocab_size, heldout) -> rows.Examples`, rows that are labeled,
-* `side(*, heldout, vocab_size)` and `rows(pack, *, vocab_size) -> rows.TrainRows`, if it is read in order only.
+A module has a class `Source`, whose objects open the data of a config. It has `describe() -> dict` and
+`side(task, *, vocab_size, heldout)`, which returns `documents.Documents` or `rows.Examples`, rows that are labeled.
+A source that is read in order only has `rows(pack, *, vocab_size) -> rows.TrainRows` too.
 """
 
 import importlib
@@ -37,11 +35,6 @@ class Kind(NamedTuple):
     predicted: tuple[config_lib.Predicted, ...]
     suffixes: tuple[str, ...] = ("",)
     generated: bool = False
-
-    @property
-    def labeled(self) -> bool:
-        """Whether it has labeled examples instead of documents."""
-        return config_lib.Predicted.TOKEN not in self.predicted
 
 
 _IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")

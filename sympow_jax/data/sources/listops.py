@@ -150,7 +150,7 @@ class Source:
         self._length = config.context_length
         self._sides = [ListOps(config, heldout=heldout) for heldout in (False, True)]
 
-    def examples(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> ListOps:
+    def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> ListOps:
         """Returns the training or the held-out examples."""
         if task.outputs != CLASSES:
             raise ValueError(

@@ -451,5 +451,5 @@ def test_whole_rows_are_the_first_ones():
         config = builders.data_config(packing=packing)
         packed = rows.Rows(tokens.spans("a"), config, vocab_size=256)
         assert packed.whole == whole
-        assert all((packed[i]["targets"][:-1] != -1).all() for i in range(whole))
+        assert all((packed.row(i)["targets"][:-1] != -1).all() for i in range(whole))
     assert isinstance(tokens.spans("a"), documents.Documents)
