@@ -57,6 +57,12 @@ class File:
     size: int
     named: bool = dataclasses.field(default=False, kw_only=True)
 
+    @classmethod
+    def below(cls, root: str, path: str, *, named: bool = False) -> "File":
+        """Returns the file at a local path, whose key is relative to `root`."""
+        key = pathlib.Path(os.path.relpath(path, root)).as_posix()
+        return cls(path, key, os.path.getsize(path), named=named)
+
 
 @contextlib.contextmanager
 def errors(place: str) -> Iterator[None]:
@@ -65,6 +71,9 @@ def errors(place: str) -> Iterator[None]:
     `place` is the file, or the setting and the path.
     """
     remote = "://" in place
+    remedy = "check the file, or make it again"
+    if remote:
+        remedy = "check the network and your access to it, or name a local copy"
     try:
         yield
     except MemoryError:
@@ -79,12 +88,7 @@ def errors(place: str) -> Iterator[None]:
         reason = spelling.cut(str(error), _MAX_REASON) or type(error).__name__
         if isinstance(error, OSError) and error.strerror and not remote:
             reason = error.strerror
-        remedy = (
-            "the network and your access to it, or name a local copy"
-            if remote
-            else "the file, or make it again"
-        )
-        raise ValueError(f"cannot read {place}: {reason}; check {remedy}") from error
+        raise ValueError(f"cannot read {place}: {reason}; {remedy}") from error
 
 
 def open_file(path: str) -> BinaryIO:
@@ -126,17 +130,8 @@ def below(root: str, *, suffix: str | tuple[str, ...] = "", skip: Collection[str
             path = os.path.join(folder, name)
             # A dangling link is listed but cannot be read.
             if name.lower().endswith(suffix) and not name.startswith(".") and os.path.isfile(path):
-                matches.append(_file(path, root))
-    return sorted(matches, key=_order)
-
-
-def _file(path: str, root: str, *, named: bool = False) -> File:
-    key = pathlib.Path(os.path.relpath(path, root)).as_posix()
-    return File(path, key, os.path.getsize(path), named=named)
-
-
-def _order(file: File) -> tuple[str, str]:
-    return file.key, file.path
+                matches.append(File.below(root, path))
+    return sorted(matches, key=lambda file: (file.key, file.path))
 
 
 def _split(pattern: str) -> tuple[str, list[str]]:
@@ -201,7 +196,7 @@ def find(setting: str, paths: Sequence[str], *, suffix: str | tuple[str, ...] = 
             with errors(f"{setting} {path}"):
                 found = _remote(path, suffix)
         elif os.path.isfile(path):
-            found = [_file(path, os.path.dirname(path) or ".", named=True)]
+            found = [File.below(os.path.dirname(path) or ".", path, named=True)]
         elif os.path.isdir(path):
             found = below(path, suffix=suffix)
         elif glob.has_magic(path):
@@ -210,7 +205,7 @@ def find(setting: str, paths: Sequence[str], *, suffix: str | tuple[str, ...] = 
             inside = [file for file in pathlib.Path(root).glob("/".join(rest)) if file.is_file()]
             if not _is_hidden(rest):
                 inside = [file for file in inside if not _is_hidden(file.relative_to(root).parts)]
-            found = [_file(str(file), root) for file in inside]
+            found = [File.below(root, str(file)) for file in inside]
         else:
             raise ValueError(f"{setting}: there is no file or folder {path!r}; correct the path")
         if not found:
@@ -220,7 +215,7 @@ def find(setting: str, paths: Sequence[str], *, suffix: str | tuple[str, ...] = 
         for place, file in located(found):
             # Otherwise, a file with two names could be trained on under one name and held out under the other.
             matches.setdefault(place, file)
-    return sorted(matches.values(), key=_order)
+    return sorted(matches.values(), key=lambda file: (file.key, file.path))
 
 
 def _remote(path: str, suffix: str | tuple[str, ...]) -> list[File]:

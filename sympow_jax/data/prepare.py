@@ -47,8 +47,6 @@ __all__ = ["PIECE_BYTES", "Options", "Progress", "write_bin", "write_longcrawl64
 PIECE_BYTES = 1 << 23
 """Bytes of text in a token file, roughly. Every worker holds one in memory, and a repeated command makes it again."""
 
-# Bytes. A file system allows 255, and names of drafts are longer.
-_LONGEST_NAME = 200
 # The vocabulary has one id more, and its size must fit an int32.
 _LARGEST_ID = (1 << 31) - 2
 
@@ -181,13 +179,9 @@ def _new_output(out: str, paths: Sequence[str]) -> pathlib.Path:
     """Returns the path of an output.
 
     Raises:
-        ValueError: its name is too long, or `paths` name files in it.
+        ValueError: `paths` name files in it.
     """
     path = pathlib.Path(os.path.expanduser(out))
-    if len(os.fsencode(path.name)) > _LONGEST_NAME:
-        raise ValueError(
-            f"the name of the output has more than {_LONGEST_NAME} bytes; choose a shorter --out"
-        )
     real = os.path.realpath(path)
     written = (real, os.path.join(real, tokens.METADATA), os.path.join(real, "000000-1-0.bin"))
     for read in filter(None, paths):

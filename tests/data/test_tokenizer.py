@@ -42,11 +42,7 @@ def test_the_separator_is_the_eos_token(folder, name):
 
 def test_absolute_names(folder):
     names = ("byte", "gpt2", "hf://a/b.c", "./words", "words.json")
-    assert [tokenizer.absolute_name(name) for name in names] == [
-        *names[:3],
-        str(folder),
-        f"{folder}.json",
-    ]
+    assert [tokenizer.absolute_name(name) for name in names] == [*names[:3], str(folder), f"{folder}.json"]
 
 
 @pytest.mark.parametrize(

@@ -112,13 +112,11 @@ def _value(line: _Line, column: str, path: str) -> pieces.Document | None:
     except (ValueError, RecursionError) as error:
         reason = spelling.one_line(error)
         raise ValueError(f"{name} is not JSON: {reason}; correct the line, or leave it out") from None
-    if not isinstance(record, dict):
+    if not isinstance(record, dict) or column not in record:
+        fields = spelling.listed(map(repr, record)) if isinstance(record, dict) else "no fields"
         raise ValueError(
-            f"{name} is not an object with fields; write lines such as {{{json.dumps(column)}: ...}}"
+            f"{name} has no field {column!r}: there are {fields}; every line must be an object with it"
         )
-    if column not in record:
-        fields = spelling.listed(map(repr, record))
-        raise ValueError(f"{name} has no field {column!r}: there are {fields}; name one of them")
     value = record[column]
     if value is None:
         return None

@@ -3,7 +3,7 @@
 import functools
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32
 
 from sympow_jax import extras, spelling
 from sympow_jax.data import files
@@ -24,14 +24,7 @@ _MAX_TYPE_CHARACTERS = 160
 # A row group of up to this many pieces of average size is not split.
 _MAX_PIECES_PER_GROUP = 2
 
-_TEXTS = (
-    pa.string(),
-    pa.large_string(),
-    pa.string_view(),
-    pa.binary(),
-    pa.large_binary(),
-    pa.binary_view(),
-)
+_TEXTS = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view())
 
 
 def _open(path: str) -> pq.ParquetFile:
@@ -103,7 +96,16 @@ class Reader:
             )
         sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
         starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-        first, stop = (_boundary(starts, piece.index + end, piece.count) for end in (0, 1))
+        total, ends = int(starts[-1]), []
+        for index in (piece.index, piece.index + 1):
+            row = index * total // piece.count
+            if 0 < index < piece.count and total:
+                # A piece starts at a row group, unless the group is large.
+                group = int(np.searchsorted(starts, row, side="right")) - 1
+                begin, end = int(starts[group]), int(starts[group + 1])
+                row = begin if (end - begin) * piece.count <= _MAX_PIECES_PER_GROUP * total else row
+            ends.append(row)
+        first, stop = ends
         positions: list[int] = []
         documents: list[pieces.Document] = []
         groups = np.searchsorted(starts, first, side="right") - 1, np.searchsorted(starts, stop)
@@ -130,17 +132,6 @@ class Reader:
                         documents.append(value)
                 row += len(column)
         return pieces.Block(path, "row", np.array(positions, np.int64), documents)
-
-
-def _boundary(starts: Int64[np.ndarray, " groups+1"], index: int, count: int) -> int:
-    """Returns the first row of piece `index` of `count`; `starts` are the first rows of row groups."""
-    rows = int(starts[-1])
-    row = index * rows // count
-    if index in (0, count) or not rows:
-        return row
-    group = int(np.searchsorted(starts, row, side="right")) - 1
-    begin, end = int(starts[group]), int(starts[group + 1])
-    return begin if (end - begin) * count <= _MAX_PIECES_PER_GROUP * rows else row
 
 
 def _ids(part: pa.Array, path: str, row: int) -> list[Int32[np.ndarray, " tokens"]]:

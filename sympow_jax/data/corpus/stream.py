@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
-from typing import Protocol
 
 import numpy as np
 from jaxtyping import Int64
@@ -16,14 +15,6 @@ __all__ = ["BatchIterator", "CorpusRows"]
 
 # A position is the number of a group in the order of all epochs, shifted by these bits, and the number of a row in it.
 _ROW_BITS = 32
-
-
-class PackedRows(Protocol):
-    """Rows that documents are packed into; the first `whole` of them have no padding."""
-
-    whole: int
-
-    def row(self, index: int, key: tuple[int, ...]) -> rows.Row: ...
 
 
 class CorpusRows:
@@ -46,7 +37,7 @@ class CorpusRows:
         self,
         encoding: encoding_lib.Encoding,
         groups: Sequence[pieces.Group],
-        pack: Callable[[documents.Spans], PackedRows],
+        pack: Callable[[documents.Spans], rows.Rows],
         *,
         length: int,
         seed: int,
@@ -101,7 +92,7 @@ class CorpusRows:
 
 
 class _GroupRows(Sequence):
-    def __init__(self, packed: PackedRows, number: int, seed: int):
+    def __init__(self, packed: rows.Rows, number: int, seed: int):
         self._packed, self._number, self._seed = packed, number, seed
         self._order = np.random.default_rng((seed, number, rows.ROW_ORDER)).permutation(packed.whole)
 
@@ -141,7 +132,24 @@ class BatchIterator:
         start = 0  # row of the batch that is next
         try:
             while start < self._batch_size:
-                self._fill()
+                empty = 0
+                while not self._rows:
+                    self._rows = self._corpus.rows_of_group(self._group, next(self._tokens))
+                    if self._row and self._row >= len(self._rows):
+                        raise ValueError(
+                            f"the run was saved at row {self._row} of a part of the data that now has "
+                            f"{len(self._rows)} rows; restore the data and the tokenizer that the run began with"
+                        )
+                    if not self._rows:
+                        self._group += 1
+                        empty += 1
+                    # Two epochs, because the first group of one may be the last of the next.
+                    if empty == 2 * self._corpus.groups_per_epoch:
+                        raise ValueError(
+                            f"no part of the data has the {self._corpus.length + 1} tokens of a whole row; name more "
+                            f"data in data.paths, or lower data.context_length, data.shortest_document or "
+                            f"data.heldout_fraction"
+                        )
                 stop = min(start + len(self._rows) - self._row, self._batch_size)
                 # The other rows up to `stop` are those of other processes.
                 for index in range(max(start, self._shard.start), min(stop, self._shard.stop)):
@@ -168,23 +176,3 @@ class BatchIterator:
     def close(self) -> None:
         """Ends the workers."""
         self._tokens.close()
-
-    def _fill(self) -> None:
-        """Reads the rows of the group at the position, after moving it past groups without a whole row."""
-        empty = 0
-        while not self._rows:
-            self._rows = self._corpus.rows_of_group(self._group, next(self._tokens))
-            if self._row and self._row >= len(self._rows):
-                raise ValueError(
-                    f"the run was saved at row {self._row} of a part of the data that now has {len(self._rows)} rows; "
-                    f"restore the data and the tokenizer that the run began with"
-                )
-            if not self._rows:
-                self._group += 1
-                empty += 1
-            # Two epochs, because the first group of one may be the last of the next.
-            if empty == 2 * self._corpus.groups_per_epoch:
-                raise ValueError(
-                    f"no part of the data has the {self._corpus.length + 1} tokens of a whole row; name more data in "
-                    f"data.paths, or lower data.context_length, data.shortest_document or data.heldout_fraction"
-                )

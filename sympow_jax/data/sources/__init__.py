@@ -63,20 +63,12 @@ def open_source(config: config_lib.DataConfig) -> Any:
 
 
 def find_all(config: config_lib.DataConfig, *, heldout: bool) -> list[files.File]:
-    """Returns the files that have the training or the held-out side of a source.
-
-    Raises:
-        ValueError: as `files.find`.
-    """
+    """Returns the files that have the training or the held-out side of a source."""
     return files.find(*files.side(config, heldout=heldout), suffix=SOURCES[config.source].suffixes)
 
 
 def locations(setting: str, paths: Sequence[str], source: str) -> set[str]:
-    """Returns the real path, or the URL, of each file that a setting names.
-
-    Raises:
-        ValueError: as `files.find`.
-    """
+    """Returns the real path, or the URL, of each file that a setting names."""
     suffixes = SOURCES[source].suffixes
     if not suffixes:
         return set(map(files.location, paths))
@@ -88,10 +80,7 @@ def locations(setting: str, paths: Sequence[str], source: str) -> set[str]:
 
 
 def described(
-    found: Sequence[files.File],
-    train: np.ndarray | int,
-    heldout: np.ndarray | int,
-    **more: Any,
+    found: Sequence[files.File], train: np.ndarray | int, heldout: np.ndarray | int, **more: Any
 ) -> dict[str, Any]:
     """Returns the counts of a description: of files, bytes, and of documents of these lengths, or of examples."""
     counts: dict[str, Any] = {"files": len(found), "bytes": sum(file.size for file in found)}

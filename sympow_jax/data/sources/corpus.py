@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sympow_jax import config as config_lib
-from sympow_jax.data import documents, files, sources
+from sympow_jax.data import documents, files, rows, sources
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.corpus import encoding as encoding_lib
 from sympow_jax.data.corpus import pieces, stream
@@ -83,7 +83,7 @@ class Source:
         )
 
     def rows(
-        self, pack: Callable[[documents.Spans], stream.PackedRows], *, vocab_size: int
+        self, pack: Callable[[documents.Spans], rows.Rows], *, vocab_size: int
     ) -> stream.CorpusRows:
         """Returns the training rows, which `pack` makes of documents. Only the start of the first file is read."""
         return stream.CorpusRows(

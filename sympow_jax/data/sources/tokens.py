@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Bool, Int64, Integer
 
 from sympow_jax import config as config_lib
+from sympow_jax import spelling
 from sympow_jax.config import serialize
 from sympow_jax.data import documents, files, sources
 
@@ -133,27 +134,19 @@ class Source:
         """Raises ValueError for files of a wrong size, or whose metadata contradicts the settings."""
         dtype = self._config.token_dtype
         for path, record in _metadata(matches).items():
-            stored = record.get("token_dtype")
-            if not isinstance(stored, str) or stored not in DTYPES:
-                raise ValueError(
-                    f"{path}: its token_dtype is not one of {', '.join(DTYPES)}; `sympow prepare` did not write this "
-                    f"file, so correct or remove it"
-                )
             if "documents" not in record:
                 raise ValueError(
                     f"the token files next to {path} are not complete; repeat the command `sympow prepare`, which "
                     f"continues"
                 )
-            if stored != dtype:
+            if (stored := record.get("token_dtype")) != dtype:
                 raise ValueError(
-                    f"the token files next to {path} hold {stored} ids, but data.token_dtype is {dtype!r}; set it to "
-                    f"{stored!r}"
+                    f"the token files next to {path} hold {spelling.shown(stored)} ids, but data.token_dtype is "
+                    f"{dtype!r}; set it to theirs"
                 )
         for file in matches:
-            if file.size == 0:
-                raise ValueError(f"{file.path} is empty; it must hold {dtype} token ids")
-            if file.size % DTYPES[dtype].itemsize:
+            if not file.size or file.size % DTYPES[dtype].itemsize:
                 raise ValueError(
-                    f"{file.path} has {file.size} bytes, not a multiple of the {DTYPES[dtype].itemsize} of one "
-                    f"{dtype}; the file is truncated or data.token_dtype is wrong"
+                    f"{file.path} has {file.size} bytes; it must hold {dtype} ids of {DTYPES[dtype].itemsize} bytes "
+                    f"each: it is empty or truncated, or data.token_dtype is wrong"
                 )
