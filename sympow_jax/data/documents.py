@@ -1,7 +1,7 @@
 """Documents of known lengths that can be read in part, the interface of every source of documents."""
 
-import collections.abc
 import operator
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -52,7 +52,7 @@ class Documents(Protocol):
 class Spans:
     """Documents that are spans of flat arrays, in memory or memory-mapped.
 
-    Document i is the `lengths[i]` tokens of `arrays[array[i]]` from `starts[i]`. `names` are the names of the arrays.
+    Document i is the `lengths[i]` tokens of `open_array(array[i])` from `starts[i]`. `names` are those of the arrays.
     """
 
     lead = None
@@ -60,43 +60,39 @@ class Spans:
 
     def __init__(
         self,
-        arrays: collections.abc.Sequence[Integer[np.ndarray, " tokens"]],
-        names: collections.abc.Sequence[str],
+        open_array: Callable[[int], Integer[np.ndarray, " tokens"]],
+        names: Sequence[str],
         *,
         array: Integer[np.ndarray, " documents"],
         starts: Int64[np.ndarray, " documents"],
         lengths: Int64[np.ndarray, " documents"],
     ):
         self.lengths = lengths
-        self._arrays, self._names = arrays, names
-        self._array, self._starts = array, starts
+        self._open_array, self._names, self._array, self._starts = open_array, names, array, starts
 
     def select(self, chosen: Int64[np.ndarray, " chosen"]) -> "Spans":
         """Returns the chosen documents only."""
-        return Spans(
-            self._arrays,
-            self._names,
-            array=self._array[chosen],
-            starts=self._starts[chosen],
-            lengths=self.lengths[chosen],
-        )
+        array, starts, lengths = self._array[chosen], self._starts[chosen], self.lengths[chosen]
+        return Spans(self._open_array, self._names, array=array, starts=starts, lengths=lengths)
 
     def read(self, document: int, start: int, stop: int) -> Integer[np.ndarray, " tokens"]:
         """Returns tokens start .. stop - 1 of a document."""
         begin = self._starts[document]
-        return self._arrays[self._array[document]][begin + start : begin + stop]
+        return self._open_array(int(self._array[document]))[begin + start : begin + stop]
 
     def name(self, document: int) -> str:
         """Returns the name of the document's array and its start there, in tokens."""
         return f"{self._names[self._array[document]]} (document at token {self._starts[document]})"
 
 
-def check_vocabulary(tokens: Integer[np.ndarray, " tokens"], *, vocab_size: int, name: str) -> None:
-    """Raises ValueError if an id is not below `vocab_size`."""
+def check_vocabulary(
+    tokens: Integer[np.ndarray, " tokens"], *, vocab_size: int, name: Callable[[], str]
+) -> None:
+    """Raises ValueError if an id is not below `vocab_size`; `name` returns the name of the document."""
     highest = int(tokens.max(initial=0))
     if highest >= vocab_size:
         raise ValueError(
-            f"{name} holds id {highest}, but model.vocab_size is {vocab_size}; raise it to at least "
+            f"{name()} holds id {highest}, but model.vocab_size is {vocab_size}; raise it to at least "
             f"{highest + 1}, or use the data and data.token_dtype that the model was made for"
         )
 
@@ -110,7 +106,7 @@ def check_repeated(tokens: Integer[np.ndarray, " tokens"], *, name: str, part: s
         )
 
 
-class HeldoutDocuments(collections.abc.Sequence):
+class HeldoutDocuments(Sequence):
     """Whole documents as 1-D int32 arrays, read on access.
 
     If the source has a lead id (longcrawl64), it is the first token of each document, as in training. Then every token
@@ -134,7 +130,7 @@ class HeldoutDocuments(collections.abc.Sequence):
         index = range(len(self))[operator.index(index)]
         documents = self._documents
         tokens = documents.read(index, 0, int(documents.lengths[index]))
-        check_vocabulary(tokens, vocab_size=self._vocab_size, name=documents.name(index))
+        check_vocabulary(tokens, vocab_size=self._vocab_size, name=lambda: documents.name(index))
         if self._stored:
             check_repeated(tokens, name=documents.name(index), part=f"all of its {len(tokens)} tokens")
         if documents.lead is not None:

@@ -28,7 +28,7 @@ __all__ = [
     "located",
     "location",
     "open_file",
-    "root_of",
+    "read",
     "side",
     "would_find",
 ]
@@ -57,6 +57,12 @@ class File:
     size: int
     named: bool = dataclasses.field(default=False, kw_only=True)
 
+    @classmethod
+    def below(cls, root: str, path: str, *, named: bool = False) -> "File":
+        """Returns the file at a local path, whose key is relative to `root`."""
+        key = pathlib.Path(os.path.relpath(path, root)).as_posix()
+        return cls(path, key, os.path.getsize(path), named=named)
+
 
 @contextlib.contextmanager
 def errors(place: str) -> Iterator[None]:
@@ -65,6 +71,9 @@ def errors(place: str) -> Iterator[None]:
     `place` is the file, or the setting and the path.
     """
     remote = "://" in place
+    remedy = "check the file, or make it again"
+    if remote:
+        remedy = "check the network and your access to it, or name a local copy"
     try:
         yield
     except MemoryError:
@@ -79,12 +88,7 @@ def errors(place: str) -> Iterator[None]:
         reason = spelling.cut(str(error), _MAX_REASON) or type(error).__name__
         if isinstance(error, OSError) and error.strerror and not remote:
             reason = error.strerror
-        remedy = (
-            "the network and your access to it, or name a local copy"
-            if remote
-            else "the file, or make it again"
-        )
-        raise ValueError(f"cannot read {place}: {reason}; check {remedy}") from error
+        raise ValueError(f"cannot read {place}: {reason}; {remedy}") from error
 
 
 def open_file(path: str) -> BinaryIO:
@@ -96,9 +100,14 @@ def open_file(path: str) -> BinaryIO:
     return fsspec.open(path, "rb", compression=None).open()
 
 
-def _file(path: str, root: str, *, named: bool = False) -> File:
-    key = pathlib.Path(os.path.relpath(path, root)).as_posix()
-    return File(path, key, os.path.getsize(path), named=named)
+def read(path: str) -> bytes:
+    """Returns the content of a file.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    with errors(path), open_file(path) as stream:
+        return stream.read()
 
 
 def below(root: str, *, suffix: str | tuple[str, ...] = "", skip: Collection[str] = ()) -> list[File]:
@@ -109,30 +118,36 @@ def below(root: str, *, suffix: str | tuple[str, ...] = "", skip: Collection[str
     Raises:
         ValueError: a folder cannot be read.
     """
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"cannot read the folder {error.filename}: {error.strerror or error}") from error
+
     skip = {"__pycache__", *skip}
     matches = []
-    for folder, subfolders, names in os.walk(root, onerror=_refuse):
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skip]
         for name in names:
             path = os.path.join(folder, name)
             # A dangling link is listed but cannot be read.
             if name.lower().endswith(suffix) and not name.startswith(".") and os.path.isfile(path):
-                matches.append(_file(path, root))
-    return _ordered(matches)
-
-
-def _refuse(error: OSError) -> None:
-    raise ValueError(f"cannot read the folder {error.filename}: {error.strerror or error}") from error
+                matches.append(File.below(root, path))
+    return sorted(matches, key=lambda file: (file.key, file.path))
 
 
 def _split(pattern: str) -> tuple[str, list[str]]:
-    """Returns the fixed part of a glob, and the other parts."""
+    """Returns the fixed part of a path or glob, and the other parts; those of a folder stand for all files below."""
+    if os.path.isdir(pattern) or not glob.has_magic(pattern):
+        return pattern, ["**", "*"]
     parts = pathlib.Path(pattern).parts
     fixed = next(i for i, part in enumerate(parts) if glob.has_magic(part))
     # Within a name, `**` means `*`. At the end, `**` stands for all files below.
     rest = [part if part == "**" else re.sub(r"\*+", "*", part) for part in parts[fixed:]]
     rest += ["*"] if rest[-1] == "**" else []
     return os.path.join("", *parts[:fixed]) or ".", rest
+
+
+def _is_hidden(parts: Iterable[str]) -> bool:
+    return any(part.startswith(".") and part != ".." for part in parts)
 
 
 def location(path: str) -> str:
@@ -150,43 +165,17 @@ def _without_query(url: str) -> str:
     return path if config_lib.source_of(path) else address
 
 
-def root_of(path: str) -> str | None:
-    """Returns the real path of the folder that a path is searched from; None for a file or URL."""
-    path = os.path.expanduser(path.removeprefix("file://"))
-    if "://" in path or os.path.isfile(path):
-        return None
-    return os.path.realpath(_split(path)[0] if glob.has_magic(path) and not os.path.isdir(path) else path)
-
-
 def would_find(path: str, file: str) -> bool:
     """Returns whether a folder or glob would match a file at the real path `file`."""
-    root, path = root_of(path), os.path.expanduser(path.removeprefix("file://"))
-    if root is None or os.path.commonpath([root, file]) != root:
+    path = os.path.expanduser(path.removeprefix("file://"))
+    if "://" in path or os.path.isfile(path):
         return False
-    if root == os.path.realpath(path):
-        return True
-    rest = _split(path)[1]
-    key = os.path.relpath(file, root)
+    root, rest = _split(path)
+    key = os.path.relpath(file, os.path.realpath(root))
     # In `fnmatch`, a star crosses folders, as only `**` may.
     same_depth = "**" in rest or len(rest) == 1 + key.count(os.sep)
-    return same_depth and fnmatch.fnmatchcase(key, "/".join(rest).replace("**/", "*"))
-
-
-def _matching(pattern: str) -> list[File]:
-    root, rest = _split(pattern)
-    # By pathlib, whose `**` does not follow links to folders. `glob` follows them, around loops too.
-    found = [path for path in pathlib.Path(root).glob("/".join(rest)) if path.is_file()]
-    if not _is_hidden(rest):
-        found = [path for path in found if not _is_hidden(path.relative_to(root).parts)]
-    return [_file(str(path), root) for path in found]
-
-
-def _is_hidden(parts: Iterable[str]) -> bool:
-    return any(part.startswith(".") and part != ".." for part in parts)
-
-
-def _ordered(files: Sequence[File]) -> list[File]:
-    return sorted(files, key=lambda file: (file.key, file.path))
+    outside = key.split(os.sep)[0] == os.pardir
+    return not outside and same_depth and fnmatch.fnmatchcase(key, "/".join(rest).replace("**/", "*"))
 
 
 def find(setting: str, paths: Sequence[str], *, suffix: str | tuple[str, ...] = "") -> list[File]:
@@ -205,23 +194,28 @@ def find(setting: str, paths: Sequence[str], *, suffix: str | tuple[str, ...] = 
     for path in sorted(paths, key=lambda path: not os.path.isfile(path)):
         if "://" in path:
             with errors(f"{setting} {path}"):
-                files = _remote(path, suffix)
+                found = _remote(path, suffix)
         elif os.path.isfile(path):
-            files = [_file(path, os.path.dirname(path) or ".", named=True)]
+            found = [File.below(os.path.dirname(path) or ".", path, named=True)]
         elif os.path.isdir(path):
-            files = below(path, suffix=suffix)
+            found = below(path, suffix=suffix)
         elif glob.has_magic(path):
-            files = _matching(path)
+            root, rest = _split(path)
+            # By pathlib, whose `**` does not follow links to folders. `glob` follows them, around loops too.
+            inside = [file for file in pathlib.Path(root).glob("/".join(rest)) if file.is_file()]
+            if not _is_hidden(rest):
+                inside = [file for file in inside if not _is_hidden(file.relative_to(root).parts)]
+            found = [File.below(root, str(file)) for file in inside]
         else:
             raise ValueError(f"{setting}: there is no file or folder {path!r}; correct the path")
-        if not files:
+        if not found:
             kind = suffix if isinstance(suffix, str) else ", ".join(suffix)
             lack = f"no {kind or 'visible'} file is in" if os.path.isdir(path) else "no file matches"
             raise ValueError(f"{setting}: {lack} {path!r}; correct the path or the pattern")
-        for location, file in located(files):
+        for place, file in located(found):
             # Otherwise, a file with two names could be trained on under one name and held out under the other.
-            matches.setdefault(location, file)
-    return _ordered(list(matches.values()))
+            matches.setdefault(place, file)
+    return sorted(matches.values(), key=lambda file: (file.key, file.path))
 
 
 def _remote(path: str, suffix: str | tuple[str, ...]) -> list[File]:
@@ -253,8 +247,8 @@ def _remote(path: str, suffix: str | tuple[str, ...]) -> list[File]:
     return matches
 
 
-def located[F: File](files: Iterable[F]) -> Iterator[tuple[str, F]]:
-    """Yields the `location` of each file, which is the same whatever path led to it, and the file."""
+def located(files: Iterable[File]) -> Iterator[tuple[str, File]]:
+    """Yields the `location` of each file and the file."""
     folders: dict[str, str] = {}  # real paths by paths, because each takes several system calls
     for file in files:
         folder, name = os.path.split(file.path)

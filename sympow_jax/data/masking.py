@@ -40,14 +40,11 @@ def mask(
     return shown, targets
 
 
-class MaskedRows:
+class MaskedRows(rows.Rows):
     """Rows of `data.context_length` tokens from the concatenated documents, some tokens masked.
 
     With packing `windows`, every row is full: tokens after the last whole row are dropped. With packing `documents`,
     every token is in one row, `segment_ids` are as in `rows.Rows`, and padding is never predicted.
-
-    Attributes:
-        whole: number of rows without padding. They are the first ones.
 
     Raises:
         ValueError: there is less than one row, or the mask is outside the vocabulary. On access, as `rows.Rows`.
@@ -61,42 +58,32 @@ class MaskedRows:
         *,
         vocab_size: int,
     ):
-        self._vocab_size = vocab_size
         self._mask_token = vocab_size - 1 if task.mask_token is None else task.mask_token
         if not 0 <= self._mask_token < vocab_size or vocab_size < 2:
             raise ValueError(
                 f"task.mask_token is {self._mask_token}, but model.vocab_size is {vocab_size}; it must be an id of at "
                 f"least two in the vocabulary"
             )
-        self._rows = rows.Rows(source, config, vocab_size=vocab_size)
-        self.whole, rest = divmod(self._rows.tokens, config.context_length)
-        self._count = self.whole + (config.packing == "documents" and rest > 0)
+        super().__init__(source, config, vocab_size=vocab_size)
+        self.whole, rest = divmod(self._total, self._length)
+        self._count = self.whole + (self._segmented and rest > 0)
         if not self._count:
             raise ValueError(
-                f"the documents have {self._rows.tokens} tokens, less than one row of data.context_length "
-                f"{config.context_length}; name more data, shorten it, or set data.packing=documents"
+                f"the documents have {self._total} tokens, less than one row of data.context_length {self._length}; "
+                f"name more data, shorten it, or set data.packing=documents"
             )
 
-    def __len__(self) -> int:
-        return self._count
-
-    @property
-    def together(self) -> int:
-        """Number of consecutive rows that storage groups."""
-        return self._rows.together
-
-    def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
+    def row(self, index: int, key: tuple[int, ...] = ()) -> rows.Row:
         """Returns row `index`; the masked tokens are a function of `key` only."""
-        row = self._rows.own(index)
-        tokens = row["inputs"]
-        real = int((row["segment_ids"] != rows.PADDING).sum()) if "segment_ids" in row else len(tokens)
+        tokens, document = self._read(index, self._length)
         shown, targets = mask(
-            tokens[:real],
+            tokens,
             np.random.default_rng(key),
             fraction=task_lib.MASK_FRACTION,
             mask_token=self._mask_token,
             vocab_size=self._vocab_size,
         )
-        padded = np.full(len(tokens), rows.NO_TARGET, np.int32)
-        padded[:real] = targets
-        return {**row, "inputs": np.concatenate([shown, tokens[real:]]), "targets": padded}
+        return {
+            **self._inputs(shown, document),
+            "targets": rows.filled(targets, self._length, rows.NO_TARGET),
+        }

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +42,8 @@ _RUN_FILES = (
 )
 
 
-def _require_fitting(config: config_lib.DataConfig, task: config_lib.TaskConfig) -> None:
+def _open_source(config: config_lib.DataConfig, task: config_lib.TaskConfig) -> Any:
+    """Returns the opened source, after checking that it fits the task."""
     fitting = sources.SOURCES[config.source].predicted
     if task.predicted not in fitting:
         names = [name for name, kind in task_config.TASKS.items() if kind.predicted in fitting]
@@ -50,43 +51,22 @@ def _require_fitting(config: config_lib.DataConfig, task: config_lib.TaskConfig)
             f"task.name is {task.name!r}, but data.source {config.source!r} is for {' and '.join(names)}; change one "
             f"of them"
         )
-
-
-def _side(
-    source: Any,
-    config: config_lib.DataConfig,
-    task: config_lib.TaskConfig,
-    *,
-    vocab_size: int,
-    heldout: bool,
-) -> documents.Documents | rows.Examples:
-    """Returns one side of an opened source, except training rows that are read in order only."""
-    if sources.SOURCES[config.source].labeled:
-        return source.examples(task, vocab_size=vocab_size, heldout=heldout)
-    if config.source in data_config.CORPUS_SOURCES:
-        return source.side(heldout=heldout, vocab_size=vocab_size)
-    opened = source.side(heldout=heldout)
-    if opened.lead is not None and not 0 <= opened.lead < vocab_size:
-        raise ValueError(
-            f"the first id of every row is {opened.lead}, but model.vocab_size is {vocab_size}; set "
-            f"data.document_separator to the id that the data was prepared with"
-        )
-    return opened
+    return sources.open_source(config)
 
 
 def _rows(
-    source: documents.Documents | rows.Examples,
+    opened: documents.Documents | rows.Examples,
     config: config_lib.DataConfig,
     task: config_lib.TaskConfig,
     *,
     vocab_size: int,
 ) -> rows.Examples:
     """Returns the rows of a task: those cut from documents, or labeled examples as they are."""
-    if not isinstance(source, documents.Documents):
-        return source
+    if not isinstance(opened, documents.Documents):
+        return opened
     if task.masks_tokens:
-        return masking.MaskedRows(source, config, task, vocab_size=vocab_size)
-    return rows.Rows(source, config, vocab_size=vocab_size)
+        return masking.MaskedRows(opened, config, task, vocab_size=vocab_size)
+    return rows.Rows(opened, config, vocab_size=vocab_size)
 
 
 def _may_hold_out(config: config_lib.DataConfig) -> bool:
@@ -121,12 +101,11 @@ def train_dataset(
             row, an id is outside the vocabulary, a Zarr chunk is missing or a file is not an image.
     """
     task = task or config_lib.TaskConfig()
-    _require_fitting(config, task)
-    source = source or sources.open_source(config)
+    source = source or _open_source(config, task)
     if config.source in data_config.CORPUS_SOURCES:
         pack = functools.partial(_rows, config=config, task=task, vocab_size=vocab_size)
         return source.rows(pack, vocab_size=vocab_size)
-    opened = _side(source, config, task, vocab_size=vocab_size, heldout=False)
+    opened = source.side(task, vocab_size=vocab_size, heldout=False)
     count = len(opened.lengths) if isinstance(opened, documents.Documents) else len(opened)
     if not count and config.heldout_fraction and not config.heldout_paths:
         raise ValueError(
@@ -160,12 +139,11 @@ class HeldoutData:
         self.documents: documents.HeldoutDocuments | None = None
         self.rows: rows.Examples | None = None
         self._config, self._vocab_size = config, vocab_size
-        self._task = task or config_lib.TaskConfig()
-        _require_fitting(config, self._task)
+        self._task = task = task or config_lib.TaskConfig()
         if not _may_hold_out(config):
             return
-        source = source or sources.open_source(config)
-        opened = _side(source, config, self._task, vocab_size=vocab_size, heldout=True)
+        source = source or _open_source(config, task)
+        opened = source.side(task, vocab_size=vocab_size, heldout=True)
         if not isinstance(opened, documents.Documents):
             self.rows = opened if len(opened) else None
             return
@@ -175,7 +153,7 @@ class HeldoutData:
             )
         if rows.has_targets(opened, config):
             try:
-                self.rows = _rows(opened, config, self._task, vocab_size=vocab_size)
+                self.rows = _rows(opened, config, task, vocab_size=vocab_size)
             except ValueError as error:
                 raise ValueError(f"held-out data: {error}") from error
 
@@ -211,11 +189,9 @@ class HeldoutData:
         of the row and `config.seed`. The last batch is padded with copies of its last row to the size of the others. In
         the copies, `targets` or `labels` are -1 (NaN in `regression`) and do not count.
         """
-        count = 0 if self.rows is None else len(self.rows)
-        for start in range(0, count, batch_size):
-            batch = [self._row(index) for index in range(start, min(start + batch_size, count))]
-            batch += [_uncounted(batch[-1])] * (batch_size - len(batch))
-            yield _stacked(batch)
+        indices = range(0 if self.rows is None else len(self.rows))
+        for start in range(0, len(indices), batch_size):
+            yield self._batch(indices[start : start + batch_size], batch_size)
 
     def sample(self, *, share: int = 0, shares: int = 1) -> dict[str, np.ndarray] | None:
         """Returns shard `share` of a batch of rows, drawn by `config.seed`; None if there are no rows.
@@ -232,23 +208,22 @@ class HeldoutData:
         own = rows.shard(config.batch_size, share=share, shares=shares)
         order = shuffle.Shuffle(len(self.rows), block=self.rows.together, seed=config.seed)
         chosen = [order(draw) for draw in range(min(config.batch_size, len(self.rows)))]
-        batch = [self._row(index) for index in chosen[own.start : own.stop]]
-        batch += [_uncounted(self._row(chosen[0]))] * (len(own) - len(batch))
-        return _stacked(batch)
+        return self._batch(chosen[own.start : own.stop], len(own), filler=chosen[0])
 
-    def _row(self, index: int) -> rows.Row:
+    def _batch(
+        self, indices: Sequence[int], size: int, *, filler: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Returns a batch of `size` rows: these, and uncounted copies of row `filler`, by default the last of them."""
         assert self.rows is not None
-        return self.rows.row(index, (self._config.seed, index, rows.HELD_OUT))
-
-
-def _stacked(batch: list[rows.Row]) -> dict[str, np.ndarray]:
-    return {name: np.stack([row[name] for row in batch]) for name in batch[0]}
-
-
-def _uncounted(row: rows.Row) -> rows.Row:
-    answer = "labels" if "labels" in row else "targets"
-    none = np.nan if row[answer].dtype == np.float32 else rows.NO_LABEL
-    return {**row, answer: np.full_like(row[answer], none)}
+        seed = self._config.seed
+        batch = [self.rows.row(index, (seed, index, rows.HELD_OUT)) for index in indices]
+        if len(batch) < size:
+            index = indices[-1] if filler is None else filler
+            row = self.rows.row(index, (seed, index, rows.HELD_OUT))
+            answer = "labels" if "labels" in row else "targets"
+            none = np.nan if row[answer].dtype == np.float32 else rows.NO_LABEL
+            batch += [{**row, answer: np.full_like(row[answer], none)}] * (size - len(batch))
+        return {name: np.stack([row[name] for row in batch]) for name in batch[0]}
 
 
 def require_held_apart(
@@ -268,7 +243,15 @@ def require_held_apart(
     """
     # What is generated has seeds of its own for each side.
     generated = any(sources.SOURCES[x.source].generated for x in (config, trained))
-    if not _may_hold_out(config) or generated or _holds_out_less(config, trained):
+    if not _may_hold_out(config) or generated:
+        return True
+    # Of the same documents, a smaller fraction is in a larger one. In token files, settings say what a document is.
+    now, before = (
+        (x.source, [*map(files.location, x.paths)], x.heldout_paths)
+        + ((x.document_separator, x.token_dtype) if x.source == "tokens" else ())
+        for x in (config, trained)
+    )
+    if now == before and not config.heldout_paths and config.heldout_fraction <= trained.heldout_fraction:
         return True
     if trained.paths != config.paths and any(map(loading.is_remote, trained.paths)):
         return False  # not opened, because they may be anybody's
@@ -292,46 +275,29 @@ def require_held_apart(
     return True
 
 
-def _holds_out_less(config: config_lib.DataConfig, trained: config_lib.DataConfig) -> bool:
-    """Returns whether all that `config` holds out by hash was held out from `trained` too."""
-    sides = [
-        (
-            x.source,
-            [*map(files.location, x.paths)],
-            # What a document is; in other sources, they follow from the file.
-            (x.document_separator, x.token_dtype) if x.source == "tokens" else None,
-            x.heldout_paths,
-        )
-        for x in (config, trained)
-    ]
-    by_hash = not config.heldout_paths and sides[0] == sides[1]
-    return by_hash and config.heldout_fraction <= trained.heldout_fraction
-
-
 def require_outside_runs(config: config_lib.DataConfig, workdir: pathlib.Path) -> None:
     """Raises ValueError if a folder or pattern of the data stands for files of `workdir`, or of another run's workdir.
 
     A workdir is a folder with a `config.json` and an `environment.json`.
     """
-    written = [os.path.join(os.path.realpath(workdir), name) for name in _RUN_FILES]
     for setting, paths in (("data.paths", config.paths), ("data.heldout_paths", config.heldout_paths)):
-        roots = {root: path for path in paths if (root := files.root_of(path)) is not None}
-        for path in paths:
-            if any(files.would_find(path, file) for file in written):
-                raise ValueError(
-                    f"{setting}: {path!r} stands for what the run writes into --workdir {workdir} too; choose another "
-                    f"--workdir, or a narrower path or pattern"
-                )
-        found = sources.locations(setting, paths, config.source) if roots else ()
-        folders = {os.path.dirname(location) for location in found if os.path.isabs(location)}
-        folders |= {str(parent) for folder in folders for parent in pathlib.PurePath(folder).parents}
-        for folder in sorted(folders):
-            inside = [path for root, path in roots.items() if os.path.commonpath([root, folder]) == root]
-            if inside and all(os.path.isfile(os.path.join(folder, name)) for name in _RUN_FILES[:2]):
-                raise ValueError(
-                    f"{setting}: {inside[0]!r} stands for files in {folder}, the workdir of a run; choose a narrower "
-                    f"path or pattern, or move the run"
-                )
+        local = [path for path in paths if "://" not in files.location(path)]
+
+        def check(run: pathlib.Path, local: Sequence[str] = local, setting: str = setting) -> None:
+            for path in local:
+                if any(files.would_find(path, str(run / name)) for name in _RUN_FILES):
+                    raise ValueError(
+                        f"{setting}: {path!r} stands for what a run writes into its workdir {run}; choose a narrower "
+                        f"path or pattern, or another --workdir"
+                    )
+
+        check(
+            pathlib.Path(os.path.realpath(workdir))
+        )  # first, because a pattern may match nothing before the run
+        found = sources.locations(setting, local, config.source) if local else ()
+        for folder in sorted({parent for location in found for parent in pathlib.PurePath(location).parents}):
+            if all(pathlib.Path(folder, name).is_file() for name in _RUN_FILES[:2]):
+                check(pathlib.Path(folder))
 
 
 class RunData(NamedTuple):
@@ -350,8 +316,7 @@ def open_run(
     Raises:
         ValueError: as `train_dataset`.
     """
-    _require_fitting(config, task or config_lib.TaskConfig())
-    source = sources.open_source(config)
+    source = _open_source(config, task or config_lib.TaskConfig())
     return RunData(
         train_dataset(config, task=task, vocab_size=vocab_size, source=source),
         HeldoutData(config, task, vocab_size=vocab_size, source=source),
@@ -377,43 +342,42 @@ def compare_metadata(config: config_lib.Config) -> tuple[config_lib.Config, list
         The settings, with the `data.tokenizer` of the metadata if they have none, and a line for each setting that the
         metadata contradicts, naming the first such file.
     """
-    prepared = config.data.source in documents.STORED
-    found = sources.open_source(config.data).metadata() if prepared else {}
-    if config.data.tokenizer is None:
+    data = config.data
+    found = sources.open_source(data).metadata() if data.source in documents.STORED else {}
+    if data.tokenizer is None:
         named = (metadata.get("tokenizer") for metadata in found.values())
         name = next((name for name in named if isinstance(name, str)), None)
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, tokenizer=name))
-    data = config.data
-    lines: dict[str, str] = {}
+        data = dataclasses.replace(data, tokenizer=name)
     separator = data.document_separator
     if separator is None and data.source == "longcrawl64":
         separator = zarr.DOCUMENT_START
-    for name, metadata in found.items():
+    lines: dict[str, str] = {}
+    for place, metadata in found.items():
         size, end = metadata.get("vocab_size"), metadata.get("separator")
         if isinstance(size, int) and size > config.model.vocab_size:
             lines.setdefault(
                 "size",
-                f"{name} has ids below {size}, but model.vocab_size is {config.model.vocab_size}; raise it",
+                f"{place} has ids below {size}, but model.vocab_size is {config.model.vocab_size}; raise it",
             )
         if isinstance(end, int) and end != separator:
             shown = "none" if separator is None else separator
             lines.setdefault(
                 "end",
-                f"{name} has the separator {end}, but data.document_separator is {shown}; set it to {end}",
+                f"{place} has the separator {end}, but data.document_separator is {shown}; set it to {end}",
             )
-        if "tokenizer" not in lines and (problem := _other_tokenizer(data.tokenizer, metadata)):
-            lines["tokenizer"] = f"{name} {problem}"
-    return config, list(lines.values())
-
-
-def _other_tokenizer(name: str | None, metadata: dict[str, Any]) -> str:
-    stored, fingerprint = metadata.get("tokenizer"), metadata.get("tokenizer_fingerprint")
-    # Loaded only under another name, because training needs no tokenizer.
-    if name in (None, stored) or not isinstance(stored, str) or not isinstance(fingerprint, str):
-        return ""
-    try:
-        if tokenizer.load(name, setting="data.tokenizer").fingerprint == fingerprint:
-            return ""
-    except ValueError as error:
-        return f"names the tokenizer {stored}, with which data.tokenizer cannot be compared: {error}"
-    return f"names the tokenizer {stored}, but data.tokenizer is {name}, whose ids are others; correct it"
+        stored, fingerprint = metadata.get("tokenizer"), metadata.get("tokenizer_fingerprint")
+        # Loaded only under another name, because training needs no tokenizer.
+        if (
+            data.tokenizer in (None, stored)
+            or not isinstance(stored, str)
+            or not isinstance(fingerprint, str)
+        ):
+            continue
+        problem = f"but data.tokenizer is {data.tokenizer}, whose ids are others; correct it"
+        try:
+            if tokenizer.load(data.tokenizer, setting="data.tokenizer").fingerprint == fingerprint:
+                continue
+        except ValueError as error:
+            problem = f"with which data.tokenizer cannot be compared: {error}"
+        lines.setdefault("tokenizer", f"{place} names the tokenizer {stored}, {problem}")
+    return dataclasses.replace(config, data=data), list(lines.values())

@@ -42,10 +42,11 @@ from sympow_jax.data.corpus import pieces, processes
 from sympow_jax.data.sources import tokens, zarr
 from sympow_jax.process import atomic
 
-__all__ = ["Options", "Progress", "write_bin", "write_longcrawl64"]
+__all__ = ["PIECE_BYTES", "Options", "Progress", "write_bin", "write_longcrawl64"]
 
-# Bytes. A file system allows 255, and names of drafts are longer.
-_LONGEST_NAME = 200
+PIECE_BYTES = 1 << 23
+"""Bytes of text in a token file, roughly. Every worker holds one in memory, and a repeated command makes it again."""
+
 # The vocabulary has one id more, and its size must fit an int32.
 _LARGEST_ID = (1 << 31) - 2
 
@@ -111,18 +112,12 @@ def _write_errors(path: pathlib.Path) -> Iterator[None]:
         ) from error
 
 
-@contextlib.contextmanager
-def _replaced(path: pathlib.Path) -> Iterator[Any]:
-    """Yields a stream whose content replaces `path` at the end, whole even if the machine loses power then."""
+def _write(path: pathlib.Path, content: bytes | memoryview) -> None:
+    """Replaces the content of a file, whole even if the machine loses power then."""
     with _write_errors(path), atomic.replace(path) as draft, draft.open("wb") as stream:
-        yield stream
+        stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-
-
-def _write_json(path: pathlib.Path, values: dict[str, Any]) -> None:
-    with _replaced(path) as stream:
-        stream.write((json.dumps(values, indent=2) + "\n").encode())
 
 
 class _ShardWriter:
@@ -136,8 +131,7 @@ class _ShardWriter:
         index, group = task
         encoded = self._encode(group)
         path = self._folder / f"{index:06}-{len(encoded.lengths)}-{encoded.left_out}.bin"
-        with _replaced(path) as stream:
-            stream.write(encoded.tokens.astype(self._dtype).tobytes())
+        _write(path, encoded.tokens.astype(self._dtype, copy=False).view(np.uint8).data)
         return path
 
 
@@ -162,21 +156,16 @@ def _find(paths: Sequence[str], text_column: str | None) -> list[tuple[files.Fil
                 f"--text_column"
             )
         return [(file, "text") for file in texts]
-    columns: list[tuple[files.File, str]] = []
+    named: dict[str, list[str]] = {}
     for path in paths:
         source = data_config.source_of(path)
         if source not in data_config.CORPUS_SOURCES:
-            remedy = (
-                f"name the files of a folder with a glob, such as {os.path.join(path, '*.parquet')}"
-                if os.path.isdir(path) or path.endswith("/")
-                else "leave it out, or prepare it without --text_column, as one document"
-            )
             raise ValueError(
-                f"{path} is neither .parquet nor .jsonl, nor a compressed .jsonl, which --text_column reads; {remedy}"
+                f"{path} is neither .parquet nor .jsonl, nor a compressed .jsonl, which --text_column reads; name the "
+                f"files of a folder with a glob, such as {os.path.join(path, '*.parquet')}, and leave others out"
             )
-    for name in data_config.CORPUS_SOURCES:
-        named = [path for path in paths if data_config.source_of(path) == name]
-        columns += [(file, name) for file in files.find("files", named)]
+        named.setdefault(str(source), []).append(path)
+    columns = [(file, name) for name in named for file in files.find("files", named[name])]
     columns.sort(key=lambda item: (item[0].key, item[0].path))
     first, name = columns[0]
     if not importlib.import_module(f"sympow_jax.data.corpus.{name}").holds_text(first, text_column):
@@ -190,13 +179,9 @@ def _new_output(out: str, paths: Sequence[str]) -> pathlib.Path:
     """Returns the path of an output.
 
     Raises:
-        ValueError: its name is too long, or `paths` name files in it.
+        ValueError: `paths` name files in it.
     """
     path = pathlib.Path(os.path.expanduser(out))
-    if len(os.fsencode(path.name)) > _LONGEST_NAME:
-        raise ValueError(
-            f"the name of the output has more than {_LONGEST_NAME} bytes; choose a shorter --out"
-        )
     real = os.path.realpath(path)
     written = (real, os.path.join(real, tokens.METADATA), os.path.join(real, "000000-1-0.bin"))
     for read in filter(None, paths):
@@ -208,37 +193,12 @@ def _new_output(out: str, paths: Sequence[str]) -> pathlib.Path:
     return path
 
 
+def _json(values: dict[str, Any]) -> bytes:
+    return (json.dumps(values, indent=2) + "\n").encode()
+
+
 def _absent(path: pathlib.Path) -> ValueError:
     return ValueError(f"{path} exists; remove it or choose another --out")
-
-
-def _begin(folder: pathlib.Path, facts: dict[str, Any]) -> None:
-    """Makes the folder of the shards, or checks that it is of a command that was stopped, and is continued.
-
-    Raises:
-        ValueError: it exists and is something else, or has shards of other files or options.
-    """
-    record = folder / tokens.METADATA
-    if os.path.lexists(folder):
-        # What a link leads to would be written to and removed.
-        if folder.is_symlink() or not folder.is_dir() or record.is_symlink():
-            raise _absent(folder)
-        if record.exists():
-            before = serialize.read_object(record)
-            if "documents" in before:
-                raise _absent(folder)
-            if changed := serialize.differences(before, facts):
-                raise ValueError(
-                    f"{folder} holds part of another output: {changed}; repeat the command as it was, on the same "
-                    f"files, or remove the folder to start again"
-                )
-            return
-        # A process that was killed may have left a draft of the record, and nothing else.
-        if not all(name.startswith(f".{tokens.METADATA}-") for name in os.listdir(folder)):
-            raise _absent(folder)
-    with _write_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    _write_json(record, facts)
 
 
 def _write_shards(
@@ -266,7 +226,7 @@ def _write_shards(
         "token_dtype": encoding.token_dtype,
     }
     found = _find(paths, options.text_column)
-    groups = pieces.grouped(found)
+    groups = pieces.grouped(found, PIECE_BYTES)
     # When a local file was last changed; not all servers say so.
     changed = [0 if "://" in file.path else os.stat(file.path).st_mtime_ns for file, _ in found]
     names = "".join(f"{file.path}\0{file.size}\0{time}\0" for (file, _), time in zip(found, changed))
@@ -278,18 +238,42 @@ def _write_shards(
         "names_sizes_times_sha256": hashlib.sha256(os.fsencode(names)).hexdigest()[:16],
         "token_files": len(groups),
     }
-    _begin(folder, facts)
+
+    # The folder is new, or of the same command that was stopped. What a link leads to would be written to and removed.
+    record = folder / tokens.METADATA
+    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or record.is_symlink()):
+        raise _absent(folder)
+    if record.exists():
+        before = serialize.read_object(record)
+        if "documents" in before:
+            raise _absent(folder)
+        if different := serialize.differences(before, facts):
+            raise ValueError(
+                f"{folder} holds part of another output: {different}; repeat the command as it was, on the same "
+                f"files, or remove the folder to start again"
+            )
+    else:
+        # A process that was killed may have left a draft of the record, and nothing else.
+        if folder.exists() and not all(
+            name.startswith(f".{tokens.METADATA}-") for name in os.listdir(folder)
+        ):
+            raise _absent(folder)
+        with _write_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        _write(record, _json(facts))
+
+    # Token files that are there are not made again.
     itemsize = tokens.DTYPES[encoding.token_dtype].itemsize
     shards = {_counts(path)[0]: path for path in folder.glob("[0-9]*-*-*.bin")}
 
     def progress() -> Progress:
-        counts = map(_counts, shards.values())
         size = sum(path.stat().st_size for path in shards.values())
-        return Progress(len(shards), len(groups), sum(count[1] for count in counts), size // itemsize)
+        documents = sum(_counts(path)[1] for path in shards.values())
+        return Progress(len(shards), len(groups), documents, size // itemsize)
 
+    report = report or (lambda _: None)
     try:
-        if report is not None:
-            report(progress())
+        report(progress())
         tasks = iter([(index, group) for index, group in enumerate(groups) if index not in shards])
         make, workers = functools.partial(_ShardWriter, encoding, folder), options.workers
         with processes.pool(make, workers=workers if workers > 1 else 0, setting="--workers") as submit:
@@ -298,8 +282,7 @@ def _write_shards(
                 done, running = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
                 for written in done:
                     shards[_counts(written.result())[0]] = written.result()
-                    if report is not None:
-                        report(progress())
+                    report(progress())
                 running |= {submit(task) for task in itertools.islice(tasks, len(done))}
         left_out = sum(_counts(path)[2] for path in shards.values())
         about |= {"documents": progress().documents, "tokens": progress().tokens}
@@ -339,7 +322,7 @@ def write_bin(
     """
     folder = _new_output(out, paths)
     about, _ = _write_shards(folder, paths, options or Options(), report)
-    _write_json(folder / tokens.METADATA, about)
+    _write(folder / tokens.METADATA, _json(about))
     return about
 
 
@@ -378,38 +361,32 @@ def write_longcrawl64(
         )
     partial = folder / "rows.zarr"
     shutil.rmtree(partial, ignore_errors=True)
+    dtype, source = tokens.DTYPES[about["token_dtype"]], iter(shards)
     with _write_errors(partial):
-        _write_rows(partial, shards, (rows, row_tokens), tokens.DTYPES[about["token_dtype"]])
+        # Chunks of zeros are written too, because the reader treats a missing chunk as an error.
+        spec = {
+            **zarr.spec(str(partial)),
+            "metadata": zarr.metadata(rows, row_tokens, dtype),
+            "store_data_equal_to_fill_value": True,
+        }
+        array = tensorstore.open(spec, create=True).result()
+        left = np.empty(0, dtype)
+        for start in range(0, rows, zarr.CHUNKS[0]):
+            stop = min(start + zarr.CHUNKS[0], rows)
+            band, filled = np.empty((stop - start) * row_tokens, dtype), 0
+            while filled < len(band):
+                if not len(left):
+                    left = np.memmap(next(source), dtype, mode="r")
+                part = left[: len(band) - filled]
+                band[filled : filled + len(part)] = part
+                filled, left = filled + len(part), left[len(part) :]
+            array[start:stop].write(band.reshape(stop - start, row_tokens)).result()
         about |= {
             "rows": rows,
             "row_tokens": row_tokens,
             "dropped_tokens": about["tokens"] - rows * row_tokens,
         }
-        (partial / ".zattrs").write_text(json.dumps(about, indent=2) + "\n")
+        (partial / ".zattrs").write_bytes(_json(about))
         partial.rename(path)
         shutil.rmtree(folder)
     return about
-
-
-def _write_rows(
-    partial: pathlib.Path, shards: Sequence[pathlib.Path], shape: tuple[int, int], dtype: np.dtype
-) -> None:
-    """Writes the first tokens of all shards as an array."""
-    # Chunks of zeros are written too, because the reader treats a missing chunk as an error.
-    spec = {
-        **zarr.spec(str(partial)),
-        "metadata": zarr.metadata(*shape, dtype),
-        "store_data_equal_to_fill_value": True,
-    }
-    array = tensorstore.open(spec, create=True).result()
-    source, tokens_left = iter(shards), np.empty(0, dtype)
-    for start in range(0, shape[0], zarr.CHUNKS[0]):
-        stop = min(start + zarr.CHUNKS[0], shape[0])
-        band, filled = np.empty((stop - start) * shape[1], dtype), 0
-        while filled < len(band):
-            if not len(tokens_left):
-                tokens_left = np.memmap(next(source), dtype, mode="r")
-            part = tokens_left[: len(band) - filled]
-            band[filled : filled + len(part)] = part
-            filled, tokens_left = filled + len(part), tokens_left[len(part) :]
-        array[start:stop].write(band.reshape(stop - start, shape[1])).result()

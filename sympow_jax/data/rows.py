@@ -3,8 +3,9 @@
 Rows have a fixed length. Documents of any length become rows by index arithmetic on cumulative lengths.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
@@ -25,6 +26,7 @@ __all__ = [
     "Row",
     "Rows",
     "TrainRows",
+    "filled",
     "has_targets",
     "label_dtype",
     "padded",
@@ -117,22 +119,16 @@ def padded(texts: Sequence[Integer[np.ndarray, " _"]], length: int) -> dict[str,
     Segment ids number the texts from 0, and are -1 for padding.
     """
     return {
-        "inputs": _filled(np.concatenate(texts), length, 0),
-        "segment_ids": _filled(np.repeat(np.arange(len(texts)), [*map(len, texts)]), length, PADDING),
+        "inputs": filled(np.concatenate(texts), length, 0),
+        "segment_ids": filled(np.repeat(np.arange(len(texts)), [*map(len, texts)]), length, PADDING),
     }
 
 
-def _filled(values: np.ndarray, length: int, fill: int) -> Int32[np.ndarray, " T"]:
+def filled(values: np.ndarray, length: int, fill: int) -> Int32[np.ndarray, " T"]:
+    """Returns the values followed by `fill`, `length` numbers."""
     row = np.full(length, fill, np.int32)
     row[: len(values)] = values
     return row
-
-
-class _Stretch(NamedTuple):
-    """A range of the concatenated tokens, and for each token the position of its document in their order."""
-
-    tokens: Int32[np.ndarray, " tokens"]
-    document: Int64[np.ndarray, " tokens"]
 
 
 def has_targets(source: documents.Documents, config: config_lib.DataConfig) -> bool:
@@ -181,13 +177,9 @@ class Rows:
                 f"{int(source.lengths.max(initial=0))} tokens, and nothing to predict; name more data in data.paths"
                 + (" or lower data.shortest_document" if config.shortest_document > 1 else "")
             )
-
         # A window's last target is the first input of the next one, so a single last token makes no window.
-        ahead = 0 if self._segmented or source.lead is not None else 1
-        self._count, self.whole = (
-            -(-(self._total - ahead) // self._length),
-            (self._total - ahead) // self._length,
-        )
+        self.whole, rest = divmod(self._total - (not self._segmented and source.lead is None), self._length)
+        self._count = self.whole + (rest > 0)
 
     def __len__(self) -> int:
         return self._count
@@ -199,29 +191,34 @@ class Rows:
             return len(self)
         return max(1, self._source.together * int(self._source.lengths[0]) // self._length)
 
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of all documents, without lead ids."""
-        return self._total
-
-    def row(self, index: int, key: tuple[int, ...]) -> Row:
+    def row(self, index: int, key: tuple[int, ...] = ()) -> Row:
         """Returns row `index`; `key` is unused, because nothing is random."""
-        return self[index]
+        lead = self._source.lead
+        tokens, document = self._read(index, self._length + (lead is None))
+        inputs = tokens[: self._length]
+        if lead is None:
+            targets = tokens[1:]
+            if self._segmented:
+                targets = np.where(document[1:] == document[:-1], targets, NO_TARGET)
+        else:
+            inputs, targets = np.insert(inputs[:-1], 0, lead), tokens
+            if self._segmented:
+                inputs = np.where(np.diff(document, prepend=-1) != 0, lead, inputs)
+        row = self._inputs(inputs, document[: self._length])
+        return {**row, "targets": filled(targets, self._length, NO_TARGET)}
 
-    def own(self, row: int) -> Row:
-        """Returns the row's own tokens as `inputs`, without a lead id and without targets."""
+    def _inputs(self, tokens: Int32[np.ndarray, " inputs"], document: Int64[np.ndarray, " inputs"]) -> Row:
+        row = {"inputs": filled(tokens, self._length, 0)}
+        if self._segmented:
+            row["segment_ids"] = filled(document - document[0], self._length, PADDING)
+        return row
+
+    def _read(
+        self, row: int, length: int
+    ) -> tuple[Int32[np.ndarray, " tokens"], Int64[np.ndarray, " tokens"]]:
+        """Returns `length` tokens from the start of a row, and for each the position of its document in their order."""
         start = row * self._length
-        stretch = self._read(start, start + self._length)
-        return self._inputs(stretch.tokens, stretch.document)
-
-    def __getitem__(self, row: int) -> Row:
-        start = row * self._length
-        if self._source.lead is None:
-            return self._follow(self._read(start, start + self._length + 1))
-        return self._lead(self._read(start, start + self._length), self._source.lead)
-
-    def _read(self, start: int, stop: int) -> _Stretch:
-        stop = min(stop, self._total)
+        stop = min(start + length, self._total)
         first = int(np.searchsorted(self._offsets, start, side="right")) - 1
         last = int(np.searchsorted(self._offsets, stop, side="left"))
         pieces, counts = [], []
@@ -229,43 +226,16 @@ class Rows:
             begin, document = int(self._offsets[position]), int(self._order[position])
             end = min(stop, int(self._offsets[position + 1]))
             piece = self._source.read(document, max(start, begin) - begin, end - begin)
-            documents.check_vocabulary(piece, vocab_size=self._vocab_size, name=self._source.name(document))
+            name = functools.partial(self._source.name, document)
+            documents.check_vocabulary(piece, vocab_size=self._vocab_size, name=name)
             pieces.append(piece.astype(np.int32))
             counts.append(len(piece))
-        stretch = _Stretch(np.concatenate(pieces), np.repeat(np.arange(first, last), counts))
-        if self._stored and len(stretch.tokens) >= self._length:
+        tokens = np.concatenate(pieces)
+        if self._stored and len(tokens) >= self._length:
             begin = start - int(self._offsets[first])
             documents.check_repeated(
-                stretch.tokens[: self._length],
+                tokens[: self._length],
                 name=self._source.name(int(self._order[first])),
-                part=f"the {self._length} tokens of row {start // self._length}, which begins at its token {begin}",
+                part=f"the {self._length} tokens of row {row}, which begins at its token {begin}",
             )
-        return stretch
-
-    def _follow(self, stretch: _Stretch) -> Row:
-        inputs, targets = stretch.tokens[: self._length], stretch.tokens[1:]
-        if self._segmented:
-            same = stretch.document[1:] == stretch.document[:-1]
-            targets = np.where(same, targets, NO_TARGET)
-        return self._row(inputs, targets, stretch.document[: self._length])
-
-    def _lead(self, stretch: _Stretch, lead: int) -> Row:
-        inputs = np.insert(stretch.tokens[:-1], 0, lead)
-        if self._segmented:
-            begins = np.diff(stretch.document, prepend=-1) != 0
-            inputs = np.where(begins, lead, inputs)
-        return self._row(inputs, stretch.tokens, stretch.document)
-
-    def _row(
-        self,
-        inputs: Int32[np.ndarray, " inputs"],
-        targets: Int32[np.ndarray, " targets"],
-        document: Int64[np.ndarray, " inputs"],
-    ) -> Row:
-        return {**self._inputs(inputs, document), "targets": _filled(targets, self._length, NO_TARGET)}
-
-    def _inputs(self, inputs: Int32[np.ndarray, " inputs"], document: Int64[np.ndarray, " inputs"]) -> Row:
-        row = {"inputs": _filled(inputs, self._length, 0)}
-        if self._segmented:
-            row["segment_ids"] = _filled(document - document[0], self._length, PADDING)
-        return row
+        return tokens, np.repeat(np.arange(first, last), counts)

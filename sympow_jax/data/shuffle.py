@@ -23,13 +23,6 @@ def _round_keys(key: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(word) for word in np.random.SeedSequence(key).generate_state(_ROUNDS, np.uint64))
 
 
-def _mixed(word: int) -> int:
-    """Applies SplitMix64's finalizer."""
-    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
-    return word ^ (word >> 31)
-
-
 def permuted(index: int, size: int, key: tuple[int, ...]) -> int:
     """Returns the image of `index` under the permutation of 0 .. size - 1 that `key` chooses.
 
@@ -41,7 +34,11 @@ def permuted(index: int, size: int, key: tuple[int, ...]) -> int:
     while True:
         left, right = index >> half, index & mask
         for round_key in _round_keys(key):
-            left, right = right, left ^ (_mixed(right ^ round_key) & mask)
+            # SplitMix64's finalizer.
+            word = right ^ round_key
+            word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+            word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & _WORD
+            left, right = right, left ^ ((word ^ (word >> 31)) & mask)
         index = left << half | right
         if index < size:
             return index

@@ -10,7 +10,6 @@ import os
 import pathlib
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Integer
@@ -98,12 +97,12 @@ _BYTES = Tokenizer(
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
-def _import(library: str, option: str) -> types.ModuleType:
+def _library(name: str, option: str) -> types.ModuleType:
     try:
-        return importlib.import_module(library)
+        return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(
-            f"{option} needs the package {library!r}, which is not installed; "
+            f"{option} needs the package {name!r}, which is not installed; "
             f"install the optional extra with pip install 'sympow-jax[tokenizers]'"
         ) from error
 
@@ -122,19 +121,24 @@ def _errors_as(message: str) -> Iterator[None]:
         raise ValueError(f"{message}: {spelling.cut(str(error), 200) or type(error).__name__}") from error
 
 
-def _from_json(
-    path: pathlib.Path, option: str, *, name: str, end: str | None = None, begin: str | None = None
-) -> Tokenizer:
-    """Returns the tokenizer of a `tokenizers` file.
+def _encoder(name: str, encode: Callable[[str], Sequence[int]]) -> Callable[[bytes], np.ndarray]:
+    """Returns the function from the bytes of a document to ids, made of one that takes text."""
 
-    Args:
-        path: the file.
-        option: setting and its value, for errors.
-        name: name of the tokenizer.
-        end: token that ends a document; None looks for one of the usual names.
-        begin: token before a text, if the file's post-processor puts none there.
+    def encode_bytes(document: bytes) -> Integer[np.ndarray, " tokens"]:
+        text = document.decode()
+        with _errors_as(f"tokenizer {name} cannot encode a text of {len(text)} characters"):
+            return np.asarray(encode(text), np.uint32)
+
+    return encode_bytes
+
+
+def _from_file(path: pathlib.Path, option: str, *, name: str) -> Tokenizer:
+    """Returns the tokenizer of a `tokenizers` file; `option` is the setting and its value, for errors.
+
+    Next to a `tokenizer.json`, `tokenizer_config.json` names the separator as `eos_token`, and says whether `bos_token`
+    precedes a text.
     """
-    library = _import("tokenizers", option)
+    library = _library("tokenizers", option)
     with _errors_as(f"{option} is not a `tokenizers` file"):
         loaded = library.Tokenizer.from_file(str(path))
     # Text that spells a special token is encoded as text.
@@ -145,23 +149,34 @@ def _from_json(
     vocabulary = loaded.get_vocab(with_added_tokens=True)
     if not vocabulary:
         raise ValueError(f"{option} has no tokens; name the file of a trained tokenizer")
-    for key, token in (("eos_token", end), ("bos_token", begin)):
-        if token is not None and token not in vocabulary:
+    vocab_size = 1 + max(vocabulary.values())  # ids need not be contiguous
+
+    # The separator, and the id before a text.
+    config = path.with_name("tokenizer_config.json")
+    values = serialize.read_object(config) if path.name == "tokenizer.json" and config.is_file() else {}
+    special: dict[str, int | None] = {}
+    for key in ("eos_token", "bos_token"):
+        token = values.get(key)
+        token = token.get("content") if isinstance(token, dict) else token
+        begins = key == "eos_token" or values.get("add_bos_token") is True
+        if token is not None and (not isinstance(token, str) or (begins and token not in vocabulary)):
             raise ValueError(
                 f"{option}: the {key} {token!r} of tokenizer_config.json is no token of tokenizer.json; correct it"
             )
-    # Ids need not be contiguous.
-    vocab_size = 1 + max(vocabulary.values())
-    ends = (vocabulary.get(token) for token in ((end,) if end is not None else _END_NAMES))
-    separator = next((token for token in ends if token is not None), None)
-    first = _template_begin(loaded.post_processor)
-    if first is None and begin is not None:
-        first = vocabulary[begin]
-
-    def encode(document: bytes) -> Integer[np.ndarray, " tokens"]:
-        text = document.decode()
-        with _errors_as(f"tokenizer {name} cannot encode a text of {len(text)} characters"):
-            return np.asarray(loaded.encode(text, add_special_tokens=False).ids, np.uint32)
+        special[key] = None if token is None or not begins else vocabulary[token]
+    separator = special["eos_token"]
+    if separator is None:
+        separator = next((vocabulary[token] for token in _END_NAMES if token in vocabulary), None)
+    begin = special["bos_token"]
+    # A post-processor as it is pickled: its JSON without that of the whole vocabulary.
+    processor = json.loads(loaded.post_processor.__getstate__()) if loaded.post_processor else {}
+    for part in processor.get("processors", [processor]):
+        if "cls" in part:
+            begin = part["cls"][1]
+            break
+        if first := (part.get("single") or [{}])[0].get("SpecialToken"):
+            begin = part["special_tokens"][first["id"]]["ids"][0]
+            break
 
     # Byte fallback decodes a run of bytes together, and loses all of it if one is not UTF-8. Those become U+FFFD first,
     # so that a later byte does not change earlier text.
@@ -181,48 +196,13 @@ def _from_json(
         return loaded.decode(repaired, skip_special_tokens=False).encode()
 
     fingerprint = hashlib.sha256(path.read_bytes()).hexdigest()
-    fingerprint += "" if first is None else f" after {first}"
-    return Tokenizer(name, vocab_size, separator, fingerprint, encode, decode, first)
-
-
-def _template_begin(processor: Any) -> int | None:
-    """Returns the id that a post-processor of a `tokenizers` file, or None, puts before a text."""
-    # As it is pickled: its JSON without that of the whole vocabulary.
-    values = {} if processor is None else json.loads(processor.__getstate__())
-    for part in values.get("processors", [values]):
-        if "cls" in part:
-            return part["cls"][1]
-        if special := (part.get("single") or [{}])[0].get("SpecialToken"):
-            return part["special_tokens"][special["id"]]["ids"][0]
-    return None
-
-
-def _from_folder(folder: pathlib.Path, option: str, *, name: str) -> Tokenizer:
-    """Returns the tokenizer of a folder in Hugging Face's layout.
-
-    The separator is its `eos_token`, and `bos_token` precedes a text if the folder says so.
-    """
-    path, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    if not path.is_file():
-        raise ValueError(
-            f"{option} has no tokenizer.json, the only kind of file that is read; vocabularies as text and "
-            f"SentencePiece models are not. transformers writes it: "
-            f"AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
-        )
-    values = serialize.read_object(settings) if settings.is_file() else {}
-    ends: dict[str, str | None] = {}
-    for key in ("eos_token", "bos_token"):
-        token = values.get(key)
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is not None and not isinstance(token, str):
-            raise ValueError(f"{settings}: its {key} is not a text; correct it")
-        ends[key] = token
-    begin = ends["bos_token"] if values.get("add_bos_token") is True else None
-    return _from_json(path, option, name=name, end=ends["eos_token"], begin=begin)
+    fingerprint += "" if begin is None else f" after {begin}"
+    encode = _encoder(name, lambda text: loaded.encode(text, add_special_tokens=False).ids)
+    return Tokenizer(name, vocab_size, separator, fingerprint, encode, decode, begin)
 
 
 def _from_tiktoken(name: str, option: str) -> Tokenizer:
-    library = _import("tiktoken", option)
+    library = _library("tiktoken", option)
     known = ", ".join(library.list_encoding_names())
     with _errors_as(
         f"{option} is no file and cannot be had from tiktoken; give byte, a file, a folder as ./NAME, or one of "
@@ -231,23 +211,17 @@ def _from_tiktoken(name: str, option: str) -> Tokenizer:
         loaded = library.get_encoding(name)
     separator = loaded.eot_token if "<|endoftext|>" in loaded.special_tokens_set else None
 
-    def encode(document: bytes) -> Integer[np.ndarray, " tokens"]:
-        text = document.decode()
-        with _errors_as(f"tokenizer {name} cannot encode a text of {len(text)} characters"):
-            return np.asarray(loaded.encode_ordinary(text), np.uint32)
-
-    def token_bytes(token: int) -> bytes:
-        try:
-            return loaded.decode_single_token_bytes(token)
-        except (KeyError, OverflowError):  # ids need not be contiguous
-            return b""
-
     def decode(tokens: Sequence[int]) -> bytes:
-        return b"".join(map(token_bytes, tokens))
+        found = []
+        for token in tokens:
+            with contextlib.suppress(KeyError, OverflowError):  # ids need not be contiguous
+                found.append(loaded.decode_single_token_bytes(token))
+        return b"".join(found)
 
     vocab_size = loaded.max_token_value + 1
     # tiktoken checks the digest of its files.
-    return Tokenizer(loaded.name, vocab_size, separator, f"{loaded.name} {vocab_size}", encode, decode)
+    fingerprint, encode = f"{loaded.name} {vocab_size}", _encoder(name, loaded.encode_ordinary)
+    return Tokenizer(loaded.name, vocab_size, separator, fingerprint, encode, decode)
 
 
 def local_name(name: str) -> str:
@@ -288,15 +262,20 @@ def load(name: str, *, setting: str = "--tokenizer") -> Tokenizer:
     if name == "byte":
         return _BYTES
     option = f"{setting}={name}"
-    if hub.is_remote(name):
-        return _from_folder(hub.local_path(name, hub.TOKENIZER), option, name=name)
-    if _is_path(name):
-        path = pathlib.Path(os.path.expanduser(name))
-        if path.is_dir():
-            return _from_folder(path, option, name=os.path.basename(os.path.realpath(path)))
+    if not hub.is_remote(name) and not _is_path(name):
+        return _from_tiktoken(name, option)
+    path = pathlib.Path(os.path.expanduser(local_name(name)))
+    shown = (
+        name if hub.is_remote(name) else os.path.basename(os.path.realpath(path) if path.is_dir() else path)
+    )
+    if path.is_dir():
+        path = path / "tokenizer.json"
         if not path.is_file():
-            raise ValueError(f"{option}: there is no such file or folder")
-        if path.name == "tokenizer.json":
-            return _from_folder(path.parent, option, name=path.name)
-        return _from_json(path, option, name=path.name)
-    return _from_tiktoken(name, option)
+            raise ValueError(
+                f"{option} has no tokenizer.json, the only kind of file that is read; vocabularies as text and "
+                f"SentencePiece models are not. transformers writes it: "
+                f"AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
+            )
+    if not path.is_file():
+        raise ValueError(f"{option}: there is no such file or folder")
+    return _from_file(path, option, name=shown)

@@ -92,7 +92,7 @@ def heldout_image(folder: pathlib.Path, content: np.ndarray | bytes, name: str =
     for side in ("train", "heldout"):
         write(folder / side, {f"{label}/{name}": content for label in ("a", "b")})
     config = settings(folder / "train", heldout_paths=(str(folder / "heldout"),))
-    return images.Source(config).examples(TASK, vocab_size=1, heldout=True).row(0, (0,))["inputs"]
+    return images.Source(config).side(TASK, vocab_size=1, heldout=True).row(0, (0,))["inputs"]
 
 
 def ramps(height: int, width: int) -> np.ndarray:
@@ -231,7 +231,7 @@ def test_two_roots_and_held_out_folders(root, tmp_path):
     [
         (
             {"ape/g.png": random_pixels(0, 8, 7)},
-            r"images of mixed size: .*e\.png is 8 x 8 and .*g\.png 7 x 8; ",
+            r"g\.png is 7 x 8, but data\.image_size is 8; .* must be squares",
         ),
         (
             {"ape/g.png": b"none"},
@@ -265,7 +265,7 @@ def test_images_of_mixed_size_are_resized_unless_they_are_tokens(root):
 
 
 def test_pixels_of_another_size(root):
-    with pytest.raises(ValueError, match=r"e\.png is 8 x 8, but data\.image_size is 16; .* must be square"):
+    with pytest.raises(ValueError, match=r"e\.png is 8 x 8, but data\.image_size is 16; .* must be squares"):
         data.train_dataset(pixel_settings(root, image_size=16, context_length=256), task=TASK, vocab_size=256)
     with pytest.raises(ValueError, match=r"model\.vocab_size is 255, but pixels have 256 ids"):
         data.train_dataset(pixel_settings(root), task=TASK, vocab_size=255)

@@ -20,7 +20,7 @@ from sympow_jax import data
 from sympow_jax.commands import command_line, prepare
 from sympow_jax.data import prepare as prepare_lib
 from sympow_jax.data import tokenizer
-from sympow_jax.data.corpus import encoding, pieces
+from sympow_jax.data.corpus import encoding
 from sympow_jax.data.sources import tokens
 from tests import mistakes
 from tests.data import builders
@@ -314,7 +314,7 @@ def lines(folder, monkeypatch):
     """Writes documents as JSON lines that are read in 12 pieces, and returns the text of the token files."""
     pytest.importorskip("pyarrow")
     size = os.path.getsize(builders.write_jsonl(folder / "lines.jsonl", LINES))
-    monkeypatch.setattr(pieces, "GROUP_BYTES", -(-size // PIECES))
+    monkeypatch.setattr(prepare_lib, "PIECE_BYTES", -(-size // PIECES))
     return b"".join(f"{line}\0".encode() for line in LINES)
 
 
@@ -348,7 +348,7 @@ def test_all_formats_give_the_same_tokens(folder, lines):
 def test_text_files_of_several_pieces(folder, monkeypatch):
     reports = []
     for size, count in ((1, 3), (20, 2), (1 << 22, 1)):
-        monkeypatch.setattr(pieces, "GROUP_BYTES", size)
+        monkeypatch.setattr(prepare_lib, "PIECE_BYTES", size)
         prepare_lib.write_bin(f"{size}.bin", ["texts"], report=reports.append)
         assert text(f"{size}.bin") == STORED
         assert reports[-1] == (count, count, 3, len(STORED))
@@ -444,12 +444,12 @@ def test_workers_give_the_same_bytes_also_after_a_kill(folder, lines):
 SLOW = """
 import sys, time
 from sympow_jax.data import prepare
-from sympow_jax.data.corpus import encoding, pieces
+from sympow_jax.data.corpus import encoding
 
 encode = encoding.Encoder.__call__
 encoding.Encoder.__call__ = lambda self, group: time.sleep(0.3) or encode(self, group)
 if __name__ == "__main__":
-    pieces.GROUP_BYTES = int(sys.argv[1])
+    prepare.PIECE_BYTES = int(sys.argv[1])
     prepare.write_bin("a.bin", ["lines.jsonl"], prepare.Options(text_column="text", workers=2))
 """
 
@@ -459,7 +459,7 @@ def test_nothing_remains_of_a_killed_command(folder, lines):
     pathlib.Path("slow.py").write_text(SLOW)
     path = os.pathsep.join([str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     command = subprocess.Popen(
-        [sys.executable, "slow.py", str(pieces.GROUP_BYTES)], env={**os.environ, "PYTHONPATH": path}
+        [sys.executable, "slow.py", str(prepare_lib.PIECE_BYTES)], env={**os.environ, "PYTHONPATH": path}
     )
     _wait(lambda: list(pathlib.Path("a.bin").glob("*.bin")))
     tasks = pathlib.Path(
@@ -578,7 +578,7 @@ def test_mistakes_with_columns(folder, lines, word_tokenizer, capsys):
         ),
         (
             (column, "notes.txt"),
-            "nor a compressed .jsonl, which --text_column reads; leave it out, or prepare it without",
+            "nor a compressed .jsonl, which --text_column reads; name the files of a folder",
         ),
         ((column, "gone.jsonl"), "there is no file or folder 'gone.jsonl'"),
         (

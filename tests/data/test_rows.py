@@ -10,7 +10,7 @@ from tests.data import builders
 def spans(contents) -> documents.Spans:
     arrays = [np.asarray(content, np.uint16) for content in contents]
     return documents.Spans(
-        arrays,
+        arrays.__getitem__,
         [f"file{i}" for i in range(len(arrays))],
         array=np.arange(len(arrays)),
         starts=np.zeros(len(arrays), np.int64),
@@ -18,22 +18,17 @@ def spans(contents) -> documents.Spans:
     )
 
 
-class Led(documents.Spans):
-    """Documents with a leading 99, kept together in pairs."""
-
-    lead = 99
-    together = 2
-
-
-def led(contents) -> Led:
+def led(contents) -> documents.Spans:
+    """Returns documents with a leading 99, kept together in pairs."""
     plain = spans(contents)
-    return Led(plain._arrays, plain._names, array=plain._array, starts=plain._starts, lengths=plain.lengths)
+    plain.lead, plain.together = 99, 2
+    return plain
 
 
 def all_rows(source, *, length, packing, vocab_size=1000):
     config = builders.data_config(context_length=length, packing=packing)
     packed = rows.Rows(source, config, vocab_size=vocab_size)
-    return [packed[row] for row in range(len(packed))]
+    return [packed.row(row) for row in range(len(packed))]
 
 
 LENGTHS = ([1], [8], [9], [16], [1, 1, 1, 1, 1, 1, 1, 2], [8, 8, 8], [30], [5, 11, 1, 1, 40, 3], [7, 9])
@@ -83,7 +78,7 @@ def test_documents_are_shuffled_by_the_seed_and_not_split():
     for seed in (0, 0, 1):
         config = builders.data_config(packing="documents", seed=seed)
         packed = rows.Rows(spans(contents), config, vocab_size=1000)
-        read = [packed[row]["inputs"].tolist() for row in range(20)]
+        read = [packed.row(row)["inputs"].tolist() for row in range(20)]
         assert sorted(read) == contents
         orders.append(read)
     assert orders[0] == orders[1] != orders[2]

@@ -414,11 +414,11 @@ def test_damaged_chunk(tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (np.zeros(16, "<u2"), r"has shape \(16,\); it must be \(documents, tokens\)"),
-        (np.zeros((2, 3, 4), "<u2"), r"has shape \(2, 3, 4\); it must be"),
-        (np.zeros((4, 8), "<i4"), r"holds int32, but data\.token_dtype is 'uint16'"),
-        (np.zeros((4, 8), "<f4"), r"holds float32, but data\.token_dtype is 'uint16'"),
-        (np.zeros((4, 8), "<u4"), r"holds uint32, but data\.token_dtype is 'uint16'"),
+        (np.zeros(16, "<u2"), r"has shape \(16,\) and holds uint16; it must be \(documents, tokens\)"),
+        (np.zeros((2, 3, 4), "<u2"), r"has shape \(2, 3, 4\) and"),
+        (np.zeros((4, 8), "<i4"), r"holds int32; it must be .* of data\.token_dtype uint16"),
+        (np.zeros((4, 8), "<f4"), r"holds float32; it"),
+        (np.zeros((4, 8), "<u4"), r"holds uint32; it"),
     ],
 )
 def test_zarr_of_the_wrong_shape_or_type(tmp_path, values, message):
@@ -523,9 +523,7 @@ def test_short_documents_are_left_out_of_every_source(tmp_path, corpus):
     assert tokens.Source(config).side(heldout=False).lengths.tolist() == list(range(10, 20))
     array = builders.write_zarr(tmp_path / "a.zarr", np.ones((3, 8), np.uint16))
     config = builders.data_config(source="longcrawl64", paths=(array,), shortest_document=9)
-    with pytest.raises(
-        ValueError, match=r"documents of 8 tokens, but data\.shortest_document is 9; lower it"
-    ):
+    with pytest.raises(ValueError, match=r"the 9 tokens of data\.shortest_document"):
         zarr.Source(config).side(heldout=False)
     with pytest.raises(
         ValueError, match=r"data\.shortest_document is 9, but data\.source 'listops' has no documents"

@@ -42,18 +42,14 @@ def test_the_separator_is_the_eos_token(folder, name):
 
 def test_absolute_names(folder):
     names = ("byte", "gpt2", "hf://a/b.c", "./words", "words.json")
-    assert [tokenizer.absolute_name(name) for name in names] == [
-        *names[:3],
-        str(folder),
-        f"{folder}.json",
-    ]
+    assert [tokenizer.absolute_name(name) for name in names] == [*names[:3], str(folder), f"{folder}.json"]
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"eos_token": 5}', r"tokenizer_config\.json: its eos_token is not a text; correct it"),
-        ('{"eos_token": {"content": []}}', r"tokenizer_config\.json: its eos_token is not a text"),
+        ('{"eos_token": 5}', r"the eos_token 5 of tokenizer_config\.json is no token of"),
+        ('{"eos_token": {"content": []}}', r"the eos_token \[\] of tokenizer_config\.json is no"),
         (
             '{"eos_token": "stop"}',
             r"=\./words: the eos_token 'stop' of tokenizer_config\.json is no token of",

@@ -243,7 +243,7 @@ def test_description_is_of_the_contents(tmp_path):
         (
             "sentence\tid\tsentence\tlabel\na\t0\tb\t1\n",
             {},
-            r"a\.tsv has 2 columns named 'sentence'; give each a name of its own in the first line",
+            r"a\.tsv has 2 columns named 'sentence': there are",
         ),
         (
             "a\t1\n",
@@ -253,9 +253,9 @@ def test_description_is_of_the_contents(tmp_path):
         (
             "sentence\tlabel\na\t1\nb\t0\tc\n",
             {},
-            r"a\.tsv \(line 3\) has 3 columns, but the file's first line has 2",
+            r"a\.tsv \(line 3\) has another number of columns, 3, than the first line, 2",
         ),
-        ("sentence\tlabel\na\t1\nb\n", {}, r"a\.tsv \(line 3\) has 1 column, but the"),
+        ("sentence\tlabel\na\t1\nb\n", {}, r"a\.tsv \(line 3\) has another number of columns, 1, than"),
         ("sentence\tlabel\na\t1\nb\t2\n", {}, r"a\.tsv \(line 3\): label '2' is not an integer from 0 to 1 "),
         (
             "sentence\tlabel\na\tyes\n",
@@ -277,7 +277,7 @@ def test_description_is_of_the_contents(tmp_path):
         (
             "sentence\ttwo\tlabel\na\t\t1\n\t\t0\n",
             {"text_columns": ("sentence", "two")},
-            r"a\.tsv \(line 3\) has two empty texts; leave the line out",
+            r"a\.tsv \(line 3\) has no text; leave the line out",
         ),
         ("sentence\tlabel\na\t1\n", {"tokenizer": "gone.json"}, r"data\.tokenizer=gone\.json: there is no"),
     ],
@@ -339,10 +339,8 @@ def test_bad_tokens(tmp_path, words):
     pairs = settings(path, text_columns=("one", "two"), tokenizer=words)
     for dual_encoder, expected in ((False, [3, 2]), (True, [2])):
         task = dataclasses.replace(BINARY, dual_encoder=dual_encoder)
-        examples = tsv.Source(pairs).examples(task, vocab_size=128, heldout=False)
-        with pytest.raises(
-            ValueError, match=r"\(line 2\): the tokenizer finds no token in either text; leave"
-        ):
+        examples = tsv.Source(pairs).side(task, vocab_size=128, heldout=False)
+        with pytest.raises(ValueError, match=r"\(line 2\): the tokenizer finds no token in the text; leave"):
             examples.row(0, ())
         row = examples.row(1, ())
         assert row["inputs"][row["segment_ids"] >= 0].tolist() == expected

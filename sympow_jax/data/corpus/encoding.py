@@ -5,7 +5,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import importlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,9 @@ class Tokens(NamedTuple):
         """Returns the documents; `name` is that of the pieces, for errors."""
         starts = np.cumsum(self.lengths) - self.lengths
         array = np.zeros_like(self.lengths)
-        return documents.Spans([self.tokens], [name], array=array, starts=starts, lengths=self.lengths)
+        return documents.Spans(
+            [self.tokens].__getitem__, [name], array=array, starts=starts, lengths=self.lengths
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,20 +64,12 @@ class Encoding:
         return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
 
 
-class _TextReader:
-    """Reader of files that are one document each."""
-
-    def read(self, piece: pieces.Piece) -> pieces.Block:
-        with files.errors(piece.file.path), files.open_file(piece.file.path) as stream:
-            return pieces.Block(piece.file.path, "", np.zeros(1, np.int64), [stream.read()])
-
-
 class Encoder:
     """Reads and tokenizes groups of pieces. It keeps files open between groups, which are best given in order."""
 
     def __init__(self, encoding: Encoding):
         self._encoding = encoding
-        self._readers: dict[str, Any] = {"text": _TextReader()}
+        self._readers: dict[str, Any] = {}
         name = encoding.tokenizer
         self._tokenizer = None if name is None else tokenizer_lib.load(name, setting="data.tokenizer")
 
@@ -87,23 +81,24 @@ class Encoder:
                 vocabulary or is the separator, or there is not enough memory.
         """
         encoding = self._encoding
-        end = np.array([] if encoding.separator is None else [encoding.separator], np.int64)
-        found, left_out = [np.empty(0, encoding.token_dtype)], 0
+        dtype = np.dtype(encoding.token_dtype)
+        end = np.array([] if encoding.separator is None else [encoding.separator], dtype)
+        found, left_out = [np.empty(0, dtype)], 0
         try:
             for piece in group:
                 for ids, name in self._documents(piece):
                     if not len(ids):
                         continue
-                    if encoding.only_separators and np.any(ids == end):
+                    if encoding.only_separators and np.any(ids == encoding.separator):
                         raise ValueError(
-                            f"{name} holds id {encoding.separator}, which separates documents; leave it out or set "
+                            f"{name()} holds id {encoding.separator}, which separates documents; leave it out or set "
                             f"another --separator"
                         )
                     if len(ids) + len(end) < encoding.shortest:
                         left_out += 1
                         continue
                     documents.check_vocabulary(ids, vocab_size=encoding.vocab_size, name=name)
-                    found.append(np.concatenate([ids, end]).astype(encoding.token_dtype))
+                    found.append(np.concatenate([ids, end], dtype=dtype, casting="unsafe"))
             tokens = np.concatenate(found)
         except MemoryError:
             raise ValueError(
@@ -111,20 +106,27 @@ class Encoder:
             ) from None
         return Tokens(tokens, np.array([len(document) for document in found[1:]], np.int64), left_out)
 
-    def _documents(self, piece: pieces.Piece) -> Iterator[tuple[Integer[np.ndarray, " tokens"], str]]:
-        """Yields the ids and the names of the documents on the chosen side."""
-        encoding = self._encoding
-        if piece.format not in self._readers:
-            # On demand, because it needs libraries of another extra.
-            module = importlib.import_module(f"sympow_jax.data.corpus.{piece.format}")
-            self._readers[piece.format] = module.Reader(encoding.column, texts=encoding.tokenizer is not None)
-        block = self._readers[piece.format].read(piece)
+    def _documents(
+        self, piece: pieces.Piece
+    ) -> Iterator[tuple[Integer[np.ndarray, " tokens"], Callable[[], str]]]:
+        """Yields the ids of the documents on the chosen side, and functions that return their names."""
+        encoding, path = self._encoding, piece.file.path
+        if piece.format == "text":
+            block = pieces.Block(path, "", np.zeros(1, np.int64), [files.read(path)])
+        else:
+            if piece.format not in self._readers:
+                # On demand, because it needs libraries of another extra.
+                module = importlib.import_module(f"sympow_jax.data.corpus.{piece.format}")
+                self._readers[piece.format] = module.Reader(
+                    encoding.column, texts=encoding.tokenizer is not None
+                )
+            block = self._readers[piece.format].read(piece)
         heldout = files.held_out([piece.file.key], block.positions, encoding.heldout_fraction)
         for index in np.flatnonzero(heldout == encoding.heldout).tolist():
-            document, name = block.documents[index], block.name(index)
+            document, name = block.documents[index], functools.partial(block.name, index)
             if isinstance(document, bytes):
                 assert self._tokenizer is not None
-                document = self._tokenizer.encode_document(document, name=name)
+                document = self._tokenizer.encode_document(document, name=name())
             yield document, name
 
 

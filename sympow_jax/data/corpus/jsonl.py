@@ -1,11 +1,12 @@
 """Reads one field of JSON lines, plain or compressed."""
 
 import bz2
+import itertools
 import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,24 +31,25 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
 }
 _CORRUPT = (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError, EOFError)
 
-# A line, the byte of the text at which it starts, and the byte of the file up to which was read before.
-type _Line = tuple[bytes, int, int]
 
-
-def _texts(file: files.File) -> Iterator[tuple[bytes, int]]:
-    """Yields the texts that blocks of a compressed file decompress to, and the byte at which each block starts."""
-    suffix = pieces.compression(file.path) or ""
+def _blocks(file: files.File, start: int) -> Iterator[tuple[bytes, int]]:
+    """Yields parts of the text, and the byte of the file at which each begins; of a plain file, from byte `start`."""
+    path, suffix = file.path, pieces.compression(file.path)
     decompressor: Any = None  # between two compressed frames
-    with files.errors(file.path):
-        stream = files.open_file(file.path)
+    with files.errors(path):
+        stream = files.open_file(path)
     with stream:
-        for start in range(0, file.size, _COMPRESSED_BYTES):
-            with files.errors(file.path):
-                data = stream.read(min(_COMPRESSED_BYTES, file.size - start))
+        while start < file.size:
+            with files.errors(path):
+                if stream.tell() != start:
+                    stream.seek(start)
+                data = stream.read(min(_COMPRESSED_BYTES if suffix else _BYTES, file.size - start))
             if not data:
-                raise ValueError(
-                    f"{file.path} ends at byte {start} of {file.size}; it has changed; start again"
-                )
+                raise ValueError(f"{path} ends at byte {start} of {file.size}; it has changed; start again")
+            begin, start = start, start + len(data)
+            if suffix is None:
+                yield data, begin
+                continue
             text = b""
             try:
                 while data:
@@ -61,42 +63,32 @@ def _texts(file: files.File) -> Iterator[tuple[bytes, int]]:
                         data, decompressor = decompressor.unused_data, None
             except _CORRUPT as error:
                 raise ValueError(
-                    f"{file.path} is corrupt before byte {start + _COMPRESSED_BYTES}: {spelling.one_line(error)}; copy "
-                    f"or make the file again"
+                    f"{path} is corrupt before byte {start}: {spelling.one_line(error)}; copy or make the file again"
                 ) from error
-            yield text, start
+            yield text, begin
     if decompressor is not None:
         raise ValueError(
-            f"{file.path} is truncated: its last compressed frame has no end; copy or make the file again"
+            f"{path} is truncated: its last compressed frame has no end; copy or make the file again"
         )
 
 
-def _bytes(file: files.File, start: int) -> Iterator[tuple[bytes, int]]:
-    """Yields blocks of a plain file from byte `start`, and the byte at which each starts."""
-    with files.errors(file.path):
-        stream = files.open_file(file.path)
-    with stream:
-        while start < file.size:
-            with files.errors(file.path):
-                if stream.tell() != start:
-                    stream.seek(start)
-                data = stream.read(min(_BYTES, file.size - start))
-            if not data:
-                raise ValueError(
-                    f"{file.path} has fewer than the {file.size} bytes that it had; it has changed; start again"
-                )
-            yield data, start
-            start += len(data)
+class _Line(NamedTuple):
+    """A line that is not blank, the byte of the text at which it starts, and the piece that it is in."""
+
+    content: bytes
+    start: int
+    piece: int
 
 
-def _lines(file: files.File, blocks: Iterator[tuple[bytes, int]], start: int) -> Iterator[_Line]:
-    """Yields the lines of a text that begins at byte `start`, without blank ones."""
+def _lines(file: files.File, count: int = 1, index: int = 0) -> Iterator[_Line]:
+    """Yields the lines from piece `index` of `count` of a plain file, or from the first of a compressed one."""
+    compressed = pieces.compression(file.path) is not None
+    # From the byte before the piece, which tells whether a line starts with it: the first line is of another piece.
+    begin = 0 if compressed else max(index * file.size // count - 1, 0)
     rest: list[bytes] = []  # of the line that is not complete
-    length = place = 0
-    for text, block in blocks:
+    length, start, place = 0, begin, begin
+    for text, block in itertools.chain(_blocks(file, begin), [(b"\n", file.size)]):
         first, *others = text.split(b"\n")
-        if not rest:
-            place = block
         rest.append(first)
         length += len(first)
         if length > _MAX_LINE_BYTES:
@@ -105,42 +97,26 @@ def _lines(file: files.File, blocks: Iterator[tuple[bytes, int]], start: int) ->
                 f"file must have one JSON object per line"
             )
         for other in others:
-            if line := b"".join(rest).strip():
-                yield line, start, place
+            if (line := b"".join(rest).strip()) and (not begin or start > begin):
+                # The last piece whose first byte, rounded as `begin` is, is not after this byte.
+                yield _Line(line, start, (((place if compressed else start) + 1) * count - 1) // file.size)
             start += length + 1
             rest, length, place = [other], len(other), block
-    if line := b"".join(rest).strip():
-        yield line, start, place
 
 
-def _pieces(file: files.File, count: int, index: int) -> Iterator[tuple[int, _Line]]:
-    """Yields lines and the pieces that they are in, from piece `index` of a plain file, or from the first."""
-    if pieces.compression(file.path):
-        lines = _lines(file, _texts(file), 0)
-    else:
-        # From the byte before the piece, which tells whether a line starts with it: the first line is of another piece.
-        begin = max(index * file.size // count - 1, 0)
-        found = _lines(file, _bytes(file, begin), begin)
-        lines = ((line, start, start) for line, start, _ in found if not begin or start > begin)
-    for line in lines:
-        # The last piece whose first byte, rounded as `begin` is, is not after this byte.
-        yield ((line[2] + 1) * count - 1) // file.size, line
-
-
-def _value(line: bytes, column: str, name: str) -> pieces.Document | None:
+def _value(line: _Line, column: str, path: str) -> pieces.Document | None:
     """Returns the text or the ids in the field `column` of a line; None for null."""
+    name = f"{path} (line at byte {line.start})"
     try:
-        record = json.loads(line.decode("utf-8-sig"))
+        record = json.loads(line.content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         reason = spelling.one_line(error)
         raise ValueError(f"{name} is not JSON: {reason}; correct the line, or leave it out") from None
-    if not isinstance(record, dict):
+    if not isinstance(record, dict) or column not in record:
+        fields = spelling.listed(map(repr, record)) if isinstance(record, dict) else "no fields"
         raise ValueError(
-            f"{name} is not an object with fields; write lines such as {{{json.dumps(column)}: ...}}"
+            f"{name} has no field {column!r}: there are {fields}; every line must be an object with it"
         )
-    if column not in record:
-        fields = spelling.listed(map(repr, record))
-        raise ValueError(f"{name} has no field {column!r}: there are {fields}; name one of them")
     value = record[column]
     if value is None:
         return None
@@ -158,10 +134,6 @@ def _value(line: bytes, column: str, name: str) -> pieces.Document | None:
     )
 
 
-def _name(path: str, start: int) -> str:
-    return f"{path} (line at byte {start})"
-
-
 def holds_text(file: files.File, column: str) -> bool:
     """Returns True if the first line that is not null holds text, False if it holds token ids.
 
@@ -169,8 +141,8 @@ def holds_text(file: files.File, column: str) -> bool:
         ValueError: the file cannot be read, or a line up to that one is not JSON or has no such field, or the field
             holds something else.
     """
-    for _, (line, start, _) in _pieces(file, 1, 0):
-        value = _value(line, column, _name(file.path, start))
+    for line in _lines(file):
+        value = _value(line, column, file.path)
         if value is not None:
             return isinstance(value, bytes)
     raise ValueError(f"{file.path} has no documents; remove it, or make it again")
@@ -187,8 +159,8 @@ class Reader:
     def __init__(self, column: str, *, texts: bool):
         self._column, self._texts = column, texts
         self._file: tuple[files.File, int] | None = None
-        self._lines: Iterator[tuple[int, _Line]] = iter(())
-        self._ahead: tuple[int, _Line] | None = None  # first line that is not in a piece that was read
+        self._lines: Iterator[_Line] = iter(())
+        self._ahead: _Line | None = None  # first line that is not in a piece that was read
 
     def read(self, piece: pieces.Piece) -> pieces.Block:
         """Returns the documents of a piece.
@@ -203,23 +175,21 @@ class Reader:
         documents: list[pieces.Document] = []
         ahead, self._ahead = self._ahead, None  # so that after an error the file is read anew
         continues = pieces.compression(path) and self._file == (file, piece.count)
-        if not continues or ahead is None or ahead[0] > piece.index:
-            self._lines = _pieces(file, piece.count, piece.index)
+        if not continues or ahead is None or ahead.piece > piece.index:
+            self._lines = _lines(file, piece.count, piece.index)
             ahead = next(self._lines, None)
         self._file = (file, piece.count)
-        while ahead is not None and ahead[0] <= piece.index:
-            number, (line, start, _) = ahead
-            if number == piece.index:
-                document = _value(line, self._column, _name(path, start))
-                if document is not None and len(document):
-                    if isinstance(document, bytes) != self._texts:
-                        kind, first = pieces.KINDS[not self._texts], pieces.KINDS[self._texts]
-                        raise ValueError(
-                            f"{_name(path, start)}: {self._column!r} is {kind}, but {first} in the first document; all "
-                            f"must be of one type"
-                        )
-                    positions.append(start)
-                    documents.append(document)
+        while ahead is not None and ahead.piece <= piece.index:
+            document = _value(ahead, self._column, path) if ahead.piece == piece.index else None
+            if document is not None and len(document):
+                if isinstance(document, bytes) != self._texts:
+                    kind, first = pieces.KINDS[not self._texts], pieces.KINDS[self._texts]
+                    raise ValueError(
+                        f"{path} (line at byte {ahead.start}): {self._column!r} is {kind}, but {first} in the first "
+                        f"document; all must be of one type"
+                    )
+                positions.append(ahead.start)
+                documents.append(document)
             ahead = next(self._lines, None)
         self._ahead = ahead
         return pieces.Block(path, "line at byte", np.array(positions, np.int64), documents)

@@ -1,10 +1,9 @@
 """Reads one column of parquet files, a range of rows at a time."""
 
 import functools
-from collections.abc import Iterator
 
 import numpy as np
-from jaxtyping import Int32, Int64
+from jaxtyping import Int32
 
 from sympow_jax import extras, spelling
 from sympow_jax.data import files
@@ -25,15 +24,7 @@ _MAX_TYPE_CHARACTERS = 160
 # A row group of up to this many pieces of average size is not split.
 _MAX_PIECES_PER_GROUP = 2
 
-_TEXT_CHECKS = (
-    pa.types.is_string,
-    pa.types.is_large_string,
-    pa.types.is_string_view,
-    pa.types.is_binary,
-    pa.types.is_large_binary,
-    pa.types.is_binary_view,
-)
-_LIST_CHECKS = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+_TEXTS = (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view())
 
 
 def _open(path: str) -> pq.ParquetFile:
@@ -46,19 +37,22 @@ def _open(path: str) -> pq.ParquetFile:
 
 def _holds_text(opened: pq.ParquetFile, path: str, column: str) -> bool:
     schema = opened.schema_arrow
-    if column not in schema.names:
-        columns = spelling.listed(map(repr, schema.names)) or "none"
-        raise ValueError(f"{path} has no column {column!r}: there are {columns}; name one of them")
     # Column `a.b` and field b of a column a have one path, by which pyarrow reads both.
     leaves = [opened.schema.column(index).path for index in range(len(opened.schema))]
-    if (number := max(schema.names.count(column), leaves.count(column))) > 1:
-        raise ValueError(f"{path} has {number} columns {column!r}; rename all but one")
+    number = schema.names.count(column)
+    if number != 1 or leaves.count(column) > 1:
+        lack = "several columns" if number else "no column"
+        columns = spelling.listed(map(repr, schema.names)) or "none"
+        raise ValueError(
+            f"{path} has {lack} {column!r}: there are {columns}; name one of them, or rename others"
+        )
     kind = schema.field(column).type
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    if any(check(kind) for check in _TEXT_CHECKS):
+    if kind in _TEXTS:
         return True
-    if any(check(kind) for check in _LIST_CHECKS) and pa.types.is_integer(kind.value_type):
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    if any(check(kind) for check in lists) and pa.types.is_integer(kind.value_type):
         return False
     shown = spelling.cut(str(kind), _MAX_TYPE_CHARACTERS)
     raise ValueError(
@@ -102,47 +96,42 @@ class Reader:
             )
         sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
         starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
-        first, stop = (_boundary(starts, piece.index + end, piece.count) for end in (0, 1))
+        total, ends = int(starts[-1]), []
+        for index in (piece.index, piece.index + 1):
+            row = index * total // piece.count
+            if 0 < index < piece.count and total:
+                # A piece starts at a row group, unless the group is large.
+                group = int(np.searchsorted(starts, row, side="right")) - 1
+                begin, end = int(starts[group]), int(starts[group + 1])
+                row = begin if (end - begin) * piece.count <= _MAX_PIECES_PER_GROUP * total else row
+            ends.append(row)
+        first, stop = ends
         positions: list[int] = []
         documents: list[pieces.Document] = []
         groups = np.searchsorted(starts, first, side="right") - 1, np.searchsorted(starts, stop)
         for group in range(*groups):
             row = int(starts[group])
-            for column in self._columns(opened, path, group):
+            batches = opened.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[self._column])
+            while row < stop:
+                with files.errors(f"{path} (row group {group})"):
+                    if (batch := next(batches, None)) is None:
+                        break
+                    column = batch.column(0)
                 part = column[max(0, first - row) : max(0, stop - row)]
                 begin = max(row, first)
-                values = _texts(part) if self._texts else _ids(part, path, begin)
+                if self._texts:
+                    if pa.types.is_dictionary(part.type):
+                        part = part.dictionary_decode()
+                    # Not by way of text, which would fail for the whole batch if one document is not UTF-8.
+                    values = part.cast(pa.large_binary()).to_pylist()
+                else:
+                    values = _ids(part, path, begin)
                 for i, value in enumerate(values):
                     if value is not None and len(value):
                         positions.append(begin + i)
                         documents.append(value)
                 row += len(column)
-                if row >= stop:
-                    break
         return pieces.Block(path, "row", np.array(positions, np.int64), documents)
-
-    def _columns(self, opened: pq.ParquetFile, path: str, group: int) -> Iterator[pa.Array]:
-        with files.errors(f"{path} (row group {group})"):
-            for batch in opened.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[self._column]):
-                yield batch.column(0)
-
-
-def _boundary(starts: Int64[np.ndarray, " groups+1"], index: int, count: int) -> int:
-    """Returns the first row of piece `index` of `count`; `starts` are the first rows of row groups."""
-    rows = int(starts[-1])
-    row = index * rows // count
-    if index in (0, count) or not rows:
-        return row
-    group = int(np.searchsorted(starts, row, side="right")) - 1
-    begin, end = int(starts[group]), int(starts[group + 1])
-    return begin if (end - begin) * count <= _MAX_PIECES_PER_GROUP * rows else row
-
-
-def _texts(part: pa.Array) -> list[bytes | None]:
-    if pa.types.is_dictionary(part.type):
-        part = part.dictionary_decode()
-    # Not by way of text, which would fail for the whole batch if one document is not UTF-8.
-    return part.cast(pa.large_binary()).to_pylist()
 
 
 def _ids(part: pa.Array, path: str, row: int) -> list[Int32[np.ndarray, " tokens"]]:

@@ -93,12 +93,6 @@ def compression(path: str) -> str | None:
     return next((suffix for suffix in data_config.COMPRESSIONS if name.endswith(suffix)), None)
 
 
-def _text_bytes(file: files.File, format: str) -> int:
-    """Returns a rough number of bytes of text. Pieces depend on it, and with them the meaning of saved positions."""
-    expansion = 2 if format == "parquet" else 4 if format == "jsonl" and compression(file.path) else 1
-    return file.size * expansion
-
-
 def grouped(found: Iterable[tuple[files.File, str]], text_bytes: int = 0) -> list[Group]:
     """Returns the pieces of files and their formats in order, in groups of about `text_bytes` of text.
 
@@ -114,7 +108,9 @@ def grouped(found: Iterable[tuple[files.File, str]], text_bytes: int = 0) -> lis
     for file, format in found:
         if not file.size:
             raise ValueError(f"{file.path} is empty; remove it, or make it again")
-        size = _text_bytes(file, format)
+        # A rough number of bytes of text. Pieces depend on it, and with them the meaning of saved positions.
+        compressed = compression(file.path) is not None
+        size = file.size * {"text": 1, "parquet": 2, "jsonl": 4 if compressed else 1}[format]
         count = 1 if format == "text" else -(-size // text_bytes)
         for index in range(count):
             piece = Piece(file, format, index, count)

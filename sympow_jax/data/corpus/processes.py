@@ -1,13 +1,13 @@
 """Worker processes that read and tokenize data."""
 
 import concurrent.futures
-import concurrent.futures.process
 import contextlib
-import multiprocessing
+import multiprocessing.connection
 import multiprocessing.resource_tracker
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,73 +44,77 @@ def pool[Item, Result](
             f"{setting} is {workers}, but this machine has {cores} cores; set at most {_PER_CORE * cores}, "
             f"{_PER_CORE} per core"
         )
-    if not workers:
-        with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            try:
-                function = make()
-                yield lambda item: thread.submit(function, item)
-            finally:
-                thread.shutdown(cancel_futures=True)
-        return
-    before = set(multiprocessing.active_children())
-    # A forked process would share the locks of JAX's threads.
-    executor = concurrent.futures.ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(make,)
-    )
-    children: set[multiprocessing.process.BaseProcess] = set()
+    # One thread for each process, with a pipe of its own, which ends when the process does. (The executor of processes
+    # has one pipe for all results, and would wait for the rest of a result whose process was killed.)
+    own, lock, ended = threading.local(), threading.Lock(), False
+    children: list[multiprocessing.process.BaseProcess] = []
+    context = multiprocessing.get_context("spawn")  # a forked process would share the locks of JAX's threads
+    function = None if workers else make()
 
-    def submit(item: Item) -> concurrent.futures.Future[Result]:
-        # An item may start a process, which inherits that this thread blocks signals.
-        multiprocessing.resource_tracker.ensure_running()  # first, because it unblocks signals
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+    def start() -> multiprocessing.connection.Connection:
+        # The process inherits that this thread blocks signals.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+        ours, theirs = context.Pipe()
+        child = context.Process(target=_work, args=(make, theirs), daemon=True)
+        with lock, theirs:
+            if not ended:
+                child.start()
+                children.append(child)
+        return ours
+
+    def call(item: Item) -> Result:
+        if function is not None:
+            return function(item)
         try:
-            return executor.submit(_call, item)
+            own.pipe = getattr(own, "pipe", None) or start()
         except OSError as error:
             raise ValueError(
                 f"cannot start a worker process: {error.strerror or error}; set fewer {setting}, or raise this limit "
                 f"of the machine"
             ) from error
+        try:
+            own.pipe.send(item)
+            result, error = own.pipe.recv()
+        except (EOFError, OSError) as error:
+            raise ValueError(
+                f"a worker process ended in the middle of its work (often killed for lack of memory); repeat the "
+                f"command, which continues, with fewer {setting} if memory is short"
+            ) from error
+        if error is not None:
+            raise error
+        return result
+
+    multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks signals
+    with concurrent.futures.ThreadPoolExecutor(workers or 1) as threads:
+        try:
+            yield lambda item: threads.submit(call, item)
         finally:
-            children.update(set(multiprocessing.active_children()) - before)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-    try:
-        yield submit
-    except concurrent.futures.process.BrokenProcessPool as error:
-        raise ValueError(
-            f"a worker process ended in the middle of its work (often killed for lack of memory); repeat the command, "
-            f"which continues, with fewer {setting} if memory is short"
-        ) from error
-    finally:
-        # The executor itself waits for all items that it has passed on, and only terminates, which workers ignore.
-        for child in children:
-            child.kill()
-        # The last end of the pipe of results, so that the executor does not wait for the rest of one.
-        executor._result_queue._writer.close()  # type: ignore[attr-defined]
-        executor.shutdown(cancel_futures=True)
+            threads.shutdown(wait=False, cancel_futures=True)
+            with lock:
+                ended = True
+                for child in children:
+                    child.kill()
+                    child.join()
 
 
-_make: Callable[[], Callable[[Any], Any]] | None = None
-_function: Callable[[Any], Any] | None = None
+def _work(make: Callable[[], Callable[[Any], Any]], pipe: multiprocessing.connection.Connection) -> None:
+    """Answers the items that come through a pipe, in a process, until the parent process ends."""
 
+    def end_with_parent() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)  # even in the middle of an item
 
-def _begin(make: Callable[[], Callable[[Any], Any]]) -> None:
-    global _make
-    _make = make
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _call(item: Any) -> Any:
-    global _function
-    if _function is None:
-        assert _make is not None
-        _function = _make()  # not in `_begin`, whose errors would be logged and not returned
-    return _function(item)
-
-
-def _end_with_parent() -> None:
-    """Waits for the parent process to end, and then ends this one, even in the middle of an item."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    function = None
+    with contextlib.suppress(EOFError, OSError):  # of the pipe, when the parent process has ended
+        while True:
+            item = pipe.recv()
+            try:
+                function = function or make()
+                pipe.send((function(item), None))
+            except Exception as error:
+                if not isinstance(error, ValueError):  # whose text says all that a user needs
+                    error.add_note(traceback.format_exc())
+                pipe.send((None, error))

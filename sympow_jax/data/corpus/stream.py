@@ -3,7 +3,6 @@
 import functools
 import itertools
 from collections.abc import Callable, Generator, Sequence
-from typing import Protocol
 
 import numpy as np
 from jaxtyping import Int64
@@ -14,18 +13,8 @@ from sympow_jax.data.corpus import pieces
 
 __all__ = ["BatchIterator", "CorpusRows"]
 
-RowMakers = list[Callable[[], rows.Row]]
-
 # A position is the number of a group in the order of all epochs, shifted by these bits, and the number of a row in it.
 _ROW_BITS = 32
-
-
-class PackedRows(Protocol):
-    """Rows that documents are packed into; the first `whole` of them have no padding."""
-
-    whole: int
-
-    def row(self, index: int, key: tuple[int, ...]) -> rows.Row: ...
 
 
 class CorpusRows:
@@ -48,7 +37,7 @@ class CorpusRows:
         self,
         encoding: encoding_lib.Encoding,
         groups: Sequence[pieces.Group],
-        pack: Callable[[documents.Spans], PackedRows],
+        pack: Callable[[documents.Spans], rows.Rows],
         *,
         length: int,
         seed: int,
@@ -77,15 +66,12 @@ class CorpusRows:
         order = (self._group(number) for number in itertools.count(start))
         return encoding_lib.in_order(self._encoding, order, workers=self._workers)
 
-    def rows_of_group(self, number: int, tokens: encoding_lib.Tokens) -> RowMakers:
-        """Returns functions that make the whole rows of group `number`, in their order."""
+    def rows_of_group(self, number: int, tokens: encoding_lib.Tokens) -> Sequence[rows.Row]:
+        """Returns the whole rows of group `number` in their order, each made on access."""
         # A row needs one more token, the last target.
         if len(tokens.tokens) <= self.length:
             return []
-        packed = self._pack(tokens.spans(pieces.name_of(self._group(number))))
-        order = np.random.default_rng((self._seed, number, rows.ROW_ORDER)).permutation(packed.whole)
-        keys = ((self._seed, number << _ROW_BITS | row, rows.TRAINING) for row in range(packed.whole))
-        return [functools.partial(packed.row, int(index), key) for index, key in zip(order, keys)]
+        return _GroupRows(self._pack(tokens.spans(pieces.name_of(self._group(number)))), number, self._seed)
 
     @property
     def groups_per_epoch(self) -> int:
@@ -105,6 +91,19 @@ class CorpusRows:
         return np.argsort(rank[unit], kind="stable")
 
 
+class _GroupRows(Sequence):
+    def __init__(self, packed: rows.Rows, number: int, seed: int):
+        self._packed, self._number, self._seed = packed, number, seed
+        self._order = np.random.default_rng((seed, number, rows.ROW_ORDER)).permutation(packed.whole)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, row: int) -> rows.Row:  # type: ignore[override]
+        key = (self._seed, self._number << _ROW_BITS | row, rows.TRAINING)
+        return self._packed.row(int(self._order[row]), key)
+
+
 class BatchIterator:
     """Iterator over rows `shard` of every batch.
 
@@ -115,7 +114,7 @@ class BatchIterator:
     def __init__(self, corpus: CorpusRows, batch_size: int, shard: range):
         self._corpus, self._batch_size, self._shard = corpus, batch_size, shard
         self._group = self._row = 0
-        self._makers: RowMakers = []  # of the group at the position; none if it is still to be read
+        self._rows: Sequence[rows.Row] = []  # of the group at the position; none if it is still to be read
         self._tokens = corpus.tokens(0)
 
     def __iter__(self) -> "BatchIterator":
@@ -129,26 +128,39 @@ class BatchIterator:
         Raises:
             ValueError: data cannot be read, or no group has a whole row, or the saved position is not in the data.
         """
-        position = self.get_state()
+        position, batch = self.get_state(), []
+        start = 0  # row of the batch that is next
         try:
-            return self._next_batch()
+            while start < self._batch_size:
+                empty = 0
+                while not self._rows:
+                    self._rows = self._corpus.rows_of_group(self._group, next(self._tokens))
+                    if self._row and self._row >= len(self._rows):
+                        raise ValueError(
+                            f"the run was saved at row {self._row} of a part of the data that now has "
+                            f"{len(self._rows)} rows; restore the data and the tokenizer that the run began with"
+                        )
+                    if not self._rows:
+                        self._group += 1
+                        empty += 1
+                    # Two epochs, because the first group of one may be the last of the next.
+                    if empty == 2 * self._corpus.groups_per_epoch:
+                        raise ValueError(
+                            f"no part of the data has the {self._corpus.length + 1} tokens of a whole row; name more "
+                            f"data in data.paths, or lower data.context_length, data.shortest_document or "
+                            f"data.heldout_fraction"
+                        )
+                stop = min(start + len(self._rows) - self._row, self._batch_size)
+                # The other rows up to `stop` are those of other processes.
+                for index in range(max(start, self._shard.start), min(stop, self._shard.stop)):
+                    batch.append(self._rows[self._row + index - start])
+                self._row += stop - start
+                start = stop
+                if self._row == len(self._rows):
+                    self._group, self._row, self._rows = self._group + 1, 0, []
         except BaseException:
             self.set_state(position)  # an error ends the generator of tokens, which would end this iterator
             raise
-
-    def _next_batch(self) -> dict[str, np.ndarray]:
-        batch: list[rows.Row] = []
-        start = 0  # row of the batch that is next
-        while start < self._batch_size:
-            makers = self._read_makers()
-            stop = min(start + len(makers) - self._row, self._batch_size)
-            # The other rows up to `stop` are those of other processes.
-            for index in range(max(start, self._shard.start), min(stop, self._shard.stop)):
-                batch.append(makers[self._row + index - start]())
-            self._row += stop - start
-            start = stop
-            if self._row == len(makers):
-                self._group, self._row, self._makers = self._group + 1, 0, []
         return {name: np.stack([row[name] for row in batch]) for name in batch[0]}
 
     def get_state(self) -> dict[str, int]:
@@ -159,30 +171,8 @@ class BatchIterator:
         """Sets the position; the group at it is read again."""
         self.close()
         self._group, self._row = state["next_row"] >> _ROW_BITS, state["next_row"] & ((1 << _ROW_BITS) - 1)
-        self._makers, self._tokens = [], self._corpus.tokens(self._group)
+        self._rows, self._tokens = [], self._corpus.tokens(self._group)
 
     def close(self) -> None:
         """Ends the workers."""
         self._tokens.close()
-
-    def _read_makers(self) -> RowMakers:
-        """Returns the row makers of the group at the position, after moving it past groups without a whole row."""
-        empty = 0
-        while not self._makers:
-            makers = self._corpus.rows_of_group(self._group, next(self._tokens))
-            if self._row and self._row >= len(makers):
-                raise ValueError(
-                    f"the run was saved at row {self._row} of a part of the data that now has {len(makers)} rows; "
-                    f"restore the data and the tokenizer that the run began with"
-                )
-            self._makers = makers
-            if not makers:
-                self._group += 1
-                empty += 1
-            # Two epochs, because the first group of one may be the last of the next.
-            if empty == 2 * self._corpus.groups_per_epoch:
-                raise ValueError(
-                    f"no part of the data has the {self._corpus.length + 1} tokens of a whole row; name more data in "
-                    f"data.paths, or lower data.context_length, data.shortest_document or data.heldout_fraction"
-                )
-        return self._makers

@@ -1,10 +1,8 @@
 """Sources of data, one module each, and a table of them.
 
-A module has a class `Source`, whose objects open the data of a config. It has `describe() -> dict`, and one of
-
-* `side(*, heldout) -> documents.Documents`,
-* `examples(task, *, vocab_size, heldout) -> rows.Examples`, rows that are labeled,
-* `side(*, heldout, vocab_size)` and `rows(pack, *, vocab_size) -> rows.TrainRows`, if it is read in order only.
+A module has a class `Source`, whose objects open the data of a config. It has `describe() -> dict` and
+`side(task, *, vocab_size, heldout)`, which returns `documents.Documents` or `rows.Examples`, rows that are labeled.
+A source that is read in order only has `rows(pack, *, vocab_size) -> rows.TrainRows` too.
 """
 
 import importlib
@@ -38,11 +36,6 @@ class Kind(NamedTuple):
     suffixes: tuple[str, ...] = ("",)
     generated: bool = False
 
-    @property
-    def labeled(self) -> bool:
-        """Whether it has labeled examples instead of documents."""
-        return config_lib.Predicted.TOKEN not in self.predicted
-
 
 _IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _LINES = data_config.SUFFIXES["jsonl"]
@@ -70,20 +63,12 @@ def open_source(config: config_lib.DataConfig) -> Any:
 
 
 def find_all(config: config_lib.DataConfig, *, heldout: bool) -> list[files.File]:
-    """Returns the files that have the training or the held-out side of a source.
-
-    Raises:
-        ValueError: as `files.find`.
-    """
+    """Returns the files that have the training or the held-out side of a source."""
     return files.find(*files.side(config, heldout=heldout), suffix=SOURCES[config.source].suffixes)
 
 
 def locations(setting: str, paths: Sequence[str], source: str) -> set[str]:
-    """Returns the real path, or the URL, of each file that a setting names.
-
-    Raises:
-        ValueError: as `files.find`.
-    """
+    """Returns the real path, or the URL, of each file that a setting names."""
     suffixes = SOURCES[source].suffixes
     if not suffixes:
         return set(map(files.location, paths))
@@ -95,10 +80,7 @@ def locations(setting: str, paths: Sequence[str], source: str) -> set[str]:
 
 
 def described(
-    found: Sequence[files.File],
-    train: np.ndarray | int,
-    heldout: np.ndarray | int,
-    **more: Any,
+    found: Sequence[files.File], train: np.ndarray | int, heldout: np.ndarray | int, **more: Any
 ) -> dict[str, Any]:
     """Returns the counts of a description: of files, bytes, and of documents of these lengths, or of examples."""
     counts: dict[str, Any] = {"files": len(found), "bytes": sum(file.size for file in found)}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from sympow_jax import config as config_lib
-from sympow_jax.data import documents, files, sources
+from sympow_jax.data import documents, files, rows, sources
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.corpus import encoding as encoding_lib
 from sympow_jax.data.corpus import pieces, stream
@@ -83,7 +83,7 @@ class Source:
         )
 
     def rows(
-        self, pack: Callable[[documents.Spans], stream.PackedRows], *, vocab_size: int
+        self, pack: Callable[[documents.Spans], rows.Rows], *, vocab_size: int
     ) -> stream.CorpusRows:
         """Returns the training rows, which `pack` makes of documents. Only the start of the first file is read."""
         return stream.CorpusRows(
@@ -95,12 +95,12 @@ class Source:
             workers=self._config.tokenizer_workers,
         )
 
-    def side(self, *, heldout: bool, vocab_size: int = _ANY_VOCABULARY) -> documents.Spans:
+    def side(self, task: Any = None, *, heldout: bool, vocab_size: int = _ANY_VOCABULARY) -> documents.Spans:
         """Returns the first held-out documents in the order of files, until they have 2^24 tokens.
 
         The first 64 groups of text are read at most to find them. That is a GiB of text, or more if
         `data.context_length` is above 65,536. Ids of documents are not compared with `vocab_size` here, but when a
-        document is used.
+        document is used. `task` is unused.
         """
         encoding = self._encoding(vocab_size=vocab_size, heldout=heldout)
         return _read_heldout(
@@ -177,7 +177,7 @@ def _read_heldout(
                 break
     lengths = np.concatenate([part.lengths for part in read])
     spans = documents.Spans(
-        [part.tokens for part in read],
+        [part.tokens for part in read].__getitem__,
         [pieces.name_of(group) for group, _ in zip(groups, read)],
         array=np.repeat(np.arange(len(read)), [len(part.lengths) for part in read]),
         starts=np.concatenate([np.cumsum(part.lengths) - part.lengths for part in read]),

@@ -10,6 +10,7 @@ The ids are: 0 padding, 1 to 10 the digits 0 to 9, 11 to 14 `[MAX`, `[MIN`, `[ME
 """
 
 import hashlib
+import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,15 +38,10 @@ _DRAWS = 50_000
 _DESCRIBED = 16  # number of examples per side that enter the digest
 
 
-def _median(values: list[int]) -> int:
-    ordered = sorted(values)
-    return (ordered[(len(values) - 1) // 2] + ordered[len(values) // 2]) // 2
-
-
 _OPERATIONS: dict[int, Callable[[list[int]], int]] = {
     _OPERATION: max,
     _OPERATION + 1: min,
-    _OPERATION + 2: _median,
+    _OPERATION + 2: lambda values: int(statistics.median(values)),
     _OPERATION + 3: lambda values: sum(values) % 10,
 }
 
@@ -150,7 +146,7 @@ class Source:
         self._length = config.context_length
         self._sides = [ListOps(config, heldout=heldout) for heldout in (False, True)]
 
-    def examples(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> ListOps:
+    def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> ListOps:
         """Returns the training or the held-out examples."""
         if task.outputs != CLASSES:
             raise ValueError(

@@ -43,44 +43,44 @@ class Source:
 
     def __init__(self, config: config_lib.DataConfig):
         self._config = config
-        self._find = functools.cache(self._find_side)
-        self._read = functools.cache(_bytes)
+        self._spans = functools.cache(self._find_spans)
+        self._find = functools.cache(lambda *side: files.find(*side) if side[1] else standard_library())
+        self._read = functools.cache(lambda file: files.read(file.path))
 
-    def _find_side(self, setting: str, paths: tuple[str, ...]) -> list[files.File]:
-        matches = files.find(setting, paths) if paths else standard_library()
-        if not any(file.size for file in matches):
-            raise ValueError(
-                f"{setting}: every file is empty ({len(matches)} found); name files that hold text"
-            )
-        return matches
-
-    def _spans(self, *, heldout: bool) -> list[tuple[files.File, int, int]]:
+    def _find_spans(self, *, heldout: bool) -> list[tuple[files.File, int, int]]:
         """Returns file, start and length of each document of a side, in order, without those that are too short."""
         config = self._config
-        matches = self._find(*files.side(config, heldout=heldout))
-        if config.heldout_paths:
-            found = [(file, 0, file.size) for file in matches]
-        else:
-            keys = [file.key for file in matches]
-            out = files.held_out(keys, np.zeros(1, np.int64), config.heldout_fraction).tolist()
-            found = []
-            for file, whole in zip(matches, out):
-                if file.named:
-                    found += _cut(file, config, heldout=heldout)
-                elif whole == heldout:
-                    found.append((file, 0, file.size))
+        side = files.side(config, heldout=heldout)
+        matches = self._find(*side)
+        if not any(file.size for file in matches):
+            raise ValueError(
+                f"{side[0]}: every file is empty ({len(matches)} found); name files that hold text"
+            )
+        keys = [file.key for file in matches]
+        out = files.held_out(keys, np.zeros(1, np.int64), config.heldout_fraction).tolist()
+        found = []
+        for file, whole in zip(matches, out):
+            if config.heldout_paths or (not file.named and whole == heldout):
+                found.append((file, 0, file.size))
+            elif file.named:
+                # The end of a named file is held out, cut into documents.
+                tail = int(file.size * config.heldout_fraction)
+                bounds = [0, file.size - tail]
+                if heldout:
+                    least = max(config.context_length, config.shortest_document)
+                    pieces = min(_PIECES, max(1, tail // least))
+                    bounds = np.linspace(file.size - tail, file.size, pieces + 1).astype(np.int64).tolist()
+                found += [(file, start, stop - start) for start, stop in itertools.pairwise(bounds)]
         return [document for document in found if document[2] >= config.shortest_document]
 
-    def side(self, *, heldout: bool) -> documents.Spans:
-        """Returns the training or the held-out files, or parts of files."""
+    def side(self, task: Any = None, *, heldout: bool, vocab_size: int = 0) -> documents.Spans:
+        """Returns the training or the held-out files, or parts of files; the other arguments are unused."""
         found = self._spans(heldout=heldout)
-        arrays = {
-            file: np.frombuffer(self._read(file), np.uint8) for file in dict.fromkeys(x[0] for x in found)
-        }
-        index = {file: number for number, file in enumerate(arrays)}
+        index = {file: number for number, file in enumerate(dict.fromkeys(file for file, _, _ in found))}
+        arrays = [np.frombuffer(self._read(file), np.uint8) for file in index]
         return documents.Spans(
-            list(arrays.values()),
-            [file.path for file in arrays],
+            arrays.__getitem__,
+            [file.path for file in index],
             array=np.array([index[file] for file, _, _ in found], np.int64),
             starts=np.array([start for _, start, _ in found], np.int64),
             lengths=np.array([length for _, _, length in found], np.int64),
@@ -99,20 +99,3 @@ class Source:
             digest=files.digest(matches, lambda file: [self._read(file)]),
             digest_of="names, sizes and contents",
         )
-
-
-def _cut(
-    file: files.File, config: config_lib.DataConfig, *, heldout: bool
-) -> list[tuple[files.File, int, int]]:
-    """Returns the documents on one side of a file whose end is held out."""
-    tail = int(file.size * config.heldout_fraction)
-    if not heldout:
-        return [(file, 0, file.size - tail)]
-    pieces = min(_PIECES, max(1, tail // max(config.context_length, config.shortest_document)))
-    bounds = np.linspace(file.size - tail, file.size, pieces + 1).astype(np.int64).tolist()
-    return [(file, start, stop - start) for start, stop in itertools.pairwise(bounds)]
-
-
-def _bytes(file: files.File) -> bytes:
-    with files.errors(file.path), files.open_file(file.path) as stream:
-        return stream.read()

@@ -1,15 +1,15 @@
 """Flat little-endian `.bin` files of token ids, memory-mapped, such as those in a folder that `prepare` writes."""
 
-import collections.abc
 import functools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int64, Integer
 
 from sympow_jax import config as config_lib
+from sympow_jax import spelling
 from sympow_jax.config import serialize
 from sympow_jax.data import documents, files, sources
 
@@ -25,29 +25,11 @@ _DIGEST_BYTES = 1 << 20  # bytes of each end of a file that enter the digest
 _MAPPED = 256
 
 
-def _metadata(found: collections.abc.Iterable[files.File]) -> dict[str, dict[str, Any]]:
+def _metadata(found: Iterable[files.File]) -> dict[str, dict[str, Any]]:
     """Returns what `prepare` recorded about files, by the path of the record; of other files there is none."""
     folders = dict.fromkeys(pathlib.Path(file.path).parent for file in found)
     records = [folder / METADATA for folder in folders]
     return {str(record): serialize.read_object(record) for record in records if record.is_file()}
-
-
-class _Mapped(collections.abc.Sequence):
-    """Files as arrays, of which those read last are mapped."""
-
-    def __init__(self, found: list[files.File], dtype: np.dtype):
-        self._found, self._dtype = found, dtype
-        self._map = functools.lru_cache(maxsize=_MAPPED)(self._map_file)
-
-    def _map_file(self, index: int) -> Integer[np.ndarray, " tokens"]:
-        with files.errors(self._found[index].path):
-            return np.memmap(self._found[index].path, self._dtype, mode="r")
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def __getitem__(self, index: int) -> Integer[np.ndarray, " tokens"]:  # type: ignore[override]
-        return self._map(int(index))
 
 
 class Source:
@@ -64,8 +46,8 @@ class Source:
         self._config = config
         self._scan = functools.cache(self._scan_side)
 
-    def side(self, *, heldout: bool) -> documents.Spans:
-        """Returns the training or the held-out documents."""
+    def side(self, task: Any = None, *, heldout: bool, vocab_size: int = 0) -> documents.Spans:
+        """Returns the training or the held-out documents; the other arguments are unused."""
         spans, out, _ = self._scan(heldout=heldout and bool(self._config.heldout_paths))
         return spans if self._config.heldout_paths else spans.select(np.flatnonzero(out == heldout))
 
@@ -96,95 +78,75 @@ class Source:
         self, *, heldout: bool
     ) -> tuple[documents.Spans, Bool[np.ndarray, " documents"], list[files.File]]:
         """Returns the documents that are long enough, a mask of those that their hashes hold out, and the files."""
-        config = self._config
+        config, separator = self._config, self._config.document_separator
+        dtype = DTYPES[config.token_dtype]
         setting, _ = files.side(config, heldout=heldout)
         matches = sources.find_all(config, heldout=heldout)
         self._check(matches)
-        arrays = _Mapped(matches, DTYPES[config.token_dtype])
-        separator = config.document_separator
+
+        def open_array(index: int) -> Integer[np.ndarray, " tokens"]:
+            with files.errors(matches[index].path):
+                return np.memmap(matches[index].path, dtype, mode="r")
+
+        # The position after each document, which ends with a separator or with the file.
         ends: list[Int64[np.ndarray, " documents"]] = []
-        left, occurs = documents.MAX_DOCUMENTS, False
-        for file, array in zip(matches, arrays):
-            inside = _ends(array, separator, limit=left)
-            if inside is None:
+        left, occurs = documents.MAX_DOCUMENTS, separator is None
+        for index, file in enumerate(matches):
+            array, inside = open_array(index), []
+            for start in range(0, len(array), _SCAN_TOKENS) if separator is not None else ():
+                scanned = array[start : start + _SCAN_TOKENS]
+                inside.append(np.flatnonzero(scanned == separator) + (start + 1))
+                left -= len(inside[-1])
+                if left < 0:
+                    break
+            occurs = occurs or any(map(len, inside))
+            if separator is None or array[-1] != separator:
+                inside.append(np.array([len(array)]))
+                left -= 1
+            if left < 0:
                 raise ValueError(
                     f"{setting}: there are more than {documents.MAX_DOCUMENTS} documents up to {file.path}, each ended "
                     f"by the data.document_separator {separator}; correct it, name fewer files, or leave it unset, so "
                     f"that every file is one document"
                 )
-            ends.append(inside)
-            left -= len(inside)
-            occurs = occurs or array[inside[0] - 1] == separator
-        if separator is not None and not occurs:
+            ends.append(np.concatenate(inside))
+        if not occurs:
             raise ValueError(
                 f"{setting}: no file holds the data.document_separator {separator}; correct it, or leave it "
                 f"unset where every file is one document"
             )
         lengths = np.concatenate([np.diff(end, prepend=0) for end in ends])
         spans = documents.Spans(
-            arrays,
+            functools.lru_cache(maxsize=_MAPPED)(open_array),
             [file.path for file in matches],
-            array=np.repeat(np.arange(len(arrays), dtype=np.int32), [len(end) for end in ends]),
+            array=np.repeat(np.arange(len(ends), dtype=np.int32), [*map(len, ends)]),
             starts=np.concatenate(ends) - lengths,
             lengths=lengths,
         )
-        masks = (
+        masks = [
             files.held_out([file.key], np.arange(len(end)), config.heldout_fraction)
             for file, end in zip(matches, ends)
-        )
+        ]
         chosen = np.flatnonzero(lengths >= config.shortest_document)
-        return spans.select(chosen), np.concatenate([*masks])[chosen], matches
+        return spans.select(chosen), np.concatenate(masks)[chosen], matches
 
     def _check(self, matches: list[files.File]) -> None:
         """Raises ValueError for files of a wrong size, or whose metadata contradicts the settings."""
         dtype = self._config.token_dtype
         for path, record in _metadata(matches).items():
-            stored = record.get("token_dtype")
-            if not isinstance(stored, str) or stored not in DTYPES:
-                raise ValueError(
-                    f"{path}: its token_dtype is not one of {', '.join(DTYPES)}; `sympow prepare` did not write this "
-                    f"file, so correct or remove it"
-                )
             if "documents" not in record:
                 raise ValueError(
                     f"the token files next to {path} are not complete; repeat the command `sympow prepare`, which "
                     f"continues"
                 )
-            if stored != dtype:
+            if (stored := record.get("token_dtype")) != dtype:
                 raise ValueError(
-                    f"the token files next to {path} hold {stored} ids, but data.token_dtype is {dtype!r}; set it to "
-                    f"{stored!r}"
+                    f"the token files next to {path} hold {spelling.shown(stored)} ids, but data.token_dtype is "
+                    f"{dtype!r}; set it to theirs"
                 )
         for file in matches:
-            if file.size == 0:
-                raise ValueError(f"{file.path} is empty; it must hold {dtype} token ids")
-            if file.size % DTYPES[dtype].itemsize:
+            if not file.size or file.size % DTYPES[dtype].itemsize:
                 raise ValueError(
-                    f"{file.path} has {file.size} bytes, not a multiple of the {DTYPES[dtype].itemsize} of one "
-                    f"{dtype}; the file is truncated or data.token_dtype is wrong"
+                    f"{file.path} has {file.size} bytes; it must hold {dtype} ids of {DTYPES[dtype].itemsize} bytes "
+                    f"each: it is empty or truncated, or data.token_dtype is wrong"
                 )
-
-
-def _ends(
-    array: Integer[np.ndarray, " tokens"], separator: int | None, *, limit: int
-) -> Int64[np.ndarray, " documents"] | None:
-    """Returns the position after each document, which ends with a separator or with the file.
-
-    None if there are more than `limit` documents, without looking further.
-    """
-    if separator is None:
-        return np.array([len(array)]) if limit else None
-    pieces, count = [], 0  # positions in each piece, which 32 bits hold
-    for start in range(0, len(array), _SCAN_TOKENS):
-        pieces.append(np.flatnonzero(array[start : start + _SCAN_TOKENS] == separator).astype(np.uint32))
-        count += len(pieces[-1])
-        if count > limit:
-            return None
-    ended = array[-1] == separator
-    ends = np.full(count if ended else count + 1, len(array), np.int64)
-    filled = 0
-    for i, piece in enumerate(pieces):
-        ends[filled : filled + len(piece)] = piece
-        ends[filled : filled + len(piece)] += i * _SCAN_TOKENS + 1
-        filled += len(piece)
-    return ends if len(ends) <= limit else None

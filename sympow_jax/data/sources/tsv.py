@@ -2,173 +2,64 @@
 
 import functools
 import math
-import mmap
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int64, Integer, Shaped
 
 from sympow_jax import config as config_lib
 from sympow_jax import spelling
 from sympow_jax.data import documents, files, rows, sources
 from sympow_jax.data import tokenizer as tokenizer_lib
 
-__all__ = ["Source", "Table", "TsvExamples"]
-
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-class _Columns(NamedTuple):
-    """Indices of a file's text and label columns; `width` is the number of columns of a line."""
-
-    texts: list[int]
-    label: int
-    width: int
+__all__ = ["Source", "TsvExamples"]
 
 
 class _File(NamedTuple):
-    """A memory-mapped file, and the range of each of its examples, without the line ending."""
+    """Lines of a file without its header, and the indices of their columns."""
 
-    path: str
-    key: str  # as in `files.File`
-    content: mmap.mmap
-    columns: _Columns
-    starts: Int64[np.ndarray, " lines"]
-    stops: Int64[np.ndarray, " lines"]
-    first_line: int  # line number of the first example, counted from 1
-
-    def fields(self, line: int) -> list[bytes]:
-        cells = self.content[self.starts[line] : self.stops[line]].removesuffix(b"\r").split(b"\t")
-        if len(cells) != self.columns.width:
-            raise ValueError(
-                f"{self.name(line)} has {_counted(len(cells))}, but the file's first line has {self.columns.width}; "
-                f"columns are divided by single tabs and texts hold neither tabs nor line breaks; correct the line"
-            )
-        return cells
+    file: files.File
+    lines: list[bytes]
+    first_line: int  # number of the first example, counted from 1
+    texts: list[int]
+    label: int
+    width: int  # number of columns
 
     def name(self, line: int) -> str:
-        return f"{self.path} (line {self.first_line + line})"
-
-
-def _counted(columns: int) -> str:
-    return f"{columns} column{'' if columns == 1 else 's'}"
-
-
-def _map(file: files.File) -> mmap.mmap:
-    with files.errors(file.path):
-        stream = files.open_file(file.path)
-    with stream:
-        if stream.read(1 + len(_BYTE_ORDER_MARK)) in (b"", _BYTE_ORDER_MARK):
-            raise ValueError(f"{file.path} is empty; it must hold lines of columns divided by tabs")
-        with files.errors(file.path):
-            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _line_starts(content: mmap.mmap, start: int) -> Iterator[int]:
-    while start < len(content):
-        yield start
-        start = content.find(b"\n", start) + 1 or len(content) + 1
-    yield start  # start of the line that would follow the last one
-
-
-def _find_columns(first: bytes, config: config_lib.DataConfig, path: str) -> tuple[_Columns, bool]:
-    """Returns the columns, and whether the first line is a header that names them."""
-    names = [field.decode("utf-8", "replace") for field in first.split(b"\t")]
-    columns = [*config.text_columns, config.label_column]
-    numbered = all(name.isdecimal() for name in columns)
-    if numbered:
-        names = [str(1 + column) for column in range(len(names))]
-    for name in columns:
-        if name not in names:
-            available = f"columns 1 to {len(names)}" if numbered else spelling.listed(map(repr, names))
-            raise ValueError(
-                f"{path} has no column {name!r}: there are {available}; correct data.text_columns and "
-                f"data.label_column, or, where the first line is no header, give the numbers of all columns"
-            )
-        if names.count(name) > 1:
-            raise ValueError(
-                f"{path} has {names.count(name)} columns named {name!r}; give each a name of its own in the first line"
-            )
-    *texts, label = (names.index(name) for name in columns)
-    return _Columns(texts, label, len(names)), not numbered
-
-
-def _open(file: files.File, config: config_lib.DataConfig) -> _File:
-    content = _map(file)
-    begin = len(_BYTE_ORDER_MARK) if content[:3] == _BYTE_ORDER_MARK else 0
-    starts = np.fromiter(_line_starts(content, begin), np.int64)
-    first = content[begin : starts[1] - 1].removesuffix(b"\r")
-    columns, header = _find_columns(first, config, file.path)
-    starts = starts[int(header) :]
-    if len(starts) < 2:
-        raise ValueError(f"{file.path} has no examples, only a header; name a file that has some")
-    return _File(file.path, file.key, content, columns, starts[:-1], starts[1:] - 1, 1 + header)
-
-
-def _label_reader(
-    config: config_lib.DataConfig, task: config_lib.TaskConfig
-) -> Callable[[bytes], int | float]:
-    """Returns a function from a label's text to its value, which raises ValueError for an invalid label."""
-    if task.predicted is config_lib.Predicted.NUMBER:
-
-        def number(text: bytes) -> float:
-            try:
-                value = float(text)
-            except ValueError:
-                value = math.nan
-            if not math.isfinite(value):
-                raise ValueError(f"is not a finite number, as task {task.name!r} predicts")
-            return value
-
-        return number
-
-    classes = task.classes or 0
-    if config.labels and len(config.labels) != classes:
-        raise ValueError(
-            f"data.labels names {len(config.labels)} classes, but task.classes is {classes}; make them agree"
-        )
-    named = {name.encode(): index for index, name in enumerate(config.labels or map(str, range(classes)))}
-    known = (
-        f"one of data.labels {spelling.listed(map(repr, config.labels))}"
-        if config.labels
-        else f"an integer from 0 to {classes - 1} (task.classes is {classes}, data.labels names none)"
-    )
-
-    def index(text: bytes) -> int:
-        if text not in named:
-            raise ValueError(f"is not {known}")
-        return named[text]
-
-    return index
-
-
-class Table:
-    """Labeled lines of one or more files."""
-
-    def __init__(self, found: list[files.File], config: config_lib.DataConfig):
-        self.found, self._files = found, [_open(file, config) for file in found]
-        counts = [len(file.starts) for file in self._files]
-        self._file = np.repeat(np.arange(len(counts)), counts)
-        self._line = np.concatenate([np.arange(count) for count in counts])
-
-    def __len__(self) -> int:
-        return len(self._line)
-
-    def held_out(self, fraction: float) -> Bool[np.ndarray, " lines"]:
-        """Returns a mask of the lines that are held out by their hashes."""
-        masks = (files.held_out([file.key], np.arange(len(file.starts)), fraction) for file in self._files)
-        return np.concatenate([*masks])
-
-    def name(self, line: int) -> str:
-        """Returns the file and the number of a line, for errors."""
-        return self._files[self._file[line]].name(self._line[line])
+        return f"{self.file.path} (line {self.first_line + line})"
 
     def read(self, line: int) -> tuple[list[bytes], bytes]:
         """Returns the texts and the label of a line."""
-        file = self._files[self._file[line]]
-        fields = file.fields(self._line[line])
-        return [fields[column] for column in file.columns.texts], fields[file.columns.label]
+        cells = self.lines[line].removesuffix(b"\r").split(b"\t")
+        if len(cells) != self.width:
+            raise ValueError(
+                f"{self.name(line)} has another number of columns, {len(cells)}, than the first line, {self.width}; "
+                f"columns are divided by single tabs and texts hold neither tabs nor line breaks; correct the line"
+            )
+        return [cells[column] for column in self.texts], cells[self.label]
+
+
+def _open(file: files.File, config: config_lib.DataConfig) -> _File:
+    content = files.read(file.path).removeprefix(b"\xef\xbb\xbf")  # a byte order mark
+    if not content:
+        raise ValueError(f"{file.path} is empty; it must hold lines of columns divided by tabs")
+    lines = content.removesuffix(b"\n").split(b"\n")
+    names = lines[0].removesuffix(b"\r").decode("utf-8", "replace").split("\t")
+    columns = [*config.text_columns, config.label_column]
+    header = not all(name.isdecimal() for name in columns)
+    if not header:
+        names = [str(1 + column) for column in range(len(names))]
+    for name in columns:
+        if names.count(name) != 1:
+            lack = "no column" if name not in names else f"{names.count(name)} columns named"
+            available = spelling.listed(map(repr, names)) if header else f"columns 1 to {len(names)}"
+            raise ValueError(
+                f"{file.path} has {lack} {name!r}: there are {available}; correct data.text_columns and "
+                f"data.label_column, or, where the first line is no header, give the numbers of all columns"
+            )
+    if len(lines) == header:
+        raise ValueError(f"{file.path} has no examples, only a header; name a file that has some")
+    *texts, label = map(names.index, columns)
+    return _File(file, lines[header:], 1 + header, texts, label, len(names))
 
 
 class TsvExamples:
@@ -180,87 +71,81 @@ class TsvExamples:
 
     def __init__(
         self,
-        table: Table,
-        lines: Int64[np.ndarray, " n"],
+        lines: list[tuple[_File, int]],
         config: config_lib.DataConfig,
         task: config_lib.TaskConfig,
         *,
         vocab_size: int,
     ):
-        self._table, self._lines, self._length = table, lines, config.context_length
+        self._lines, self._length, self._vocab_size = lines, config.context_length, vocab_size
+        self._dual, self._separator = task.dual_encoder, -1
         self._tokenizer = tokenizer_lib.load(config.text_tokenizer, setting="data.tokenizer")
-        self._cut = self._halves if task.dual_encoder else self._joined
         if len(config.text_columns) == 2 and not task.dual_encoder:
-            self._check_separator(config, vocab_size)
-        self._vocab_size = vocab_size
-        self._labels = self._read_labels(config, task)
-
-    def _check_separator(self, config: config_lib.DataConfig, vocab_size: int):
-        self._separator = self._tokenizer.end_of_text(
-            config.document_separator, setting="data.document_separator"
-        )
-        if not 0 <= self._separator < vocab_size:
+            setting = "data.document_separator"
+            self._separator = self._tokenizer.end_of_text(config.document_separator, setting=setting)
+            if self._separator >= vocab_size:
+                raise ValueError(
+                    f"the id between two texts is {self._separator}, but model.vocab_size is {vocab_size}; raise it, "
+                    f"or set {setting}"
+                )
+            if self._length < 3:
+                raise ValueError(
+                    f"data.context_length is {self._length}; two texts and a separator need at least 3"
+                )
+        numbers, classes = task.predicted is config_lib.Predicted.NUMBER, task.classes or 0
+        if config.labels and not numbers and len(config.labels) != classes:
             raise ValueError(
-                f"the id between two texts is {self._separator}, but model.vocab_size is {vocab_size}; raise it, or "
-                f"set data.document_separator"
+                f"data.labels names {len(config.labels)} classes, but task.classes is {classes}; make them agree"
             )
-        if self._length < 3:
-            raise ValueError(
-                f"data.context_length is {self._length}; two texts and a separator need at least 3"
-            )
-
-    def _read_labels(
-        self, config: config_lib.DataConfig, task: config_lib.TaskConfig
-    ) -> Shaped[np.ndarray, " n"]:
-        read = _label_reader(config, task)
-        labels = np.empty(len(self._lines), rows.label_dtype(task))
-        for index, line in enumerate(self._lines):
-            texts, label = self._table.read(line)
+        named = {name.encode(): i for i, name in enumerate(config.labels or map(str, range(classes)))}
+        known = f"an integer from 0 to {classes - 1} (task.classes is {classes}, data.labels names none)"
+        if numbers:
+            known = f"a finite number, as task {task.name!r} predicts"
+        elif config.labels:
+            known = f"one of data.labels {spelling.listed(map(repr, config.labels))}"
+        self._labels = np.empty(len(lines), rows.label_dtype(task))
+        for index, (file, line) in enumerate(lines):
+            texts, label = file.read(line)
             try:
-                labels[index] = read(label)
-            except ValueError as error:
+                value = float(label) if numbers else named[label]
+            except (ValueError, KeyError):
+                value = math.nan
+            if not math.isfinite(value):
                 shown = spelling.shown(label.decode("utf-8", "replace"))
-                raise ValueError(f"{self._table.name(line)}: label {shown} {error}") from None
+                raise ValueError(f"{file.name(line)}: label {shown} is not {known}")
             if not any(texts):
-                missing = "no text" if len(texts) == 1 else "two empty texts"
-                raise ValueError(f"{self._table.name(line)} has {missing}; leave the line out")
-        return labels
+                raise ValueError(f"{file.name(line)} has no text; leave the line out")
+            self._labels[index] = value
 
     def __len__(self) -> int:
         return len(self._lines)
 
-    # Reading a line of a memory-mapped file costs about the same in any order.
-    together = property(__len__)
+    together = property(__len__)  # any order of reading costs the same
 
     def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
         """Returns the tokens and the label of example `index`; `key` is unused."""
-        line = self._lines[index]
-        name = self._table.name(line)
+        file, line = self._lines[index]
+        name = file.name(line)
         texts = [
             self._tokenizer.encode_document(text, name=f"a text of {name}", begin=False)
-            for text in self._table.read(line)[0]
+            for text in file.read(line)[0]
         ]
-        # Before they are cut, because two joined texts have the separator even if both are empty.
+        # Before they are joined, because two joined texts have the separator even if both are empty.
         if not any(map(len, texts)):
-            place = "the text" if len(texts) == 1 else "either text"
-            raise ValueError(f"{name}: the tokenizer finds no token in {place}; leave the line out")
-        texts = self._cut(texts)
+            raise ValueError(f"{name}: the tokenizer finds no token in the text; leave the line out")
+        if self._dual:
+            texts = [text[: self._length // 2] for text in texts]
+        elif len(texts) == 2:
+            # The longer text is truncated first.
+            one, two = texts
+            room = self._length - 1
+            first = min(len(one), max(room - len(two), room - room // 2))
+            texts = [np.concatenate([one[:first], [self._separator], two[: room - first]])]
+        else:
+            texts = [texts[0][: self._length]]
         for tokens in texts:
-            documents.check_vocabulary(tokens, vocab_size=self._vocab_size, name=name)
+            documents.check_vocabulary(tokens, vocab_size=self._vocab_size, name=lambda: name)
         return {**rows.padded(texts, self._length), "labels": np.array(self._labels[index])}
-
-    def _joined(self, texts: list[Integer[np.ndarray, " _"]]) -> list[Integer[np.ndarray, " _"]]:
-        """Returns one text for a row; of two texts that do not fit, the longer is truncated first."""
-        if len(texts) == 1:
-            return [texts[0][: self._length]]
-        one, two = texts
-        room = self._length - 1
-        first = min(len(one), max(room - len(two), room - room // 2))
-        return [np.concatenate([one[:first], [self._separator], two[: room - first]])]
-
-    def _halves(self, texts: list[Integer[np.ndarray, " _"]]) -> list[Integer[np.ndarray, " _"]]:
-        """Returns two texts for a row, each truncated to half of it."""
-        return [text[: self._length // 2] for text in texts]
 
 
 class Source:
@@ -274,30 +159,36 @@ class Source:
 
     def __init__(self, config: config_lib.DataConfig):
         self._config = config
-        self._table = functools.cache(
-            lambda heldout: Table(sources.find_all(config, heldout=heldout), config)
+        self._files = functools.cache(
+            lambda heldout: [_open(file, config) for file in sources.find_all(config, heldout=heldout)]
         )
 
-    def _lines(self, *, heldout: bool) -> tuple[Table, Int64[np.ndarray, " n"]]:
-        """Returns the table that has the training or the held-out lines, and their indices."""
-        table = self._table(heldout and bool(self._config.heldout_paths))
-        if self._config.heldout_paths:
-            return table, np.arange(len(table))
-        return table, np.flatnonzero(table.held_out(self._config.heldout_fraction) == heldout)
+    def _chosen(self, *, heldout: bool) -> tuple[list[_File], list[tuple[_File, int]]]:
+        """Returns the files that have the training or the held-out lines, and these lines in order."""
+        config = self._config
+        opened = self._files(heldout and bool(config.heldout_paths))
+        lines: list[tuple[_File, int]] = []
+        for file in opened:
+            chosen = np.arange(len(file.lines))
+            if not config.heldout_paths:
+                out = files.held_out([file.file.key], chosen, config.heldout_fraction)
+                chosen = np.flatnonzero(out == heldout)
+            lines += [(file, line) for line in chosen.tolist()]
+        return opened, lines
 
-    def examples(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> TsvExamples:
+    def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> TsvExamples:
         """Returns the training or the held-out lines."""
-        table, lines = self._lines(heldout=heldout)
-        return TsvExamples(table, lines, self._config, task, vocab_size=vocab_size)
+        return TsvExamples(self._chosen(heldout=heldout)[1], self._config, task, vocab_size=vocab_size)
 
     def describe(self) -> dict[str, Any]:
         """Returns counts, the tokenizer, and the SHA-256 of every file's key, size and bytes."""
-        sides = [self._lines(heldout=side) for side in (False, True)]
-        matches = sides[0][0].found + (sides[1][0].found if self._config.heldout_paths else [])
+        (trained, train), (held, heldout) = (self._chosen(heldout=side) for side in (False, True))
+        matches = [file.file for file in (trained + held if self._config.heldout_paths else trained)]
         return sources.described(
             matches,
-            *(len(lines) for _, lines in sides),
+            len(train),
+            len(heldout),
             tokenizer=tokenizer_lib.load(self._config.text_tokenizer, setting="data.tokenizer").identity,
-            digest=files.digest(matches, lambda file: [_map(file)]),
+            digest=files.digest(matches, lambda file: [files.read(file.path)]),
             digest_of="names, sizes and contents",
         )

@@ -88,33 +88,6 @@ def read_object(path: str, name: str) -> dict[str, Any]:
     return serialize.read_object(local) if local.is_file() else {}
 
 
-def _open(setting: str, paths: tuple[str, ...], dtype: str, shortest: int) -> tensorstore.TensorStore:
-    if len(paths) != 1:
-        raise ValueError(f"{setting} has {len(paths)} entries; longcrawl64 reads one Zarr array")
-    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
-    # Without fill_missing_data_reads=False, a missing chunk reads as zeros.
-    reading = {**spec(paths[0]), "fill_missing_data_reads": False}
-    try:
-        array = tensorstore.open(reading, context=context, open=True, read=True).result()
-    except ValueError as error:
-        raise ValueError(f"{setting}: cannot open {paths[0]} as a Zarr v2 array: {_reason(error)}") from error
-    if array.rank != 2 or 0 in array.shape:
-        raise ValueError(
-            f"{setting}: {paths[0]} has shape {array.shape}; it must be (documents, tokens), neither 0"
-        )
-    if array.dtype.name != dtype:
-        raise ValueError(
-            f"{setting}: {paths[0]} holds {array.dtype.name}, but data.token_dtype is {dtype!r}; "
-            f"the array must hold uint16 or uint32 and the setting must agree"
-        )
-    if array.shape[1] < shortest:
-        raise ValueError(
-            f"{setting}: {paths[0]} has documents of {array.shape[1]} tokens, but data.shortest_document is "
-            f"{shortest}; lower it"
-        )
-    return array
-
-
 class ZarrDocuments:
     """Rows of a Zarr array as documents, read chunk by chunk through a cache of 512 MiB."""
 
@@ -153,23 +126,44 @@ class Source:
 
     def __init__(self, config: config_lib.DataConfig):
         self._config = config
-        self._open = functools.cache(_open)
+        self._open = functools.cache(self._open_array)
 
-    def _array(self, *, heldout: bool) -> tensorstore.TensorStore:
-        setting, paths = files.side(self._config, heldout=heldout)
-        return self._open(setting, paths, self._config.token_dtype, self._config.shortest_document)
+    def _open_array(self, setting: str, paths: tuple[str, ...]) -> tensorstore.TensorStore:
+        dtype, shortest = self._config.token_dtype, self._config.shortest_document
+        if len(paths) != 1:
+            raise ValueError(f"{setting} has {len(paths)} entries; longcrawl64 reads one Zarr array")
+        context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
+        # Without fill_missing_data_reads=False, a missing chunk reads as zeros.
+        reading = {**spec(paths[0]), "fill_missing_data_reads": False}
+        try:
+            array = tensorstore.open(reading, context=context, open=True, read=True).result()
+        except ValueError as error:
+            reason = _reason(error)
+            raise ValueError(f"{setting}: cannot open {paths[0]} as a Zarr v2 array: {reason}") from error
+        if array.rank != 2 or 0 in array.shape or array.dtype.name != dtype or array.shape[1] < shortest:
+            raise ValueError(
+                f"{setting}: {paths[0]} has shape {array.shape} and holds {array.dtype.name}; it must be (documents, "
+                f"tokens), neither 0, of data.token_dtype {dtype}, uint16 or uint32, and its documents must have the "
+                f"{shortest} tokens of data.shortest_document; correct the settings or the path"
+            )
+        return array
 
-    def side(self, *, heldout: bool) -> ZarrDocuments:
-        """Returns the training or the held-out documents."""
+    def side(self, task: Any = None, *, heldout: bool, vocab_size: int = 1 << 32) -> ZarrDocuments:
+        """Returns the training or the held-out documents; `task` is unused."""
         config = self._config
-        array = self._array(heldout=heldout)
+        setting, paths = files.side(config, heldout=heldout)
+        array = self._open(setting, paths)
+        lead = DOCUMENT_START if config.document_separator is None else config.document_separator
+        if lead >= vocab_size:
+            raise ValueError(
+                f"the first id of every row is {lead}, but model.vocab_size is {vocab_size}; set "
+                f"data.document_separator to the id that the data was prepared with"
+            )
         rows = np.arange(array.shape[0])
         if not config.heldout_paths:
             # Of one array, a row is known by its number alone.
             rows = rows[files.held_out([""], rows, config.heldout_fraction) == heldout]
-        lead = DOCUMENT_START if config.document_separator is None else config.document_separator
-        _, (path,) = files.side(config, heldout=heldout)
-        return ZarrDocuments(array, path, rows=rows, lead=lead)
+        return ZarrDocuments(array, paths[0], rows=rows, lead=lead)
 
     def metadata(self) -> dict[str, dict[str, Any]]:
         """Returns what `prepare` recorded about the arrays, by the path of the record."""
@@ -179,7 +173,7 @@ class Source:
     def describe(self) -> dict[str, Any]:
         """Returns sizes of the arrays, and a SHA-256 as `digest_of` says; reading terabytes would delay the start."""
         sides = (False, True) if self._config.heldout_paths else (False,)
-        arrays = [self._array(heldout=side) for side in sides]
+        arrays = [self._open(*files.side(self._config, heldout=side)) for side in sides]
         digest = hashlib.sha256()
         for array in arrays:
             store = array.kvstore

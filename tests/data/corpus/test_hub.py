@@ -252,7 +252,7 @@ def test_a_run_continues_after_the_hub_has_failed(hub, tmp_path):
 
 
 def test_preparation_continues_after_the_hub_has_failed(hub, tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces, "GROUP_BYTES", 1 << 12)
+    monkeypatch.setattr(prepare, "PIECE_BYTES", 1 << 12)
     options = prepare.Options(text_column="text")
     prepare.write_bin(
         str(tmp_path / "local.bin"), [str(hub.folder / "org/words/sample/10BT/*.parquet")], options

@@ -276,13 +276,13 @@ def test_errors_show_a_bounded_part_of_what_is_in_a_file(tmp_path):
 def test_two_columns_of_one_name(tmp_path):
     table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet has 2 columns 'text'; rename all but one"):
+    with pytest.raises(ValueError, match=r"a\.parquet has several columns 'text': there"):
         parquet.holds_text(find(tmp_path / "a.parquet"), "text")
 
 
 def test_a_column_and_a_field_of_one_path(tmp_path):
     pq.write_table(pa.table({"a": [{"text": "b"}], "a.text": ["c"]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet has 2 columns 'a\.text'; rename all but one"):
+    with pytest.raises(ValueError, match=r"a\.parquet has several columns 'a\.text': there"):
         parquet.holds_text(find(tmp_path / "a.parquet"), "a.text")
 
 
@@ -337,9 +337,7 @@ def test_damaged_compressed_files(tmp_path, name, damage):
 def test_a_plain_file_that_shrinks(tmp_path):
     file = write(tmp_path / "a.jsonl", texts())
     (tmp_path / "a.jsonl").write_bytes((tmp_path / "a.jsonl").read_bytes()[:3000])
-    with pytest.raises(
-        ValueError, match=r"a\.jsonl has fewer than the \d+ bytes that it had; it has changed"
-    ):
+    with pytest.raises(ValueError, match=r"a\.jsonl ends at byte 3000 of \d+; it has changed"):
         read(file)
 
 

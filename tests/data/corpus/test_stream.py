@@ -353,11 +353,7 @@ def test_a_position_of_other_data(config):
             r"the id after each document is 50000, but model\.vocab_size is 50000",
         ),
         ({"text_columns": ("body",)}, 50_000, r"has no (column|field) 'body': there are 'id', 'text'"),
-        (
-            {"paths": ("none/*.parquet",)},
-            50_000,
-            r"data\.paths: no file matches 'none/\*\.parquet'",
-        ),
+        ({"paths": ("none/*.parquet",)}, 50_000, r"data\.paths: no file matches 'none/\*\.parquet'"),
         ({"heldout_paths": ("none",)}, 50_000, r"data\.heldout_paths: there is no file or folder 'none'"),
     ],
 )
@@ -451,5 +447,5 @@ def test_whole_rows_are_the_first_ones():
         config = builders.data_config(packing=packing)
         packed = rows.Rows(tokens.spans("a"), config, vocab_size=256)
         assert packed.whole == whole
-        assert all((packed[i]["targets"][:-1] != -1).all() for i in range(whole))
+        assert all((packed.row(i)["targets"][:-1] != -1).all() for i in range(whole))
     assert isinstance(tokens.spans("a"), documents.Documents)
