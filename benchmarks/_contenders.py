@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from benchmarks import _rows, _timing
 from benchmarks._shapes import CONTENDERS, WINDOW, Row
 from sympow_jax import ops
-from sympow_jax.training import sharding
+from sympow_jax.training import summary
 
 __all__ = [
     "Prepared",
@@ -56,7 +56,7 @@ def _prepared(program: jax.stages.Compiled, inputs: list[tuple], error: float, *
     return Prepared(
         functools.partial(_timing.queued, program, inputs),
         error,
-        sharding.program_bytes(program),
+        summary.program_bytes(program),
         functools.partial(_timing.kernel_seconds, program, inputs),
         steps,
     )

@@ -31,7 +31,7 @@ import numpy as np
 from benchmarks import _contenders, _rows, _timing
 from sympow_jax import config, plotting, training
 from sympow_jax.tasks import flops
-from sympow_jax.training import sharding
+from sympow_jax.training import sharding, summary
 
 CONTEXTS = tuple(2**n for n in range(10, 17))
 PRESETS = ("softmax", "sympow", "conformal")
@@ -158,7 +158,7 @@ def measure(row: dict) -> dict:
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
-        "program_bytes": sharding.program_bytes(update),
+        "program_bytes": summary.program_bytes(update),
         "compile_seconds": compile_seconds,
         **traced,
     }
