@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from benchmarks import _rows, _timing
 from benchmarks._shapes import CONTENDERS, WINDOW, Row
 from sympow_jax import ops
-from sympow_jax.training import sharding
+from sympow_jax.training import summary
 
 __all__ = [
     "Prepared",
@@ -56,7 +56,7 @@ def _prepared(program: jax.stages.Compiled, inputs: list[tuple], error: float, *
     return Prepared(
         functools.partial(_timing.queued, program, inputs),
         error,
-        sharding.program_bytes(program),
+        summary.program_bytes(program),
         functools.partial(_timing.kernel_seconds, program, inputs),
         steps,
     )
@@ -175,23 +175,19 @@ def _chunked_kernel(row):
 
 
 def _cudnn(row):
-    del row
     if jax.default_backend() != "gpu":
         raise NotImplementedError("cuDNN needs a GPU")
 
     def call(query, key, value, log_decay):
-        del log_decay
         return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
     return _Contender(call, _softmax)
 
 
 def _tokamax(row):
-    del row
     tokamax = _imported("tokamax", "tokamax")
 
     def call(query, key, value, log_decay):
-        del log_decay
         return tokamax.dot_product_attention(query, key, value, is_causal=True, implementation="mosaic")
 
     return _Contender(call, _softmax)
@@ -206,12 +202,10 @@ def _imported(module, package):
 
 
 def _softmax(query, key, value, log_decay):
-    del log_decay
     return ops.softmax_attention(query, key, value)
 
 
 def _jax_linear_attention(row):
-    del row
     peer = _imported("jla.ops", "jax-linear-attention")
 
     def call(query, key, value, log_decay):

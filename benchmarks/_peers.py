@@ -98,7 +98,6 @@ def _retention(row, *, compiled):
 
 
 def _flash_linear_attention(row):
-    del row
     from fla.ops.simple_gla import chunk_simple_gla
 
     def call(query, key, value, log_decay):

@@ -30,18 +30,17 @@ from sympow_jax.process import atomic
 __all__ = [
     "NO_TIME",
     "RESULTS",
-    "deadline",
     "exclusive",
     "in_processes",
     "in_this_process",
     "machine",
+    "make_parser",
     "make_report",
     "make_table",
     "print_result",
     "print_tables",
     "record",
     "report_path",
-    "require_device",
     "require_hopper",
     "result_path",
     "resumed",
@@ -54,6 +53,8 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 _LOCK = "SYMPOW_BENCHMARK_LOCK"
 # Characters of the line that is printed for a row.
 _LINE = 400
+# Row for which a process describes its device.
+_DEVICE = {"device": True}
 NO_TIME = "not measured: the time was over"
 # The supervisor of the check judges errors; rows judge their own, and fail if they are too large.
 _JUDGED = {"errors": {"row": 0.0}, "bounds": {"row": 0.0}, "different": []}
@@ -95,6 +96,13 @@ def in_processes(
                 yield row | {"note": outcome.detail.strip().splitlines()[-1].removeprefix("exit status 1: ")}
 
 
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Returns a parser whose help shows the docstring of a benchmark as it is."""
+    return argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
 def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses arguments, after adding the options --out, --smoke, --jobs and --row to a benchmark's own."""
     parser.add_argument("--out", type=pathlib.Path, help="the JSON file")
@@ -126,33 +134,42 @@ def make_report(
     seconds: float,
     most_seconds: float = float("inf"),
     name: str | None = None,
+    smoke_device: Callable[[], dict] | None = None,
+    rates: Callable[[dict, dict], dict] | None = None,
 ) -> dict:
     """Measures rows on the GPU and returns the report, which is written to `report_path` after each row.
 
     With --smoke, rows are measured in this process, on any device. Exits with one line if there is no GPU otherwise.
 
     Args:
-        benchmark: module that measures a row with the flag `--row` and, for {"device": True}, describes the GPU.
+        benchmark: module that measures a row with the flag `--row`, see `print_result`.
         rows: descriptions of all rows.
         measure: measures a row in this process.
         options: parsed by `read_options`.
         seconds: time limit of a row, see `in_processes`.
         most_seconds: without --minutes, no row begins after this time.
         name: name of the results without --out, see `report_path`.
+        smoke_device: describes the device with --smoke, as `print_result` does otherwise.
+        rates: what is added to a measured row, given the description of the device.
     """
-    end = deadline(options, most_seconds)
+    end = time.monotonic() + (most_seconds if options.minutes is None else 60 * options.minutes)
     measure_rows: Callable[[list[dict]], Iterable[dict]]
     if options.smoke:
-        device = machine()
+        device = smoke_device() if smoke_device else {"machine": machine()}
         measure_rows = functools.partial(in_this_process, measure=measure)
     else:
         command = (sys.executable, "-m", benchmark)
-        device = require_device(benchmark, command, seconds=seconds)["machine"]
+        device, *_ = in_processes([_DEVICE], command, seconds=seconds)
+        if "note" in device:
+            sys.exit(f"{benchmark} measures on a GPU: {device['note']}; --smoke runs tiny shapes without one")
+        device = {name: device[name] for name in ("machine", "ceilings") if name in device}
         measure_rows = functools.partial(
             in_processes, command=command, seconds=seconds, deadline=end, jobs=options.jobs
         )
-    measured = resumed(rows, measure_rows, options, device)
-    return record({"machine": device}, measured, report_path(options, name, device["device"]))
+    measured = resumed(rows, measure_rows, options, device["machine"])
+    if rates is not None:
+        measured = (row | rates(row, device) for row in measured)
+    return record(device, measured, report_path(options, name, device["machine"]["device"]))
 
 
 def resumed(
@@ -181,11 +198,6 @@ def resumed(
     return itertools.chain(finished, measure(missing))
 
 
-def deadline(options: argparse.Namespace, seconds: float = float("inf")) -> float:
-    """Returns the value of `time.monotonic` after which no row begins: --minutes or, without it, `seconds` from now."""
-    return time.monotonic() + (seconds if options.minutes is None else 60 * options.minutes)
-
-
 def in_this_process(rows: Iterable[dict], measure: Callable[[dict], dict]) -> Iterator[dict]:
     """Yields each row with the results of `measure` or, if it failed, a note."""
     for row in rows:
@@ -196,10 +208,20 @@ def in_this_process(rows: Iterable[dict], measure: Callable[[dict], dict]) -> It
         yield row | result
 
 
-def print_result(measure: Callable[[dict], dict], row: str) -> None:
-    """Measures a row, given as JSON, for `in_processes`; exits with a failure's message as one line."""
+def print_result(
+    measure: Callable[[dict], dict], row: str, *, device: Callable[[], dict] | None = None
+) -> None:
+    """Measures a row, given as JSON, for `in_processes`; exits with a failure's message as one line.
+
+    Args:
+        measure: measures a row.
+        row: description of the row, or {"device": true} for the device.
+        device: describes the device; by default the `machine`, with a GPU.
+    """
+    device = device or (lambda: {"machine": machine(gpu=True)})
     try:
-        result = measure(json.loads(row))
+        described = json.loads(row)
+        result = device() if described == _DEVICE else measure(described)
     except Exception as error:
         sys.exit(_one_line(error))
     print(supervisor.RESULT + json.dumps(result | _JUDGED), flush=True)
@@ -209,14 +231,6 @@ def _one_line(error: Exception) -> str:
     text = (str(error).strip().splitlines() or [""])[0][:200]
     # The message of what is not supported explains itself; others need their type's name.
     return text if isinstance(error, NotImplementedError) and text else f"{type(error).__name__}: {text}"
-
-
-def require_device(benchmark: str, command: Sequence[str], *, seconds: float) -> dict:
-    """Returns the result of the row {"device": True}; exits with one line if its process sees no GPU."""
-    (row,) = in_processes([{"device": True}], command, seconds=seconds)
-    if "note" in row:
-        sys.exit(f"{benchmark} measures on a GPU: {row['note']}; --smoke runs tiny shapes without one")
-    return row
 
 
 def machine(*, gpu: bool = False) -> dict[str, Any]:

@@ -40,9 +40,7 @@ RECURRENT = ("power", "linear")
 
 def main() -> None:
     """Prints the tables and writes the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _rows.make_parser(__doc__)
     parser.add_argument("--kernel", choices=KERNELS, default="power")
     parser.add_argument("--out", type=pathlib.Path, help="write the rows here as JSON")
     parser.add_argument("--quick", action="store_true", help="lengths up to 2,048")

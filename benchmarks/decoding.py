@@ -10,7 +10,6 @@ affects all. The prefill of real prompts is timed against the forward pass of tr
 tokens. `--brief` uses a smaller model and lengths up to 1,024. Writes `decoding.json` and `decoding.png`.
 """
 
-import argparse
 import dataclasses
 import pathlib
 import statistics
@@ -67,9 +66,7 @@ class Prefill:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints the results and writes them to files."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _rows.make_parser(__doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the folder to write to")
     parser.add_argument("--brief", action="store_true", help="a small model and lengths up to 1,024")
     options = parser.parse_args(arguments)

@@ -17,13 +17,10 @@ twice the features. A decode step is measured in bytes. Fractions are relative t
 measured in the same run. Memory is the peak of a call according to the compiler, arguments and results included.
 """
 
-import argparse
 import dataclasses
-import functools
 import itertools
 import statistics
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import rich.table
 
@@ -32,54 +29,48 @@ from benchmarks import _contenders, _peers, _rows, _shapes, _timing
 BRIEF_SECONDS = 450.0
 # Time limit of a row: compilation takes a minute or two, tuning for Triton more.
 ROW_SECONDS, BRIEF_ROW_SECONDS = 600.0, 150.0
-COMMAND = (sys.executable, "-m", "benchmarks.kernels")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the tables and writes the JSON. Exits with status 1 and one line if there is no GPU."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _rows.make_parser(__doc__)
     parser.add_argument("--part", action="append", choices=_shapes.PARTS, help="may be given several times")
     options = _rows.read_options(parser, arguments)
     if options.row:
-        _rows.print_result(measure, options.row)
+        _rows.print_result(measure, options.row, device=_device)
         return
     brief = options.part == ["brief"]
     parts = options.part or [part for part in _shapes.PARTS if part != "brief"]
     described = _shapes.SMOKE if options.smoke else [row for part in parts for row in _shapes.PARTS[part]]
-    deadline = _rows.deadline(options, BRIEF_SECONDS if brief else float("inf"))
-    measure_rows: Callable[[list[dict]], Iterable[dict]]
-    if options.smoke:
-        device: dict = {"machine": _rows.machine(), "ceilings": _timing.ceilings(size=64, copied=2**16)}
-        measure_rows = functools.partial(_rows.in_this_process, measure=measure)
-        path = options.out
-    else:
-        device = _rows.require_device("benchmarks.kernels", COMMAND, seconds=ROW_SECONDS)
-        measure_rows = functools.partial(
-            _rows.in_processes,
-            command=COMMAND,
-            seconds=BRIEF_ROW_SECONDS if brief else ROW_SECONDS,
-            deadline=deadline,
-            jobs=options.jobs,
-        )
-        name = "-".join(["kernels", *(options.part or ())])
-        path = options.out or _rows.result_path(name, device["machine"]["device"])
-    rows = _rows.resumed(list(map(dataclasses.asdict, described)), measure_rows, options, device["machine"])
-    report = {name: device[name] for name in ("machine", "ceilings")}
-    rated = (row | _rates(row, report["ceilings"]) for row in rows)
-    _print(_rows.record(report, rated, path))
+    report = _rows.make_report(
+        "benchmarks.kernels",
+        list(map(dataclasses.asdict, described)),
+        measure,
+        options,
+        seconds=BRIEF_ROW_SECONDS if brief else ROW_SECONDS,
+        most_seconds=BRIEF_SECONDS if brief else float("inf"),
+        name="-".join(["kernels", *(options.part or ())]),
+        smoke_device=lambda: {
+            "machine": _rows.machine(),
+            "ceilings": _timing.ceilings(size=64, copied=2**16),
+        },
+        rates=_rates,
+    )
+    _print(report)
+
+
+def _device() -> dict:
+    """Returns the GPU and its ceilings."""
+    found = _rows.machine(gpu=True)
+    with _rows.exclusive():
+        return {"machine": found, "ceilings": _timing.ceilings(size=8192, copied=2**31)}
 
 
 def measure(row: dict) -> dict:
-    """Measures a row with the fields of `_shapes.Row` or, for {"device": True}, the device's ceilings, on a GPU.
+    """Measures a row with the fields of `_shapes.Row`.
 
     Raises NotImplementedError if the contender does not support the shape, WrongResult if its result is wrong.
     """
-    if "device" in row:
-        found = _rows.machine(gpu=True)
-        with _rows.exclusive():
-            return {"machine": found, "ceilings": _timing.ceilings(size=8192, copied=2**31)}
     side = _peers if row["contender"] in _shapes.PEERS else _contenders
     prepared = side.prepare(_shapes.Row(**row))
     with _rows.exclusive():
@@ -115,7 +106,7 @@ def measure(row: dict) -> dict:
     return result
 
 
-def _rates(row: dict, ceilings: dict) -> dict:
+def _rates(row: dict, device: dict) -> dict:
     """Returns FLOP/s (bytes/s for a step) and their fraction of the measured ceiling."""
     if "seconds" not in row:
         return {}
@@ -124,7 +115,7 @@ def _rates(row: dict, ceilings: dict) -> dict:
     if work is None:
         unit, work = "bytes", _shapes.step_bytes(shape)
     rate = work / row["seconds"]
-    return {f"{unit}_per_second": rate, "fraction": rate / ceilings[unit]}
+    return {f"{unit}_per_second": rate, "fraction": rate / device["ceilings"][unit]}
 
 
 def _print(report: dict) -> None:

@@ -8,9 +8,7 @@ process consumes while `data.tokenizer_workers` processes tokenize. It excludes 
 prepare` is timed from start to finished output, including the start of its processes; `workers=1` is a thread.
 """
 
-import argparse
 import contextlib
-import dataclasses
 import itertools
 import json
 import pathlib
@@ -43,53 +41,6 @@ _VOCAB_SIZE = 16_384
 _TRAINING_DOCUMENTS = 400
 # Groups of about 16 MiB of text that are timed after the first, which includes the start of the workers.
 _GROUPS = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Speed:
-    """Speed of one case.
-
-    Attributes:
-        tokenizer: `byte` or `bpe`.
-        format: suffix of the file.
-        workers: `data.tokenizer_workers`.
-        tokens_per_second: tokens per second of all workers together.
-        bytes_per_token: mean length of a token.
-    """
-
-    tokenizer: str
-    format: str
-    workers: int
-    tokens_per_second: float
-    bytes_per_token: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Preparation:
-    """Speed of `sympow prepare` with the tokenizer `bpe`, from parquet.
-
-    Attributes:
-        format: `--format`.
-        workers: `--workers`.
-        tokens: number of tokens in the output.
-        seconds: wall time.
-        tokens_per_second_per_worker: tokens per second of wall time, divided by the number of workers.
-    """
-
-    format: str
-    workers: int
-    tokens: int
-    seconds: float
-    tokens_per_second_per_worker: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Waste:
-    """Tokens of an epoch that are in no row, because a part of the data ends before the row is full."""
-
-    context_length: int
-    tokens: int
-    dropped: int
 
 
 def texts(megabytes: float) -> list[str]:
@@ -142,7 +93,7 @@ def _open_rows(
     return corpus
 
 
-def measure_speed(folder: pathlib.Path, size: int, tokenizer: str, kind: str, workers: int) -> Speed:
+def measure_speed(folder: pathlib.Path, size: int, tokenizer: str, kind: str, workers: int) -> dict:
     """Returns the speed of a case; `size` is the number of bytes of the corpus."""
     corpus = _open_rows(folder, tokenizer, kind, workers=workers)
     with contextlib.closing(corpus.tokens(0)) as groups:
@@ -151,20 +102,32 @@ def measure_speed(folder: pathlib.Path, size: int, tokenizer: str, kind: str, wo
         count = sum(len(group.tokens) for group in itertools.islice(groups, _GROUPS))
         seconds = time.perf_counter() - began
     bytes_per_token = size * _GROUPS / corpus.groups_per_epoch / count
-    return Speed(tokenizer, kind, workers, count / seconds, bytes_per_token)
+    return {
+        "tokenizer": tokenizer,
+        "format": kind,
+        "workers": workers,
+        "tokens_per_second": count / seconds,
+        "bytes_per_token": bytes_per_token,
+    }
 
 
-def measure_preparation(folder: pathlib.Path, kind: str, workers: int) -> Preparation:
+def measure_preparation(folder: pathlib.Path, kind: str, workers: int) -> dict:
     """Returns the speed of `sympow prepare` for a format."""
     write = prepare.write_bin if kind == "bin" else prepare.write_longcrawl64
     options = prepare.Options(tokenizer=str(folder / "bpe.json"), text_column="text", workers=workers)
     began = time.perf_counter()
     summary = write(str(folder / f"{workers}.{kind}"), [str(folder / "corpus.parquet")], options)
     seconds = time.perf_counter() - began
-    return Preparation(kind, workers, summary["tokens"], seconds, summary["tokens"] / seconds / workers)
+    return {
+        "format": kind,
+        "workers": workers,
+        "tokens": summary["tokens"],
+        "seconds": seconds,
+        "tokens_per_second_per_worker": summary["tokens"] / seconds / workers,
+    }
 
 
-def measure_waste(folder: pathlib.Path, context_length: int) -> Waste:
+def measure_waste(folder: pathlib.Path, context_length: int) -> dict:
     """Returns the tokens that an epoch of a context length drops."""
     corpus = _open_rows(folder, "bpe", "parquet", context_length=context_length)
     tokens = packed = 0
@@ -172,14 +135,12 @@ def measure_waste(folder: pathlib.Path, context_length: int) -> Waste:
         for number, group in enumerate(itertools.islice(groups, corpus.groups_per_epoch)):
             tokens += len(group.tokens)
             packed += len(corpus.rows_of_group(number, group)) * context_length
-    return Waste(context_length, tokens, tokens - packed)
+    return {"context_length": context_length, "tokens": tokens, "dropped": tokens - packed}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints the results and writes them to a file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _rows.make_parser(__doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the JSON file to write")
     parser.add_argument("--megabytes", type=float, default=64, help="size of the corpus, 64")
     options = parser.parse_args(arguments)
@@ -190,35 +151,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
         documents = texts(options.megabytes)
         size = sum(len(text.encode()) for text in documents)
         write_corpus(folder, documents)
-        speeds = []
+        speeds, preparations, wastes = [], [], []
         for case in CASES:
-            speed = measure_speed(folder, size, *case)
-            speeds.append(speed)
+            speeds.append(row := measure_speed(folder, size, *case))
             print(
-                f"{speed.tokenizer:>5} {speed.format:>10} {speed.workers} workers: "
-                f"{speed.tokens_per_second / 1e6:.2f} M tokens/s, {speed.bytes_per_token:.2f} bytes per token",
+                f"{row['tokenizer']:>5} {row['format']:>10} {row['workers']} workers: "
+                f"{row['tokens_per_second'] / 1e6:.2f} M tokens/s, {row['bytes_per_token']:.2f} bytes per token",
                 flush=True,
             )
-        preparations = []
         for kind, workers in PREPARATIONS:
-            preparation = measure_preparation(folder, kind, workers)
-            preparations.append(preparation)
+            preparations.append(row := measure_preparation(folder, kind, workers))
             print(
-                f"prepare {kind:>11} {workers} workers: {preparation.tokens:,} tokens in {preparation.seconds:.1f} s, "
-                f"{preparation.tokens_per_second_per_worker / 1e6:.2f} M tokens/s per worker",
+                f"prepare {kind:>11} {workers} workers: {row['tokens']:,} tokens in {row['seconds']:.1f} s, "
+                f"{row['tokens_per_second_per_worker'] / 1e6:.2f} M tokens/s per worker",
                 flush=True,
             )
-        wastes = [measure_waste(folder, length) for length in CONTEXTS]
-        for waste in wastes:
-            fraction = waste.dropped / waste.tokens
-            print(f"context {waste.context_length:>6}: {fraction:.3%} of {waste.tokens:,} tokens dropped")
+        for length in CONTEXTS:
+            wastes.append(row := measure_waste(folder, length))
+            print(
+                f"context {length:>6}: {row['dropped'] / row['tokens']:.3%} of {row['tokens']:,} tokens dropped"
+            )
     report = {
         "machine": _rows.machine(),
         "documents": len(documents),
         "bytes": size,
-        "speeds": [dataclasses.asdict(row) for row in speeds],
-        "preparations": [dataclasses.asdict(row) for row in preparations],
-        "waste": [dataclasses.asdict(row) for row in wastes],
+        "speeds": speeds,
+        "preparations": preparations,
+        "waste": wastes,
     }
     _rows.write(options.out, report)
 

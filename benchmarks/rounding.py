@@ -32,38 +32,9 @@ VARIANTS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Differences from float32 in one range of positions.
-
-    Attributes:
-        run: name of the workdir.
-        rounded: what is in bfloat16, a name in `VARIANTS`.
-        first: first position, from 1.
-        last: last position.
-        rms: RMS of the difference of logits, each without their mean over the vocabulary, over their RMS.
-        kl: mean of KL(float32 || bfloat16) of the next token, in nats.
-        agreement: fraction of positions whose likeliest token is the same.
-        loss: change of the mean loss, in nats per token.
-        state_bytes: bytes of the state of one row.
-    """
-
-    run: str
-    rounded: str
-    first: int
-    last: int
-    rms: float
-    kl: float
-    agreement: float
-    loss: float
-    state_bytes: int
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints the results and writes them to a file."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _rows.make_parser(__doc__)
     parser.add_argument("--workdirs", required=True, help="workdirs of runs, separated by commas")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the JSON file to write")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"tokens of each text, {TOKENS}")
@@ -72,16 +43,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for folder in map(pathlib.Path, options.workdirs.split(",")):
         for row in measure(folder, options.tokens):
             print(
-                f"{row.run:>12} {row.rounded:>8} {row.first:>5} to {row.last:>5}: RMS {row.rms:.2e}, KL {row.kl:.2e}, "
-                f"same token {row.agreement:.4f}, loss {row.loss:+.5f}",
+                "{run:>12} {rounded:>8} {first:>5} to {last:>5}: RMS {rms:.2e}, KL {kl:.2e}, same token "
+                "{agreement:.4f}, loss {loss:+.5f}".format_map(row),
                 flush=True,
             )
-            rows.append(dataclasses.asdict(row))
+            rows.append(row)
     _rows.write(options.out, {"machine": _rows.machine(), "texts": len(TEXTS), "rows": rows})
 
 
-def measure(folder: pathlib.Path, count: int) -> list[Row]:
-    """Returns the rows of a run."""
+def measure(folder: pathlib.Path, count: int) -> list[dict]:
+    """Returns the differences from float32 for each variant and range of positions, which are from 1."""
     tokens = read_texts(count)
     model = _restore(folder)
     expected, _ = decoded(model, tokens)
@@ -93,8 +64,20 @@ def measure(folder: pathlib.Path, count: int) -> list[Row]:
         actual, size = decoded(short, tokens)
         for start in sorted({0, count - RANGE}):
             part = np.s_[:, start : start + RANGE]
-            values = compare(actual[part], expected[part], tokens[:, 1:][part])
-            rows.append(Row(folder.name, rounded, start + 1, start + RANGE, *values, size))
+            rms, kl, agreement, loss = compare(actual[part], expected[part], tokens[:, 1:][part])
+            rows.append(
+                {
+                    "run": folder.name,
+                    "rounded": rounded,
+                    "first": start + 1,
+                    "last": start + RANGE,
+                    "rms": rms,
+                    "kl": kl,
+                    "agreement": agreement,
+                    "loss": loss,
+                    "state_bytes": size,
+                }
+            )
     return rows
 
 
@@ -137,7 +120,13 @@ def decoded(
 
 
 def compare(actual, expected, targets) -> tuple[float, float, float, float]:
-    """Returns the RMS, the KL, the agreement and the change of the loss, in float64."""
+    """Compares the logits after each token with float32, in float64.
+
+    Returns:
+        RMS of the difference of logits, each without their mean over the vocabulary, over their RMS; mean of
+        KL(float32 || bfloat16) of the next token, in nats; fraction of positions whose likeliest token is the same; and
+        change of the mean loss, in nats per token.
+    """
     wide = [x.astype(np.float64) for x in (actual, expected)]
     logs = [x - np.logaddexp.reduce(x, -1, keepdims=True) for x in wide]
     centered = [x - x.mean(-1, keepdims=True) for x in logs]

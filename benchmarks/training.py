@@ -14,7 +14,6 @@ instead. Rows are written as JSON as they come, to benchmarks/results/training-<
 given. A plot is saved next to that file.
 """
 
-import argparse
 import dataclasses
 import itertools
 import math
@@ -31,7 +30,7 @@ import numpy as np
 from benchmarks import _contenders, _rows, _timing
 from sympow_jax import config, plotting, training
 from sympow_jax.tasks import flops
-from sympow_jax.training import sharding
+from sympow_jax.training import sharding, summary
 
 CONTEXTS = tuple(2**n for n in range(10, 17))
 PRESETS = ("softmax", "sympow", "conformal")
@@ -92,9 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _options(arguments):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _rows.make_parser(__doc__)
     parser.add_argument("--context", action="append", type=int, choices=CONTEXTS, help="may be given again")
     parser.add_argument("--preset", action="append", help="may be given again")
     parser.add_argument(
@@ -112,12 +109,10 @@ def _options(arguments):
 
 
 def measure(row: dict) -> dict:
-    """Measures a row with `preset`, `context` and `tokens` per step or, for {"device": True}, describes the GPU.
+    """Measures a row with `preset`, `context` and `tokens` per step.
 
     The preset is the argument of `configs/gpt2_124m.py`. If `tiny` is set, the model is small enough for any device.
     """
-    if "device" in row:
-        return {"machine": _rows.machine(gpu=True)}
     settings = config.load(f"gpt2_124m:{row['preset']}")
     data = dataclasses.replace(settings.data, context_length=row["context"], batch_tokens=row["tokens"])
     model = dataclasses.replace(settings.model, **(TINY if row.get("tiny") else {}))
@@ -158,7 +153,7 @@ def measure(row: dict) -> dict:
         "first_loss": losses[0],
         "last_loss": losses[-1],
         "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
-        "program_bytes": sharding.program_bytes(update),
+        "program_bytes": summary.program_bytes(update),
         "compile_seconds": compile_seconds,
         **traced,
     }

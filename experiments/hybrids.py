@@ -6,7 +6,6 @@ KV cache is a quarter of softmax's. With a sliding window there instead, the mem
 """
 
 import dataclasses
-import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,26 +61,17 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _train(options: _shared.Options) -> _shared.Folders:
-    (context,) = options.plan.contexts
-    keys = [
-        (variant, context, seed) for seed, variant in itertools.product(options.plan.seeds, options.variants)
-    ]
-    runs = {
-        f"hybrid_{variant.replace(' ', '_')}_context{context}_steps{options.plan.steps}_seed{seed}": settings(
-            options, PATTERNS[variant], context=context, seed=seed
+    def change(found: config.Config, variant: str) -> config.Config:
+        model = dataclasses.replace(
+            found.model,
+            layers=found.model.layers if options.scale == "paper" else _LAYERS,
+            attention=config.AttentionConfig(window=found.data.context_length // _CONTEXT_PER_WINDOW),
+            attention_pattern=PATTERNS[variant],
         )
-        for variant, _, seed in keys
-    }
-    return dict(zip(keys, _shared.train_all(options, runs), strict=True))
+        return dataclasses.replace(found, model=model)
 
-
-def settings(options: _shared.Options, pattern: tuple[str, ...], *, context: int, seed: int) -> config.Config:
-    """Returns the config of a run of an evaluated model with this pattern."""
-    shared = config.AttentionConfig(window=context // _CONTEXT_PER_WINDOW)
-    found = _shared.settings(options, shared, context=context, seed=seed)
-    layers = found.model.layers if options.scale == "paper" else _LAYERS
-    model = dataclasses.replace(found.model, layers=layers, attention_pattern=pattern)
-    return dataclasses.replace(found, model=model)
+    attentions = dict.fromkeys(PATTERNS, config.AttentionConfig())
+    return _shared.train(options, attentions, lambda variant: f"hybrid {variant}", change)
 
 
 def tables(content: Mapping[str, Any]) -> Sequence[_shared.Table]:

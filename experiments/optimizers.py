@@ -59,33 +59,24 @@ def _run(options: _shared.Options) -> None:
     first, *others = options.plan.seeds
     for variant in options.variants:
         rates = [_MIDDLE_RATES[variant] * _FACTOR**exponent for exponent in (-1, 0, 1)]
-        _train(options, folders, variant, rates, first)
+        folders |= _train(options, variant, rates, first)
         while (best := _best(folders, variant)) in (min(rates), max(rates)) and len(rates) < _MAX_RATES:
             rates.append(best / _FACTOR if best == min(rates) else best * _FACTOR)
-            _train(options, folders, variant, rates[-1:], first)
+            folders |= _train(options, variant, rates[-1:], first)
         for seed in others:
-            _train(options, folders, variant, [best], seed)
+            folders |= _train(options, variant, [best], seed)
         # After each optimizer, so that a stopped experiment has the results so far.
         path = _report(options, folders)
     _shared.print_tables(path, tables)
 
 
-def _train(
-    options: _shared.Options,
-    folders: Folders,
-    variant: str,
-    rates: Sequence[float],
-    seed: int,
-) -> None:
-    """Trains an optimizer at these rates, and adds the runs to `folders`."""
-    runs = {
-        f"{variant}_rate{rate:.2g}_steps{options.plan.steps}_seed{seed}": settings(
-            options, variant, rate=rate, seed=seed
-        )
-        for rate in rates
-    }
-    done = _shared.train_all(options, runs)
-    folders |= {(variant, rate, seed): folder for rate, folder in zip(rates, done)}
+def _train(options: _shared.Options, variant: str, rates: Sequence[float], seed: int) -> Folders:
+    """Trains an optimizer at these rates; returns the folders of the runs."""
+    runs = {}
+    for rate in rates:
+        name = f"{variant}_rate{rate:.2g}_steps{options.plan.steps}_seed{seed}"
+        runs[variant, rate, seed] = name, settings(options, variant, rate=rate, seed=seed)
+    return _shared.train_all(options, runs)
 
 
 def settings(options: _shared.Options, variant: str, *, rate: float, seed: int) -> config.Config:

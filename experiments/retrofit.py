@@ -111,43 +111,44 @@ def _train(options: _shared.Options) -> tuple[pathlib.Path, dict[tuple[str, str,
     steps, first = plan.steps, _first(options)
     base_steps = _BASE_RATIO * steps
     base = _settings(options, steps=base_steps)
-    (folder,) = _shared.train_all(options, {f"retrofit_base_steps{base_steps}": base})
+    (folder,) = _shared.train_all(options, {"base": (f"retrofit_base_steps{base_steps}", base)}).values()
     keys = list(itertools.product(options.variants, plan.seeds))
-    names = {key: f"retrofit_{key[0].replace(' ', '_')}_of{base_steps}_seed{key[1]}" for key in keys}
 
     def retrofit(variant: str, **more: str) -> config.Config:
         arguments = VARIANTS[variant] | more
         return config.load(f'retrofit:"{folder}",{",".join(f"{name}={x}" for name, x in arguments.items())}')
 
-    first_runs = {
-        f"{names[variant, seed]}_match{first}": _changed(
-            options, retrofit(variant, match="true"), rate="match", steps=first, seed=seed
-        )
-        for variant, seed in keys
-    }
-    matches = dict(zip(keys, _shared.train_all(options, first_runs), strict=True))
-    runs: dict[str, config.Config] = {}
-    for variant, seed in keys:
-        direct, name = retrofit(variant), names[variant, seed]
-        matched = config.load(f'retrofit:"{matches[variant, seed]}"')
+    def run(found: config.Config, key: tuple[str, int], name: str, *, rate: str, steps: int):
+        variant, seed = key
+        label = f"retrofit_{variant.replace(' ', '_')}_of{base_steps}_seed{seed}_{name}"
+        return label, _changed(options, found, rate=rate, steps=steps, seed=seed)
+
+    matches = _shared.train_all(
+        options,
+        {
+            key: run(retrofit(key[0], match="true"), key, f"match{first}", rate="match", steps=first)
+            for key in keys
+        },
+    )
+    whole = first + steps
+    runs = {}
+    for key in keys:
+        variant, seed = key
+        direct = retrofit(variant)
+        matched = config.load(f'retrofit:"{matches[key]}"')
         # Gates of a new model begin at 1/2.
         attention = dataclasses.replace(direct.model.attention, decay_bias=None)
         scratch = dataclasses.replace(
             direct, model=dataclasses.replace(direct.model, attention=attention), task=config.TaskConfig()
         )
         runs |= {
-            f"{name}_direct{first + steps}": _changed(
-                options, direct, rate="retrofit", steps=first + steps, seed=seed
+            (variant, "direct", seed): run(direct, key, f"direct{whole}", rate="retrofit", steps=whole),
+            (variant, "matched", seed): run(
+                matched, key, f"matched{first}_{steps}", rate="retrofit", steps=steps
             ),
-            f"{name}_matched{first}_{steps}": _changed(
-                options, matched, rate="retrofit", steps=steps, seed=seed
-            ),
-            f"{name}_scratch{first + steps}": _changed(
-                options, scratch, rate="scratch", steps=first + steps, seed=seed
-            ),
+            (variant, "scratch", seed): run(scratch, key, f"scratch{whole}", rate="scratch", steps=whole),
         }
-    found = [(variant, start, seed) for variant, seed in keys for start in STARTS]
-    return folder, dict(zip(found, _shared.train_all(options, runs), strict=True))
+    return folder, _shared.train_all(options, runs)
 
 
 def _settings(options: _shared.Options, *, steps: int) -> config.Config:

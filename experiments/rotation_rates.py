@@ -9,6 +9,7 @@ training context and up to four times it.
 """
 
 import dataclasses
+import itertools
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -80,15 +81,12 @@ def _experiment(options: _shared.Options) -> None:
         plan = dataclasses.replace(options.plan, contexts=(context,), lengths=(context, 4 * context))
         options = dataclasses.replace(options, plan=plan)
     plan, variants, seeds = options.plan, options.variants, len(options.plan.seeds)
-    wanted = {
-        (variant, seed): settings(options, variant, seed) for seed in plan.seeds for variant in variants
-    }
-    names = (
-        f"{_shared.power_label(variant, options.power).replace(' ', '_')}_context{run.data.context_length}"
-        f"_tokens{run.data.batch_tokens}_steps{plan.steps}_seed{seed}"
-        for (variant, seed), run in wanted.items()
-    )
-    folders = dict(zip(wanted, _shared.train_all(options, dict(zip(names, wanted.values())))))
+    runs = {}
+    for seed, variant in itertools.product(plan.seeds, variants):
+        run, label = settings(options, variant, seed), _shared.power_label(variant, options.power)
+        name = f"{label.replace(' ', '_')}_context{run.data.context_length}_tokens{run.data.batch_tokens}"
+        runs[variant, seed] = f"{name}_steps{plan.steps}_seed{seed}", run
+    folders = _shared.train_all(options, runs)
     rows: list[dict[str, Any]] = []
     for (variant, seed), folder in folders.items():
         heldout = {f"heldout_{row['context_length']}": row["loss"] for row in _shared.evaluation(folder)}

@@ -1,5 +1,6 @@
 """A run in order: trains a config in a workdir, or resumes the run there bit for bit."""
 
+import collections
 import contextlib
 import pathlib
 
@@ -41,12 +42,14 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
     steps, every = config.training.steps, config.training.checkpoint_every
 
     with contextlib.closing(batches), checkpoint.Checkpoints(folder, config) as checkpoints:
+        # Restore before anything is compiled or read, because the position in the data comes with the state.
         state, position = restore.restore_or_begin(program, checkpoints)
         if position is not None:
             batches.set_state(position)
         start = int(state.step)
         if start > steps:
             raise ValueError(f"{folder} is at step {start}, past training.steps={steps}; ask for more steps")
+
         plan = summary.describe(program, traced, description, folder)
         if heldout.rows is None and (config.data.heldout_paths or config.data.heldout_fraction):
             plan.append(f"warning: nothing is held out, so nothing is evaluated: {heldout.cause_of_absence}")
@@ -67,31 +70,31 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
                 plan.append(summary.memory(program, update, periodic.heldout_means))
                 hosts.say(plan[-1])
             workdir.record_plan(folder, plan)
-            number, stop, votes = start, 0, hosts.Vote()
-            pending = None  # the update whose metrics are not on the host yet
-            # Only now, because until the first update there is nothing to save.
+            # Signals end the process at once until here: before the first update there is nothing to save.
             stopping = stack.enter_context(signals.StopSignals())
+            number, stop, votes = start, 0, hosts.Vote()
+            unreported: collections.deque = collections.deque()
+            # In each step: read, update, evaluate, agree whether to stop, report, save, continue prompts.
             for number in range(start + 1, steps + 1):
                 with reporter.reading(number):
                     batch = sharding.place_batch(next(batches), mesh)
                 state, scalars = update(state, batch)
-                # Before the next update, to which the state is donated.
+                # Now, because the state is donated to the next update.
                 held_out = periodic.metrics(state) if periodic.is_due(number) else {}
-                if pending:
-                    reporter.report(*pending)
-                pending = (number, scalars, held_out)
+                unreported.append((number, scalars, held_out))
                 checkpoints.check()
                 stop = votes.cast(stopping.received or 0, now=number == steps)
                 saves = number % every == 0 or number == steps or stop
-                if saves or periodic.has_texts(number):
-                    # A state is saved, and continues prompts, only once its update is known to be finite.
-                    reporter.report(*pending)
-                    pending = None
+                has_texts = periodic.has_texts(number)
+                # Metrics are awaited one update late, so that devices do not wait for the host. A state is saved, and
+                # continues prompts, only once its own are known to be finite.
+                while len(unreported) > (0 if saves or has_texts else 1):
+                    reporter.report(*unreported.popleft())
                 if saves:
                     checkpoints.save(number, state, batches.get_state())
                 if stop:
                     break
-                if periodic.has_texts(number):
+                if has_texts:
                     reporter.write_texts(number, periodic.texts(state))
             # A signal during the last save stops the run too, instead of its evaluation.
             checkpoints.check(wait=True)

@@ -14,6 +14,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import math
 import os
 import pathlib
 import re
@@ -70,14 +71,14 @@ class Kernel:
 
 def missing() -> list[str]:
     """Returns the packages that compiling needs and this environment lacks."""
-
-    def found(name):
+    lacking = []
+    for name in PACKAGES:
         try:
-            return importlib.util.find_spec(name) is not None
+            if importlib.util.find_spec(name) is None:
+                lacking.append(name)
         except ModuleNotFoundError:
-            return False
-
-    return [name for name in PACKAGES if not found(name)]
+            lacking.append(name)
+    return lacking
 
 
 def compiled(name: str):
@@ -109,11 +110,8 @@ def mesh(shape=(1,), axis_names=("data",)):
     import jax
     from jax.experimental import topologies
 
-    count = 1
-    for size in shape:
-        count *= size
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{count}"
+        platform="cuda", target_config=TARGET.read_text(), topology=f"1x1x{math.prod(shape)}"
     )
     auto = (jax.sharding.AxisType.Auto,) * len(shape)
     devices = topologies.make_mesh(topology, shape, axis_names).devices
@@ -156,7 +154,30 @@ def _assemble(path: pathlib.Path) -> Kernel:
     resources = next(path.parent.glob(f"{path.stem.rpartition('_')[0]}_*.resources.txt"), None)
     shared = re.search(r"smem_scratch_bytes=(\d+)", resources.read_text()) if resources else None
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas.stderr)
-    code = _instructions(sass)
+
+    # Address and text of each instruction, without predicates.
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", sass)
+    code = [(int(address, 16), text) for address, text in found]
+
+    # Loops, by their backward branches, the shortest first.
+    found = re.findall(r"(\.L_x_\d+):\s*\n\s*/\*([0-9a-f]{4,})\*/", sass)
+    labels = {label: int(address, 16) for label, address in found}
+    bodies = []
+    for address, text in code:
+        target = re.match(r"BRA\S*\s.*?`\((\.L_x_\d+)\)", text)
+        if target and (begin := labels.get(target[1], address + 1)) <= address:
+            bodies.append([text for at, text in code if begin <= at <= address])
+    loops = [
+        {kind: sum(x.split(".")[0].split()[0] == kind for x in body) for kind in KINDS}
+        | {"instructions": len(body)}
+        for body in sorted(bodies, key=len)
+    ]
+
+    short_dots = 0
+    operands = r"mma\.sync\.aligned\.m16n8k\d+\S+\s+\{[^}]*\},\s*\{([^}]*)\},\s*\{([^}]*)\}"
+    for left, right in re.findall(operands, ptx):
+        a, b = (x.replace(" ", "").split(",") for x in (left, right))
+        short_dots += len(a) == 4 and a[:2] == a[2:] and len(b) == 2 and b[0] == b[1]
     return Kernel(
         name=re.findall(r"\.entry (\w+)", ptx)[0],
         registers=int(re.findall(r"Used (\d+) registers", ptxas.stderr)[0]),
@@ -167,43 +188,10 @@ def _assemble(path: pathlib.Path) -> Kernel:
         tma_loads=sum(text.startswith("UTMALDG") for _, text in code),
         bulk_stores=len(re.findall(r"cp\.async\.bulk\.global\.shared::cta\.bulk_group", ptx)),
         instructions=len(code),
-        loops=_loops(code, sass),
-        short_dots=_short_dots(ptx),
+        loops=loops,
+        short_dots=short_dots,
         tf32=ptx.count("tf32"),
     )
-
-
-def _instructions(sass: str) -> list[tuple[int, str]]:
-    """Returns the address and text of each instruction, without predicates."""
-    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", sass)
-    return [(int(address, 16), text) for address, text in found]
-
-
-def _loops(code, sass) -> list[dict[str, int]]:
-    """Returns every loop, by its backward branch, the shortest first."""
-    labels = {
-        label: int(address, 16)
-        for label, address in re.findall(r"(\.L_x_\d+):\s*\n\s*/\*([0-9a-f]{4,})\*/", sass)
-    }
-    bodies = []
-    for address, text in code:
-        target = re.match(r"BRA\S*\s.*?`\((\.L_x_\d+)\)", text)
-        if target and (begin := labels.get(target[1], address + 1)) <= address:
-            bodies.append([text for at, text in code if begin <= at <= address])
-    return [
-        {kind: sum(x.split(".")[0].split()[0] == kind for x in body) for kind in KINDS}
-        | {"instructions": len(body)}
-        for body in sorted(bodies, key=len)
-    ]
-
-
-def _short_dots(ptx: str) -> int:
-    operands = r"mma\.sync\.aligned\.m16n8k\d+\S+\s+\{[^}]*\},\s*\{([^}]*)\},\s*\{([^}]*)\}"
-    found = 0
-    for left, right in re.findall(operands, ptx):
-        a, b = (x.replace(" ", "").split(",") for x in (left, right))
-        found += len(a) == 4 and a[:2] == a[2:] and len(b) == 2 and b[0] == b[1]
-    return found
 
 
 def _tool(name: str) -> str:
@@ -213,11 +201,6 @@ def _tool(name: str) -> str:
             if (path := pathlib.Path(root, "bin", name)).exists():
                 return str(path)
     raise FileNotFoundError(name)
-
-
-def _print_report(name: str, case: str) -> None:
-    function, arguments = compiled(name).build(case)
-    print(json.dumps([dataclasses.asdict(kernel) for kernel in kernels(function, *arguments)]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,29 +216,24 @@ class Loop:
         return f"{self.name}: {self.counts['instructions']} ({each:.0f} a wgmma) in {self.tensor}"
 
 
-def _print_table(*names: str) -> None:
-    """Prints, as Markdown, the compiled kernels of every case and the predictions of `predict`."""
+def main(command: str, *names: str) -> None:
+    """Prints the kernels of a case as JSON or, as Markdown, those of every case with the predictions of `predict`."""
+    if command == "report":
+        name, case = names
+        function, arguments = compiled(name).build(case)
+        print(json.dumps([dataclasses.asdict(kernel) for kernel in kernels(function, *arguments)]))
+        return
     columns = ["kernel", "case", "registers", "spills", "shared KB", "HGMMA", "main loops", "predicted"]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for name in names or KERNELS:
         for case in compiled(name).CASES:
             for kernel in report(name, case):
                 loops, predicted = compiled(name).predict(case, kernel)
-                row = [
-                    name,
-                    case,
-                    kernel.registers,
-                    kernel.spill_bytes,
-                    round(kernel.shared_bytes / 1024),
-                    kernel.hgmma,
-                ]
-                row += [", ".join(map(str, loops)) or "-", predicted]
+                row = [name, case, kernel.registers, kernel.spill_bytes, round(kernel.shared_bytes / 1024)]
+                row += [kernel.hgmma, ", ".join(map(str, loops)) or "-", predicted]
                 print(f"| {' | '.join(map(str, row))} |", flush=True)
 
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
-    if sys.argv[1] == "table":
-        _print_table(*sys.argv[2:])
-    else:
-        _print_report(*sys.argv[2:])
+    main(*sys.argv[1:])

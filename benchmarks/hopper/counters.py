@@ -52,9 +52,7 @@ ROW_SECONDS = 240.0
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table and writes the JSON. Exits with status 1 and one line if there is no GPU."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _rows.make_parser(__doc__)
     parser.add_argument("--call", help=argparse.SUPPRESS)
     options = _rows.read_options(parser, arguments)
     if options.call:  # both passes of an op, once
@@ -79,12 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(row: dict) -> dict:
-    """Returns the counters of each kernel of a call; raises NotImplementedError without `ncu` or if it fails.
-
-    For {"device": True}, describes the GPU.
-    """
-    if "device" in row:
-        return {"machine": _rows.machine(gpu=True)}
+    """Returns the counters of each kernel of a call; raises NotImplementedError without `ncu` or if it fails."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise NotImplementedError("ncu is not installed")

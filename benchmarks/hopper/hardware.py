@@ -8,7 +8,6 @@ copies the same few megabytes into shared memory by TMA, again and again. Cycles
 (`tools.h100.SUSTAINED_HERTZ`), so that they replace its constants as they are. Results are compared with plain JAX.
 """
 
-import argparse
 import functools
 import statistics
 from collections.abc import Callable, Sequence
@@ -43,9 +42,7 @@ HERTZ, MULTIPROCESSORS, CACHE_BYTES = 0.8 * 1.83e9, 132, 25
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table and writes the JSON. Exits with status 1 and one line if there is no Hopper GPU."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _rows.make_parser(__doc__)
     options = _rows.read_options(parser, arguments)
     if options.row:
         _rows.print_result(measure, options.row)
@@ -94,9 +91,7 @@ class _Measurement(NamedTuple):
 
 
 def measure(row: dict, *, smoke: bool = False) -> dict:
-    """Measures a row or, for {"device": True}, describes the GPU. `smoke` interprets one block on any device."""
-    if "device" in row:
-        return {"machine": _rows.machine(gpu=True)}
+    """Measures a row. `smoke` interprets one block on any device."""
     if not smoke:
         _rows.require_hopper()
     measurement = (
@@ -246,8 +241,6 @@ def cache(source, *, repeats: int, blocks: int, interpret: Any = None) -> jax.Ar
             ring.fill(jnp.int32(steps), STAGES, smem["free"], copy_tile)
 
         def compute(warpgroup, core):
-            del warpgroup, core
-
             @pl.loop(jnp.int32(0), jnp.int32(steps))
             def _step(step):
                 slot = ring.slot_of(step, STAGES)

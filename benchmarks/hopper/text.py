@@ -9,7 +9,6 @@ warmup. A row has the loss every few steps, so that presets can be compared afte
 loss by position.
 """
 
-import argparse
 import dataclasses
 import itertools
 import pathlib
@@ -47,9 +46,7 @@ OVERHEAD_SECONDS = 180.0
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table and writes the JSON. Exits with status 1 and one line if there is no GPU."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = _rows.make_parser(__doc__)
     parser.add_argument("--preset", action="append", choices=tuple(config.PRESETS), help="may be given again")
     parser.add_argument("--seconds", type=float, default=60.0, help="time of the steps of each preset")
     parser.add_argument(
@@ -88,12 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(row: dict) -> dict:
-    """Trains a preset for `seconds` and returns its losses or, for {"device": True}, describes the GPU.
+    """Trains a preset for `seconds` and returns its losses.
 
     The time starts after the first step, which compiles. Raises ValueError if the text is too short.
     """
-    if "device" in row:
-        return {"machine": _rows.machine(gpu=True)}
     folders = [pathlib.Path(row["text"])] if row["text"] else _installed()
     train, heldout = read_text(folders)
     longest = row["lengths"][-1]

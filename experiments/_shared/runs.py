@@ -38,6 +38,7 @@ def train(
     options: Options,
     attentions: Mapping[str, config.AttentionConfig],
     label: Callable[[str], str],
+    change: Callable[[config.Config, str], config.Config] = lambda found, variant: found,
 ) -> Folders:
     """Trains every variant at every context of the plan with every seed; returns the folders of the runs.
 
@@ -45,23 +46,17 @@ def train(
         options: of the experiment.
         attentions: attention of each variant.
         label: maps a variant to its name in folders, which is the same in every experiment that uses its runs.
+        change: maps the `settings` of a run and its variant to those it is trained with.
 
     Raises:
         ValueError: as `settings` and `train_all`.
     """
-    plan = options.plan
-    keys = [
-        (variant, context, seed)
-        for seed, context, variant in itertools.product(plan.seeds, plan.contexts, options.variants)
-    ]
-    names = [
-        f"{label(variant).replace(' ', '_')}_context{context}_steps{plan.steps}_seed{seed}"
-        for variant, context, seed in keys
-    ]
-    wanted = [
-        settings(options, attentions[variant], context=context, seed=seed) for variant, context, seed in keys
-    ]
-    return dict(zip(keys, train_all(options, dict(zip(names, wanted))), strict=True))
+    plan, runs = options.plan, {}
+    for seed, context, variant in itertools.product(plan.seeds, plan.contexts, options.variants):
+        name = f"{label(variant).replace(' ', '_')}_context{context}_steps{plan.steps}_seed{seed}"
+        found = settings(options, attentions[variant], context=context, seed=seed)
+        runs[variant, context, seed] = name, change(found, variant)
+    return train_all(options, runs)
 
 
 def settings(
@@ -105,23 +100,25 @@ def settings(
     )
 
 
-def train_all(options: Options, runs: Mapping[str, config.Config]) -> list[pathlib.Path]:
+def train_all[Key](
+    options: Options, runs: Mapping[Key, tuple[str, config.Config]]
+) -> dict[Key, pathlib.Path]:
     """Trains and evaluates every run in a folder of its name below `options.runs`; returns the folders.
 
     A finished run is not repeated, and a stopped one is resumed. Ctrl-C saves the current run and ends the program.
 
     Raises:
-        ValueError: `train.train` raised it, or the folders have runs on different data.
+        ValueError: `loop.train` raised it, or the folders have runs on different data.
     """
     # Runs with different seeds compile the same programs.
     compile_cache.cache_programs()
-    folders = [options.runs / name for name in runs]
-    for number, (folder, wanted) in enumerate(zip(folders, runs.values()), start=1):
+    folders = {key: options.runs / name for key, (name, _) in runs.items()}
+    for number, (folder, (_, wanted)) in enumerate(zip(folders.values(), runs.values()), start=1):
         done = _is_done(folder, wanted)
         streams.say(f"run {number} of {len(runs)}: {folder.name}{', done before' if done else ''}")
         if not done and (code := loop.train(wanted, folder)):
             raise SystemExit(code)
-    require_same_data(options, folders)
+    require_same_data(options, list(folders.values()))
     return folders
 
 
@@ -136,7 +133,7 @@ def _is_done(folder: pathlib.Path, wanted: config.Config) -> bool:
         return False
     found = workdir.read_config(folder)
     if dataclasses.replace(found, evaluation=wanted.evaluation) != wanted:
-        return False  # train.train then raises an error that lists the differences
+        return False  # loop.train then raises an error that lists the differences
     lengths = wanted.evaluation.context_lengths
     return not lengths or (
         found.evaluation == wanted.evaluation

@@ -27,9 +27,16 @@ def cache_programs() -> None:
     """
     if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
         return
+    # The CPU's model and instruction sets.
+    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
+    found = [platform.machine()]
+    if _CPU_INFO.is_file():
+        first = _CPU_INFO.read_text().partition("\n\n")[0]
+        found += [line for line in first.splitlines() if line.partition(":")[0].strip() in names]
+    cpu = hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]
     try:
         root = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-        folder = root / "sympow-jax" / f"jaxlib-{importlib.metadata.version('jaxlib')}-{_cpu()}"
+        folder = root / "sympow-jax" / f"jaxlib-{importlib.metadata.version('jaxlib')}-{cpu}"
         # Only for the user, because whoever writes to the cache can run code in the process that reads it.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except (OSError, RuntimeError):
@@ -40,16 +47,6 @@ def cache_programs() -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
-
-
-def _cpu() -> str:
-    """Returns a digest of the CPU's model and instruction sets."""
-    names = ("vendor_id", "cpu family", "model", "flags", "Features", "CPU implementer", "CPU part")
-    found = [platform.machine()]
-    if _CPU_INFO.is_file():
-        first = _CPU_INFO.read_text().partition("\n\n")[0]
-        found += [line for line in first.splitlines() if line.partition(":")[0].strip() in names]
-    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:12]
 
 
 def unused_gpu() -> str | None:

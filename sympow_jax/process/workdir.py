@@ -107,7 +107,19 @@ def open_workdir(workdir: pathlib.Path, settings: config.Config) -> None:
                 ) from error
         _hold(workdir)
         write_json(path, dataclasses.asdict(settings))
-        write_json(workdir / "environment.json", _environment())
+        devices = jax.devices()
+        environment = {
+            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "command": shlex.join(sys.argv),
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+            **revision(),
+            "backend": devices[0].platform,
+            "devices": [device.device_kind for device in devices],
+        }
+        write_json(workdir / "environment.json", environment)
     except OSError as error:
         raise ValueError(f"cannot write to --workdir {workdir}: {error.strerror or error}") from error
 
@@ -237,39 +249,24 @@ def require_path(
         )
 
 
-def _environment() -> dict[str, Any]:
-    devices = jax.devices()
-    return {
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.argv),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cpus": os.cpu_count(),
-        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
-        **revision(),
-        "backend": devices[0].platform,
-        "devices": [device.device_kind for device in devices],
-    }
-
-
 def revision() -> dict[str, Any]:
     """Returns the commit of the package's own source, and whether its tracked files differ from that."""
+
+    def git(*arguments: str) -> str | None:
+        """Returns git's output; None if the source is not a checkout or git is missing."""
+        folder = pathlib.Path(__file__).parent
+        try:
+            done = subprocess.run(
+                ["git", "-C", folder, *arguments], capture_output=True, text=True, check=True, timeout=10
+            )
+        except (OSError, subprocess.SubprocessError):
+            return None
+        return done.stdout.strip()
+
     return {
-        "git_revision": _git("rev-parse", "HEAD"),
-        "git_changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "git_revision": git("rev-parse", "HEAD"),
+        "git_changed": bool(git("status", "--porcelain", "--untracked-files=no")),
     }
-
-
-def _git(*arguments: str) -> str | None:
-    """Returns git's output for the package's own source; None if it is not a checkout or git is missing."""
-    folder = pathlib.Path(__file__).parent
-    try:
-        done = subprocess.run(
-            ["git", "-C", folder, *arguments], capture_output=True, text=True, check=True, timeout=10
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:

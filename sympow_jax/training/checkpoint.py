@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import gc
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -33,9 +34,9 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from sympow_jax import config, spelling
+from sympow_jax import config as config_lib
+from sympow_jax import spelling
 from sympow_jax.array_types import Array, Int
-from sympow_jax.config import serialize
 from sympow_jax.process import hosts, workdir
 from sympow_jax.training.state import Params, TrainState
 
@@ -58,33 +59,21 @@ class Checkpoints:
     Saving continues in the background. Leaving the context waits for it and raises its errors.
     """
 
-    def __init__(self, folder: pathlib.Path, settings: config.Config):
+    def __init__(self, folder: pathlib.Path, config: config_lib.Config):
         """Opens the checkpoints in the workdir `folder`; the newest `training.keep_checkpoints` are kept.
 
         Raises:
-            ValueError: the metadata of a checkpoint is nested so deeply that Orbax fails to read it, or as
-                `workdir.checkpoint_steps` and `serialize.require_file`.
+            ValueError: as `workdir.require_path`.
         """
+        workdir.require_path("the workdir", folder)
         self._folder = folder.absolute() / workdir.CHECKPOINTS
-        for number in workdir.checkpoint_steps(folder):
-            _require_files(self._folder / str(number))
-        self._settings = settings
-        try:
-            self._orbax = ocp.training.Checkpointer(
-                self._folder,
-                preservation_policy=ocp.training.preservation_policies.LatestN(
-                    settings.training.keep_checkpoints
-                ),
-                cleanup_tmp_directories=True,  # leftovers of a killed save
-            )
-        except RecursionError:
-            raise ValueError(
-                f"the metadata of a checkpoint in {self._folder} has too many levels, and was not saved by a run; move "
-                f"that checkpoint elsewhere, then the same command resumes the run"
-            ) from None
-        self._disk = self._folder.stat().st_dev
+        self._config = config
+        self._orbax = ocp.training.Checkpointer(
+            self._folder,
+            preservation_policy=ocp.training.preservation_policies.LatestN(config.training.keep_checkpoints),
+            cleanup_tmp_directories=True,  # leftovers of a killed save
+        )
         self._saving: ocp.AsyncResponse[bool] | None = None
-        self._read_back = False
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -127,18 +116,24 @@ class Checkpoints:
             listed = json.dumps(workdir.checkpoint_steps(self._folder.parent))
         numbers = json.loads(hosts.gather(listed)[0])
         found, damaged = _newest_good(self._folder, lambda: numbers, load)
-        if damaged is not None:
-            with hosts.all_or_none():
-                if hosts.is_first():
-                    _put_aside(self._folder / str(damaged))
+        with hosts.all_or_none():
+            if damaged is not None and hosts.is_first():
+                aside = self._folder.with_name(_DAMAGED)
+                aside.mkdir(exist_ok=True)
+                # The same step may have been damaged before.
+                names = itertools.chain(
+                    [str(damaged)], (f"{damaged}.{count}" for count in itertools.count(1))
+                )
+                target = next(aside / name for name in names if not os.path.lexists(aside / name))
+                (self._folder / str(damaged)).rename(target)
+                hosts.say(f"moved the damaged checkpoint of step {damaged} to {target}", error=True)
         self._orbax.reload()
         return found
 
     def save(self, number: int, state: TrainState, position: Any) -> None:
         """Starts to save the state after `number` updates.
 
-        Waits for the previous save first, and for the first one itself, which is read back: it could be nowhere,
-        without an error. The arrays of `state` may be donated when this returns.
+        Waits for the previous save first. The arrays of `state` may be donated when this returns.
 
         Args:
             number: number of updates.
@@ -146,11 +141,11 @@ class Checkpoints:
             position: state of the data iterator; None at its start.
 
         Raises:
-            ValueError: this save cannot start, the previous one failed, or the first one cannot be read.
+            ValueError: this save cannot start, or the previous one failed.
         """
         arrays = _arrays(state)
         metadata = {
-            "config": dataclasses.asdict(self._settings),
+            "config": dataclasses.asdict(self._config),
             "data": position,
             "fingerprints": _fingerprints(arrays),
             "step": number,
@@ -162,24 +157,6 @@ class Checkpoints:
             self._saving = self._orbax.save_checkpointables_async(
                 number, arrays, force=True, custom_metadata=metadata
             )
-        if not self._read_back:
-            self.check(wait=True)
-            with self._explained("read back from"), hosts.all_or_none(), _quiet():
-                self._require_read(number, state.params)
-            self._read_back = True
-
-    def _require_read(self, number: int, params: Params) -> None:
-        """Raises an error unless this process finds the metadata of a step, and its smallest parameter."""
-        path, leaf = min(jax.tree_util.tree_leaves_with_path(params), key=lambda item: item[1].size)
-        one: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-        for key in reversed(path):
-            one = {key.key: one}
-        loaded = jax.tree.leaves(_load(self._folder, number, {"params": one}, partial=True)[0])[0]
-        if any(
-            not np.array_equal(new.data, old.data)
-            for new, old in zip(loaded.addressable_shards, leaf.addressable_shards, strict=True)
-        ):
-            raise _DamagedError("it is not what was saved")
 
     def check(self, *, wait: bool = False) -> None:
         """Raises ValueError if the last save has failed; with `wait`, waits until it is done."""
@@ -195,15 +172,12 @@ class Checkpoints:
             self._require_folder()
 
     def _require_folder(self) -> None:
-        """Raises OSError if the folder is gone, or on another disk than at the start.
-
-        If its disk was unmounted, Orbax would make the folder anew where the disk was, and save there.
-        """
-        if not self._folder.is_dir() or self._folder.stat().st_dev != self._disk:
+        """Raises OSError if the folder is gone, as after its disk is unmounted: Orbax would make it anew, elsewhere."""
+        if not self._folder.is_dir():
             raise FileNotFoundError("the folder has vanished")
 
     @contextlib.contextmanager
-    def _explained(self, done: str = "saved in") -> Iterator[None]:
+    def _explained(self) -> Iterator[None]:
         try:
             yield
         except TimeoutError:
@@ -212,7 +186,7 @@ class Checkpoints:
             # Some of Orbax's threads wait five minutes for others that have failed.
             hosts.abandon_threads()
             raise ValueError(
-                f"a checkpoint could not be {done} {self._folder}: {_reason(error)}; earlier ones are kept; "
+                f"a checkpoint could not be saved in {self._folder}: {_reason(error)}; earlier ones are kept; "
                 f"make room or repair the folder, then the same command resumes the run"
             ) from error
 
@@ -315,11 +289,11 @@ def _without_empty(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load(
-    folder: pathlib.Path, number: int, abstract: dict[str, Any], *, partial: bool = False
+    folder: pathlib.Path, number: int, abstract: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads the arrays of a step, with the shardings of `abstract`, and its metadata, in this process only.
 
-    Those in `_OPTIONAL` are included only if they were saved. With `partial`, there may be others in the step.
+    Those in `_OPTIONAL` are included only if they were saved.
 
     Raises:
         _DamagedError: the files can be read, but are not what was saved as this step.
@@ -327,12 +301,10 @@ def _load(
         OSError: a file cannot be read.
     """
     path = folder / str(number)
-    _require_files(path)
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-    subset = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=partial))
     try:
-        with ocp.Context(multiprocessing_options=alone, pytree_options=subset):
+        with ocp.Context(multiprocessing_options=alone):
             metadata = ocp.checkpointables_metadata(path).custom_metadata
             if missing := {"config", "data", "digest", "fingerprints", "step"} - set(metadata):
                 raise _DamagedError(f"its metadata lacks {', '.join(sorted(missing))}")
@@ -344,18 +316,22 @@ def _load(
             abstract = {name: x for name, x in abstract.items() if name in saved or name not in _OPTIONAL}
             return ocp.load_checkpointables(path, abstract), metadata
     except Exception as error:
-        # First, because Orbax takes metadata that it cannot open for absent.
-        _read_files(path)
+        # First whether all files can be read, because Orbax takes metadata that it cannot open for absent.
+        for file in (found for found in path.rglob("*") if not found.is_dir()):
+            try:
+                with file.open("rb") as stream:
+                    while stream.read(_READ_BYTES):
+                        pass
+            except OSError as unreadable:
+                # Python names the file only if it cannot be opened.
+                raise OSError(f"{file}: {unreadable.strerror}") from unreadable
         # Orbax raises an error of its own, around one of TensorStore's.
-        chain: list[BaseException] = [error]
-        while (cause := chain[-1].__cause__ or chain[-1].__context__) and not isinstance(
-            cause, StopIteration
-        ):
-            chain.append(cause)
-        for one in chain:
-            if _PASSING.search(f"{type(one).__name__}: {one}"):
-                raise ValueError(_reason(one)) from error
-        raise _DamagedError(_reason(chain[-1])) from error
+        cause: BaseException = error
+        while (inner := cause.__cause__ or cause.__context__) and not isinstance(inner, StopIteration):
+            cause = inner
+        if _PASSING.search(f"{type(cause).__name__}: {cause}"):
+            raise ValueError(_reason(cause)) from error
+        raise _DamagedError(_reason(cause)) from error
 
 
 def _check(loaded: dict[str, Any], metadata: dict[str, Any]) -> None:
@@ -364,38 +340,9 @@ def _check(loaded: dict[str, Any], metadata: dict[str, Any]) -> None:
             raise _DamagedError(f"its {name} are not what was saved")
 
 
-def _require_files(path: pathlib.Path) -> None:
-    """Raises ValueError if a step has a pipe or a device, for which TensorStore would wait."""
-    for folder, _, names in os.walk(path):
-        for name in names:
-            serialize.require_file(os.path.join(folder, name))
-
-
-def _read_files(path: pathlib.Path) -> None:
-    """Reads all files of a step; raises OSError, which names the file, if one cannot be read."""
-    for folder, _, names in os.walk(path):
-        for file in (os.path.join(folder, name) for name in names):
-            try:
-                with open(file, "rb") as stream:
-                    while stream.read(_READ_BYTES):
-                        pass
-            except OSError as error:
-                # Python names the file only if it cannot be opened.
-                raise OSError(f"{file}: {error.strerror}") from error
-
-
 def _digest(metadata: Mapping[str, Any]) -> str:
     others = {name: value for name, value in metadata.items() if name != "digest"}
     return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
-
-
-def _put_aside(path: pathlib.Path) -> None:
-    folder = path.parent.with_name(_DAMAGED)
-    folder.mkdir(exist_ok=True)
-    names = (path.name, *(f"{path.name}.{count}" for count in range(1, len(os.listdir(folder)) + 1)))
-    target = next(folder / name for name in names if not os.path.lexists(folder / name))
-    path.rename(target)
-    hosts.say(f"moved the damaged checkpoint of step {path.name} to {target}", error=True)
 
 
 def _reason(error: BaseException) -> str:

@@ -1,29 +1,29 @@
 """Writes training metrics to the workdir, the terminal and, optionally, Weights & Biases."""
 
 import contextlib
-import dataclasses
 import math
 import pathlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import rich.console
 import rich.progress
 
-from sympow_jax import config, tasks
+from sympow_jax import config as config_lib
+from sympow_jax import tasks
 from sympow_jax.tasks import flops
-from sympow_jax.training import profile, writers
+from sympow_jax.training import writers
 
-__all__ = ["Reporter", "check_settings"]
+__all__ = ["Reporter", "StepTrace", "check_settings"]
 
 # The terminal shows the wait for data if it is at least this fraction of the time.
 _SHOWN_WAIT = 0.03
 
 
-def check_settings(settings: config.Config) -> None:
+def check_settings(config: config_lib.Config) -> None:
     """Raises ValueError, before anything is compiled, if a requested writer is not installed."""
-    if settings.training.wandb_project is not None:
+    if config.training.wandb_project is not None:
         writers.require_wandb()
 
 
@@ -50,7 +50,7 @@ class Reporter:
     def __init__(
         self,
         workdir: pathlib.Path,
-        settings: config.Config,
+        config: config_lib.Config,
         *,
         start: int,
         devices: Iterable[jax.Device],
@@ -60,7 +60,7 @@ class Reporter:
 
         Args:
             workdir: folder of the run.
-            settings: settings of the run.
+            config: config of the run.
             start: number of updates done.
             devices: devices of all processes.
             writes: whether this process writes. Only one does; the others wait for metrics and raise the same errors.
@@ -68,50 +68,39 @@ class Reporter:
         Raises:
             ValueError: Weights & Biases is requested, but is not installed or refuses the run.
         """
-        training, devices = settings.training, list(devices)
-        self._max_skips, self._task = training.max_skips, tasks.make(settings)
-        self._start, self._steps, self._log_every = start, training.steps, training.log_every
-        self._tokens_per_step = settings.data.batch_tokens
-        self._flops_per_step = self._tokens_per_step * self._task.flops_per_token()
-        peaks = [peak for device in devices if (peak := flops.peak_flops(device)) is not None]
-        self._peak_flops = sum(peaks) if len(peaks) == len(devices) else None
-        self._local_devices = [device for device in devices if device.process_index == jax.process_index()]
-        self._waits: dict[int, float] = {}
-        self._shown_wait = 0.0
-        self._held_out = ""
-
-        self._writes = writes
-        self._each: list[writers.Writer] = []
-        self._every: list[writers.Writer] = []
-        if writes:
-            self._each = [writers.JsonLines(workdir / "metrics.jsonl", start=start)]
-            self._every = [writers.TensorBoard(workdir, start=start)]
-            if training.wandb_project is not None:
-                flat = dataclasses.asdict(settings)
-                self._every.append(writers.Wandb(training.wandb_project, workdir, flat))
-        self._trace = profile.StepTrace(
-            workdir / "profile", training.profile_steps if writes else (), start=start
+        self._config, self._task, self._start = config, tasks.make(config), start
+        devices = list(devices)
+        self._local_devices = [x for x in devices if x.process_index == jax.process_index()]
+        self._flops_per_token = self._task.flops_per_token()
+        peaks = [flops.peak_flops(device) for device in devices]
+        self._peak_flops = None if None in peaks else sum(filter(None, peaks))
+        self._writers = writers.open_all(workdir, config, start=start) if writes else []
+        self._trace = StepTrace(
+            workdir / "profile", config.training.profile_steps if writes else (), start=start
         )
-        self._console = rich.console.Console()
+        console = rich.console.Console()
         self._bar = rich.progress.Progress(
             rich.progress.TextColumn("{task.completed}/{task.total}"),
             rich.progress.BarColumn(),
             rich.progress.TextColumn("{task.description}"),
-            console=self._console,
-            disable=not (self._console.is_terminal and writes),
+            console=console,
+            disable=not (console.is_terminal and writes),
         )
-        self._shown_task = self._bar.add_task("compiling", total=self._steps, completed=start)
-        self._began = self._first = self._last = self._shown = time.perf_counter()
+        self._bar.add_task("compiling", total=config.training.steps, completed=start)
+        self._waits: dict[int, float] = {}  # by step, until its metrics arrive, which is after the next wait
+        self._wait_to_show = 0.0
+        self._held_out = ""  # what the bar shows of the last held-out metrics
 
     def __enter__(self) -> "Reporter":
         self._bar.start()
+        # Times of the start, of the first update, of the last one, and of the last line on the terminal.
         self._began = self._first = self._last = self._shown = time.perf_counter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         self._trace.stop()
         self._bar.stop()
-        for writer in (*self._each, *self._every):
+        for writer in self._writers:
             writer.close(failed=kind is not None)
 
     @contextlib.contextmanager
@@ -121,7 +110,7 @@ class Reporter:
         began = time.perf_counter()
         yield
         self._waits[step] = time.perf_counter() - began
-        self._shown_wait += self._waits[step]
+        self._wait_to_show += self._waits[step]
 
     def report(
         self, step: int, metrics: Mapping[str, jax.Array], held_out: Mapping[str, jax.Array] | None = None
@@ -137,40 +126,22 @@ class Reporter:
             ValueError: one of loss, grad_norm and parameter_norm is not finite, and the update was not skipped; or
                 `training.max_skips` updates in a row were.
         """
+        training = self._config.training
         values = {name: float(value) for name, value in metrics.items()}
         rows = {name: float(value) for name, value in (held_out or {}).items()}
-        values |= {f"heldout_{name}": value for name, value in rows.items()}
         now = time.perf_counter()
         self._trace.after(step)
         seconds, self._last = now - self._last, now
         if step == self._start + 1:
             self._first = now
-        self._check(step, values)
-        shown = values["loss"]
-        if values.get("skipped_in_a_row"):
-            # JSON has no number that is not finite.
-            values = {name: value for name, value in values.items() if math.isfinite(value)}
-        values |= {"step_seconds": seconds, **self._rates(seconds), **self._memory()}
-        values["data_wait_seconds"] = self._waits.pop(step)
-        if not self._writes:
-            return
-        for writer in self._each:
-            writer.write(step, values)
-        if step % self._log_every == 0 or step == self._steps or rows:
-            for writer in self._every:
-                writer.write(step, values)
-            self._show(step, shown, rows, now)
-        if step == self._steps and (line := self._task.last_line(values)) is not None:
-            print(line, flush=True)
 
-    def _check(self, step: int, values: Mapping[str, float]) -> None:
-        """Raises ValueError if the run cannot continue after an update with these metrics."""
+        # Before anything is written, because a run that ends here is resumed before this step.
         remedy = (
             "the last checkpoint is kept; a lower optimizer.learning_rate, optimizer.clip_norm or more "
             "optimizer.warmup_steps may help"
         )
         skipped = int(values.get("skipped_in_a_row", 0))
-        if skipped >= self._max_skips:
+        if skipped >= training.max_skips:
             raise ValueError(
                 f"the last {skipped} updates up to step {step} were skipped, this one with loss {values['loss']} and "
                 f"grad_norm {values['grad_norm']}; {remedy}"
@@ -179,55 +150,96 @@ class Reporter:
             if not math.isfinite(values[name]):
                 raise ValueError(f"{name} is {values[name]} at step {step}; {remedy}")
 
+        loss = values["loss"]
+        values |= {f"heldout_{name}": value for name, value in rows.items()}
+        if skipped:
+            # JSON has no number that is not finite.
+            values = {name: value for name, value in values.items() if math.isfinite(value)}
+        values |= {"step_seconds": seconds, **self._rates(seconds)}
+        stats = [found for device in self._local_devices if (found := device.memory_stats())]
+        for name, key in (("memory_bytes", "bytes_in_use"), ("peak_memory_bytes", "peak_bytes_in_use")):
+            if stats and all(key in found for found in stats):
+                values[name] = max(found[key] for found in stats)
+        values["data_wait_seconds"] = self._waits.pop(step)
+        if not self._writers:
+            return
+        is_logged = step % training.log_every == 0 or step == training.steps or bool(rows)
+        for writer in self._writers:
+            if is_logged or writer.every_step:
+                writer.write(step, values)
+        if is_logged:
+            self._show(step, loss, rows, now)
+        if step == training.steps and (line := self._task.last_line(values)) is not None:
+            print(line, flush=True)
+
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Writes texts by name, after update `step`, to the writers that have texts."""
-        for writer in self._every:
+        for writer in self._writers:
             writer.write_texts(step, texts)
 
     def _rates(self, seconds: float) -> dict[str, float]:
         """Returns throughput metrics for a step that takes `seconds`."""
-        per_second = self._flops_per_step / seconds
-        rates = {
-            "tokens_per_second": self._tokens_per_step / seconds,
-            "model_flops_per_second": per_second,
-        }
+        tokens = self._config.data.batch_tokens / seconds
+        per_second = tokens * self._flops_per_token
+        rates = {"tokens_per_second": tokens, "model_flops_per_second": per_second}
         return rates if self._peak_flops is None else rates | {"mfu": per_second / self._peak_flops}
 
-    def _memory(self) -> dict[str, float]:
-        stats = [found for device in self._local_devices if (found := device.memory_stats())]
-        names = {"memory_bytes": "bytes_in_use", "peak_memory_bytes": "peak_bytes_in_use"}
-        return {
-            name: max(found[key] for found in stats)
-            for name, key in names.items()
-            if stats and all(key in found for found in stats)
-        }
-
     def _show(self, step: int, loss: float, held_out: Mapping[str, float], now: float) -> None:
+        """Shows a step on the terminal, with means over the steps since the first one."""
         # The first update includes compilation, so it is excluded from the average.
         since = step - self._start - 1
         seconds = (now - self._first) / since if since else now - self._began
-        rates = self._rates(seconds)
+        rates, steps = self._rates(seconds), self._config.training.steps
+        is_terminal = not self._bar.disable
         parts = [f"loss {loss:.4f}"]
         if held_out:
             shown = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in held_out.items()]
             self._held_out = f"held-out {', '.join(shown)}"
-        if held_out or (self._console.is_terminal and self._held_out):
+        if held_out or (is_terminal and self._held_out):
             parts.append(self._held_out)
         parts.append(f"{rates['tokens_per_second']:,.0f} tokens/s")
         if "mfu" in rates:
             parts.append(f"{rates['mfu']:.1%} MFU")
-        waited = self._shown_wait / (now - self._shown)
+        waited = self._wait_to_show / (now - self._shown)
         if waited >= _SHOWN_WAIT:
             parts.append(f"{waited:.0%} waiting for data")
-        self._shown, self._shown_wait = now, 0.0
-        text = "  ".join([*parts, f"{_clock(seconds * (self._steps - step))} left"])
-        if self._console.is_terminal:
-            self._bar.update(self._shown_task, completed=step, description=text)
+        self._shown, self._wait_to_show = now, 0.0
+        minutes, seconds = divmod(round(seconds * (steps - step)), 60)
+        hours, minutes = divmod(minutes, 60)
+        parts.append(f"{hours}:{minutes:02}:{seconds:02} left" if hours else f"{minutes}:{seconds:02} left")
+        text = "  ".join(parts)
+        if is_terminal:
+            self._bar.update(self._bar.task_ids[0], completed=step, description=text)
         else:
-            print(f"step {step}/{self._steps}  {text}", flush=True)
+            print(f"step {step}/{steps}  {text}", flush=True)
 
 
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+class StepTrace:
+    """Profiler trace, in `folder`, from the first to the last of `steps`, inclusive; none if `steps` is empty.
+
+    Tracing does not synchronize. The trace also shows the end of the previous step, which may still run, and the
+    beginning of the next. If the first step is at most `start`, which is already done, the trace begins after `start`.
+    """
+
+    def __init__(self, folder: pathlib.Path, steps: Sequence[int], *, start: int):
+        first, self._last = steps or (0, 0)
+        self._first = max(first, start + 1)
+        self._folder = folder
+        self._running = False
+
+    def before(self, step: int) -> None:
+        """Starts the trace if `step`, which is about to be dispatched, is its first."""
+        if step == self._first and step <= self._last:
+            jax.profiler.start_trace(self._folder)
+            self._running = True
+
+    def after(self, step: int) -> None:
+        """Stops and writes the trace if `step`, which is done, is its last."""
+        if step >= self._last:
+            self.stop()
+
+    def stop(self) -> None:
+        """Stops and writes the trace if one is running."""
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()

@@ -73,7 +73,10 @@ def learning_rate(settings: config.OptimizerConfig, steps: int) -> optax.Schedul
         schedules = [optax.constant_schedule(peak), linear(transition_steps=decay_steps)]
         decay = optax.join_schedules(schedules, [length - decay_steps])
     else:
-        decay = functools.partial(_inverse_sqrt, peak, warmup)
+
+        def decay(count):
+            return peak * (max(warmup, 1) / (warmup + count)) ** 0.5
+
     if not warmup:
         return lambda count: decay(count + 1)
     schedule = optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), decay], [warmup])
@@ -135,7 +138,15 @@ def make_optimizer(
         is_trained: tree of whether each parameter is trained; all others are frozen.
     """
     rate = learning_rate(settings, steps)
-    factors = optax.stateless(lambda changes, _: jax.tree.map(_scaled, options.learning_rate, changes))
+
+    def scaled(factor: Any, change: Any) -> Any:
+        """Returns the change times its factor, or its factors by layer; a masked one as it is."""
+        if isinstance(change, optax.MaskedNode) or np.all(factor == 1):
+            return change
+        factor = np.asarray(factor, change.dtype)
+        return change * factor.reshape(*factor.shape, *[1] * (change.ndim - factor.ndim))
+
+    factors = optax.stateless(lambda changes, _: jax.tree.map(scaled, options.learning_rate, changes))
     stages = [_direction(settings, options)]
     # AdamW always has the weight-decay stage, so that its state has one structure with and without decay.
     if settings.weight_decay or settings.name == "adamw":
@@ -243,15 +254,3 @@ def _by_layer(update: optax.GradientTransformation) -> optax.GradientTransformat
         return jax.vmap(update.update, each, each[:2], axis_size=count(params))(changes, state, params)
 
     return optax.GradientTransformation(init, update_layers)
-
-
-def _inverse_sqrt(peak: float, warmup: int, since_warmup: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
-    return peak * (max(warmup, 1) / (warmup + since_warmup)) ** 0.5
-
-
-def _scaled(factor: Any, change: Any) -> Any:
-    """Returns the change times its factor, or its factors by layer; a masked one as it is."""
-    if isinstance(change, optax.MaskedNode) or np.all(factor == 1):
-        return change
-    factor = np.asarray(factor, change.dtype)
-    return change * factor.reshape(*factor.shape, *[1] * (change.ndim - factor.ndim))

@@ -1,9 +1,8 @@
 """Program of a run: what is a function of config and mesh, made once: graph, shardings, optimizer, jitted update."""
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from flax import nnx
 
 from sympow_jax import config as config_lib
 from sympow_jax import models, tasks
-from sympow_jax.array_types import Array, Bool, Float, Int
+from sympow_jax.array_types import Array, Float
 from sympow_jax.layers import partitioning
 from sympow_jax.layers.attention import kernels
 from sympow_jax.ops._shared.promotion import by_default_rules
@@ -120,8 +119,15 @@ class Program:
         def init() -> TrainState:
             return self.new_state(*_split(self._make(self.config.training.seed))[1:])
 
-        with _random_kernels(), jax.threefry_partitionable(True):
-            return jax.jit(init, out_shardings=self.shardings)()
+        # In a kernel of JAX's on GPUs, with the same results. Otherwise XLA evaluates the random numbers of a constant
+        # seed while it compiles, which for 124M parameters on an H200 took 187 seconds.
+        before = jax.config.jax_threefry_gpu_kernel_lowering
+        jax.config.update("jax_threefry_gpu_kernel_lowering", True)
+        try:
+            with jax.threefry_partitionable(True):
+                return jax.jit(init, out_shardings=self.shardings)()
+        finally:
+            jax.config.update("jax_threefry_gpu_kernel_lowering", before)
 
     def new_state(self, params: Params, statistics: Params) -> TrainState:
         """Returns the state before the first update of these parameters."""
@@ -188,37 +194,63 @@ class Program:
         * `learning_rate`
         * `skipped_updates` and `skipped_in_a_row`, if updates may be skipped
         """
-        settings = self.config
-        rate = optimizer.learning_rate(settings.optimizer, settings.training.steps)
-        ema_decay = settings.optimizer.ema_decay
+        config = self.config
+        rate = optimizer.learning_rate(config.optimizer, config.training.steps)
+        ema_decay, skips_nonfinite = config.optimizer.ema_decay, config.training.skip_nonfinite
 
         @by_default_rules
         def update(state: TrainState, batch: tasks.Batch) -> tuple[TrainState, dict[str, Float[Array, ""]]]:
+            def differentiate(
+                statistics: Params, rows: tasks.Batch
+            ) -> tuple[Params, tuple[tasks.Sums, Params]]:
+                """Returns the gradients of the sums over rows, the sums, and the new statistics."""
+
+                def total(params: Params):
+                    model = nnx.merge(self._graph, params, statistics)
+                    model.train()
+                    sums = self.task.sums(model, rows)
+                    return sums.total, (sums, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)))
+
+                return jax.grad(total, has_aux=True)(state.params)
+
+            def accumulate(carry, rows):
+                grads, statistics = carry
+                more, (sums, statistics) = differentiate(statistics, rows)
+                return (jax.tree.map(jnp.add, grads, more), statistics), sums
+
             # Kernels shard themselves over the mesh in scope, because the partitioner cannot.
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-                sums, grads, statistics = self._accumulate(state, batch)
+                if config.optimizer.accumulate == 1:
+                    grads, (sums, statistics) = differentiate(state.statistics, batch)
+                else:
+                    carry = jax.tree.map(jnp.zeros_like, state.params), state.statistics
+                    (grads, statistics), parts = jax.lax.scan(accumulate, carry, self._micro_batches(batch))
+                    sums = jax.tree.map(jnp.sum, parts)
             count = tasks.count(batch)
             grads = jax.tree.map(lambda grad: grad / count, grads)
             grad_norm = optax.tree.norm(grads)
             changes, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, changes)
-            step, average = state.step + 1, state.average
+
             # Neither the schedule nor the average counts what was skipped, even by a run that no longer skips.
-            done = state.step - state.skips["total"]
+            done, average = state.step - state.skips["total"], state.average
             if ema_decay is not None:
-                average = _averaged(average, params, ema_decay, done + 1)
+                # The decay rises with the number of the update, from 1, so that the first parameters are soon
+                # forgotten, as in TensorFlow's `ExponentialMovingAverage` with `num_updates`.
+                weight = jnp.minimum(ema_decay, (2 + done) / (11 + done))
+                average = jax.tree.map(lambda old, new: weight * old + (1 - weight) * new, average, params)
+
             is_good = jnp.bool(True)
-            if settings.training.skip_nonfinite:
+            if skips_nonfinite:
                 is_good = jnp.isfinite(sums.loss) & jnp.isfinite(grad_norm)
+                select = functools.partial(jax.tree.map, functools.partial(jnp.where, is_good))
+                params, opt_state = select((params, opt_state), (state.params, state.opt_state))
+                statistics, average = select((statistics, average), (state.statistics, state.average))
+                changes = select(changes, jax.tree.map(jnp.zeros_like, changes))
             skips = {
                 "total": state.skips["total"] + ~is_good,
                 "in_a_row": jnp.where(is_good, 0, state.skips["in_a_row"] + 1),
             }
-            if settings.training.skip_nonfinite:
-                old = state.params, state.opt_state, state.statistics, state.average
-                new = params, opt_state, statistics, average
-                params, opt_state, statistics, average = _selected(is_good, new, old)
-                changes = _selected(is_good, changes, jax.tree.map(jnp.zeros_like, changes))
             metrics = {
                 **sums.means(count),
                 **{name: term / count for name, term in sums.terms.items()},
@@ -227,9 +259,9 @@ class Program:
                 "update_norm": optax.tree.norm(changes),
                 "learning_rate": jnp.asarray(rate(done), jnp.float32),
             }
-            if settings.training.skip_nonfinite:
+            if skips_nonfinite:
                 metrics |= {"skipped_updates": skips["total"], "skipped_in_a_row": skips["in_a_row"]}
-            return TrainState(step, params, opt_state, statistics, average, skips), metrics
+            return TrainState(state.step + 1, params, opt_state, statistics, average, skips), metrics
 
         shardings = self.shardings, sharding.replicated(self.mesh)
         return jax.jit(update, donate_argnums=0, out_shardings=shardings)
@@ -253,34 +285,6 @@ class Program:
 
         return jax.jit(means, out_shardings=sharding.replicated(self.mesh))
 
-    def _differentiate(
-        self, params: Params, statistics: Params, rows: tasks.Batch
-    ) -> tuple[tasks.Sums, Params, Params]:
-        """Returns the sums over rows, their gradients and the new statistics."""
-
-        def total(params: Params):
-            model = nnx.merge(self._graph, params, statistics)
-            model.train()
-            sums = self.task.sums(model, rows)
-            return sums.total, (sums, nnx.to_pure_dict(nnx.state(model, nnx.BatchStat)))
-
-        grads, (sums, statistics) = jax.grad(total, has_aux=True)(params)
-        return sums, grads, statistics
-
-    def _accumulate(self, state: TrainState, batch: tasks.Batch) -> tuple[tasks.Sums, Params, Params]:
-        """Returns the sums over a batch, their gradients and the new statistics."""
-        if self.config.optimizer.accumulate == 1:
-            return self._differentiate(state.params, state.statistics, batch)
-
-        def add(carry, rows):
-            grads, statistics = carry
-            sums, more, statistics = self._differentiate(state.params, statistics, rows)
-            return (jax.tree.map(jnp.add, grads, more), statistics), sums
-
-        carry = jax.tree.map(jnp.zeros_like, state.params), state.statistics
-        (grads, statistics), sums = jax.lax.scan(add, carry, self._micro_batches(batch))
-        return jax.tree.map(jnp.sum, sums), grads, statistics
-
     def _micro_batches(self, batch: tasks.Batch) -> tasks.Batch:
         """Returns a batch with micro-batches as the first axis."""
         parts = self.config.optimizer.accumulate
@@ -296,37 +300,8 @@ def _no_skips() -> dict[str, Array]:
     return {"total": jnp.int32(0), "in_a_row": jnp.int32(0)}
 
 
-def _averaged(average: Params, params: Params, decay: float, update: Int[Array, ""]) -> Params:
-    """Returns the moving average after an update, which is counted from 1.
-
-    The decay rises with its number, so that the first parameters are soon forgotten, as in TensorFlow's
-    `ExponentialMovingAverage` with `num_updates`.
-    """
-    weight = jnp.minimum(decay, (1 + update) / (10 + update))
-    return jax.tree.map(lambda old, new: weight * old + (1 - weight) * new, average, params)
-
-
-def _selected(condition: Bool[Array, ""], new: Any, old: Any) -> Any:
-    return jax.tree.map(functools.partial(jnp.where, condition), new, old)
-
-
 def _split(model: models.Model) -> tuple[nnx.GraphDef, Params, Params]:
     """Returns the graph, parameters and running statistics of a model; fails if it has other variables."""
     graph, *variables = nnx.split(model, nnx.Param, nnx.BatchStat)
     params, statistics = (nnx.to_pure_dict(tree) for tree in variables)
     return graph, params, statistics
-
-
-@contextlib.contextmanager
-def _random_kernels() -> Iterator[None]:
-    """Makes GPUs draw random numbers in a kernel of JAX's, with the same results.
-
-    Otherwise XLA evaluates the numbers of a constant seed while it compiles. For 124M parameters on an H200 that took
-    187 seconds.
-    """
-    before = jax.config.jax_threefry_gpu_kernel_lowering
-    jax.config.update("jax_threefry_gpu_kernel_lowering", True)
-    try:
-        yield
-    finally:
-        jax.config.update("jax_threefry_gpu_kernel_lowering", before)

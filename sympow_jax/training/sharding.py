@@ -14,12 +14,10 @@ from sympow_jax.layers import partitioning
 __all__ = [
     "batch_sharding",
     "batch_share",
-    "bytes_per_device",
     "describe",
     "make_mesh",
     "mesh_of",
     "place_batch",
-    "program_bytes",
     "replicated",
     "whole_mesh",
 ]
@@ -33,15 +31,15 @@ def make_mesh(settings: config.Config) -> jax.sharding.Mesh:
     Raises:
         ValueError: the sizes do not multiply to the number of devices, or do not divide the rows of a micro-batch.
     """
-    sizes = _axis_sizes(settings.sharding, jax.device_count())
+    mesh = mesh_of(settings.sharding, jax.devices())
     rows = settings.data.batch_size // settings.optimizer.accumulate
-    if rows % math.prod(sizes[axis] for axis in partitioning.BATCH):
+    if rows % math.prod(mesh.shape[axis] for axis in partitioning.BATCH):
         raise ValueError(
-            f"a micro-batch has {rows} rows, which sharding.data {sizes['data']} x sharding.fsdp {sizes['fsdp']} "
-            f"do not divide; change data.batch_tokens or optimizer.accumulate, or move devices to sharding.context "
-            f"or sharding.tensor"
+            f"a micro-batch has {rows} rows, which sharding.data {mesh.shape['data']} x sharding.fsdp "
+            f"{mesh.shape['fsdp']} do not divide; change data.batch_tokens or optimizer.accumulate, or move devices to "
+            f"sharding.context or sharding.tensor"
         )
-    return _mesh(sizes)
+    return mesh
 
 
 def mesh_of(sizes: config.ShardingConfig, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
@@ -50,11 +48,7 @@ def mesh_of(sizes: config.ShardingConfig, devices: Sequence[jax.Device]) -> jax.
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
     """
-    return _mesh(_axis_sizes(sizes, len(devices)), devices)
-
-
-def _axis_sizes(sizes: config.ShardingConfig, count: int) -> dict[str, int]:
-    """Returns the size of each axis of a mesh of `count` devices."""
+    count = len(devices)
     named = dataclasses.asdict(sizes)
     others = math.prod(size for size in named.values() if size is not None)
     if count % others or (named["data"] is not None and others != count):
@@ -64,20 +58,14 @@ def _axis_sizes(sizes: config.ShardingConfig, count: int) -> dict[str, int]:
             f"sharding.data unset to take what the others leave"
         )
     named["data"] = named["data"] or count // others
-    return {axis: named[axis] for axis in partitioning.AXES}
+    shape = tuple(named[axis] for axis in partitioning.AXES)
+    auto = (jax.sharding.AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, partitioning.AXES, axis_types=auto, devices=devices)
 
 
 def whole_mesh(devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
     """Returns a mesh of `devices`, or of all, along `data`, on which parameters are replicated."""
-    devices = jax.devices() if devices is None else devices
-    return _mesh(
-        {axis: len(devices) if axis == partitioning.DATA else 1 for axis in partitioning.AXES}, devices
-    )
-
-
-def _mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> jax.sharding.Mesh:
-    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=devices)
+    return mesh_of(config.ShardingConfig(), jax.devices() if devices is None else devices)
 
 
 def batch_sharding(mesh: jax.sharding.Mesh, rank: int = 2) -> jax.sharding.NamedSharding:
@@ -138,23 +126,3 @@ def describe(mesh: jax.sharding.Mesh) -> str:
     kind = mesh.devices.flat[0].device_kind
     processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return f"{mesh.size} x {kind}{processes}{f': {axes}' if axes else ''}"
-
-
-def program_bytes(compiled: jax.stages.Compiled) -> int | None:
-    """Returns the peak bytes of a program on each device according to the compiler, with arguments and results.
-
-    None if the compiler does not say.
-    """
-    found: Any = compiled.memory_analysis()
-    if found is None:
-        return None
-    own = found.temp_size_in_bytes + found.argument_size_in_bytes + found.output_size_in_bytes
-    return own - found.alias_size_in_bytes
-
-
-def bytes_per_device(state: Any) -> int:
-    """Returns the bytes on each device of a tree of arrays, which may be abstract."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(state)
-    )

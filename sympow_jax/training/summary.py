@@ -19,7 +19,7 @@ from sympow_jax.process import workdir
 from sympow_jax.training import program as programs
 from sympow_jax.training import sharding
 
-__all__ = ["describe", "memory", "next_command", "results"]
+__all__ = ["bytes_per_device", "describe", "memory", "next_command", "program_bytes", "results"]
 
 # Scopes that the ops are traced in, named by form and implementation.
 _SCOPE = re.compile(r"\b(attention|chunked|recurrent|softmax|expressive)_(reference|xla|mosaic_gpu|cudnn)\b")
@@ -140,24 +140,44 @@ def memory(
         update: its update, compiled.
         heldout: its `heldout_means`, compiled; None if nothing is held out.
     """
-    state = sharding.bytes_per_device(program.abstract)
+    state = bytes_per_device(program.abstract)
     held = f"{_size(state)} for parameters and optimizer state"
-    total = sharding.program_bytes(update)
+    total = program_bytes(update)
     if total is None:
         return f"memory of a device: {held}"
     what = "an update"
     # The optimizer state is no argument of the held-out means, but stays on the device.
-    arguments = sharding.bytes_per_device((program.abstract.params, program.abstract.statistics))
-    evaluation = 0 if heldout is None else (sharding.program_bytes(heldout) or 0) + state - arguments
+    arguments = bytes_per_device((program.abstract.params, program.abstract.statistics))
+    evaluation = 0 if heldout is None else (program_bytes(heldout) or 0) + state - arguments
     if heldout is not None and program.config.optimizer.name == "schedule_free":
         # Its average is computed for an evaluation.
-        evaluation += sharding.bytes_per_device(program.abstract.params)
+        evaluation += bytes_per_device(program.abstract.params)
     if evaluation > total:
         total, what = evaluation, "a held-out loss"
     (device, *_) = program.mesh.local_devices
     limit = (device.memory_stats() or {}).get("bytes_limit")
     available = f" of {_size(limit)}" if limit else ""
     return f"memory of a device: {_size(total)}{available} in {what}, {held}"
+
+
+def program_bytes(compiled: jax.stages.Compiled) -> int | None:
+    """Returns the peak bytes of a program on each device according to the compiler, with arguments and results.
+
+    None if the compiler does not say.
+    """
+    found: Any = compiled.memory_analysis()
+    if found is None:
+        return None
+    own = found.temp_size_in_bytes + found.argument_size_in_bytes + found.output_size_in_bytes
+    return own - found.alias_size_in_bytes
+
+
+def bytes_per_device(state: Any) -> int:
+    """Returns the bytes on each device of a tree of arrays, which may be abstract."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
+    )
 
 
 def results(folder: pathlib.Path, written: Mapping[str, pathlib.Path], step: int) -> list[str]:

@@ -1,5 +1,7 @@
 """Writers of metrics: `metrics.jsonl`, TensorBoard, Weights & Biases."""
 
+import contextlib
+import dataclasses
 import importlib.util
 import json
 import math
@@ -7,40 +9,76 @@ import pathlib
 import textwrap
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from tensorboardX import event_file_writer, summary
 from tensorboardX.proto import event_pb2
 
+from sympow_jax import config as config_lib
 from sympow_jax.config import serialize
 from sympow_jax.process import atomic
 from sympow_jax.process import workdir as workdir_lib
 
-__all__ = ["JsonLines", "TensorBoard", "Wandb", "Writer", "require_wandb"]
+__all__ = ["JsonLines", "TensorBoard", "Wandb", "Writer", "open_all", "require_wandb"]
 
 # Events are in TensorBoard's file after this time. To flush it takes milliseconds, because it waits for the disk.
 _FLUSH_SECONDS = 10.0
 
 
-class Writer(Protocol):
-    """Receiver of metrics, in increasing order of steps."""
+class Writer:
+    """Receiver of metrics, in increasing order of steps.
+
+    Attributes:
+        every_step: whether it gets every step, or only those that are logged.
+    """
+
+    every_step = False
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Writes the metrics of a step."""
+        raise NotImplementedError
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Writes texts by name; does nothing if the receiver has none."""
 
     def close(self, *, failed: bool) -> None:
         """Writes remaining metrics; `failed` means that the run ends with an error."""
+        raise NotImplementedError
 
 
-class JsonLines:
+def open_all(workdir: pathlib.Path, config: config_lib.Config, *, start: int) -> list[Writer]:
+    """Continues the reports in a workdir after step `start`.
+
+    Raises:
+        ValueError: Weights & Biases is requested, but is not installed or refuses the run.
+    """
+    opened: list[Writer] = [
+        JsonLines(workdir / "metrics.jsonl", start=start),
+        TensorBoard(workdir, start=start),
+    ]
+    if config.training.wandb_project is not None:
+        opened.append(Wandb(config.training.wandb_project, workdir, dataclasses.asdict(config)))
+    return opened
+
+
+class JsonLines(Writer):
     """JSON Lines file with one object per step."""
+
+    every_step = True
 
     def __init__(self, path: pathlib.Path, *, start: int):
         """Continues after step `start`; lines of later steps are deleted."""
-        _cut(path, start)
+        serialize.require_file(path)
+        kept = []
+        for line in path.read_text().splitlines() if path.exists() else ():
+            # A killed run can leave an incomplete line, which belongs to a step after the last checkpoint.
+            with contextlib.suppress(ValueError):
+                step = serialize.parse_object(line).get("step")
+                if isinstance(step, int | float) and step <= start:
+                    kept.append(f"{line}\n")
+        # Written in any case, so that the file that is appended to later is never the target of a link.
+        with atomic.replace(path) as draft:
+            draft.write_text("".join(kept))
         self._file = path.open("a")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -48,16 +86,12 @@ class JsonLines:
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._file.flush()
 
-    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Does nothing."""
-
     def close(self, *, failed: bool) -> None:
         """Closes the file."""
-        del failed
         self._file.close()
 
 
-class TensorBoard:
+class TensorBoard(Writer):
     """TensorBoard event files in a folder.
 
     Events are written in the caller's thread, so that errors are raised. `tensorboardX.SummaryWriter` has a thread
@@ -86,7 +120,6 @@ class TensorBoard:
 
     def close(self, *, failed: bool) -> None:
         """Closes the file."""
-        del failed
         self._file.close()
 
     def _write(self, event: event_pb2.Event) -> None:
@@ -97,7 +130,7 @@ class TensorBoard:
             self._flushed = time.monotonic()
 
 
-class Wandb:
+class Wandb(Writer):
     """Run on Weights & Biases, which is resumed by its id in the workdir's `wandb.json`.
 
     wandb's environment variables apply. With WANDB_MODE=offline, everything is written to the workdir for `wandb sync`.
@@ -139,9 +172,6 @@ class Wandb:
         """Sends the metrics in the background."""
         self._run.log({"step": step, **values})
 
-    def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
-        """Does nothing."""
-
     def close(self, *, failed: bool) -> None:
         """Waits until all metrics are sent."""
         self._run.finish(exit_code=int(failed))
@@ -156,20 +186,3 @@ def require_wandb() -> None:
             "training.wandb_project is set but wandb is not installed: pip install 'sympow-jax[wandb]', or leave "
             "the project out"
         )
-
-
-def _cut(path: pathlib.Path, last_step: int) -> None:
-    serialize.require_file(path)
-    lines = path.read_text().splitlines() if path.exists() else []
-    # Written in any case, so that the file that is appended to later is never the target of a link.
-    with atomic.replace(path) as draft:
-        draft.write_text("".join(f"{line}\n" for line in lines if _step(line) <= last_step))
-
-
-def _step(line: str) -> float:
-    # A killed run can leave an incomplete line, which belongs to a step after the last checkpoint.
-    try:
-        step = serialize.parse_object(line).get("step")
-    except ValueError:
-        return math.inf
-    return step if isinstance(step, int | float) else math.inf

@@ -277,7 +277,9 @@ def test_every_variant(experiment, name):
 )
 def test_the_papers_scale_is_its_configuration(monkeypatch, tmp_path, module, contexts):
     wanted = {}
-    monkeypatch.setattr("experiments._shared.runs.train_all", lambda _, runs: wanted.update(runs) or exit(0))
+    monkeypatch.setattr(
+        "experiments._shared.runs.train_all", lambda _, runs: wanted.update(runs.values()) or exit(0)
+    )
     with pytest.raises(SystemExit):
         module.main(
             ["--scale=paper", "--power=4", "--data=train.zarr", "--heldout=heldout.zarr", "--seeds=1"]

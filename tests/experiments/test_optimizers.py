@@ -7,7 +7,6 @@ import pathlib
 import pytest
 
 from experiments import _shared, optimizers
-from sympow_jax import config
 from sympow_jax.evaluation import report
 
 OPTIONS = _shared.Options(
@@ -42,10 +41,9 @@ def test_rates_go_on_until_the_best_is_inside(monkeypatch, best, tried):
         rate = float(folder.name.split("_")[0])
         return -rate if best == math.inf else abs(math.log(rate / best))
 
-    def train(_, runs: dict[str, config.Config]) -> list[pathlib.Path]:
-        pairs = [(run.optimizer.learning_rate, run.training.seed) for run in runs.values()]
-        trained.extend(pairs)
-        return [pathlib.Path(f"{rate}_{seed}") for rate, seed in pairs]
+    def train(_, runs: dict) -> optimizers.Folders:
+        trained.extend((rate, seed) for _, rate, seed in runs)
+        return {key: pathlib.Path(f"{rate}_{seed}") for key in runs for _, rate, seed in [key]}
 
     monkeypatch.setitem(optimizers._MIDDLE_RATES, "sgd", 1.0)
     monkeypatch.setattr(optimizers, "_loss", loss)

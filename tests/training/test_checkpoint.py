@@ -118,29 +118,9 @@ def test_a_path_that_orbax_globs_is_refused_and_a_link_to_it_is_not(tmp_path, se
         checkpoint.require_checkpoint(folder)
 
 
-def test_the_first_save_is_read_back(tmp_path, settings, monkeypatch):
-    monkeypatch.setattr(workdir, "require_path", lambda *_: None)
-    with pytest.raises(ValueError, match=r"could not be read back from .*\[1\]/checkpoints: NOT_FOUND"):
-        _save(tmp_path / "run[1]", settings)
-
-
 def test_the_newest_are_kept(tmp_path, settings):
     _save(tmp_path, settings, numbers=range(1, 6))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
-
-
-@pytest.mark.parametrize(
-    "pattern", ["_CHECKPOINT_METADATA", "params/manifest.ocdbt", "params/ocdbt.process_0/d/*"]
-)
-def test_a_pipe_in_a_step_is_not_waited_for(tmp_path, settings, pattern):
-    _save(tmp_path, settings)
-    path = _files(tmp_path, 2, pattern)[0]
-    path.unlink()
-    os.mkfifo(path)
-    with pytest.raises(ValueError, match="is a pipe or a device"):
-        _restore(tmp_path, settings)
-    with pytest.raises(ValueError, match=r"step 2 .* cannot be read, .* is a pipe or a device"):
-        training.restore_model(tmp_path)
 
 
 @pytest.mark.parametrize("damage", [_truncate, _flip, pathlib.Path.unlink])
@@ -209,21 +189,6 @@ def test_another_position_in_the_data_falls_back(tmp_path, settings):
     state, position = _restore(tmp_path, settings)
     _assert_same(state, copies[1])
     assert position == {"next_index": 1}
-
-
-def test_metadata_of_many_levels_is_damage(tmp_path, settings, capfd):
-    copies = _save(tmp_path, settings)
-    (path,) = _files(tmp_path, 2, "_CHECKPOINT_METADATA")
-    path.write_text('{"a": ' * 100_000 + "0" + "}" * 100_000)
-    capfd.readouterr()
-    with pytest.raises(ValueError, match=r"the metadata of a checkpoint in .* has too many levels") as caught:
-        _restore(tmp_path, settings)
-    assert "\n" not in str(caught.value)
-    _, number = checkpoint.restore_arrays(tmp_path, {"params": copies[1].params})
-    assert number == 1
-    assert len(capfd.readouterr().err.splitlines()) == 1
-    path.write_text('{"a": ' * 900 + "0" + "}" * 900)
-    _assert_same(_restore(tmp_path, settings)[0], copies[1])
 
 
 def test_an_emptied_step_falls_back(tmp_path, settings):

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from sympow_jax.training import profile
+from sympow_jax.training import metrics
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def calls(monkeypatch) -> list:
 
 def _run(folder, calls, steps, *, start, end):
     """Runs like the training loop: a step's metrics arrive after the next one is dispatched."""
-    trace = profile.StepTrace(folder / "profile", steps, start=start)
+    trace = metrics.StepTrace(folder / "profile", steps, start=start)
     for number in range(start + 1, end + 1):
         trace.before(number)
         calls.append(number)

@@ -135,7 +135,8 @@ def test_the_body_of_qwen3_over_devices(compilation_cache):
     ],
 )
 def test_a_mesh_that_does_not_fit(monkeypatch, settings, sizes, message):
-    monkeypatch.setattr(sharding.jax, "device_count", lambda: 8)
+    devices = 8 * sharding.jax.devices()[:1]
+    monkeypatch.setattr(sharding.jax, "devices", lambda: devices)
     settings = dataclasses.replace(
         settings,
         data=dataclasses.replace(settings.data, context_length=18, batch_tokens=72),

@@ -120,8 +120,8 @@ def test_reasons_are_those_of_a_shard(settings, monkeypatch):
 
 def test_memory_is_that_of_the_larger_program(settings):
     program = training.Program(settings, sharding.whole_mesh())
-    state = sharding.bytes_per_device(program.abstract)
-    arguments = sharding.bytes_per_device(program.abstract.params)
+    state = summary.bytes_per_device(program.abstract)
+    arguments = summary.bytes_per_device(program.abstract.params)
 
     def compiled(temporary: int) -> types.SimpleNamespace:
         sizes = {"argument": arguments, "output": 0, "alias": 0, "temp": temporary}

@@ -124,7 +124,6 @@ def _predict_update(case, layout, loops):
 
 
 def _predict_norms(case, layout, loops):
-    del case
     # 64 tokens: a product for each term, and the keys and weights that fill the ring.
     tensor = max(layout.head_dim, configs.BLOCK) // configs.BLOCK * 2 * 4 * layout.head_dim // 2
     filled = 2 * configs.BLOCK * layout.head_dim + 4 * configs.BLOCK
