@@ -21,7 +21,7 @@ _seen = contextlib.ExitStack()
 
 
 def pytest_configure(config):
-    """Makes eight CPU devices, keeps the user's cache of compiled programs out, and reduces XLA's compilation effort.
+    """Makes CPU devices for meshes, keeps the user's cache of compiled programs out, and reduces the compiler's effort.
 
     Tests at real sizes compile with the default effort, as users do.
     """

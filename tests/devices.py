@@ -1,11 +1,11 @@
-"""The eight CPU devices of the tests, of which the product sees one unless a test asks for more."""
+"""The CPU devices of the tests, two for each of four axes; the product sees one unless a test asks for more."""
 
 import contextlib
 from collections.abc import Iterator
 
 import jax
 
-COUNT = 8
+COUNT = 16
 _FUNCTIONS = {
     name: getattr(jax, name) for name in ("devices", "local_devices", "device_count", "local_device_count")
 }
