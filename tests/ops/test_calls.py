@@ -24,6 +24,10 @@ def seconds(f, arguments):
 
 # Those that share most of their code with another of them.
 RARE = {
+    "attention",
+    "recurrent",
+    "bidirectional-documents",
+    "kv_cache",
     "reference",
     "recurrent-reference",
     "plain-attention",
