@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -10,17 +11,22 @@ import tempfile
 import jax
 import pytest
 
+from tests import devices
+
 # XLA crashes at Linux's limit of 65,530 memory mappings; a program of an op with its gradients has 50 to 200.
 _MAPPINGS = 20_000
 _CACHE = "JAX_COMPILATION_CACHE_DIR"
 _made: list[str] = []
+_seen = contextlib.ExitStack()
 
 
 def pytest_configure(config):
-    """Keeps the user's cache of compiled programs out of the tests, and reduces XLA's compilation effort.
+    """Makes CPU devices for meshes, keeps the user's cache of compiled programs out, and reduces the compiler's effort.
 
     Tests at real sizes compile with the default effort, as users do.
     """
+    jax.config.update("jax_num_cpu_devices", devices.COUNT)
+    _seen.enter_context(devices.seen(1))
     if _CACHE not in os.environ:
         _made.append(tempfile.mkdtemp(prefix="sympow-jax-tests-"))
         os.environ[_CACHE] = _made[0]
@@ -44,6 +50,7 @@ def _at_real_sizes(config) -> bool:
 
 def pytest_unconfigure():
     """Removes the cache of compiled programs, in the process that made it."""
+    _seen.close()
     for folder in _made:
         shutil.rmtree(folder, ignore_errors=True)
 

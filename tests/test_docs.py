@@ -87,6 +87,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.robust
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if blocks(text, "python")])
 def test_code_of_a_page_runs(page, folder, monkeypatch):
     """Runs all of a page's Python from top to bottom in one namespace."""
@@ -122,6 +123,7 @@ def command_lines(text: str) -> list[str]:
 COMMANDS = {page: lines for page, text in PAGES.items() if (lines := command_lines(text))}
 
 
+@pytest.mark.robust
 @pytest.mark.parametrize("page", COMMANDS)
 def test_command_lines_parse(page, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)

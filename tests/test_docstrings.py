@@ -25,6 +25,7 @@ EVERY = {"sympow_jax.ops": ops, "sympow_jax.layers": layers}
 FUNCTIONS = {name: x for module in EVERY.values() for name, x in public_functions(module)}
 
 
+@pytest.mark.robust
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 def test_example(name):
     function = FUNCTIONS[name]

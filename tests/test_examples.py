@@ -75,6 +75,7 @@ def run_on_devices(name, devices):
     return done.stdout
 
 
+@pytest.mark.robust
 def test_an_explicit_mesh():
     printed = run_on_devices("explicit_mesh", 4)
     assert "output float32[8@data,256,4,32], state float32[8@data,4,528,32]\n" in printed
@@ -82,12 +83,14 @@ def test_an_explicit_mesh():
     assert float(printed.split()[-1]) < 1e-5
 
 
+@pytest.mark.robust
 def test_shard_map():
     printed = run_on_devices("in_shard_map", 4)
     assert "output float32[4@data,256,4@heads,32]\n" in printed
     assert float(printed.split()[-1]) < 1e-5
 
 
+@pytest.mark.robust
 def test_a_trainer_with_its_own_mesh():
     printed = run_on_devices("sharded_trainer", 4)
     assert "query float32[32@data,32@model]\n" in printed
@@ -150,6 +153,7 @@ def ask(port, body, **options):
         return error.code, json.load(error)["error"]
 
 
+@pytest.mark.robust
 @pytest.mark.parametrize("preset", ["conformal", pytest.param("softmax", marks=pytest.mark.slow)])
 def test_a_server_of_concurrent_requests(preset):
     """Five requests share two slots; each text is that of its prompt alone."""
@@ -170,6 +174,7 @@ def test_a_server_of_concurrent_requests(preset):
         assert stopped == texts[0][: texts[0].index(stop)]
 
 
+@pytest.mark.robust
 def test_a_server_survives_its_requests(monkeypatch):
     serve = runpy.run_path(str(EXAMPLES / "serve.py"))
     monkeypatch.setitem(serve["handle"].__globals__, "SECONDS", 0.5)

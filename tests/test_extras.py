@@ -13,6 +13,7 @@ from sympow_jax import extras
 TRAINING = {"grain", "matplotlib", "PIL", "tensorboardX"}
 
 
+@pytest.mark.robust
 def test_ops_layers_and_models_import_nothing_of_training():
     code = f"""
 import sys

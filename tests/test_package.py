@@ -16,6 +16,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.robust
 def test_every_package_is_there_after_one_import():
     folder = pathlib.Path(sympow_jax.__file__).parent
     # Only the command line reaches `commands`.
@@ -53,6 +54,7 @@ def test_the_import_alone_is_quick():
     assert not any(name.startswith("sympow_jax.") for name in modules)
 
 
+@pytest.mark.robust
 def test_packages_import_no_kernels():
     """Modules that are absent after all these imports are absent after each alone."""
     lines = run(

@@ -37,6 +37,7 @@ from orbax.checkpoint import v1 as ocp
 from sympow_jax import config as config_lib
 from sympow_jax import spelling
 from sympow_jax.array_types import Array, Int
+from sympow_jax.config import serialize
 from sympow_jax.process import hosts, workdir
 from sympow_jax.training.state import Params, TrainState
 
@@ -45,10 +46,10 @@ __all__ = ["Checkpoints", "require_checkpoint", "restore_arrays"]
 _DAMAGED = "damaged_checkpoints"
 # Arrays that a step may have been saved without.
 _OPTIONAL = ("opt_state", "average", "skips")
-# Errors that say nothing about content: of memory, of files, and the statuses of TensorStore for either.
+# "TYPE: MESSAGE" of errors that say nothing about content: of memory, of files, and TensorStore's statuses of either.
 _PASSING = re.compile(
-    r"MemoryError|JaxRuntimeError|OSError|PermissionError|"
-    r"RESOURCE_EXHAUSTED|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|PERMISSION_DENIED|INTERNAL"
+    r"(MemoryError|JaxRuntimeError|OSError|PermissionError): |"
+    r"\w+: (RESOURCE_EXHAUSTED|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED|PERMISSION_DENIED|INTERNAL)\b"
 )
 _READ_BYTES = 1 << 20
 
@@ -63,17 +64,24 @@ class Checkpoints:
         """Opens the checkpoints in the workdir `folder`; the newest `training.keep_checkpoints` are kept.
 
         Raises:
-            ValueError: as `workdir.require_path`.
+            ValueError: as `workdir.require_path`, or Orbax cannot read the metadata of a checkpoint.
         """
         workdir.require_path("the workdir", folder)
         self._folder = folder.absolute() / workdir.CHECKPOINTS
         self._config = config
-        self._orbax = ocp.training.Checkpointer(
-            self._folder,
-            preservation_policy=ocp.training.preservation_policies.LatestN(config.training.keep_checkpoints),
-            cleanup_tmp_directories=True,  # leftovers of a killed save
-        )
+        for number in workdir.checkpoint_steps(folder):
+            _require_files(self._folder / str(number))
+        with self._explained("read from"):
+            self._orbax = ocp.training.Checkpointer(
+                self._folder,
+                preservation_policy=ocp.training.preservation_policies.LatestN(
+                    config.training.keep_checkpoints
+                ),
+                cleanup_tmp_directories=True,  # leftovers of a killed save
+            )
+        self._disk = self._folder.stat().st_dev
         self._saving: ocp.AsyncResponse[bool] | None = None
+        self._read_back = False
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -133,7 +141,8 @@ class Checkpoints:
     def save(self, number: int, state: TrainState, position: Any) -> None:
         """Starts to save the state after `number` updates.
 
-        Waits for the previous save first. The arrays of `state` may be donated when this returns.
+        Waits for the previous save first, and for the first one itself, which is read back: it could be nowhere,
+        without an error. The arrays of `state` may be donated when this returns.
 
         Args:
             number: number of updates.
@@ -141,7 +150,7 @@ class Checkpoints:
             position: state of the data iterator; None at its start.
 
         Raises:
-            ValueError: this save cannot start, or the previous one failed.
+            ValueError: this save cannot start, the previous one failed, or the first one cannot be read.
         """
         arrays = _arrays(state)
         metadata = {
@@ -157,36 +166,47 @@ class Checkpoints:
             self._saving = self._orbax.save_checkpointables_async(
                 number, arrays, force=True, custom_metadata=metadata
             )
+        if not self._read_back:
+            self.check(wait=True)
+            # Metadata and the smallest parameter.
+            path, leaf = min(jax.tree_util.tree_leaves_with_path(state.params), key=lambda item: item[1].size)
+            one: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+            for key in reversed(path):
+                one = {key.key: one}
+            with self._explained("read back from"), hosts.all_or_none(), _quiet():
+                loaded = jax.tree.leaves(_load(self._folder, number, {"params": one}, partial=True)[0])[0]
+                shards = zip(loaded.addressable_shards, leaf.addressable_shards, strict=True)
+                if any(not np.array_equal(new.data, old.data) for new, old in shards):
+                    raise _DamagedError("it is not what was saved")
+            self._read_back = True
 
     def check(self, *, wait: bool = False) -> None:
         """Raises ValueError if the last save has failed; with `wait`, waits until it is done."""
         if self._saving is None:
             return
-        with self._explained(), contextlib.suppress(TimeoutError):
-            saving, self._saving = self._saving, None
-            try:
-                saving.result(timeout=None if wait else 0)
-            except TimeoutError:
-                self._saving = saving
-                raise
+        # Not if it waits: Orbax raises TimeoutError for some failures too.
+        with self._explained(), contextlib.nullcontext() if wait else contextlib.suppress(TimeoutError):
+            self._saving.result(timeout=None if wait else 0)
+            self._saving = None
             self._require_folder()
 
     def _require_folder(self) -> None:
-        """Raises OSError if the folder is gone, as after its disk is unmounted: Orbax would make it anew, elsewhere."""
-        if not self._folder.is_dir():
+        """Raises OSError if the folder is gone, or on another disk than at the start.
+
+        If its disk was unmounted, Orbax would make the folder anew where the disk was, and save there.
+        """
+        if not self._folder.is_dir() or self._folder.stat().st_dev != self._disk:
             raise FileNotFoundError("the folder has vanished")
 
     @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
+    def _explained(self, done: str = "saved in") -> Iterator[None]:
         try:
             yield
-        except TimeoutError:
-            raise
         except Exception as error:  # Orbax and TensorStore raise many kinds of errors if they cannot write
             # Some of Orbax's threads wait five minutes for others that have failed.
             hosts.abandon_threads()
             raise ValueError(
-                f"a checkpoint could not be saved in {self._folder}: {_reason(error)}; earlier ones are kept; "
+                f"a checkpoint could not be {done} {self._folder}: {_reason(error)}; earlier ones are kept; "
                 f"make room or repair the folder, then the same command resumes the run"
             ) from error
 
@@ -289,11 +309,11 @@ def _without_empty(arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _load(
-    folder: pathlib.Path, number: int, abstract: dict[str, Any]
+    folder: pathlib.Path, number: int, abstract: dict[str, Any], *, partial: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Reads the arrays of a step, with the shardings of `abstract`, and its metadata, in this process only.
 
-    Those in `_OPTIONAL` are included only if they were saved.
+    Those in `_OPTIONAL` are included only if they were saved. With `partial`, there may be others in the step.
 
     Raises:
         _DamagedError: the files can be read, but are not what was saved as this step.
@@ -301,10 +321,12 @@ def _load(
         OSError: a file cannot be read.
     """
     path = folder / str(number)
+    _require_files(path)
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     try:
-        with ocp.Context(multiprocessing_options=alone):
+        subset = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=partial))
+        with ocp.Context(multiprocessing_options=alone, pytree_options=subset):
             metadata = ocp.checkpointables_metadata(path).custom_metadata
             if missing := {"config", "data", "digest", "fingerprints", "step"} - set(metadata):
                 raise _DamagedError(f"its metadata lacks {', '.join(sorted(missing))}")
@@ -329,7 +351,7 @@ def _load(
         cause: BaseException = error
         while (inner := cause.__cause__ or cause.__context__) and not isinstance(inner, StopIteration):
             cause = inner
-        if _PASSING.search(f"{type(cause).__name__}: {cause}"):
+        if _PASSING.match(f"{type(cause).__name__}: {cause}"):
             raise ValueError(_reason(cause)) from error
         raise _DamagedError(_reason(cause)) from error
 
@@ -338,6 +360,13 @@ def _check(loaded: dict[str, Any], metadata: dict[str, Any]) -> None:
     for name, value in _fingerprints(loaded).items():
         if value != metadata["fingerprints"][name]:
             raise _DamagedError(f"its {name} are not what was saved")
+
+
+def _require_files(path: pathlib.Path) -> None:
+    """Raises ValueError if a step has a pipe or a device, for which TensorStore would wait."""
+    for file in path.rglob("*"):
+        if not file.is_dir():
+            serialize.require_file(file)
 
 
 def _digest(metadata: Mapping[str, Any]) -> str:

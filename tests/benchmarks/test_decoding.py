@@ -6,6 +6,8 @@ import pytest
 
 from benchmarks import decoding
 
+pytestmark = pytest.mark.robust
+
 
 def test_the_plot(tmp_path):
     rows = [

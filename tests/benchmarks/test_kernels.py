@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks import _contenders, _shapes, _timing, kernels
 
+pytestmark = pytest.mark.robust
+
 # b1 n8 T = 1,024.
 TOKENS = 8 * 1024
 

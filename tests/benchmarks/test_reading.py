@@ -9,6 +9,8 @@ pytest.importorskip("tokenizers")
 
 from benchmarks import reading
 
+pytestmark = pytest.mark.robust
+
 
 def test_the_report(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "CASES", [("byte", "jsonl.zst", 0), ("bpe", "parquet", 0)])

@@ -8,6 +8,8 @@ import pytest
 from benchmarks import rounding
 from sympow_jax import config, loop
 
+pytestmark = pytest.mark.robust
+
 
 def test_errors():
     generator = np.random.default_rng(0)

@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks import _rows
 
+pytestmark = pytest.mark.robust
+
 # Measures the row {"number": n}; the first ones have a fault each.
 PROGRAM = """
 import os, sys, time

@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks import _contenders, training
 
+pytestmark = pytest.mark.robust
+
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):

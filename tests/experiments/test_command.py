@@ -10,6 +10,8 @@ from experiments import context_scaling
 from sympow_jax.training import metrics
 from tests import mistakes
 
+pytestmark = pytest.mark.robust
+
 FLAGS = "--scale=tiny", "--variants=softmax"
 
 

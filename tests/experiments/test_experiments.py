@@ -15,6 +15,8 @@ import pytest
 from experiments import _shared, context_scaling, evaluation_context, gating, lrpe, overhead, powers
 from sympow_jax import config
 
+pytestmark = pytest.mark.robust
+
 
 @pytest.fixture(scope="module")
 def experiment(corpus, tmp_path_factory):

@@ -10,6 +10,8 @@ import pytest
 
 from experiments import nt_tasks
 
+pytestmark = pytest.mark.robust
+
 
 def series(task, base, first, length):
     """Computes the series by the equations, with loops."""

@@ -13,6 +13,8 @@ from experiments import nt_tasks
 from sympow_jax import ops
 from tests import mistakes
 
+pytestmark = pytest.mark.robust
+
 EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
 TINY = {"base": 3, "delay": 1, "context": 6, "epochs": 4}
 

@@ -9,6 +9,8 @@ import pytest
 from experiments import _shared, optimizers
 from sympow_jax.evaluation import report
 
+pytestmark = pytest.mark.robust
+
 OPTIONS = _shared.Options(
     scale="tiny",
     paper="gpt2_124m:conformal",

@@ -13,6 +13,8 @@ from experiments import _shared, recall
 from sympow_jax import models
 from tests import mistakes
 
+pytestmark = pytest.mark.robust
+
 SETTING = recall.Setting(keys=40, values=10, noise=7, points=(1, 2, 4, 8, 24), context=32, distances=(3, 50))
 TINY = recall.SETTINGS["tiny"]
 

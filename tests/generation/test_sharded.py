@@ -1,15 +1,106 @@
-"""Tests of generation over simulated devices: the tokens of one device, from states that are sharded."""
+"""Tests of generation over devices: the tokens of one device, from states that are sharded."""
 
-import json
-import os
-import pathlib
-import subprocess
-import sys
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 
-ROOT = pathlib.Path(__file__).parents[2]
+from sympow_jax import config, generation, models
+from sympow_jax.layers import partitioning
+from sympow_jax.training import sharding
+from tests import devices
+from tests.generation import small
+
 D, T = "data", "tensor"
+LENGTHS = (21, 3, 11, 9)
+
+
+def on_mesh(model: models.DecoderLM, sizes: dict) -> models.DecoderLM:
+    """Returns a model whose parameters are sharded as in training."""
+    with devices.seen(math.prod(sizes.values())):
+        mesh = sharding.mesh_of(config.ShardingConfig(**sizes), jax.devices())
+    specs = models.parameter_specs(model)
+    graph, params = nnx.split(model)
+
+    def place(path, x):
+        spec = partitioning.fitted(specs[tuple(key.key for key in path)], x.shape, mesh.shape)
+        return jax.device_put(x, jax.NamedSharding(mesh, spec))
+
+    return nnx.merge(graph, jax.tree_util.tree_map_with_path(place, nnx.to_pure_dict(params)))
+
+
+@functools.cache
+def with_heads(preset: str, kv_heads: int) -> models.DecoderLM:
+    model = small.model(preset)
+    settings = dataclasses.replace(model.config, kv_heads=kv_heads)
+    return model if settings == model.config else models.DecoderLM(settings, rngs=0)
+
+
+def compare(preset: str, kv_heads: int, rows: int, sizes: dict) -> dict:
+    one = with_heads(preset, kv_heads)
+    model = on_mesh(one, sizes)
+    program = generation.Program(model)
+    prompts = [row[:length].tolist() for row, length in zip(small.tokens(rows, 40), LENGTHS)]
+    sampling = generation.Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.1)
+    options = {"max_tokens": 24, "sampling": sampling, "samples": 2, "block": 8}
+    expected, actual = (
+        np.concatenate(list(generation.generate(x, prompts, **options)), axis=1) for x in (one, model)
+    )
+    # A KV cache where there is one.
+    states = [program.init_state(rows, max_length=24)]
+    lengths = np.array(LENGTHS[:rows])
+    logits, state = program.prefill(small.tokens(rows, 21), lengths, initial_state=states[0])
+    states += [state, program.decode(state, logits.argmax(-1))[1]]
+    if None not in model.kv_cache_lengths:
+        states.append(program.fold(state))
+    specs = [
+        {jax.tree_util.keystr(path[2:]): spec(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
+        for state in states
+    ]
+    return {"equal": bool((actual == expected).all()), "varied": len(np.unique(actual)), "specs": specs}
+
+
+def move_rows() -> list:
+    """Returns a case, the types of its results, and whether these equal those of one device, for each kind of mesh."""
+    tree = {"logits": np.arange(32, dtype=np.float32).reshape(4, 8), "position": np.arange(4, dtype=np.int32)}
+    calls = {
+        "fork": lambda x: generation.fork(x, 2),
+        "take": lambda x: generation.take(x, 2),
+        "take_traced": lambda x: generation.take(x, jnp.int32(2)),
+        "insert": lambda x: generation.insert(x, 2, generation.take(x, 1)),
+        "insert_from_host": lambda x: generation.insert(x, 2, jax.tree.map(lambda y: y[1:2], tree)),
+    }
+    results = []
+    for kind, (name, call) in itertools.product(jax.sharding.AxisType.__members__.values(), calls.items()):
+        if kind is jax.sharding.AxisType.Manual:
+            continue
+        mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2)
+        shardings = {"logits": jax.P("data", "tensor"), "position": jax.P("data")}
+        placed = {
+            field: jax.device_put(x, jax.NamedSharding(mesh, shardings[field])) for field, x in tree.items()
+        }
+        expected = call(tree)
+        for scope, jitted in itertools.product((contextlib.nullcontext(), jax.set_mesh(mesh)), (False, True)):
+            with scope:
+                actual = (jax.jit(call) if jitted else call)(placed)
+            equal = all(np.array_equal(actual[field], expected[field]) for field in tree)
+            results.append([kind.name, name, [str(jax.typeof(x)) for x in actual.values()], equal])
+    return results
+
+
+def spec(x: jax.Array) -> list:
+    """Returns the axes that shard each dimension, without a tail of None."""
+    axes = list(x.sharding.spec)
+    while axes and axes[-1] is None:
+        axes.pop()
+    return axes
 
 
 def axes(rows, heads):
@@ -27,22 +118,9 @@ def axes(rows, heads):
     )
 
 
-def run(cases):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.generation.sharded", *map(json.dumps, cases)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-def check(case, rows, heads):
+def check(preset, kv_heads, prompts, sizes, rows, heads):
     """Checks tokens and states, whose rows and key/value heads should be sharded over these axes."""
-    (result,) = run([case])
+    result = compare(preset, kv_heads, prompts, sizes)
     assert result["equal"]
     assert result["varied"] > 10
     cache, recurrent = axes(rows, heads)
@@ -54,7 +132,7 @@ def check(case, rows, heads):
 
 
 def test_rows_are_moved_on_every_kind_of_mesh():
-    (results,) = run(["rows"])
+    results = move_rows()
     assert len(results) == 2 * 5 * 2 * 2
     types = {
         "fork": ["float32[8@data,8@tensor]", "int32[8@data]"],
@@ -69,15 +147,15 @@ def test_rows_are_moved_on_every_kind_of_mesh():
 
 @pytest.mark.slow
 def test_a_kv_cache_and_a_recurrent_state():
-    check(("conformal", 2, 4, {D: 4, T: 2}), D, T)
+    check("conformal", 2, 4, {D: 4, T: 2}, D, T)
 
 
 @pytest.mark.slow
 def test_a_kv_cache_alone():
-    check(("softmax", 4, 4, {D: 2, T: 4}), D, T)
+    check("softmax", 4, 4, {D: 2, T: 4}, D, T)
 
 
 @pytest.mark.slow
 def test_axes_that_do_not_divide():
     """Every device has all rows, and all heads."""
-    check(("conformal", 2, 3, {D: 2, T: 4}), None, None)
+    check("conformal", 2, 3, {D: 2, T: 4}, None, None)

@@ -5,7 +5,7 @@ import time
 import jax
 import pytest
 
-from tests.ops import meshes
+from tests.ops import test_meshes
 
 _events = []
 jax.monitoring.register_event_duration_secs_listener(lambda name, seconds, **_: _events.append(name))
@@ -24,6 +24,10 @@ def seconds(f, arguments):
 
 # Those that share most of their code with another of them.
 RARE = {
+    "attention",
+    "recurrent",
+    "bidirectional-documents",
+    "kv_cache",
     "reference",
     "recurrent-reference",
     "plain-attention",
@@ -41,10 +45,10 @@ RARE = {
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in meshes.OPS]
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in test_meshes.OPS]
 )
 def test_a_second_call_compiles_nothing(name):
-    f, arguments, _, _ = meshes.OPS[name]()
+    f, arguments, _, _ = test_meshes.OPS[name]()
     jax.block_until_ready(f(**arguments))
     _events.clear()
     jax.block_until_ready(f(**arguments))

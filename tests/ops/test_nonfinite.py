@@ -111,7 +111,10 @@ def outputs_and_gradients(name):
     ("name", "packed"),
     [
         *((name, True) for name in EVERY),
-        *(pytest.param(name, False, marks=() if name in POWER else pytest.mark.slow) for name in EVERY),
+        *(
+            pytest.param(name, False, marks=() if name == "power xla chunked" else pytest.mark.slow)
+            for name in EVERY
+        ),
     ],
 )
 def test_nonfinite_tokens_reach_only_tokens_that_attend_to_them(name, packed):

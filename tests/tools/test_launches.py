@@ -7,6 +7,8 @@ import pytest
 from tests.pallas_kernels import marks
 from tools import h100, launches
 
+pytestmark = pytest.mark.robust
+
 PROGRAM = """HloModule jit_f
 
 %fused (p: f32[4,8]) -> bf16[4,8] {

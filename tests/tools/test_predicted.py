@@ -4,6 +4,8 @@ import pytest
 
 from tools import predicted
 
+pytestmark = pytest.mark.robust
+
 TABLE = {
     "batch": 1,
     "heads": 8,

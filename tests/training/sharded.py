@@ -1,17 +1,7 @@
-"""Trains a small model over simulated devices, for tests: three updates, or the collectives of one.
-
-    python -m tests.training.sharded train PRESET '{"data": 2, "context": 4}' ...
-    python -m tests.training.sharded collectives PRESET '{...}'
-    python -m tests.training.sharded optimizers PRESET '{...}'
-
-The last makes two updates of each optimizer. Prints a line of JSON for each sharding layout. Runs in a separate
-process, since it needs more devices than the other tests have.
-"""
+"""Trains a small model over several devices, for tests: three updates, the collectives of one, or optimizers alone."""
 
 import dataclasses
-import json
 import math
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +9,14 @@ import numpy as np
 import optax
 
 from sympow_jax import config, models, training
-from sympow_jax.config import optimizer as config_optimizer
-from sympow_jax.training import optimizer, sharding
+from sympow_jax.training import sharding
+from tests import devices
 from tests.models import families
 from tests.ops import cases
 from tests.training import collectives
 
 ROWS, CONTEXT, WINDOW = 8, 64, 8
+LOSS_BOUND, GRADIENT_BOUND = 1e-5, 2e-5
 
 
 def settings(preset: str, arrangement: dict) -> config.Config:
@@ -70,6 +61,12 @@ def settings(preset: str, arrangement: dict) -> config.Config:
         training=config.TrainingConfig(scan_layers=scan_layers),
         sharding=config.ShardingConfig(**sizes),
     )
+
+
+def mesh_of(of: config.Config) -> jax.sharding.Mesh:
+    """Returns the mesh of a run on as many devices as its arrangement has."""
+    with devices.seen(math.prod(size or 1 for size in dataclasses.asdict(of.sharding).values())):
+        return sharding.make_mesh(of)
 
 
 def batch() -> dict[str, np.ndarray]:
@@ -124,10 +121,10 @@ def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list
     return losses, gradients
 
 
-def compare(preset: str, arrangements: list[dict]) -> None:
-    """Prints the difference of each sharding layout from one device.
+def check(preset: str, arrangements: list[dict]) -> None:
+    """Checks that each sharding layout trains as one device does.
 
-    For losses it is relative, for gradients that of the worst parameter.
+    Errors of losses are relative, that of gradients is of the worst parameter.
     """
     expected = {}
     for arrangement in arrangements:
@@ -135,74 +132,54 @@ def compare(preset: str, arrangements: list[dict]) -> None:
         if of.model.num_kv_heads not in expected:
             one = dataclasses.replace(
                 of,
+                model=dataclasses.replace(of.model, remat="none"),
                 training=config.TrainingConfig(scan_layers=False),
                 sharding=config.ShardingConfig(),
-                optimizer=_whole(of.optimizer),
+                optimizer=dataclasses.replace(of.optimizer, accumulate=1),
             )
-            one = dataclasses.replace(one, model=dataclasses.replace(of.model, remat="none"))
-            expected[of.model.num_kv_heads] = train(one, sharding.whole_mesh(jax.devices()[:1]))
-        losses, gradients = train(of, sharding.make_mesh(of))
+            expected[of.model.num_kv_heads] = train(one, mesh_of(one))
+        losses, gradients = train(of, mesh_of(of))
         wanted, wanted_gradients = expected[of.model.num_kv_heads]
+        np.testing.assert_allclose(losses, wanted, rtol=LOSS_BOUND, err_msg=str(arrangement))
         # A bias of the keys does not change softmax, so its gradient is only rounding.
         natural = max(float(np.sqrt(np.mean(np.square(x)))) for x in wanted_gradients)
-        print(
-            json.dumps(
-                {
-                    "loss": max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)),
-                    "gradient": max(
-                        cases.error(found, other, natural)
-                        for found, other in zip(gradients, wanted_gradients)
-                    ),
-                    "falls": losses[2] < losses[0],
-                }
-            ),
-            flush=True,
-        )
+        for found, other in zip(gradients, wanted_gradients, strict=True):
+            assert cases.error(found, other, natural) <= GRADIENT_BOUND, arrangement
+        assert losses[2] < losses[0], arrangement
 
 
-def _whole(optimizer: config.OptimizerConfig) -> config.OptimizerConfig:
-    return dataclasses.replace(optimizer, accumulate=1)
+def exchanged(preset: str, arrangement: dict) -> list[collectives.Collective]:
+    """Returns the collectives of an update."""
+    of = settings(preset, arrangement)
+    mesh = mesh_of(of)
+    shapes = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.batch_sharding(mesh))
+        for name, x in batch().items()
+    }
+    program = training.Program(of, mesh)
+    compiled = program.update.lower(program.abstract, shapes).compile()
+    return collectives.collectives(compiled.as_text(), mesh)
 
 
-def exchanged(preset: str, arrangements: list[dict]) -> None:
-    """Prints the collectives of an update."""
-    for arrangement in arrangements:
-        of = settings(preset, arrangement)
-        mesh = sharding.make_mesh(of)
-        shapes = {
-            name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.batch_sharding(mesh))
-            for name, x in batch().items()
-        }
-        program = training.Program(of, mesh)
-        compiled = program.update.lower(program.abstract, shapes).compile()
-        found = collectives.collectives(compiled.as_text(), mesh)
-        print(json.dumps([dataclasses.astuple(x) for x in found]), flush=True)
+def check_optimizer(preset: str, arrangement: dict, name: str) -> None:
+    """Checks the parameters after two updates of an optimizer, with random gradients, so that it alone is compiled."""
+    decay = {} if name == "adam" else {"weight_decay": 0.1}
+    made = config.OptimizerConfig(name=name, learning_rate=0.01, clip_norm=1.0, **decay)
+    assert _difference(preset, arrangement, made, _updated) <= GRADIENT_BOUND
 
 
-def optimizers(preset: str, arrangements: list[dict]) -> None:
-    """Prints the worst difference of a parameter from one device, after updates of each optimizer.
-
-    The gradients are random, so that only the optimizers are compiled. Updates of the last are those of the program,
-    with a z-loss.
-    """
-    optimizer.FACTORED_SIZE = 32
-    for arrangement in arrangements:
-        worst = {}
-        for name in config_optimizer.OPTIMIZERS:
-            decay = {} if name == "adam" else {"weight_decay": 0.1}
-            made = config.OptimizerConfig(name=name, learning_rate=0.01, clip_norm=1.0, **decay)
-            worst[name] = _difference(preset, arrangement, made, _updated)
-        made = config.OptimizerConfig(name="muon", learning_rate=0.01, z_loss=0.1, ema_decay=0.5)
-        worst["program"] = _difference(preset, arrangement, made, _trained)
-        print(json.dumps(worst), flush=True)
+def check_program(preset: str, arrangement: dict) -> None:
+    """Checks the parameters after two updates of a program with muon and a z-loss."""
+    made = config.OptimizerConfig(name="muon", learning_rate=0.01, z_loss=0.1, ema_decay=0.5)
+    assert _difference(preset, arrangement, made, _trained) <= GRADIENT_BOUND
 
 
 def _difference(preset: str, arrangement: dict, optimizer: config.OptimizerConfig, update) -> float:
     """Returns the worst relative difference of a parameter between the devices of an arrangement and one."""
     many = dataclasses.replace(settings(preset, arrangement), optimizer=optimizer)
     one = dataclasses.replace(many, sharding=config.ShardingConfig())
-    found = update(training.Program(many, sharding.make_mesh(many)))
-    expected = update(training.Program(one, sharding.whole_mesh(jax.devices()[:1])))
+    found = update(training.Program(many, mesh_of(many)))
+    expected = update(training.Program(one, mesh_of(one)))
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
     return max(cases.error(np.asarray(a), np.asarray(b), 0.01) for a, b in pairs)
 
@@ -236,10 +213,3 @@ def _trained(program: training.Program):
     for _ in range(2):
         state, metrics = program.update(state, placed)
     return state.params, state.average, metrics["z_loss"]
-
-
-if __name__ == "__main__":
-    chosen = [json.loads(text) for text in sys.argv[3:]]
-    names = ("data", "fsdp", "tensor", "context")
-    jax.config.update("jax_num_cpu_devices", max(math.prod(x.get(name, 1) for name in names) for x in chosen))
-    {"train": compare, "collectives": exchanged, "optimizers": optimizers}[sys.argv[1]](sys.argv[2], chosen)

@@ -105,7 +105,13 @@ def test_states_are_restored_to_the_bit_though_donated(tmp_path, settings, with_
         shutil.rmtree(folder / "checkpoints" / str(number))
 
 
-@pytest.mark.parametrize("name", ["run[1]", "a*b/run", "what?", "back\\slash/run"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "run[1]",
+        *(pytest.param(name, marks=pytest.mark.robust) for name in ("a*b/run", "what?", "back\\slash/run")),
+    ],
+)
 def test_a_path_that_orbax_globs_is_refused_and_a_link_to_it_is_not(tmp_path, settings, name):
     folder = tmp_path / name
     with pytest.raises(ValueError, match=r"need a path without .: rename"):
@@ -118,14 +124,48 @@ def test_a_path_that_orbax_globs_is_refused_and_a_link_to_it_is_not(tmp_path, se
         checkpoint.require_checkpoint(folder)
 
 
+def test_the_first_save_is_read_back(tmp_path, settings, monkeypatch):
+    monkeypatch.setattr(workdir, "require_path", lambda *_: None)
+    with pytest.raises(ValueError, match=r"could not be read back from .*\[1\]/checkpoints: NOT_FOUND"):
+        _save(tmp_path / "run[1]", settings)
+
+
 def test_the_newest_are_kept(tmp_path, settings):
     _save(tmp_path, settings, numbers=range(1, 6))
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
 
 
-@pytest.mark.parametrize("damage", [_truncate, _flip, pathlib.Path.unlink])
 @pytest.mark.parametrize(
-    "pattern", ["params/ocdbt.process_0/d/*", "opt_state/manifest.ocdbt", "_CHECKPOINT_METADATA"]
+    "pattern",
+    [
+        "params/ocdbt.process_0/d/*",
+        *(
+            pytest.param(name, marks=pytest.mark.robust)
+            for name in ("_CHECKPOINT_METADATA", "params/manifest.ocdbt")
+        ),
+    ],
+)
+def test_a_pipe_in_a_step_is_not_waited_for(tmp_path, settings, pattern):
+    _save(tmp_path, settings)
+    path = _files(tmp_path, 2, pattern)[0]
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="is a pipe or a device"):
+        _restore(tmp_path, settings)
+    with pytest.raises(ValueError, match=r"step 2 .* cannot be read, .* is a pipe or a device"):
+        training.restore_model(tmp_path)
+
+
+# One of each kind; the rest of the grid is robust.
+@pytest.mark.parametrize(
+    ("damage", "pattern"),
+    [
+        pytest.param(damage, pattern, marks=() if i == j else pytest.mark.robust)
+        for i, damage in enumerate((_flip, _truncate, pathlib.Path.unlink))
+        for j, pattern in enumerate(
+            ("params/ocdbt.process_0/d/*", "opt_state/manifest.ocdbt", "_CHECKPOINT_METADATA")
+        )
+    ],
 )
 def test_a_damaged_step_falls_back(tmp_path, settings, capfd, damage, pattern):
     copies = _save(tmp_path, settings)
@@ -219,14 +259,14 @@ def _assert_not_restored(folder: pathlib.Path, settings: config.Config, capfd, m
     assert not (folder / "damaged_checkpoints").exists()
 
 
-@pytest.mark.parametrize("target", ["itself", "nowhere"])
+@pytest.mark.parametrize("target", ["itself", pytest.param("nowhere", marks=pytest.mark.robust)])
 @pytest.mark.parametrize(
     "pattern",
     [
         "params/ocdbt.process_0/d/*",
         pytest.param("opt_state/manifest.ocdbt", marks=pytest.mark.slow),
         pytest.param("params/_METADATA", marks=pytest.mark.slow),
-        "_CHECKPOINT_METADATA",
+        pytest.param("_CHECKPOINT_METADATA", marks=pytest.mark.robust),
     ],
 )
 def test_a_file_that_cannot_be_read_is_not_damage(tmp_path, settings, capfd, pattern, target):
@@ -246,10 +286,12 @@ def test_a_file_that_cannot_be_read_is_not_damage(tmp_path, settings, capfd, pat
 @pytest.mark.parametrize(
     ("error", "match"),
     [
-        (MemoryError(), "MemoryError"),
+        pytest.param(MemoryError(), "MemoryError", marks=pytest.mark.robust),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "Out of memory"),
         (ValueError("RESOURCE_EXHAUSTED: Error opening zarr3 driver"), "RESOURCE_EXHAUSTED"),
-        (ValueError("UNAVAILABLE: Error reading a file"), "UNAVAILABLE"),
+        pytest.param(
+            ValueError("UNAVAILABLE: Error reading a file"), "UNAVAILABLE", marks=pytest.mark.robust
+        ),
         (OSError(5, "Input/output error", "manifest.ocdbt"), "Input/output error: 'manifest.ocdbt'"),
     ],
 )

@@ -99,7 +99,7 @@ def test_ten_steps_equal_five_and_five(tmp_path, with_training, batches):
     assert found == expected
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.zst"])
+@pytest.mark.parametrize("name", ["a.parquet", pytest.param("a.jsonl.zst", marks=pytest.mark.robust)])
 def test_a_run_on_a_corpus_is_resumed_with_other_workers(tmp_path, with_training, name):
     pytest.importorskip("pyarrow")
     write = builders.write_parquet if name == "a.parquet" else builders.write_jsonl
@@ -320,7 +320,13 @@ def test_a_loss_that_is_not_finite(tmp_path, settings, prompts):
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        *(pytest.param(number, marks=pytest.mark.robust) for number in (signal.SIGTERM, signal.SIGUSR1)),
+    ],
+)
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, monkeypatch, capsys, number):
     report = metrics.Reporter.report
 
@@ -401,6 +407,7 @@ def _command(settings: config.Config, workdir: pathlib.Path, *more: str) -> list
     return [sys.executable, "train.py", *arguments]
 
 
+@pytest.mark.robust
 def test_ctrl_c_and_kill(tmp_path, settings, compilation_cache):
     workdir = tmp_path / "run"
     command = _command(
@@ -433,6 +440,7 @@ def test_ctrl_c_and_kill(tmp_path, settings, compilation_cache):
     assert list(_losses(workdir)) == list(range(1, stopped + 1))
 
 
+@pytest.mark.robust
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_while_compiling_ends_at_once(tmp_path, settings, monkeypatch, capfd):
     compile_it = jax.stages.Lowered.compile
@@ -501,6 +509,7 @@ def test_an_error_of_the_held_out_loss_comes_before_the_first_update(tmp_path, s
     assert not (tmp_path / "metrics.jsonl").read_text()
 
 
+@pytest.mark.robust
 def test_a_mistake_is_one_line(tmp_path, settings):
     command = _command(settings, tmp_path / "run", "--config.model.layer=3")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -82,9 +82,7 @@ class Source:
             heldout=heldout,
         )
 
-    def rows(
-        self, pack: Callable[[documents.Spans], rows.Rows], *, vocab_size: int
-    ) -> stream.CorpusRows:
+    def rows(self, pack: Callable[[documents.Spans], rows.Rows], *, vocab_size: int) -> stream.CorpusRows:
         """Returns the training rows, which `pack` makes of documents. Only the start of the first file is read."""
         return stream.CorpusRows(
             self._encoding(vocab_size=vocab_size, heldout=False),

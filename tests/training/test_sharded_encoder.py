@@ -1,22 +1,15 @@
-"""Trains a small encoder with batch normalization over simulated devices, for tests.
-
-    python -m tests.training.sharded_encoder TASK '{"data": 2, "fsdp": 2}' ...
-
-Prints a line of JSON for each sharding layout: the differences of losses, parameters and running means from those of
-one device after two updates. Runs in a separate process, since it needs more devices than the other tests have.
-"""
+"""Tests that a small encoder with batch normalization trains over several devices as on one."""
 
 import dataclasses
-import json
-import sys
 
 import jax
 import numpy as np
+import pytest
 
 from sympow_jax import config, training
 from sympow_jax.training import sharding
 from tests.ops import cases
-from tests.training import test_tasks
+from tests.training import sharded, test_tasks
 
 
 def settings(task: str, arrangement: dict) -> config.Config:
@@ -63,8 +56,9 @@ def first_state(program: training.Program) -> training.TrainState:
     return dataclasses.replace(state, params=jax.tree_util.tree_map_with_path(shifted, state.params))
 
 
-def train(task: str, of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list[np.ndarray]]:
+def train(task: str, of: config.Config) -> tuple[list[float], list[np.ndarray]]:
     """Returns the losses of two updates on `batch(task)`, and parameters and running means after them."""
+    mesh = sharded.mesh_of(of)
     program = training.Program(of, mesh)
     state = first_state(program)
     rows, losses = sharding.place_batch(batch(task), mesh), []
@@ -74,20 +68,19 @@ def train(task: str, of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[f
     return losses, [np.asarray(x) for x in jax.tree.leaves((state.params, state.statistics))]
 
 
-if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 4)
-    task, *arrangements = sys.argv[1:]
-    wanted, expected = train(task, settings(task, {}), sharding.whole_mesh(jax.devices()[:1]))
-    for text in arrangements:
-        of = settings(task, json.loads(text))
-        losses, found = train(task, of, sharding.make_mesh(of))
-        print(
-            json.dumps(
-                {
-                    "loss": max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True)),
-                    "state": max(map(cases.error, found, expected)),
-                    "falls": losses[1] < losses[0],
-                }
-            ),
-            flush=True,
-        )
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "arrangements"),
+    [
+        ("classification", [{"data": 2, "fsdp": 2}, {"data": 2, "tensor": 2}, {"fsdp": 4}]),
+        ("masked_token", [{"fsdp": 2, "tensor": 2}, {"data": 4}]),
+        ("dual_encoder", [{"data": 2, "tensor": 2}, {"fsdp": 4}]),
+    ],
+)
+def test_encoders_over_devices_are_those_of_one(task, arrangements):
+    wanted, expected = train(task, settings(task, {}))
+    for arrangement in arrangements:
+        losses, found = train(task, settings(task, arrangement))
+        np.testing.assert_allclose(losses, wanted, rtol=sharded.LOSS_BOUND, err_msg=str(arrangement))
+        assert max(map(cases.error, found, expected)) <= sharded.GRADIENT_BOUND, arrangement
+        assert losses[1] < losses[0], arrangement
