@@ -105,7 +105,11 @@ def generate(
     room: int | None = padded + -(-max_tokens // block) * block
     limits = [limit for limit in model.kv_cache_lengths if limit is not None]
     if len(limits) == len(model.kv_cache_lengths):
-        room = min(*limits, room) if padded + block <= min(limits) else None
+        room = (
+            min([*limits, padded + -(-max_tokens // block) * block])
+            if padded + block <= min(limits)
+            else None
+        )
 
     tokens = np.zeros((len(prompts), padded), np.int64)
     for row, prompt in enumerate(prompts):

@@ -142,7 +142,7 @@ def load(
             return jax.make_array_from_callback(
                 shape,
                 jax.sharding.NamedSharding(mesh, spec),
-                lambda index: block(tuple(x.indices(length)[:2] for x, length in zip(index, shape))),
+                lambda index: block(tuple(x.indices(length)[:2] for x, length in zip(index or (), shape))),
             )
 
         filled = [

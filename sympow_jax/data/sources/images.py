@@ -134,7 +134,7 @@ class Images:
                 raise ValueError("it has more than 8 bits a channel")
             image = opened.convert("L" if config.image_tokens else "RGB")
         if config.image_tokens:
-            inputs = np.asarray(image, np.int32).reshape(-1)
+            inputs: np.ndarray = np.asarray(image, np.int32).reshape(-1)
         else:
             crop = _crop(image, config.image_size, np.random.default_rng(key) if self._vary else None)
             mean, deviation = (255 * np.array(s, np.float32) for s in _STATISTICS)
