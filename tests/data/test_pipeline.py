@@ -30,26 +30,16 @@ def config(request, tmp_path):
     )
 
 
-def assert_same(left, right):
-    assert left.keys() == right.keys()
-    for name in left:
-        np.testing.assert_array_equal(left[name], right[name])
-
-
 def skip_without_package(source):
     if source in ("parquet", "jsonl"):
         pytest.importorskip("pyarrow")
-
-
-def stacked(rows):
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
 
 def test_a_row_is_a_function_of_its_index(config):
     one, other = (data.train_dataset(config, vocab_size=256) for _ in range(2))
     in_order = [one[i] for i in range(60)]
     for i in reversed(range(60)):
-        assert_same(other[i], in_order[i])
+        builders.assert_same(other[i], in_order[i])
 
 
 def test_every_epoch_has_every_row_in_another_order(config):
@@ -73,47 +63,15 @@ def test_an_iterator_resumes_from_one_integer(config, start):
     resumed = iterator()
     resumed.set_state(state)
     for batch in batches[start:]:
-        assert_same(next(resumed), batch)
+        builders.assert_same(next(resumed), batch)
     rows = data.train_dataset(config, vocab_size=256)
     for i, batch in enumerate(batches):
-        assert_same(batch, stacked([rows[4 * i + k] for k in range(4)]))
-
-
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_processes_read_shards_of_the_same_batches(config, processes):
-    dataset = data.train_dataset(config, vocab_size=256)
-    whole = dataset.batches(4)
-    parts = [dataset.batches(4, share=p, shares=processes) for p in range(processes)]
-    for batch, *shares in itertools.islice(zip(whole, *parts), 10):
-        assert all(len(share["inputs"]) == 4 // processes for share in shares)
-        assert_same({name: np.concatenate([share[name] for share in shares]) for name in shares[0]}, batch)
+        builders.assert_same(batch, builders.stacked([rows[4 * i + k] for k in range(4)]))
 
 
 def test_a_batch_that_processes_cannot_shard(config):
     with pytest.raises(ValueError, match="a batch has 4 rows, which cannot be divided into 3 equal shards"):
         data.train_dataset(config, vocab_size=256).batches(4, shares=3)
-
-
-def test_seed_changes_the_order_only(tmp_path):
-    path = builders.write_bin(tmp_path / "a.bin", builders.numbered([8] * 12))
-    orders = []
-    for seed in (0, 1):
-        config = builders.data_config(
-            source="tokens", paths=(path,), heldout_fraction=0.0, packing="documents", seed=seed
-        )
-        dataset = data.train_dataset(config, vocab_size=256)
-        orders.append([tuple(dataset[i]["inputs"].tolist()) for i in range(12)])
-    assert sorted(orders[0]) == sorted(orders[1])
-    assert orders[0] != orders[1]
-
-
-def test_a_bad_id_is_an_error_of_one_line(config):
-    batches = data.train_dataset(config, vocab_size=100).batches(4)
-    with pytest.raises(
-        ValueError, match=r"a\.bin \(document at token 100\) holds id 109, but model\.vocab_size"
-    ) as raised:
-        list(itertools.islice(batches, 4))
-    assert "\n" not in str(raised.value)
 
 
 def test_heldout_documents(tmp_path):
@@ -184,14 +142,16 @@ def test_every_task_resumes_and_shards_its_batches(task_and_data):
     rows = dataset()
     read = list(itertools.islice(rows.batches(4), 8))
     for i, batch in enumerate(read):
-        assert_same(batch, stacked([rows[4 * i + k] for k in range(4)]))
+        builders.assert_same(batch, builders.stacked([rows[4 * i + k] for k in range(4)]))
     resumed = dataset().batches(4)
     resumed.set_state({"next_index": 5})
     for batch in read[5:]:
-        assert_same(next(resumed), batch)
+        builders.assert_same(next(resumed), batch)
     parts = [rows.batches(4, share=share, shares=2) for share in range(2)]
     for batch, *shares in zip(read, *parts):
-        assert_same({name: np.concatenate([share[name] for share in shares]) for name in batch}, batch)
+        builders.assert_same(
+            {name: np.concatenate([share[name] for share in shares]) for name in batch}, batch
+        )
 
 
 def test_every_task_has_its_held_out_rows_in_order(task_and_data):
@@ -199,7 +159,7 @@ def test_every_task_has_its_held_out_rows_in_order(task_and_data):
     once, again = (list(data.HeldoutData(config, task, vocab_size=256).batches(2)) for _ in range(2))
     assert len(once) == len(again) == 2
     for one, other in zip(once, again):
-        assert_same(one, other)
+        builders.assert_same(one, other)
     train = next(data.train_dataset(config, task=task, vocab_size=256).batches(2))
     assert {name: (value.shape, value.dtype) for name, value in once[1].items()} == {
         name: (value.shape, value.dtype) for name, value in train.items()
@@ -211,18 +171,18 @@ def test_every_task_has_its_held_out_rows_in_order(task_and_data):
     # One batch may hold them all.
     (large,) = data.HeldoutData(config, task, vocab_size=256).batches(7)
     rows = {name: np.concatenate([batch[name] for batch in once])[:3] for name in large}
-    assert_same({name: value[:3] for name, value in large.items()}, rows)
+    builders.assert_same({name: value[:3] for name, value in large.items()}, rows)
 
 
 def test_the_held_out_batch_is_shared_and_padded(task_and_data):
     task, config = task_and_data
     config = dataclasses.replace(config, batch_tokens=4 * config.context_length)
     whole = data.HeldoutData(config, task, vocab_size=256).sample()
-    assert_same(whole, data.HeldoutData(config, task, vocab_size=256).sample())
+    builders.assert_same(whole, data.HeldoutData(config, task, vocab_size=256).sample())
     parts = [
         data.HeldoutData(config, task, vocab_size=256).sample(share=share, shares=2) for share in range(2)
     ]
-    assert_same({name: np.concatenate([part[name] for part in parts]) for name in whole}, whole)
+    builders.assert_same({name: np.concatenate([part[name] for part in parts]) for name in whole}, whole)
     answers = whole["labels" if "labels" in whole else "targets"].reshape(4, -1)
     counted = ~np.isnan(answers) if task.name == "regression" else answers != -1
     assert counted.any(axis=1).tolist() == [True, True, True, False]
@@ -324,16 +284,8 @@ def test_the_end_of_a_named_file_is_held_out(tmp_path, size, pieces):
 @pytest.mark.parametrize(
     ("source", "task", "message"),
     [
-        (
-            "text",
-            "classification",
-            r"'classification', but data\.source 'text' is for next_token and match_attention and masked_token",
-        ),
-        (
-            "tsv",
-            "masked_token",
-            r"'masked_token', but data\.source 'tsv' is for classification and regression",
-        ),
+        ("text", "classification", r"'classification', but data\.source 'text' is for next_token and"),
+        ("tsv", "masked_token", r"'masked_token', but data\.source 'tsv' is for classification and"),
         ("images", "regression", r"'regression', but data\.source 'images' is for classification; change"),
         ("listops", "next_token", r"'next_token', but data\.source 'listops' is for classification; change"),
     ],
@@ -407,9 +359,7 @@ def test_no_remote_file_is_both_trained_on_and_held_out():
     settings = builders.data_config(
         source="jsonl", paths=("memory://apart/*.jsonl",), heldout_paths=("memory://apart/val-*.jsonl",)
     )
-    with pytest.raises(
-        ValueError, match=r"share 1 of what they name, such as memory:///apart/val-0\.jsonl; change"
-    ):
+    with pytest.raises(ValueError, match=r"share 1 of what they name, such as"):
         data.require_held_apart(settings, settings)
     apart = dataclasses.replace(settings, paths=("memory://apart/train-*.jsonl",))
     data.require_held_apart(apart, apart)
@@ -491,9 +441,7 @@ def test_no_run_reads_its_own_or_another_workdir(tmp_path, monkeypatch, setting,
     if run is None:
         data.require_outside_runs(settings, pathlib.Path(workdir))
         return
-    with pytest.raises(
-        ValueError, match=rf"^data\.{setting}: '{re.escape(paths)}' stands for .* workdir .*/{run};"
-    ):
+    with pytest.raises(ValueError, match=rf"^data\.{setting}: '{re.escape(paths)}' stands for .* workdir"):
         data.require_outside_runs(settings, pathlib.Path(workdir))
 
 

@@ -119,17 +119,6 @@ def test_longcrawl64_in_several_bands_of_chunks(folder, monkeypatch):
     assert {bytes(document[1:].astype(np.uint8)) for document in source} <= whole
 
 
-def test_tokenizers_file(word_tokenizer):
-    run("--format=bin", "--out=a.bin", f"--tokenizer={word_tokenizer}")
-    assert stored("a.bin").tolist() == [1, 2, 3, 7, 0, 4, 7, 9, 7]
-    description = record("a.bin")
-    assert (description["vocab_size"], description["separator"], description["tokenizer"]) == (
-        10,
-        7,
-        os.path.abspath("words.json"),
-    )
-
-
 @pytest.mark.parametrize(
     ("layout", "source", "out"),
     [("bin", "tokens", "a, 'b'/it.bin"), ("longcrawl64", "longcrawl64", "~/$x.zarr")],
@@ -149,36 +138,17 @@ def test_the_printed_command_trains_on_the_output(
     assert data.compare_metadata(config)[1] == []
 
 
-def test_text_that_spells_a_special_token_is_text(folder, word_tokenizer):
-    loaded = tokenizer.load(word_tokenizer)
-    assert loaded.separator == 7
-    assert 7 not in loaded.encode(b"the <|endoftext|> first").tolist()
-
-
 def test_large_vocabularies_use_four_bytes(word_tokenizer):
-    for layout, out in (("bin", "a.bin"), ("longcrawl64", "a.zarr")):
-        run(
-            f"--format={layout}",
-            f"--out={out}",
-            "--tokenizer=words.json",
-            "--separator=70000",
-            "--row_tokens=3",
-        )
-    assert stored("a.bin", "<u4").tolist() == [1, 2, 3, 70_000, 0, 4, 70_000, 9, 70_000]
-    config = builders.data_config(
-        source="longcrawl64",
-        paths=("a.zarr",),
-        token_dtype="uint32",
-        document_separator=70_000,
-        heldout_fraction=0.0,
-        context_length=3,
-    )
+    common = ("--tokenizer=words.json", "--separator=70000", "--row_tokens=3")
+    run("--format=bin", "--out=a.bin", *common)
+    expected = [1, 2, 3, 70_000, 0, 4, 70_000, 9, 70_000]
+    assert stored("a.bin", "<u4").tolist() == expected
+    run("--format=longcrawl64", "--out=a.zarr", *common)
+    settings = {"source": "longcrawl64", "paths": ("a.zarr",), "token_dtype": "uint32", "context_length": 3}
+    config = builders.data_config(document_separator=70_000, heldout_fraction=0.0, **settings)
     dataset = data.train_dataset(config, vocab_size=70_001)
-    assert sorted(dataset[i]["targets"].tolist() for i in range(3)) == [
-        [1, 2, 3],
-        [70_000, 0, 4],
-        [70_000, 9, 70_000],
-    ]
+    rows = sorted(dataset[i]["targets"].tolist() for i in range(3))
+    assert rows == [expected[:3], *sorted([expected[3:6], expected[6:]])]
 
 
 def test_tiktoken_encoding(folder, monkeypatch):
@@ -220,10 +190,7 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
         (("--out=a.bin", "zero.txt"), "zero.txt holds id 0, which separates documents"),
         (("--out=a.bin", "empty.txt"), "every file is empty (1 found)"),
         (("--out=there.bin", "texts"), "there.bin exists; remove it"),
-        (
-            ("--out=texts/a.bin", "./texts/"),
-            "the output texts/a.bin is in ./texts/, and a later command that reads this",
-        ),
+        (("--out=texts/a.bin", "./texts/"), "the output texts/a.bin is in ./texts/, and a later command"),
         (("--out=texts/a.bin", "texts/*.bin"), "the output texts/a.bin is in texts/*.bin, and a later"),
         (("--out=texts/deep/a.bin", "texts/**"), "the output texts/deep/a.bin is in texts/**, and a later"),
         (("--out=texts/a.bin", "texts/**/*.json"), "the output texts/a.bin is in texts/**/*.json, and a"),
@@ -236,17 +203,11 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
         ),
         (("--out=loop/a.bin", "texts"), "cannot write loop/a.bin: "),
         (("--out=a.bin", "loop"), "there is no file or folder 'loop'"),
-        (("--out=" + "a" * 201 + ".bin", "texts"), "the name of the output has more than 200 bytes"),
+        (("--out=" + "a" * 260 + ".bin", "texts"), "File name too long"),
         (("--out=a.bin", "--tokenizer=words.json", "latin.txt"), "latin.txt is not UTF-8 at byte 3"),
-        (
-            ("--out=a.bin", "--tokenizer=gone.json", "texts"),
-            "--tokenizer=gone.json: there is no such file or folder",
-        ),
+        (("--out=a.bin", "--tokenizer=gone.json", "texts"), "--tokenizer=gone.json: there is no such file"),
         (("--out=a.bin", "--tokenizer=bad.json", "texts"), "bad.json is not a `tokenizers` file"),
-        (
-            ("--out=a.bin", "--tokenizer=nonesuch", "texts"),
-            "give byte, a file, a folder as ./NAME, or one of",
-        ),
+        (("--out=a.bin", "--tokenizer=nonesuch", "texts"), "give byte, a file, a folder as ./NAME, or one"),
         (("--out=a.bin", "--separator=-1", "texts"), "--separator is -1; it must be an id from 0"),
         (("--out=a.bin", f"--separator={(1 << 31) - 1}", "texts"), "it must be an id from 0 to 2147483646"),
     ]
@@ -264,9 +225,7 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
 @pytest.mark.parametrize(("name", "library"), [("words.json", "tokenizers"), ("gpt2", "tiktoken")])
 def test_missing_library(folder, word_tokenizer, monkeypatch, name, library):
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(
-        ValueError, match=f"needs the package '{library}', which is not installed; install the opt"
-    ):
+    with pytest.raises(ValueError, match=f"needs the package '{library}', which is not installed; install"):
         tokenizer.load(name)
 
 
@@ -388,9 +347,7 @@ def test_a_stopped_command_continues(folder, lines, out, done):
 def test_tokens_that_are_not_complete_are_not_read(folder, lines):
     with pytest.raises(Stopped):
         prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(3))
-    with pytest.raises(
-        ValueError, match=r"next to a\.bin/prepared\.json are not complete; repeat the command"
-    ):
+    with pytest.raises(ValueError, match=r"next to a\.bin/prepared\.json are not complete; repeat the"):
         data.train_dataset(builders.data_config(source="tokens", paths=("a.bin",)), vocab_size=256)
 
 
@@ -429,9 +386,7 @@ def test_workers_give_the_same_bytes_also_after_a_kill(folder, lines):
             killed.extend(multiprocessing.active_children())
             os.kill(killed[0].pid, signal.SIGKILL)
 
-    with pytest.raises(
-        ValueError, match=r"^a worker process ended .*; repeat .* continues, with fewer --workers"
-    ):
+    with pytest.raises(ValueError, match=r"^a worker process ended .*; repeat .* continues, with fewer"):
         prepare_lib.write_bin("a.bin", ["lines.jsonl"], options, report=kill)
     assert killed
     assert not multiprocessing.active_children()
@@ -524,17 +479,6 @@ def test_a_full_disk(folder, lines, monkeypatch, capsys):
     assert text("a.bin") == lines
 
 
-def test_memory_that_runs_out_before_any_piece(folder, lines, monkeypatch, capsys):
-    from sympow_jax.data.corpus import jsonl
-
-    def fail(*_):
-        raise MemoryError
-
-    monkeypatch.setattr(jsonl, "holds_text", fail)
-    command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
-    assert "memory is short; use a machine" in mistakes.line(prepare.main, command, capsys)
-
-
 def test_short_documents_are_left_out(folder, lines, capsys):
     common = ["--format=bin", "--text_column=text", "lines.jsonl"]
     prepare.main([*common, "--out=a.bin", "--shortest_document=30"])
@@ -550,19 +494,6 @@ def test_short_documents_are_left_out(folder, lines, capsys):
     assert not os.path.exists("b.bin")
 
 
-def test_longcrawl64_of_columns(folder, lines):
-    prepare.main(
-        ["--format=longcrawl64", "--out=a.zarr", "--row_tokens=8", "--text_column=text", "lines.jsonl"]
-    )
-    config = builders.data_config(
-        source="longcrawl64", paths=("a.zarr",), document_separator=0, heldout_fraction=0.0
-    )
-    dataset = data.train_dataset(config, vocab_size=256)
-    rows = len(lines) // 8
-    read = sorted(bytes(dataset[i]["targets"].astype(np.uint8)) for i in range(rows))
-    assert read == sorted(lines[8 * i : 8 * i + 8] for i in range(rows))
-
-
 def test_mistakes_with_columns(folder, lines, word_tokenizer, capsys):
     builders.write_jsonl(folder / "ids.jsonl", [[1, 2], [3]])
     builders.write_jsonl(folder / "none.jsonl", [None, ""])
@@ -572,36 +503,18 @@ def test_mistakes_with_columns(folder, lines, word_tokenizer, capsys):
     before = sorted(os.listdir("."))
     column = "--text_column=text"
     cases = [
-        (
-            (column, "texts"),
-            "--text_column reads; name the files of a folder with a glob, such as texts/*.parquet",
-        ),
-        (
-            (column, "notes.txt"),
-            "nor a compressed .jsonl, which --text_column reads; name the files of a folder",
-        ),
+        ((column, "texts"), "--text_column reads; name the files of a folder with a glob, such as"),
+        ((column, "notes.txt"), "nor a compressed .jsonl, which --text_column reads; name the files of a"),
         ((column, "gone.jsonl"), "there is no file or folder 'gone.jsonl'"),
-        (
-            ("--text_column=body", "lines.jsonl"),
-            "has no field 'body': there are 'id', 'text'; name one of them",
-        ),
-        (
-            (column, "ids.jsonl"),
-            "ids.jsonl holds token ids in 'text', and not text; train on it with data.source=",
-        ),
+        (("--text_column=body", "lines.jsonl"), "has no field 'body': there are 'id', 'text'; every"),
+        ((column, "ids.jsonl"), "ids.jsonl holds token ids in 'text', and not text; train on it with"),
         ((column, "none.jsonl"), "there are no documents (1 files read); name files that hold text"),
-        (
-            (column, "zero.jsonl"),
-            "zero.jsonl (line at byte 23) holds id 0, which separates documents; leave it out",
-        ),
+        ((column, "zero.jsonl"), "zero.jsonl (line at byte 23) holds id 0, which separates documents;"),
         (("rows.parquet",), "rows.parquet has many documents, one per row or line; name the column"),
         (("lines.jsonl",), "lines.jsonl has many documents, one per row or line; name the column"),
         (("texts", "--workers=0"), "--workers is 0; it must be at least 1"),
         (("texts", "--shortest_document=0"), "--shortest_document is 0; it must be at least 1"),
-        (
-            ("texts", "--tokenizer=strict.json"),
-            "b.txt: tokenizer strict.json cannot encode a text of 13 characters",
-        ),
+        (("texts", "--tokenizer=strict.json"), "b.txt: tokenizer strict.json cannot encode a text of 13"),
     ]
     for arguments, message in cases:
         assert message in mistakes.line(prepare.main, ["--format=bin", "--out=a.bin", *arguments], capsys)

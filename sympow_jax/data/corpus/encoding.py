@@ -27,11 +27,7 @@ class Tokens(NamedTuple):
 
     def spans(self, name: str) -> documents.Spans:
         """Returns the documents; `name` is that of the pieces, for errors."""
-        starts = np.cumsum(self.lengths) - self.lengths
-        array = np.zeros_like(self.lengths)
-        return documents.Spans(
-            [self.tokens].__getitem__, [name], array=array, starts=starts, lengths=self.lengths
-        )
+        return documents.Spans.consecutive([self.tokens].__getitem__, [name], [self.lengths])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
-from jaxtyping import Int64
 
 from sympow_jax.data import documents, rows
 from sympow_jax.data.corpus import encoding as encoding_lib
@@ -45,7 +44,9 @@ class CorpusRows:
     ):
         self._encoding, self._groups, self._pack, self.length = encoding, groups, pack, length
         self._seed, self._workers = seed, workers
-        self._order = functools.lru_cache(maxsize=2)(self._new_order)
+        # Number of each group's unit: a group, or the groups of a compressed file.
+        begins = [not group[0].index or pieces.compression(group[0].file.path) is None for group in groups]
+        self._unit = np.cumsum(begins) - 1
 
     def example(self) -> rows.Row:
         """Returns a row of the shapes and types of every row. Nothing is read."""
@@ -66,12 +67,15 @@ class CorpusRows:
         order = (self._group(number) for number in itertools.count(start))
         return encoding_lib.in_order(self._encoding, order, workers=self._workers)
 
-    def rows_of_group(self, number: int, tokens: encoding_lib.Tokens) -> Sequence[rows.Row]:
-        """Returns the whole rows of group `number` in their order, each made on access."""
+    def rows_of_group(self, number: int, tokens: encoding_lib.Tokens) -> Sequence[Callable[[], rows.Row]]:
+        """Returns functions that make the whole rows of group `number`, in their order."""
         # A row needs one more token, the last target.
         if len(tokens.tokens) <= self.length:
-            return []
-        return _GroupRows(self._pack(tokens.spans(pieces.name_of(self._group(number)))), number, self._seed)
+            return ()
+        packed = self._pack(tokens.spans(pieces.name_of(self._group(number))))
+        order = np.random.default_rng((self._seed, number, rows.ROW_ORDER)).permutation(packed.whole)
+        keys = ((self._seed, number << _ROW_BITS | row, rows.TRAINING) for row in range(packed.whole))
+        return [functools.partial(packed.row, int(index), key) for index, key in zip(order, keys)]
 
     @property
     def groups_per_epoch(self) -> int:
@@ -80,28 +84,8 @@ class CorpusRows:
 
     def _group(self, number: int) -> pieces.Group:
         epoch, index = divmod(number, len(self._groups))
-        return self._groups[self._order(epoch)[index]]
-
-    def _new_order(self, epoch: int) -> Int64[np.ndarray, " groups"]:
-        begins = [
-            not group[0].index or pieces.compression(group[0].file.path) is None for group in self._groups
-        ]
-        unit = np.cumsum(begins) - 1
-        rank = np.random.default_rng((self._seed, epoch, rows.GROUP_ORDER)).permutation(unit[-1] + 1)
-        return np.argsort(rank[unit], kind="stable")
-
-
-class _GroupRows(Sequence):
-    def __init__(self, packed: rows.Rows, number: int, seed: int):
-        self._packed, self._number, self._seed = packed, number, seed
-        self._order = np.random.default_rng((seed, number, rows.ROW_ORDER)).permutation(packed.whole)
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __getitem__(self, row: int) -> rows.Row:  # type: ignore[override]
-        key = (self._seed, self._number << _ROW_BITS | row, rows.TRAINING)
-        return self._packed.row(int(self._order[row]), key)
+        rank = np.random.default_rng((self._seed, epoch, rows.GROUP_ORDER)).permutation(self._unit[-1] + 1)
+        return self._groups[np.argsort(rank[self._unit], kind="stable")[index]]
 
 
 class BatchIterator:
@@ -114,7 +98,9 @@ class BatchIterator:
     def __init__(self, corpus: CorpusRows, batch_size: int, shard: range):
         self._corpus, self._batch_size, self._shard = corpus, batch_size, shard
         self._group = self._row = 0
-        self._rows: Sequence[rows.Row] = []  # of the group at the position; none if it is still to be read
+        self._rows: Sequence[
+            Callable[[], rows.Row]
+        ] = []  # of the group at the position; none if it is still to be read
         self._tokens = corpus.tokens(0)
 
     def __iter__(self) -> "BatchIterator":
@@ -153,7 +139,7 @@ class BatchIterator:
                 stop = min(start + len(self._rows) - self._row, self._batch_size)
                 # The other rows up to `stop` are those of other processes.
                 for index in range(max(start, self._shard.start), min(stop, self._shard.stop)):
-                    batch.append(self._rows[self._row + index - start])
+                    batch.append(self._rows[self._row + index - start]())
                 self._row += stop - start
                 start = stop
                 if self._row == len(self._rows):

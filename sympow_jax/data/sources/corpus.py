@@ -173,12 +173,10 @@ def _read_heldout(
             read.append(tokens)
             if sum(len(part.tokens) for part in read) >= HELDOUT_TOKENS:
                 break
-    lengths = np.concatenate([part.lengths for part in read])
-    spans = documents.Spans(
+    spans = documents.Spans.consecutive(
         [part.tokens for part in read].__getitem__,
         [pieces.name_of(group) for group, _ in zip(groups, read)],
-        array=np.repeat(np.arange(len(read)), [len(part.lengths) for part in read]),
-        starts=np.concatenate([np.cumsum(part.lengths) - part.lengths for part in read]),
-        lengths=lengths,
+        [part.lengths for part in read],
     )
-    return spans.select(np.flatnonzero(np.cumsum(lengths) - lengths < HELDOUT_TOKENS))
+    before = np.cumsum(spans.lengths) - spans.lengths
+    return spans.select(np.flatnonzero(before < HELDOUT_TOKENS))

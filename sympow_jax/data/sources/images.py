@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
-import PIL.ImageFile
-import PIL.JpegImagePlugin
-import PIL.PngImagePlugin
 
 from sympow_jax import config as config_lib
 from sympow_jax import spelling
@@ -19,12 +16,6 @@ from sympow_jax.data import files, rows, sources
 
 __all__ = ["Images", "Source"]
 
-# Decoders by the first bytes of a file. Pillow's other decoders are not given files of unknown origin.
-_DECODERS = {
-    b"\x89PNG\r\n\x1a\n": PIL.PngImagePlugin.PngImageFile,
-    b"\xff\xd8\xff": PIL.JpegImagePlugin.JpegImageFile,
-}
-_MAX_PIXELS = 1 << 26  # 200 MB in memory; the header of a small file can claim any size
 # Mean and standard deviation of each channel of ImageNet.
 _STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Side of the center crop of held-out images, as a fraction of the shorter side.
@@ -70,21 +61,16 @@ def _classes(config: config_lib.DataConfig) -> list[str]:
 
 
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[PIL.ImageFile.ImageFile]:
+def _opened(path: str) -> Iterator[PIL.Image.Image]:
     """Yields an image of which only the header has been read; errors of decoding name the file."""
     try:
-        with open(path, "rb") as stream:
-            start = stream.read(8)
-            stream.seek(0)
-            decoders = [decoder for magic, decoder in _DECODERS.items() if start.startswith(magic)]
-            if not decoders:
-                raise ValueError("its content is neither PNG nor JPEG")
-            with decoders[0](stream) as image:
-                if image.width * image.height > _MAX_PIXELS:
-                    raise ValueError(
-                        f"it has {image.width} x {image.height} pixels; at most {_MAX_PIXELS} are read"
-                    )
-                yield image
+        # Pillow's other decoders are not given files of unknown origin.
+        with PIL.Image.open(path, formats=("PNG", "JPEG")) as image:
+            yield image
+    except PIL.UnidentifiedImageError as error:
+        raise ValueError(
+            f"{path} cannot be read as an image: it is neither PNG nor JPEG; replace it"
+        ) from error
     except Exception as error:  # Pillow's decoders raise errors of many kinds
         reason = spelling.one_line(error)
         raise ValueError(f"{path} cannot be read as an image ({reason}); replace or remove it") from error
@@ -156,7 +142,7 @@ class Source:
     Raises:
         ValueError: a folder is missing, a class is empty, or classes differ between folders or from `task.classes`.
             With `data.image_tokens`, the vocabulary is too small or image sizes differ. On access, a file's content is
-            not PNG or JPEG, or has more than 2^26 pixels.
+            not PNG or JPEG, or has more than Pillow's limit of pixels.
     """
 
     def __init__(self, config: config_lib.DataConfig):

@@ -115,19 +115,16 @@ class Source:
                 f"{setting}: no file holds the data.document_separator {separator}; correct it, or leave it "
                 f"unset where every file is one document"
             )
-        lengths = np.concatenate([np.diff(end, prepend=0) for end in ends])
-        spans = documents.Spans(
+        spans = documents.Spans.consecutive(
             functools.lru_cache(maxsize=_MAPPED)(open_array),
             [file.path for file in matches],
-            array=np.repeat(np.arange(len(ends), dtype=np.int32), [*map(len, ends)]),
-            starts=np.concatenate(ends) - lengths,
-            lengths=lengths,
+            [np.diff(end, prepend=0) for end in ends],
         )
         masks = [
             files.held_out([file.key], np.arange(len(end)), config.heldout_fraction)
             for file, end in zip(matches, ends)
         ]
-        chosen = np.flatnonzero(lengths >= config.shortest_document)
+        chosen = np.flatnonzero(spans.lengths >= config.shortest_document)
         return spans.select(chosen), np.concatenate(masks)[chosen], matches
 
     def _check(self, matches: list[files.File]) -> None:

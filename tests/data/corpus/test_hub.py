@@ -148,10 +148,7 @@ def test_fineweb_edu_in_the_config_of_gpt2(hub):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        (
-            "hf://datasets/org/none/*.parquet",
-            r"no such file or folder; correct the path, or check your acces",
-        ),
+        ("hf://datasets/org/none/*.parquet", r"no such file or folder; correct the path, or check your"),
         (f"{FOLDER}/none.parquet", r"data\.paths hf://.*none\.parquet: there is no such file or folder"),
         (f"{FOLDER}/x*.parquet", r"data\.paths: no file matches 'hf://.*x\*\.parquet'; correct the"),
         ("hf://datasets/org", r"cannot read data\.paths hf://datasets/org: .*must be 'namespace/name'"),
@@ -169,17 +166,13 @@ FAULTS = {401: "401 Unauthorized", 404: "404 Not Found", 429: "429 Too Many Requ
 @pytest.mark.parametrize("status", FAULTS)
 def test_a_hub_that_refuses_a_list_of_files(hub, status):
     hub.fault = lambda path: status
-    with pytest.raises(
-        ValueError, match=rf"^cannot read data\.paths {FOLDER}: .*{FAULTS[status]}.*; check the network"
-    ):
+    with pytest.raises(ValueError, match=rf"^cannot read data\.paths {FOLDER}: .*{FAULTS[status]}.*; check"):
         _batches(_config())
 
 
 def test_no_hub(hub, tmp_path):
     _use_hub(f"http://127.0.0.1:{launching.free_port()}", str(tmp_path))
-    with pytest.raises(
-        ValueError, match=rf"^cannot read data\.paths {FOLDER}: .*Connection refused; check the network"
-    ):
+    with pytest.raises(ValueError, match=rf"^cannot read data\.paths {FOLDER}: .*Connection refused; check"):
         _batches(_config())
 
 
@@ -259,9 +252,7 @@ def test_preparation_continues_after_the_hub_has_failed(hub, tmp_path, monkeypat
     )
     out, paths = tmp_path / "remote.bin", [f"{FOLDER}/*.parquet"]
     hub.fault = lambda path: DROP if path.endswith("/001_00000.parquet") else None
-    with pytest.raises(
-        ValueError, match=rf"^cannot read {FOLDER}/001_00000\.parquet: peer closed connection"
-    ):
+    with pytest.raises(ValueError, match=rf"^cannot read {FOLDER}/001_00000\.parquet: peer closed"):
         prepare.write_bin(str(out), paths, options)
     before = dict(hub.requests)
     hub.fault = lambda path: None

@@ -146,6 +146,12 @@ def test_frames_of_compressed_files_are_read_as_one(tmp_path):
 def test_lines_end_in_any_way(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "b"}')
     assert documents_of(read(find(tmp_path / "a.jsonl"), 7)) == [b"a", b"b"]
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n" * 5000 + b'{"text": "a"}\n  \n{"text": "b"}'))
+    (block,) = read(find(tmp_path / "a.jsonl.gz"), 1 << 30)
+    assert block.positions.tolist() == [5000, 5017]
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": null}\n\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl has no documents"):
+        jsonl.holds_text(find(tmp_path / "a.jsonl"), "text")
 
 
 def test_files_of_other_file_systems(tmp_path):
@@ -187,25 +193,11 @@ def test_paths_that_name_no_file(tmp_path, path, message):
     assert "\n" not in str(raised.value)
 
 
-def test_a_hub_that_cannot_be_reached(monkeypatch):
-    hub = pytest.importorskip("huggingface_hub")
-
-    def fail(*_, **__):
-        raise RuntimeError("Name or service\nnot known")
-
-    monkeypatch.setattr(hub.HfApi, "repo_info", fail)
-    path = "hf://datasets/org-of-nobody/data/*.parquet"
-    with pytest.raises(
-        ValueError, match=r"cannot read data\.paths hf://.*: Name or service not known; .*local copy"
-    ):
-        files.find("data.paths", [path])
-
-
 LINES = {
     b"{": r"is not JSON",
     b"[" * 100_000: r"is not JSON: maximum recursion",
-    b"[1]": r"is not an object",
-    b'{"words": "a"}': r"has no field 'text': there are 'words'; name one of them",
+    b"[1]": r"there are no fields; every line must be an object",
+    b'{"words": "a"}': r"has no field 'text': there are 'words';",
     b'{"text": 3}': r"'text' is of type int; it must be text, or a list of token ids",
     b'{"text": "\\ud800"}': r"not Unicode",
     b'{"text": "\xff"}': r"is not JSON: .* can't decode",
@@ -233,16 +225,10 @@ def test_bad_lines(tmp_path, line):
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (
-            pa.array([1.5]),
-            r"column 'text' of .*a\.parquet is of type double; it must hold text, or lists of token",
-        ),
+        (pa.array([1.5]), r"column 'text' of .*a\.parquet is of type double; it must hold text, or lists"),
         (pa.array([[1.5]]), r"of type list<.*double>"),
         (pa.array([[-1]]), r"a\.parquet \(row 0\) has token id -1"),
-        (
-            pa.array([[1], None, [2, 3], [4, None]], pa.list_(pa.int32())),
-            r"a\.parquet \(row 3\) has a null among its token ids; correct the document",
-        ),
+        (pa.array([[1], None, [2, 3], [4, None]], pa.list_(pa.int32())), r"a\.parquet \(row 3\) has a null"),
     ],
 )
 def test_columns_of_wrong_types(tmp_path, column, message):
@@ -252,13 +238,31 @@ def test_columns_of_wrong_types(tmp_path, column, message):
         read(file, is_text=module(file.path).holds_text(file, "text"))
 
 
-def test_columns_that_are_missing_or_differ(tmp_path):
-    file = write(tmp_path / "a.parquet", ["a"])
-    with pytest.raises(
-        ValueError, match=r"a\.parquet has no column 'body': there are 'id', 'text'; name one"
-    ):
-        module(file.path).holds_text(file, "body")
-    with pytest.raises(ValueError, match=r"'text' of .* holds text, but the first file's holds token ids"):
+TWO = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "message"),
+    [
+        (pa.table({"text": ["a"]}), "body", r"has no column 'body': there are 'text'; name one"),
+        (TWO, "text", r"has several columns 'text': there"),
+        (
+            pa.table({"a": [{"text": "b"}], "a.text": ["c"]}),
+            "a.text",
+            r"has several columns 'a\.text': there",
+        ),
+    ],
+)
+def test_columns_that_are_missing_or_repeated(tmp_path, table, column, message):
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=message):
+        parquet.holds_text(find(tmp_path / "a.parquet"), column)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl"])
+def test_files_of_another_kind(tmp_path, name):
+    file = write(tmp_path / name, ["a"])
+    with pytest.raises(ValueError, match=r"text(, but the first|'.* but token ids in the first)"):
         read(file, is_text=False)
 
 
@@ -273,19 +277,6 @@ def test_errors_show_a_bounded_part_of_what_is_in_a_file(tmp_path):
         assert len(str(raised.value)) < 600 + len(str(tmp_path))
 
 
-def test_two_columns_of_one_name(tmp_path):
-    table = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
-    pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet has several columns 'text': there"):
-        parquet.holds_text(find(tmp_path / "a.parquet"), "text")
-
-
-def test_a_column_and_a_field_of_one_path(tmp_path):
-    pq.write_table(pa.table({"a": [{"text": "b"}], "a.text": ["c"]}), tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"a\.parquet has several columns 'a\.text': there"):
-        parquet.holds_text(find(tmp_path / "a.parquet"), "a.text")
-
-
 def test_a_corrupt_row_group_is_named(tmp_path):
     rng = np.random.default_rng(0)
     documents = [rng.bytes(2000).hex() for _ in range(40)]
@@ -295,9 +286,7 @@ def test_a_corrupt_row_group_is_named(tmp_path):
     start = metadata.row_group(3).column(1).data_page_offset
     content[start : start + 3000] = bytes(3000)
     (tmp_path / "a.parquet").write_bytes(content)
-    with pytest.raises(
-        ValueError, match=r"cannot read .*a\.parquet \(row group 3\): .*; check the file"
-    ) as raised:
+    with pytest.raises(ValueError, match=r"cannot read .*a\.parquet \(row group 3\): .*; check") as raised:
         read(file, 10_000)
     assert "\n" not in str(raised.value)
     (tmp_path / "a.parquet").write_bytes(content[:-4000])
@@ -345,9 +334,7 @@ def test_a_line_without_end(tmp_path, small_blocks, monkeypatch):
     monkeypatch.setattr(jsonl, "_MAX_LINE_BYTES", 50_000)
     for name in ("a.jsonl", "a.jsonl.gz"):
         file = write(tmp_path / name, ["a", "b" * 200_000])
-        with pytest.raises(
-            ValueError, match=r"has more than 50000 bytes without the end of a line after byte \d+;"
-        ):
+        with pytest.raises(ValueError, match=r"has more than 50000 bytes without the end of a line after"):
             read(file, 100)
 
 
@@ -384,15 +371,3 @@ def test_a_local_file_behind_a_cache_is_the_same_file(tmp_path):
     path.write_text('{"text": "a"}')
     (cached,) = files.find("data.paths", [f"simplecache::file://{path}"])
     assert files.location(cached.path) == os.path.realpath(path)
-
-
-def test_blank_lines(tmp_path):
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b"\n" * 5000 + b'{"text": "a"}\n  \n{"text": "b"}'))
-    (block,) = read(find(tmp_path / "a.jsonl.gz"), 1 << 30)
-    assert block.positions.tolist() == [5000, 5017]
-
-
-def test_a_file_without_documents(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": null}\n\n')
-    with pytest.raises(ValueError, match=r"a\.jsonl has no documents"):
-        jsonl.holds_text(find(tmp_path / "a.jsonl"), "text")

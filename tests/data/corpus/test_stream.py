@@ -65,16 +65,6 @@ def read_epoch(config, **arguments):
     return found[:-1] if batches.get_state()["next_row"] % (1 << 32) else found, batches
 
 
-def stacked(rows):
-    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def assert_same(left, right):
-    assert left.keys() == right.keys()
-    for name in left:
-        np.testing.assert_array_equal(left[name], right[name])
-
-
 @pytest.mark.parametrize("packing", ["windows", "documents"])
 @pytest.mark.parametrize("task", ["next_token", "masked_token"])
 def test_rows_are_those_of_the_source_tokens(tmp_path, packing, task):
@@ -163,9 +153,9 @@ def test_batches_resume_from_one_integer(config, start):
     for part in parts:
         part.set_state(state)
     for batch in batches[start:]:
-        assert_same(next(resumed), batch)
+        builders.assert_same(next(resumed), batch)
         halves = [next(part) for part in parts]
-        assert_same({name: np.concatenate([half[name] for half in halves]) for name in batch}, batch)
+        builders.assert_same({name: np.concatenate([half[name] for half in halves]) for name in batch}, batch)
     assert resumed.get_state() == running.get_state() == parts[0].get_state()
     for iterator in (running, resumed, *parts):
         iterator.close()
@@ -174,11 +164,11 @@ def test_batches_resume_from_one_integer(config, start):
 def test_batches_do_not_depend_on_workers(config):
     alone, with_workers = open_batches(config), open_batches(dataclasses.replace(config, tokenizer_workers=2))
     for _ in range(60):
-        assert_same(next(alone), next(with_workers))
+        builders.assert_same(next(alone), next(with_workers))
     state = alone.get_state()
     assert state == with_workers.get_state()
     with_workers.set_state(state)
-    assert_same(next(alone), next(with_workers))
+    builders.assert_same(next(alone), next(with_workers))
     with_workers.close()
 
 
@@ -329,29 +319,21 @@ def test_the_number_of_tokens_is_estimated_from_row_groups_of_any_size(tmp_path,
 
 def test_no_part_has_a_row(config):
     batches = open_batches(dataclasses.replace(config, context_length=8192, batch_tokens=8192))
-    with pytest.raises(
-        ValueError, match=r"no part of the data has the 8193 tokens of a whole row; name more data"
-    ):
+    with pytest.raises(ValueError, match=r"no part of the data has the 8193 tokens of a whole row; name"):
         next(batches)
 
 
 def test_a_position_of_other_data(config):
     batches = open_batches(config)
     batches.set_state({"next_row": 100_000})
-    with pytest.raises(
-        ValueError, match=r"saved at row 100000 of a part of the data that now has \d+ rows; restore"
-    ):
+    with pytest.raises(ValueError, match=r"saved at row 100000 of a part of the data that now has \d+"):
         next(batches)
 
 
 @pytest.mark.parametrize(
     ("changes", "vocab_size", "message"),
     [
-        (
-            {"document_separator": 50_000},
-            50_000,
-            r"the id after each document is 50000, but model\.vocab_size is 50000",
-        ),
+        ({"document_separator": 50_000}, 50_000, r"the id after each document is 50000, but"),
         ({"text_columns": ("body",)}, 50_000, r"has no (column|field) 'body': there are 'id', 'text'"),
         ({"paths": ("none/*.parquet",)}, 50_000, r"data\.paths: no file matches 'none/\*\.parquet'"),
         ({"heldout_paths": ("none",)}, 50_000, r"data\.heldout_paths: there is no file or folder 'none'"),
@@ -379,9 +361,7 @@ def test_bad_documents_met_in_training(tmp_path, workers):
         source="jsonl", paths=(str(tmp_path),), tokenizer_workers=workers, heldout_fraction=0.0
     )
     batches = open_batches(config, vocab_size=256)
-    with pytest.raises(
-        ValueError, match=r"a\.jsonl \(line at byte 29\) holds id 500, but model\.vocab_size is 256"
-    ):
+    with pytest.raises(ValueError, match=r"a\.jsonl \(line at byte 29\) holds id 500, but"):
         next(batches)
     # The next call reads the same batch again. Data that end silently would be taken for the end of a run.
     assert batches.get_state() == {"next_row": 0}
