@@ -100,7 +100,7 @@ def check_lengths(lengths: Sequence[int], *, first_position: int) -> None:
     if not lengths:
         raise ValueError("no context lengths are given; write them as 64,128,256 or 64,...,4096")
     if lengths[0] < 1 or any(a >= b for a, b in itertools.pairwise(lengths)):
-        raise ValueError(f"context lengths {_join(lengths)} must be positive and increasing")
+        raise ValueError(f"context lengths {','.join(map(str, lengths))} must be positive and increasing")
     if lengths[0] < first_position:
         raise ValueError(
             f"context length {lengths[0]} holds no prediction: this data has no begin token, so position "
@@ -161,7 +161,3 @@ def bucket_means(
             )
         )
     return buckets
-
-
-def _join(lengths: Sequence[int]) -> str:
-    return ",".join(str(length) for length in lengths)

@@ -16,9 +16,9 @@ def check_settings(config: config_lib.Config, opened: data.HeldoutData) -> None:
     data.require_held_apart(config.data, config.data)
     if config.task.initial_run is not None:
         over_runs.require_held_apart(config.data, [pathlib.Path(config.task.initial_run)])
-    if lengths := config.evaluation.context_lengths:  # otherwise they are chosen to fit model and documents
-        context_length.require_places(config, lengths, "the model")
-        context_length.select_documents(config, opened, lengths, config.evaluation.documents)
+    if config.evaluation.context_lengths:  # otherwise they are chosen to fit model and documents
+        runs = over_runs.Runs([pathlib.Path("this run")], [config], opened, warn=lambda _: None)
+        context_length.ContextLoss().prepare(runs)
 
 
 def finish(
@@ -63,11 +63,7 @@ def evaluate(
     if configs[0].task.is_language_model:
         context_length.evaluate_runs(workdirs, lengths, out=out, documents=documents, changes=changes)
         return
-    if configs[0].task.replaces_attention:
-        raise ValueError(
-            f"{paths[0]} is the first stage of a retrofit; evaluate the run that starts from it (docs/retrofit.md)"
-        )
-    if lengths is not None or documents is not None:
+    if (lengths is not None or documents is not None) and not configs[0].task.replaces_attention:
         raise ValueError(
             f"--context_lengths and --documents are for runs that predict the next token; {paths[0]} is of the task "
             f"{tasks[0]!r}: leave them out"

@@ -1,6 +1,7 @@
 """Loss by position, within and beyond the training context."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +17,12 @@ from sympow_jax.config import fields
 from sympow_jax.evaluation import buckets, over_runs, report, scores
 
 __all__ = [
+    "ContextLoss",
     "context_loss",
     "evaluate_runs",
     "lengths_of",
     "require_documents",
     "require_places",
-    "select_documents",
 ]
 
 _FEW_DOCUMENTS = 20
@@ -97,12 +98,14 @@ def evaluate_runs(
             every document or a model's learned positions, or `out` cannot be written.
     """
     return over_runs.evaluate(
-        _ContextLoss(lengths, documents), workdirs, out=out, heldout=heldout, changes=changes, console=console
+        ContextLoss(lengths, documents), workdirs, out=out, heldout=heldout, changes=changes, console=console
     )
 
 
-class _ContextLoss(over_runs.Evaluation[report.Row]):
-    def __init__(self, lengths: Sequence[int] | None, documents: int | None):
+class ContextLoss(over_runs.Evaluation[report.Row]):
+    """Evaluation of the loss by position, with the arguments of `evaluate_runs`."""
+
+    def __init__(self, lengths: Sequence[int] | None = None, documents: int | None = None):
         self._lengths, self._documents = lengths, documents
 
     def compared(self, config: config_lib.Config) -> dict[str, Any]:
@@ -114,18 +117,25 @@ class _ContextLoss(over_runs.Evaluation[report.Row]):
         for path, config in zip(runs.paths, runs.configs):
             require_places(config, lengths, f"the model of {path}")
         count = first.evaluation.documents if self._documents is None else self._documents
-        self._indices = select_documents(first, runs.heldout, lengths, count)
         documents = require_documents(runs.heldout)
         lead = _lead(documents)
-        self._lengths, self._first_position = lengths, 2 - lead
-        self._tokens = [documents[int(index)][: lengths[-1] + lead] for index in self._indices]
-        count = len(self._tokens)
+        buckets.check_lengths(lengths, first_position=2 - lead)
+        self._indices = buckets.select_documents(
+            documents.lengths - lead, lengths[-1], count, together=documents.together
+        )
+        self._lengths, self._first_position, self._heldout = lengths, 2 - lead, documents
+        count = len(self._indices)
         if count < _FEW_DOCUMENTS:
             runs.warn(
                 f"{count} held-out document{'s' if count > 1 else ''} of at least {lengths[-1]:,} tokens; a mean over "
                 f"fewer than {_FEW_DOCUMENTS} is noisy"
             )
         return count * lengths[-1]
+
+    @functools.cached_property
+    def _tokens(self) -> list[Int[np.ndarray, " length"]]:
+        size = cast(Sequence[int], self._lengths)[-1] + 2 - self._first_position
+        return [self._heldout[int(index)][:size] for index in self._indices]
 
     def score(self, model: models.Model, run: report.Run, advance: Callable[[int], None]) -> list[report.Row]:
         means = context_loss(
@@ -170,20 +180,6 @@ def lengths_of(config: config_lib.Config, opened: data.HeldoutData) -> tuple[int
     return buckets.choose_lengths(
         heldout.lengths - lead, longest, few=_FEW_DOCUMENTS, first_position=2 - lead
     )
-
-
-def select_documents(
-    config: config_lib.Config, opened: data.HeldoutData, lengths: Sequence[int], count: int
-) -> Int[np.ndarray, " documents"]:
-    """Returns the indices of the documents to evaluate.
-
-    Raises:
-        ValueError: no document is held out, or none is as long as the last of `lengths`.
-    """
-    heldout = require_documents(opened)
-    lead = _lead(heldout)
-    buckets.check_lengths(lengths, first_position=2 - lead)
-    return buckets.select_documents(heldout.lengths - lead, lengths[-1], count, together=heldout.together)
 
 
 def _lead(heldout: data.HeldoutDocuments) -> int:

@@ -71,12 +71,7 @@ def evaluate_heldout(
 
     Writes `heldout.json` into `out` and prints a table.
 
-    Args:
-        workdirs: workdirs of the runs.
-        out: folder to write to.
-        heldout: held-out data of the first run; None opens it.
-        changes: settings of the data to replace in the runs' configs, such as {"data.heldout_paths": "a.bin,b.bin"}.
-        console: console to print to.
+    Arguments are those of `evaluate_runs`.
 
     Returns:
         `heldout_metrics` by the name of the run. With `data.heldout_names`, each name is followed by the metrics on its
@@ -98,6 +93,10 @@ class _Row(report.Run):
 
 
 class _Heldout(over_runs.Evaluation[_Row]):
+    def cause_of_refusal(self, config: config_lib.Config) -> str | None:
+        stage = "is the first stage of a retrofit; evaluate the run that starts from it (docs/retrofit.md)"
+        return stage if config.task.replaces_attention else None
+
     def compared(self, config: config_lib.Config) -> dict[str, Any]:
         return over_runs.same_data(config, fields.Occasion.HELDOUT_ROWS, task=config.task)
 
@@ -131,13 +130,7 @@ class _Heldout(over_runs.Evaluation[_Row]):
 
     def print(self, rows: list[_Row], console: rich.console.Console) -> None:
         lines = [
-            [
-                row.run,
-                *(
-                    f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
-                    for value in row.metrics.values()
-                ),
-            ]
+            [row.run, *(f"{x:,}" if isinstance(x, int) else f"{x:.4f}" for x in row.metrics.values())]
             for row in rows
         ]
         columns = ["run", *(name.replace("_", " ") for name in rows[0].metrics)]

@@ -160,7 +160,13 @@ def evaluate[Row: report.Run](
 
     rows: list[Row] = []
     runs: list[dict[str, Any]] = []
-    for name, path, config in zip(_names(paths, configs), paths, configs):
+    # Unique names: the base names of workdirs, else with the preset added, else the full paths.
+    names = [path.absolute().name for path in paths]
+    if len(set(names)) < len(names):
+        names = [f"{name} ({config.model.attention_name})" for name, config in zip(names, configs)]
+    if len(set(names)) < len(names):
+        names = list(map(str, paths))
+    for name, path, config in zip(names, paths, configs):
         started = time.perf_counter()
         trained, model, step = training.restore_model(path)
         run = report.Run(
@@ -249,16 +255,6 @@ def require_held_apart(source: config_lib.DataConfig, paths: Sequence[pathlib.Pa
         initial = config.task.initial_run
         if initial is not None and pathlib.Path(initial) not in runs:
             runs.append(pathlib.Path(initial))
-
-
-def _names(paths: Sequence[pathlib.Path], configs: Sequence[config_lib.Config]) -> list[str]:
-    """Returns unique names: the base names of workdirs, else with the preset added, else the full paths."""
-    base = [path.absolute().name for path in paths]
-    with_preset = [f"{name} ({config.model.attention_name})" for name, config in zip(base, configs)]
-    for names in (base, with_preset):
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
 
 
 def _say(console: rich.console.Console, line: str, *, style: str | None = None) -> None:

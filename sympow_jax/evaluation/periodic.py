@@ -38,32 +38,32 @@ class Periodic:
         if not self._every:
             return
         if config.evaluation.prompts:
-            self._codec = self._open_codec()
+            # Parameters of several devices might not fit on the one that continues the prompts.
+            devices, longest = program.mesh.size, config.model.longest_document
+            if not config.task.is_language_model or config.data.source != "text" or devices > 1:
+                raise ValueError(
+                    f"evaluation.prompts are for a decoder of data.source text on one device; this run has the task "
+                    f"{config.task.name}, data.source {config.data.source} and {devices} "
+                    f"device{'s' if devices > 1 else ''}: leave them out"
+                )
+            self._codec = data.codec_of_run(config)
+            for prompt in config.evaluation.prompts:
+                try:
+                    # Not as `sympow generate`, which takes any bytes: TensorBoard's texts are UTF-8.
+                    encoded = prompt.encode()
+                except UnicodeEncodeError:
+                    raise ValueError(f"evaluation.prompts: {prompt!r} is not UTF-8") from None
+                tokens = self._codec.encode(encoded, name=f"evaluation.prompts: {prompt!r}")
+                if longest is not None and len(tokens) + _TOKENS > longest:
+                    raise ValueError(
+                        f"evaluation.prompts: a prompt and its {_TOKENS} tokens must fit "
+                        f"model.attention.max_document_length, {longest}; shorten or leave out the prompts"
+                    )
         share, shares = sharding.batch_share(program.mesh)
         for name, part in heldout.parts.items():
             rows = part.sample(share=share, shares=shares)
             if rows is not None:
                 self._batches[name] = sharding.place_batch(rows, program.mesh)
-
-    def _open_codec(self) -> data.Codec:
-        config = self._program.config
-        # Parameters of several devices might not fit on the one that continues the prompts.
-        devices = self._program.mesh.size
-        if not config.task.is_language_model or config.data.source != "text" or devices > 1:
-            raise ValueError(
-                f"evaluation.prompts are for a decoder of data.source text on one device; this run has the task "
-                f"{config.task.name}, data.source {config.data.source} and {devices} "
-                f"device{'s' if devices > 1 else ''}: leave them out"
-            )
-        codec = data.codec_of_run(config)
-        prompts = [_encode(codec, prompt) for prompt in config.evaluation.prompts]
-        longest = config.model.longest_document
-        if longest is not None and max(map(len, prompts)) + _TOKENS > longest:
-            raise ValueError(
-                f"evaluation.prompts: a prompt and its {_TOKENS} tokens must fit model.attention.max_document_length, "
-                f"{longest}; shorten or leave out the prompts"
-            )
-        return codec
 
     def is_due(self, step: int) -> bool:
         """Returns whether there is an evaluation after update `step`."""
@@ -113,12 +113,3 @@ class Periodic:
         attention = dataclasses.replace(config.model.attention, implementation=None)
         model = dataclasses.replace(config.model, attention=attention)
         return training.Program(dataclasses.replace(config, model=model), self._program.mesh)
-
-
-def _encode(codec: data.Codec, prompt: str) -> list[int]:
-    try:
-        # Not as `sympow generate`, which takes any bytes: TensorBoard's texts are UTF-8.
-        encoded = prompt.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"evaluation.prompts: {prompt!r} is not UTF-8") from None
-    return codec.encode(encoded, name=f"evaluation.prompts: {prompt!r}")

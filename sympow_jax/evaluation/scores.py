@@ -15,8 +15,8 @@ import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Int32, PyTree
 
-from sympow_jax import config as config_lib
 from sympow_jax import models
+from sympow_jax.config import checks
 
 __all__ = [
     "CALL_TOKENS",
@@ -140,8 +140,33 @@ def answer_scores(
         ValueError: a context or an answer is empty, a token id is outside the vocabulary, a row is longer than the
             model's learned positions, or the recurrent state would exceed the memory of the device.
     """
+    vocab_size, longest = model.config.vocab_size, model.config.longest_document
     for case in cases:
-        _check(case, model.config)
+        ids = np.concatenate(
+            [np.asarray(x, np.int64) for x in (case.context, *itertools.chain.from_iterable(case.questions))]
+        )
+        wrong = ids[(ids < 0) | (ids >= vocab_size)]
+        length = max((_row_length(case, question) for question in case.questions), default=0)
+        checks.refuse(
+            (
+                not len(case.context),
+                "a context is empty; it needs at least one token, such as the id between documents",
+            ),
+            (
+                not all(len(question.answer) for question in case.questions),
+                "an answer is empty; it needs at least one token",
+            ),
+            (
+                len(wrong),
+                f"token id {[*wrong, None][0]} is outside the model's vocabulary of {vocab_size}; use the model's "
+                f"tokenizer",
+            ),
+            (
+                longest is not None and length > longest,
+                f"a context with its question has {length} tokens before the last one, but the model's learned "
+                f"positions end at {longest}; shorten it",
+            ),
+        )
     engine = _Engine(model, on_call)
     scores: dict[tuple[int, int], Score] = {}  # by the indices of case and question
 
@@ -173,10 +198,10 @@ def answer_scores(
     for (context_size, question_size), indices in shared.items():
         answer_size = padded_length(max(len(x.answer) for index in indices for x in cases[index].questions))
         max_length = context_size + question_size
-        call_rows = CALL_TOKENS // max(context_size, question_size)
-        for batch in _batches(
-            indices, max(1, min(call_rows, _STATE_BYTES // _state_bytes(model, max_length)))
-        ):
+        row = jax.eval_shape(lambda: model.init_state(1, max_length=max_length))  # noqa: B023
+        state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(row))
+        rows_at_once = min(CALL_TOKENS // max(context_size, question_size), _STATE_BYTES // state_bytes)
+        for batch in _batches(indices, max(1, rows_at_once)):
             state = model.init_state(len(batch), max_length=max_length)
             state = engine.advance([cases[index].context[:-1] for index in batch], context_size, state)
             for number in range(max(len(cases[index].questions) for index in batch)):
@@ -194,38 +219,9 @@ def padded_length(length: int) -> int:
     return max(_SHORTEST, 1 << (length - 1).bit_length())
 
 
-def _check(case: Case, config: config_lib.ModelConfig) -> None:
-    if not len(case.context):
-        raise ValueError("a context is empty; it needs at least one token, such as the id between documents")
-    for tokens in (case.context, *(side for question in case.questions for side in question)):
-        ids = np.asarray(tokens)
-        wrong = ids[(ids < 0) | (ids >= config.vocab_size)]
-        if len(wrong):
-            raise ValueError(
-                f"token id {wrong[0]} is outside the model's vocabulary of {config.vocab_size}; use the model's "
-                f"tokenizer"
-            )
-    longest = config.longest_document
-    for question in case.questions:
-        if not len(question.answer):
-            raise ValueError("an answer is empty; it needs at least one token")
-        length = _row_length(case, question)
-        if longest is not None and length > longest:
-            raise ValueError(
-                f"a context with its question has {length} tokens before the last one, but the model's learned "
-                f"positions end at {longest}; shorten it"
-            )
-
-
 def _row_length(case: Case, question: Question) -> int:
     """Returns the number of tokens of a context with a question, without the last one, which is only predicted."""
     return len(case.context) + len(question.prompt) + len(question.answer) - 1
-
-
-def _state_bytes(model: models.DecoderLM, max_length: int) -> int:
-    """Returns the bytes of the state of one row."""
-    state = jax.eval_shape(lambda: model.init_state(1, max_length=max_length))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def _batches[Item](items: Sequence[Item], largest: int) -> Iterator[list[Item]]:

@@ -9,11 +9,10 @@ from typing import Any, cast
 
 import numpy as np
 import rich.console
-from jaxtyping import Int
 
 from sympow_jax import config as config_lib
 from sympow_jax import data, models, spelling
-from sympow_jax.config import fields
+from sympow_jax.config import checks, fields
 from sympow_jax.evaluation import buckets, context_length, over_runs, report, scores
 from sympow_jax.evaluation.context_tasks import prompts, results
 
@@ -68,8 +67,7 @@ def context_task_results(
         >>> [(x.task, x.context_length, x.questions) for x in results]
         [('recall', 256, 8), ('recall', 512, 8), ('needle', 256, 8), ('needle', 512, 8)]
     """
-    _check(tasks, trials)
-    _check_sizes(tasks, lengths, trials)
+    _check(tasks, lengths, trials)
     task_results = []
     for task in tasks:
         for length in lengths:
@@ -84,27 +82,20 @@ def context_task_results(
     return task_results
 
 
-def _check(tasks: Sequence[str], trials: int) -> None:
-    if trials < 1:
-        raise ValueError(f"the number of trials is {trials}; it must be at least 1")
-    if not tasks:
-        raise ValueError(f"no task is given; there are {', '.join(prompts.TASKS)}")
-    for index, task in enumerate(tasks):
-        if task not in prompts.TASKS:
-            known = f"there are {', '.join(prompts.TASKS)}"
-            raise ValueError(
-                f"there is no task {task!r}; {spelling.remedy(task, prompts.TASKS, otherwise=known)}"
+def _check(tasks: Sequence[str], lengths: Sequence[int], trials: int) -> None:
+    known = f"there are {', '.join(prompts.TASKS)}"
+    checks.refuse(
+        (trials < 1, f"the number of trials is {trials}; it must be at least 1"),
+        (not tasks, f"no task is given; {known}"),
+        *(
+            (
+                task not in prompts.TASKS,
+                f"there is no task {task!r}; {spelling.remedy(task, prompts.TASKS, otherwise=known)}",
             )
-        if task in tasks[:index]:
-            raise ValueError(f"task {task!r} is given more than once")
-
-
-def _num_contexts(task: str, trials: int) -> int:
-    """Returns the number of contexts that have at least `trials` questions together."""
-    return -(-trials // prompts.TASKS[task].questions)
-
-
-def _check_sizes(tasks: Sequence[str], lengths: Sequence[int], trials: int) -> None:
+            for task in tasks
+        ),
+        *((tasks.count(task) > 1, f"task {task!r} is given more than once") for task in tasks),
+    )
     longest = max(lengths, default=0)
     for task in tasks:
         count = _num_contexts(task, trials) * longest
@@ -113,6 +104,11 @@ def _check_sizes(tasks: Sequence[str], lengths: Sequence[int], trials: int) -> N
                 f"{trials} trials of the task {task!r} at context length {longest} are {count:,} tokens; they must be "
                 f"at most {_MAX_TOKENS:,}: lower one of the two"
             )
+
+
+def _num_contexts(task: str, trials: int) -> int:
+    """Returns the number of contexts that have at least `trials` questions together."""
+    return -(-trials // prompts.TASKS[task].questions)
 
 
 def evaluate_context_tasks(
@@ -138,7 +134,7 @@ def evaluate_context_tasks(
         out: folder to write to.
         trials: minimum number of questions of each task at each length; None means 64.
         tokenizer: name of the tokenizer, as for `data.codec_of_run`.
-        changes: settings of the data to replace in the runs' configs, such as {"data.heldout_paths": "a.bin,b.bin"}.
+        changes: settings of the data to replace, as for `evaluate_runs`.
         console: console to print to.
 
     Returns:
@@ -156,7 +152,7 @@ class _ContextTasks(over_runs.Evaluation[results.Row]):
     def __init__(
         self, tasks: Sequence[str], lengths: Sequence[int] | None, trials: int, tokenizer: str | None
     ):
-        _check(tasks, trials)
+        _check(tasks, (), trials)
         self._tasks, self._lengths, self._trials, self._tokenizer = tasks, lengths, trials, tokenizer
 
     def cause_of_refusal(self, config: config_lib.Config) -> str | None:
@@ -177,13 +173,28 @@ class _ContextTasks(over_runs.Evaluation[results.Row]):
             codec = data.codec_of_run(runs.first, self._tokenizer)
         elif self._tokenizer is not None:
             raise ValueError(f"--tokenizer is for tasks with text; {', '.join(tasks)} has none: leave it out")
-        candidates = context_length.lengths_of(runs.first, runs.heldout) if lengths is None else lengths
-        _check_sizes(tasks, candidates, self._trials)
-        text = _heldout_tokens(documents, _TEXT_CONTEXTS * max(candidates, default=0))
+        lengths = context_length.lengths_of(runs.first, runs.heldout) if lengths is None else lengths
+        _check(tasks, lengths, self._trials)
+        # Held-out text in its order, without the id before a document.
+        parts: list[np.ndarray] = []
+        needed = _TEXT_CONTEXTS * max(lengths, default=0)
+        for document in documents:
+            parts.append(document[0 if documents.lead is None else 1 :])
+            if (needed := needed - len(parts[-1])) <= 0:
+                break
         lead = codec.lead if documents.lead is None and codec is not None else documents.lead
-        self._material = prompts.Material(text, codec, lead)
-        lengths = _drop_short(tasks, candidates, self._material) if lengths is None else lengths
-        _check_lengths(tasks, lengths, self._material)
+        self._material = prompts.Material(np.concatenate(parts), codec, lead)
+        while True:
+            buckets.check_lengths(lengths, first_position=1)
+            try:
+                for task in tasks:
+                    prompts.make_exam(task, self._material, lengths[0], seed=0, index=0)
+                break
+            except prompts.TooShortError:
+                # Of lengths that were not given, those are left out that are too short for a task.
+                if self._lengths is not None or len(lengths) == 1:
+                    raise
+                lengths = lengths[1:]
         for path, config in zip(runs.paths, runs.configs):
             context_length.require_places(config, lengths, f"the model of {path}")
         self._lengths = lengths
@@ -210,33 +221,3 @@ class _ContextTasks(over_runs.Evaluation[results.Row]):
 
     def print(self, rows: list[results.Row], console: rich.console.Console) -> None:
         results.print_table(rows, console)
-
-
-def _heldout_tokens(documents: data.HeldoutDocuments, count: int) -> Int[np.ndarray, " tokens"]:
-    """Returns at least `count` tokens of held-out documents in their order, or all, without leads."""
-    lead = 0 if documents.lead is None else 1
-    parts = []
-    for document in documents:
-        parts.append(document[lead:])
-        count -= len(parts[-1])
-        if count <= 0:
-            break
-    return np.concatenate(parts)
-
-
-def _check_lengths(tasks: Sequence[str], lengths: Sequence[int], material: prompts.Material) -> None:
-    """Raises ValueError if the lengths are not increasing or the first is too short for a task."""
-    buckets.check_lengths(lengths, first_position=1)
-    for task in tasks:
-        prompts.make_exam(task, material, lengths[0], seed=0, index=0)
-
-
-def _drop_short(tasks: Sequence[str], lengths: Sequence[int], material: prompts.Material) -> Sequence[int]:
-    """Returns the lengths from the first that is long enough for all tasks; only the last one if none is."""
-    for index in range(len(lengths)):
-        try:
-            _check_lengths(tasks, lengths[index:], material)
-        except prompts.TooShortError:
-            continue
-        return lengths[index:]
-    return lengths[-1:]

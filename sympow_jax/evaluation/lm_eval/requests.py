@@ -1,5 +1,6 @@
 """Answers of a model to requests in text: likelihoods of continuations and of texts, and continuations."""
 
+import collections
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -104,16 +105,27 @@ class TextModel:
     def generate(self, requests: Sequence[GenerateRequest]) -> list[str]:
         """Returns the continuation of each prompt, without the prompt.
 
+        Of equal requests that sample, the first has the seed 0, the second 1, and so on.
+
         Raises:
             ValueError: learned positions leave no room for `max_tokens` after a token of the prompt, or as
                 `generation.complete`.
         """
         texts = [""] * len(requests)
-        prompts = [self._prompt(request) for request in requests]
+        prompts: list[list[int]] = []
         groups: dict[tuple, list[int]] = {}
-        for index, (prompt, request) in enumerate(zip(prompts, requests)):
-            groups.setdefault((self._padded_length(prompt, request), *request[1:]), []).append(index)
-        for (length, max_tokens, stops, sampling), indices in groups.items():
+        earlier: collections.Counter[GenerateRequest] = collections.Counter()
+        for index, request in enumerate(requests):
+            # Cut to leave room for the continuation within the learned positions.
+            room = self.room(request)
+            tokens = self._after_prefix(self._tokens(request.prompt))
+            prompts.append(tokens if room is None else tokens[-room:])
+            length = scores_lib.padded_length(len(prompts[-1]))
+            length = length if room is None else min(length, room)
+            seed = earlier[request] if request.sampling.temperature else 0
+            earlier[request] += 1
+            groups.setdefault((length, seed, *request[1:]), []).append(index)
+        for (length, seed, max_tokens, stops, sampling), indices in groups.items():
             size = min(_ROWS, max(1, scores_lib.CALL_TOKENS // length), 1 << (len(indices) - 1).bit_length())
             for batch in itertools.batched(indices, size):
                 # Copies of the first prompt, whose texts are dropped, give all batches one shape.
@@ -126,6 +138,7 @@ class TextModel:
                     max_tokens=max_tokens,
                     sampling=sampling,
                     stops=stops,
+                    seed=seed,
                     prompt_length=length,
                 )
                 for step in pieces:
@@ -163,15 +176,6 @@ class TextModel:
             context = tokens[stop - limit - 1 : start]
             windows.append(scores_lib.Case(context, [scores_lib.Question([], tokens[start:stop])]))
         return windows
-
-    def _prompt(self, request: GenerateRequest) -> list[int]:
-        """Returns the tokens of a prompt, cut to leave room for its continuation within the learned positions."""
-        tokens = self._after_prefix(self._tokens(request.prompt))
-        return tokens if (room := self.room(request)) is None else tokens[-room:]
-
-    def _padded_length(self, prompt: Sequence[int], request: GenerateRequest) -> int:
-        length, room = scores_lib.padded_length(len(prompt)), self.room(request)
-        return length if room is None else min(length, room)
 
 
 def _log_likelihood(score: scores_lib.Score) -> float:
