@@ -8,7 +8,7 @@ from pallas_kernels.check import verdict
 from sympow_jax import config as config_lib
 from sympow_jax import data, evaluation, training
 from sympow_jax.process import hosts, signals, workdir
-from sympow_jax.training import checkpoint, metrics, restore, sharding, summary
+from sympow_jax.training import checkpoint, metrics, restore, sharding, summary, writers
 
 __all__ = ["train"]
 
@@ -30,7 +30,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
             config.data, config.task, vocab_size=config.model.vocab_size
         )
         evaluation.check_settings(config, heldout)
-        metrics.check_settings(config)
+        writers.check_settings(config)
         mesh = sharding.make_mesh(config)
         share, shares = sharding.batch_share(mesh)
         program = training.Program(config, mesh)
