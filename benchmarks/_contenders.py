@@ -5,6 +5,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,7 @@ class WrongResult(Exception):
     """A contender's result is further from float32 than bfloat16 explains."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
+class Prepared(NamedTuple):
     """A contender that has been compiled, run and checked.
 
     sample: times a given number of calls. error: relative RMS error of the values. memory: peak bytes of a call,
@@ -119,8 +119,7 @@ def _cotangent(row: Row) -> jax.Array:
     return draw(row, 7)[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Contender:
+class _Contender(NamedTuple):
     """A contender for one shape.
 
     call: runs it on query, key, value and log_decay. formula: its float32 reference. output: extracts the values from
@@ -134,17 +133,11 @@ class _Contender:
 
 def _op(form, implementation):
     def build(row):
+        options = {"form": form, "implementation": implementation, "chunk_size": row.chunk}
+
         def call(query, key, value, log_decay):
             return ops.power_attention(
-                query,
-                key,
-                value,
-                power=row.power,
-                log_decay=log_decay,
-                form=form,
-                implementation=implementation,
-                chunk_size=row.chunk,
-                exact_window=WINDOW,
+                query, key, value, power=row.power, log_decay=log_decay, exact_window=WINDOW, **options
             )
 
         return _Contender(call, _power(row.power))

@@ -14,7 +14,7 @@ import dataclasses
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,34 +35,6 @@ BRIEF_MODEL = {"vocab_size": 64, "layers": 1, "width": 32, "heads": 2, "dtype": 
 BRIEF_LENGTHS = (64, 256, 1024)
 BRIEF_PREFILLED = (1024,)
 
-_STYLES = dict(zip(PRESETS, plotting.styles(PRESETS)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Decoding cost of one model after a prompt of `length` tokens.
-
-    seconds: time per token for one row, median of the rounds.
-    state_bytes: size of the state of one row.
-    kept: whether the state is a KV cache.
-    """
-
-    preset: str
-    length: int
-    seconds: float
-    state_bytes: int
-    kept: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Prefill:
-    """Median seconds of power attention on `length` tokens: of prefill, and of the forward pass of training."""
-
-    preset: str
-    length: int
-    seconds: float
-    training_seconds: float
-
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints the results and writes them to files."""
@@ -75,32 +47,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rounds = 3 if options.brief else ROUNDS
     rows = measure(sizes, lengths, rounds=rounds)
     for row in rows:
-        kind = "keys kept" if row.kept else "recurrent"
+        kind = "keys kept" if row["kept"] else "recurrent"
         print(
-            f"{row.preset:>10} after {row.length:>6,}: {1e6 * row.seconds:9.1f} us/token, "
-            f"{row.state_bytes / 2**20:7.2f} MiB, {kind}"
+            f"{row['preset']:>10} after {row['length']:>6,}: {1e6 * row['seconds']:9.1f} us/token, "
+            f"{row['state_bytes'] / 2**20:7.2f} MiB, {kind}"
         )
     prefills = [
         measure_prefill(PRESETS[0], sizes, length, rounds=rounds)
         for length in (BRIEF_PREFILLED if options.brief else PREFILLED)
     ]
-    for prefill in prefills:
+    for row in prefills:
         print(
-            f"{prefill.preset:>10} prefill of {prefill.length:>6,}: {prefill.seconds:.3f} s, "
-            f"{prefill.seconds / prefill.training_seconds:.2f} times the forward pass of training"
+            f"{row['preset']:>10} prefill of {row['length']:>6,}: {row['seconds']:.3f} s, "
+            f"{row['seconds'] / row['training_seconds']:.2f} times the forward pass of training"
         )
-    content = {
-        "model": sizes,
-        "machine": _rows.machine(),
-        "rows": [dataclasses.asdict(row) for row in rows],
-        "prefills": [dataclasses.asdict(prefill) for prefill in prefills],
-    }
+    content = {"model": sizes, "machine": _rows.machine(), "rows": rows, "prefills": prefills}
     _rows.write(options.out / "decoding.json", content)
     plot(rows, options.out / "decoding.png")
 
 
-def measure(sizes: dict, lengths: Sequence[int], *, rounds: int) -> list[Row]:
-    """Returns a row for each preset and length."""
+def measure(sizes: dict, lengths: Sequence[int], *, rounds: int) -> list[dict]:
+    """Returns, for each preset and length, the median seconds per token and the bytes of the state of one row."""
     contenders = [
         (preset, length, _Contender(preset, length, sizes)) for preset in PRESETS for length in lengths
     ]
@@ -109,12 +76,18 @@ def measure(sizes: dict, lengths: Sequence[int], *, rounds: int) -> list[Row]:
         for preset, length, contender in contenders:
             samples.setdefault((preset, length), []).append(contender.seconds())
     return [
-        Row(preset, length, statistics.median(samples[preset, length]), contender.nbytes, contender.kept)
+        {
+            "preset": preset,
+            "length": length,
+            "seconds": statistics.median(samples[preset, length]),
+            "state_bytes": contender.nbytes,
+            "kept": contender.kept,  # whether the state is a KV cache
+        }
         for preset, length, contender in contenders
     ]
 
 
-def measure_prefill(preset: str, sizes: dict, length: int, *, rounds: int) -> Prefill:
+def measure_prefill(preset: str, sizes: dict, length: int, *, rounds: int) -> dict:
     """Times prefill and the forward pass of training in turns, on one row of random tokens."""
     model = _model(preset, sizes)
     row = np.random.default_rng(0).integers(sizes["vocab_size"], size=(1, length + 1), dtype=np.int32)
@@ -126,7 +99,8 @@ def measure_prefill(preset: str, sizes: dict, length: int, *, rounds: int) -> Pr
         "training": lambda: training(model, batch),
     }
     seconds = _timing.medians(calls, rounds)
-    return Prefill(preset, length, seconds["prefill"], seconds["training"])
+    found = {"seconds": seconds["prefill"], "training_seconds": seconds["training"]}
+    return {"preset": preset, "length": length} | found
 
 
 def _model(preset: str, sizes: dict) -> models.DecoderLM:
@@ -184,25 +158,22 @@ def _filled(state: models.DecoderState, length: int) -> models.DecoderState:
     return dataclasses.replace(state, layers=tuple(map(fill, state.layers)))
 
 
-def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
+def plot(rows: Sequence[dict], path: pathlib.Path) -> None:
     """Plots time per token and bytes of the state against the length of the prompt, with logarithmic axes."""
-    figure, axes = plotting.make(2, width=9.0, height=3.8, sharey=False)
-    _draw(axes[0], rows, "microseconds a token", lambda row: 1e6 * row.seconds)
-    _draw(axes[1], rows, "MiB of state", lambda row: row.state_bytes / 2**20)
+    figure, panels = plotting.make(2, width=9.0, height=3.8, sharey=False)
+    shown = (("microseconds a token", "seconds", 1e6), ("MiB of state", "state_bytes", 2**-20))
+    for axes, (title, column, unit) in zip(panels, shown):
+        for preset, (color, marker) in zip(PRESETS, plotting.styles(PRESETS)):
+            chosen = [row for row in rows if row["preset"] == preset]
+            lengths = [row["length"] for row in chosen]
+            values = [unit * row[column] for row in chosen]
+            axes.plot(lengths, values, color=color, marker=marker, label=preset)
+        plotting.style(axes, x_label="tokens of the prompt", y_label="", title=title)
+        plotting.set_log2_ticks(axes, lengths)
+        axes.set_yscale("log")
+        axes.tick_params("x", rotation=30)
+        axes.legend(frameon=False)
     plotting.save(figure, path)
-
-
-def _draw(axes, rows: Sequence[Row], title: str, value: Callable[[Row], float]) -> None:
-    for preset in dict.fromkeys(row.preset for row in rows):
-        chosen = [row for row in rows if row.preset == preset]
-        lengths = [row.length for row in chosen]
-        color, marker = _STYLES[preset]
-        axes.plot(lengths, [value(row) for row in chosen], color=color, marker=marker, label=preset)
-    plotting.style(axes, x_label="tokens of the prompt", y_label="", title=title)
-    plotting.set_log2_ticks(axes, lengths)
-    axes.set_yscale("log")
-    axes.tick_params("x", rotation=30)
-    axes.legend(frameon=False)
 
 
 if __name__ == "__main__":

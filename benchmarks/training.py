@@ -62,7 +62,20 @@ _KERNELS = re.compile(r"\bpower_(?:attention|state)_\w+|__cudnn\$\w+")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table and writes the JSON. Exits with status 1 and one line if there is no GPU."""
-    options = _options(arguments)
+    parser = _rows.make_parser(__doc__)
+    parser.add_argument("--context", action="append", type=int, choices=CONTEXTS, help="may be given again")
+    parser.add_argument("--preset", action="append", help="may be given again")
+    parser.add_argument(
+        "--brief", action="store_true", help="contexts 1,024, 8,192 and 65,536; ends within 8 minutes"
+    )
+    options = _rows.read_options(parser, arguments)
+    if options.context and (options.smoke or options.brief):
+        parser.error("--smoke and --brief have contexts of their own")
+    for preset in options.preset or ():
+        try:
+            config.load(f"gpt2_124m:{preset}")
+        except ValueError as error:
+            parser.error(str(error))
     if options.row:
         _rows.print_result(measure, options.row)
         return
@@ -88,24 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = _rows.report_path(options, name, report["machine"]["device"])
     if path is not None and any("seconds" in row for row in report["rows"]):
         _plot(path.with_suffix(".png"), report)
-
-
-def _options(arguments):
-    parser = _rows.make_parser(__doc__)
-    parser.add_argument("--context", action="append", type=int, choices=CONTEXTS, help="may be given again")
-    parser.add_argument("--preset", action="append", help="may be given again")
-    parser.add_argument(
-        "--brief", action="store_true", help="contexts 1,024, 8,192 and 65,536; ends within 8 minutes"
-    )
-    options = _rows.read_options(parser, arguments)
-    if options.context and (options.smoke or options.brief):
-        parser.error("--smoke and --brief have contexts of their own")
-    for preset in options.preset or ():
-        try:
-            config.load(f"gpt2_124m:{preset}")
-        except ValueError as error:
-            parser.error(str(error))
-    return options
 
 
 def measure(row: dict) -> dict:

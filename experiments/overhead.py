@@ -9,7 +9,7 @@ measured in turns, with the power of --power.
 import dataclasses
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,12 +51,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _experiment(options: _shared.Options) -> None:
     counts = parameter_counts(options.variants)
-    rows = [
-        row
-        for form in _FORMS[options.power]
-        for measure in (_inference, _training)
-        for row in measure(options, form)
-    ]
+    rows = [row for form in _FORMS[options.power] for row in _measure(options, form)]
     named = {f"{row['what']}, {row['form']} form: {row['variant']}": row for row in rows}
     path = _shared.write(options, rows, (), power=options.power, parameters=counts)
     _shared.draw_values(
@@ -113,55 +108,39 @@ def parameter_counts(variants: Sequence[str]) -> dict[str, int]:
     return {name: _shared.parameters(_shared.model("gpt2_124m", attentions[name])) for name in variants}
 
 
-def _settings(options: _shared.Options, name: str, form: str) -> config.Config:
-    (context,) = options.plan.contexts
-    attention = dataclasses.replace(_shared.power_variants(options.power)[name], form=form)
+def _measure(options: _shared.Options, form: str) -> Iterator[dict[str, Any]]:
+    """Yields a row for each variant: the time of inference, then that of training."""
+    (context,), (tokens,) = options.plan.contexts, options.plan.lengths
     if options.scale == "paper":  # no data is read
         options = dataclasses.replace(options, data=("-",), heldout=("-",))
-    return _shared.settings(options, attention, context=context, seed=0)
+    settings = {}
+    for name in options.variants:
+        attention = dataclasses.replace(_shared.power_variants(options.power)[name], form=form)
+        settings[name] = _shared.settings(options, attention, context=context, seed=0)
 
+    def inference(one: config.Config) -> Callable[[], None]:
+        """Returns a function that computes the hidden states of one row of tokens."""
+        graph, params = nnx.split(models.DecoderLM(one.model, rngs=nnx.Rngs(0)))
+        inputs = jax.random.randint(jax.random.key(0), (1, tokens), 0, one.model.vocab_size)
+        compiled = jax.jit(lambda params, inputs: nnx.merge(graph, params).hidden(inputs))
+        return lambda: jax.block_until_ready(compiled(params, inputs))
 
-def _inference(options: _shared.Options, form: str) -> list[dict]:
-    (tokens,) = options.plan.lengths
-    return _rows(
-        options,
-        {name: _forward(_settings(options, name, form).model, tokens) for name in options.variants},
-        what="inference",
-        form=form,
-        tokens=tokens,
-    )
-
-
-def _training(options: _shared.Options, form: str) -> list[dict]:
-    settings = {name: _settings(options, name, form) for name in options.variants}
-    calls = {name: _shared.update(one) for name, one in settings.items()}
-    return _rows(options, calls, what="training", form=form, tokens=settings[_BASE].data.batch_tokens)
-
-
-def _forward(model: config.ModelConfig, tokens: int) -> Callable[[], None]:
-    """Returns a function that computes the hidden states of one row of tokens."""
-    graph, params = nnx.split(models.DecoderLM(model, rngs=nnx.Rngs(0)))
-    inputs = jax.random.randint(jax.random.key(0), (1, tokens), 0, model.vocab_size)
-    compiled = jax.jit(lambda params, inputs: nnx.merge(graph, params).hidden(inputs))
-    return lambda: jax.block_until_ready(compiled(params, inputs))
-
-
-def _rows(options: _shared.Options, calls, **about) -> list[dict]:
-    times = _shared.alternate(calls, rounds=options.plan.steps)
-    rows = []
-    for name, seconds in times.items():
-        low, middle, high = _shared.relative(seconds, times[_BASE])
-        rows.append(
-            {"variant": name}
-            | about
-            | {
+    trained = settings[_BASE].data.batch_tokens
+    for what, make, count in (("inference", inference, tokens), ("training", _shared.update, trained)):
+        calls = {name: make(one) for name, one in settings.items()}
+        times = _shared.alternate(calls, rounds=options.plan.steps)
+        for name, seconds in times.items():
+            low, middle, high = _shared.relative(seconds, times[_BASE])
+            yield {
+                "variant": name,
+                "what": what,
+                "form": form,
+                "tokens": count,
                 "milliseconds": 1000 * statistics.median(seconds),
                 "relative": middle,
                 "low": low,
                 "high": high,
             }
-        )
-    return rows
 
 
 if __name__ == "__main__":

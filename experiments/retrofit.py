@@ -131,7 +131,7 @@ def _train(options: _shared.Options) -> tuple[pathlib.Path, dict[tuple[str, str,
         },
     )
     whole = first + steps
-    runs: dict[Any, Any] = {}
+    runs: dict[tuple[str, str, int], tuple[str, config.Config]] = {}
     for key in keys:
         variant, seed = key
         direct = retrofit(variant)

@@ -8,7 +8,7 @@ from pallas_kernels.check import verdict
 from sympow_jax import config as config_lib
 from sympow_jax import data, evaluation, training
 from sympow_jax.process import hosts, signals, workdir
-from sympow_jax.training import checkpoint, metrics, restore, sharding, summary
+from sympow_jax.training import checkpoint, metrics, restore, sharding, summary, writers
 
 __all__ = ["train"]
 
@@ -30,7 +30,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
             config.data, config.task, vocab_size=config.model.vocab_size
         )
         evaluation.check_settings(config, heldout)
-        metrics.check_settings(config)
+        writers.check_settings(config)
         mesh = sharding.make_mesh(config)
         share, shares = sharding.batch_share(mesh)
         program = training.Program(config, mesh)
@@ -74,7 +74,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
             stopping = stack.enter_context(signals.StopSignals())
             number, stop, votes = start, 0, hosts.Vote()
             unreported: collections.deque = collections.deque()
-            # In each step: read, update, evaluate, agree whether to stop, report, save, continue prompts.
+            # In each step: read, update, evaluate, report, agree whether to stop, save, continue prompts.
             for number in range(start + 1, steps + 1):
                 with reporter.reading(number):
                     batch = sharding.place_batch(next(batches), mesh)
@@ -82,13 +82,16 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
                 # Now, because the state is donated to the next update.
                 held_out = periodic.metrics(state) if periodic.is_due(number) else {}
                 unreported.append((number, scalars, held_out))
+                # Metrics are awaited one update late, so that devices do not wait for the host.
+                if len(unreported) > 1:
+                    reporter.report(*unreported.popleft())
                 checkpoints.check()
+                # After that wait, because most signals arrive in it.
                 stop = votes.cast(stopping.received or 0, now=number == steps)
                 saves = number % every == 0 or number == steps or stop
                 has_texts = periodic.has_texts(number)
-                # Metrics are awaited one update late, so that devices do not wait for the host. A state is saved, and
-                # continues prompts, only once its own are known to be finite.
-                while len(unreported) > (0 if saves or has_texts else 1):
+                if saves or has_texts:
+                    # A state is saved, and continues prompts, only once its update is known to be finite.
                     reporter.report(*unreported.popleft())
                 if saves:
                     checkpoints.save(number, state, batches.get_state())

@@ -89,11 +89,19 @@ def measure(row: dict) -> dict:
 
     The time starts after the first step, which compiles. Raises ValueError if the text is too short.
     """
-    folders = [pathlib.Path(row["text"])] if row["text"] else _installed()
+    installed = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib")]
+    folders = [pathlib.Path(folder) for folder in ([row["text"]] if row["text"] else installed)]
     train, heldout = read_text(folders)
     longest = row["lengths"][-1]
     documents = _documents(heldout, longest, row["documents"])
-    settings = _settings(row)
+    settings = config.load(f"gpt2_124m:{row['preset']}")
+    sizes = (benchmarks.training.TINY if row.get("tiny") else {}) | {"vocab_size": 256}
+    settings = dataclasses.replace(
+        settings,
+        model=dataclasses.replace(settings.model, **sizes),
+        data=dataclasses.replace(settings.data, context_length=row["context"], batch_tokens=row["tokens"]),
+        optimizer=dataclasses.replace(settings.optimizer, warmup_steps=WARMUP_STEPS),
+    )
     batches = _batches(train, row["context"], settings.data.batch_size)
     mesh = sharding.whole_mesh(jax.devices()[:1])
     program = training.Program(settings, mesh)
@@ -122,23 +130,6 @@ def measure(row: dict) -> dict:
         "training_bytes": len(train),
         "heldout_bytes": len(heldout),
     }
-
-
-def _settings(row: dict) -> config.Config:
-    settings = config.load(f"gpt2_124m:{row['preset']}")
-    sizes = (benchmarks.training.TINY if row.get("tiny") else {}) | {"vocab_size": 256}
-    return dataclasses.replace(
-        settings,
-        model=dataclasses.replace(settings.model, **sizes),
-        data=dataclasses.replace(settings.data, context_length=row["context"], batch_tokens=row["tokens"]),
-        optimizer=dataclasses.replace(settings.optimizer, warmup_steps=WARMUP_STEPS),
-    )
-
-
-def _installed() -> list[pathlib.Path]:
-    """Returns the folders of the standard library and of the installed packages."""
-    paths = sysconfig.get_paths()
-    return [pathlib.Path(paths[name]) for name in ("stdlib", "purelib")]
 
 
 def read_text(folders: Sequence[pathlib.Path]) -> tuple[Int[np.ndarray, " t"], Int[np.ndarray, " h"]]:

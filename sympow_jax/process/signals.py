@@ -91,8 +91,7 @@ class StopSignals:
     def __exit__(self, *_) -> None:
         self._restore()
 
-    def _note(self, number: int, frame: types.FrameType | None) -> None:
-        del frame
+    def _note(self, number: int, _: types.FrameType | None) -> None:
         now = time.monotonic()
         if self.received is None:
             self.received, self._at = signal.Signals(number), now

@@ -156,7 +156,7 @@ class Checkpoints:
         metadata = {
             "config": dataclasses.asdict(self._config),
             "data": position,
-            "fingerprints": _fingerprints(arrays),
+            "fingerprints": jax.tree.map(int, _fingerprints(arrays)),
             "step": number,
         }
         metadata["digest"] = _digest(metadata)
@@ -358,7 +358,7 @@ def _load(
 
 def _check(loaded: dict[str, Any], metadata: dict[str, Any]) -> None:
     for name, value in _fingerprints(loaded).items():
-        if value != metadata["fingerprints"][name]:
+        if int(value) != metadata["fingerprints"][name]:
             raise _DamagedError(f"its {name} are not what was saved")
 
 
@@ -378,12 +378,8 @@ def _reason(error: BaseException) -> str:
     return spelling.cut(str(error), 240) or type(error).__name__
 
 
-def _fingerprints(arrays: dict[str, Any]) -> dict[str, int]:
-    return {name: int(value) for name, value in _fingerprint_each(arrays).items()}
-
-
 @jax.jit
-def _fingerprint_each(arrays: dict[str, Any]) -> dict[str, Int[Array, ""]]:
+def _fingerprints(arrays: dict[str, Any]) -> dict[str, Int[Array, ""]]:
     """Returns a 32-bit sum of each tree's bits, weighted by position, which any changed element changes."""
     sums = {}
     for name, tree in arrays.items():

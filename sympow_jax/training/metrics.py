@@ -15,16 +15,10 @@ from sympow_jax import tasks
 from sympow_jax.tasks import flops
 from sympow_jax.training import writers
 
-__all__ = ["Reporter", "StepTrace", "check_settings"]
+__all__ = ["Reporter", "StepTrace"]
 
 # The terminal shows the wait for data if it is at least this fraction of the time.
 _SHOWN_WAIT = 0.03
-
-
-def check_settings(config: config_lib.Config) -> None:
-    """Raises ValueError, before anything is compiled, if a requested writer is not installed."""
-    if config.training.wandb_project is not None:
-        writers.require_wandb()
 
 
 class Reporter:
@@ -66,7 +60,7 @@ class Reporter:
             writes: whether this process writes. Only one does; the others wait for metrics and raise the same errors.
 
         Raises:
-            ValueError: Weights & Biases is requested, but is not installed or refuses the run.
+            ValueError: Weights & Biases refuses the run.
         """
         self._config, self._task, self._start = config, tasks.make(config), start
         devices = list(devices)

@@ -19,7 +19,7 @@ from sympow_jax.config import serialize
 from sympow_jax.process import atomic
 from sympow_jax.process import workdir as workdir_lib
 
-__all__ = ["JsonLines", "TensorBoard", "Wandb", "Writer", "open_all", "require_wandb"]
+__all__ = ["JsonLines", "TensorBoard", "Wandb", "Writer", "check_settings", "open_all"]
 
 # Events are in TensorBoard's file after this time. To flush it takes milliseconds, because it waits for the disk.
 _FLUSH_SECONDS = 10.0
@@ -50,7 +50,7 @@ def open_all(workdir: pathlib.Path, config: config_lib.Config, *, start: int) ->
     """Continues the reports in a workdir after step `start`.
 
     Raises:
-        ValueError: Weights & Biases is requested, but is not installed or refuses the run.
+        ValueError: Weights & Biases refuses the run.
     """
     opened: list[Writer] = [
         JsonLines(workdir / "metrics.jsonl", start=start),
@@ -142,9 +142,8 @@ class Wandb(Writer):
         """Starts or resumes the run.
 
         Raises:
-            ValueError: wandb is not installed, or refuses the run.
+            ValueError: wandb refuses the run.
         """
-        require_wandb()
         import wandb
 
         path = workdir / "wandb.json"
@@ -177,8 +176,10 @@ class Wandb(Writer):
         self._run.finish(exit_code=int(failed))
 
 
-def require_wandb() -> None:
-    """Raises ValueError if wandb is not installed."""
+def check_settings(config: config_lib.Config) -> None:
+    """Raises ValueError, before anything is compiled, if Weights & Biases is requested but not installed."""
+    if config.training.wandb_project is None:
+        return
     spec = importlib.util.find_spec("wandb")
     # A folder `wandb`, such as wandb itself creates, is a namespace package without an origin.
     if spec is None or spec.origin is None:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.robust
 
 def test_the_plot(tmp_path):
     rows = [
-        decoding.Row(preset, length, 1e-4 * length, 10 * length, False)
+        {"preset": preset, "length": length, "seconds": 1e-4 * length, "state_bytes": 10 * length}
         for preset in decoding.PRESETS
         for length in (64, 128)
     ]

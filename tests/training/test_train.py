@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from tensorboardX.event_file_writer import EventsWriter
 
-from sympow_jax import config, data, evaluation, generation, loop, models, training
+from sympow_jax import config, data, evaluation, generation, loop, training
 from sympow_jax.commands import launch
 from sympow_jax.data import files
 from sympow_jax.process import signals
@@ -169,11 +169,10 @@ def test_a_run_with_learning_rate_factors_is_resumed(tmp_path, with_training):
     assert _losses(tmp_path / "whole") == _losses(tmp_path / "halves")
     _assert_same_params(tmp_path / "whole", tmp_path / "halves")
     _, model, _ = training.restore_model(tmp_path / "whole")
-    state = training.Program(with_factors(4), sharding.whole_mesh()).init_state()
-    begun = models.unstack(state.params)["blocks"][0]["attention"]
-    attention = model.blocks[0].attention
-    np.testing.assert_array_equal(attention.value.kernel[...], begun["value"]["kernel"])
-    assert (attention.key.kernel[...] != begun["key"]["kernel"]).all()
+    program = training.Program(with_factors(4), sharding.whole_mesh())
+    begun, attention = (one.blocks[0].attention for one in (program.model(program.init_state()), model))
+    np.testing.assert_array_equal(attention.value.kernel[...], begun.value.kernel[...])
+    assert (attention.key.kernel[...] != begun.key.kernel[...]).all()
     with pytest.raises(ValueError, match=r"optimizer\.learning_rate_factors"):
         loop.train(with_factors(6), tmp_path / "whole")
 
