@@ -41,10 +41,9 @@ def config(request, tmp_path, small_groups):
         else:
             suffix = ".zst" if request.param == "zst" else ""
             builders.write_jsonl(tmp_path / f"{name}.jsonl{suffix}", ids)
-    return builders.data_config(
-        source="parquet" if request.param == "parquet" else "jsonl",
-        paths=(str(tmp_path),),
-        heldout_fraction=0.0,
+    return builders.whole(
+        "parquet" if request.param == "parquet" else "jsonl",
+        str(tmp_path),
         tokenizer_workers=0,
         document_separator=SEPARATOR,
     )
@@ -175,9 +174,7 @@ def test_batches_do_not_depend_on_workers(config):
 def test_small_files_share_a_group(tmp_path):
     for number in range(30):
         builders.write_jsonl(tmp_path / f"{number:02}.jsonl", numbered(5, first=1 + 200 * number))
-    config = builders.data_config(
-        source="jsonl", paths=(str(tmp_path),), heldout_fraction=0.0, context_length=512, tokenizer_workers=0
-    )
+    config = builders.whole("jsonl", str(tmp_path), context_length=512, tokenizer_workers=0)
     dataset = data.train_dataset(config, vocab_size=50_000)
     assert dataset.groups_per_epoch == 1
     assert next(open_batches(config, 2))["inputs"].shape == (2, 512)
@@ -191,13 +188,8 @@ def test_small_files_share_a_group(tmp_path):
 def test_text_is_tokenized_and_separated(tmp_path, workers):
     texts = ["one é", "", "two", "three"]
     builders.write_parquet(tmp_path / "a.parquet", texts, column="body")
-    config = builders.data_config(
-        source="parquet",
-        paths=(str(tmp_path),),
-        text_columns=("body",),
-        heldout_fraction=0.0,
-        tokenizer_workers=workers,
-        packing="documents",
+    config = builders.whole(
+        "parquet", str(tmp_path), text_columns=("body",), tokenizer_workers=workers, packing="documents"
     )
     tokens = next(data.train_dataset(config, vocab_size=256).tokens(0))
     assert tokens.tokens.tobytes().decode("utf-16-le") == "one \xc3\xa9\0two\0three\0"
@@ -357,9 +349,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(tmp_path):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bad_documents_met_in_training(tmp_path, workers):
     builders.write_jsonl(tmp_path / "a.jsonl", [[1, 2, 3], [4, 500]])
-    config = builders.data_config(
-        source="jsonl", paths=(str(tmp_path),), tokenizer_workers=workers, heldout_fraction=0.0
-    )
+    config = builders.whole("jsonl", str(tmp_path), tokenizer_workers=workers)
     batches = open_batches(config, vocab_size=256)
     with pytest.raises(ValueError, match=r"a\.jsonl \(line at byte 29\) holds id 500, but"):
         next(batches)
