@@ -74,14 +74,14 @@ def pool[Item, Result](
             ) from error
         try:
             own.pipe.send(item)
-            result, error = own.pipe.recv()
+            result, failure = own.pipe.recv()
         except (EOFError, OSError) as error:
             raise ValueError(
                 f"a worker process ended in the middle of its work (often killed for lack of memory); repeat the "
                 f"command, which continues, with fewer {setting} if memory is short"
             ) from error
-        if error is not None:
-            raise error
+        if failure is not None:
+            raise failure
         return result
 
     multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks signals
