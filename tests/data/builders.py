@@ -22,6 +22,11 @@ def data_config(**changes) -> config.DataConfig:
     return config.DataConfig(**settings)
 
 
+def whole(source: str, path: str, **changes) -> config.DataConfig:
+    """Returns a config that trains on all of the data at a path."""
+    return data_config(source=source, paths=(path,), heldout_fraction=0.0, **changes)
+
+
 def write_files(folder: pathlib.Path, contents: dict[str, bytes]) -> None:
     """Writes files by their names relative to the folder."""
     for name, content in contents.items():

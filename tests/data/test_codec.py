@@ -56,26 +56,17 @@ def test_a_prompt_begins_as_the_tokenizer_begins_texts(tmp_path, source):
         data_lib.Codec(codec.tokenizer, 1, lead=1).encode(b"ab")
 
 
-@pytest.mark.parametrize(
-    ("codec", "prompt", "message"),
-    [
+def test_invalid_prompts(words):
+    codec = data_lib.codec_of_run(run(source="tokens", paths=("x",), vocab_size=2), words)
+    for used, prompt, message in (
         (BYTES, b"", "the prompt is empty"),
         (data_lib.Codec(tokenizer.load("byte"), 128), "a€".encode(), "vocabulary of 128 lacks: 130, 172,"),
-    ],
-)
-def test_invalid_prompts(codec, prompt, message):
-    with pytest.raises(ValueError, match=message):
-        codec.encode(prompt)
-
-
-def test_prompts_that_a_tokenizer_cannot_read(words):
-    codec = data_lib.codec_of_run(run(source="tokens", paths=("x",), vocab_size=2), words)
-    with pytest.raises(ValueError, match=r"not UTF-8 \(byte 2\), which tokenizer words\.json reads"):
-        codec.encode(b"a\xff")
-    with pytest.raises(ValueError, match=r"tokenizer words\.json finds no tokens in"):
-        codec.encode(b" ")
-    with pytest.raises(ValueError, match="has tokens that the model's vocabulary of 2 lacks: 2"):
-        codec.encode(b"the fox")
+        (codec, b"a\xff", r"not UTF-8 \(byte 2\), which tokenizer words\.json reads"),
+        (codec, b" ", r"tokenizer words\.json finds no tokens in"),
+        (codec, b"the fox", "has tokens that the model's vocabulary of 2 lacks: 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            used.encode(prompt)
 
 
 @pytest.mark.parametrize(

@@ -139,29 +139,10 @@ def test_an_array_of_rows_is_read_without_the_lead_id(tmp_path):
     values = np.arange(1, 65).reshape(4, 16).astype("<u2")
     path = builders.write_zarr(tmp_path / "a.zarr", values)
     for packing in ("windows", "documents"):
-        config = builders.data_config(
-            source="longcrawl64", paths=(path,), heldout_fraction=0.0, packing=packing
-        )
+        config = builders.whole("longcrawl64", path, packing=packing)
         dataset = data.train_dataset(config, task=task(), vocab_size=50_304)
         read = sorted(unmasked(dataset[i]).tolist() for i in range(8))
         assert read == values.reshape(8, 8).tolist()
-
-
-def test_held_out_masks_are_fixed_and_batches_are_whole(tmp_path):
-    heldout = builders.write_bin(tmp_path / "held.bin", builders.numbered([40]))
-    config = bin_config(tmp_path, [64], heldout_paths=(heldout,))
-    first, second = (list(data.HeldoutData(config, task(), vocab_size=1000).batches(3)) for _ in range(2))
-    assert [len(batch["inputs"]) for batch in first] == [3, 3]
-    for one, other in zip(first, second):
-        for name in ("inputs", "targets"):
-            np.testing.assert_array_equal(one[name], other[name])
-    assert (first[1]["targets"][2] == -1).all()
-    tokens = np.concatenate([unmasked(batch) for batch in first])[:5]
-    assert sorted(tokens.reshape(-1).tolist()) == list(range(1, 41))
-    assert all((batch["targets"][:2] != -1).any(axis=1).all() for batch in first)
-    reseeded = bin_config(tmp_path, [64], heldout_paths=(heldout,), seed=1)
-    other = next(data.HeldoutData(reseeded, task(), vocab_size=1000).batches(3))
-    assert (other["targets"] != first[0]["targets"]).any()
 
 
 def test_less_than_a_row(tmp_path):

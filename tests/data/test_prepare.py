@@ -71,9 +71,7 @@ def test_bin_of_bytes_round_trip(folder):
         "documents": 3,
         "tokens": len(STORED),
     }
-    config = builders.data_config(
-        source="tokens", paths=("deep/train.bin",), document_separator=0, heldout_fraction=0.0
-    )
+    config = builders.whole("tokens", "deep/train.bin", document_separator=0)
     source = tokens.Source(config).side(heldout=False)
     read = [bytes(source.read(i, 0, int(length)).astype(np.uint8)) for i, length in enumerate(source.lengths)]
     assert read == [content + b"\0" for content in TEXTS.values() if content]
@@ -96,9 +94,7 @@ def test_longcrawl64_of_bytes_round_trip(folder):
         8,
         len(STORED) - 32,
     )
-    config = builders.data_config(
-        source="longcrawl64", paths=("train.zarr",), document_separator=0, heldout_fraction=0.0
-    )
+    config = builders.whole("longcrawl64", "train.zarr", document_separator=0)
     dataset = data.train_dataset(config, vocab_size=256)
     read = sorted(bytes(dataset[i]["targets"].astype(np.uint8)) for i in range(4))
     assert read == sorted(STORED[start : start + 8] for start in range(0, 32, 8))
@@ -186,7 +182,6 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
     before = sorted(os.listdir("."))
     cases = [
         (("--out=a.zarr", "texts"), "--out is a.zarr; with --format=bin it must end in .bin"),
-        (("--out=a.bin", "none.txt"), "there is no file or folder 'none.txt'"),
         (("--out=a.bin", "zero.txt"), "zero.txt holds id 0, which separates documents"),
         (("--out=a.bin", "empty.txt"), "every file is empty (1 found)"),
         (("--out=there.bin", "texts"), "there.bin exists; remove it"),
@@ -197,12 +192,8 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
         (("--out=full.bin", "texts"), "full.bin exists; remove it"),
         (("--out=done.bin", "texts"), "done.bin exists; remove it"),
         (("--out=link.bin", "texts"), "link.bin exists; remove it"),
-        (
-            ("--out=deep/a.bin", "~nobody-by-this-name/texts"),
-            "no file or folder '~nobody-by-this-name/texts'",
-        ),
+        (("--out=deep/a.bin", "~nobody-by-this-name/texts"), "no file or folder '~nobody-by-this-"),
         (("--out=loop/a.bin", "texts"), "cannot write loop/a.bin: "),
-        (("--out=a.bin", "loop"), "there is no file or folder 'loop'"),
         (("--out=" + "a" * 260 + ".bin", "texts"), "File name too long"),
         (("--out=a.bin", "--tokenizer=words.json", "latin.txt"), "latin.txt is not UTF-8 at byte 3"),
         (("--out=a.bin", "--tokenizer=gone.json", "texts"), "--tokenizer=gone.json: there is no such file"),
@@ -254,9 +245,7 @@ def test_a_chunk_of_zeros_is_written(folder, word_tokenizer):
     prepare.main(
         ["--format=longcrawl64", "--out=a.zarr", "--row_tokens=4096", "--tokenizer=words.json", "unknown.txt"]
     )
-    config = builders.data_config(
-        source="longcrawl64", paths=("a.zarr",), document_separator=7, heldout_fraction=0.0
-    )
+    config = builders.whole("longcrawl64", "a.zarr", document_separator=7)
     dataset = data.train_dataset(config, vocab_size=10)
     read = np.stack([dataset[i]["targets"] for i in range(512)])
     assert (read == 0).sum() == 4095

@@ -92,19 +92,11 @@ def test_repositories_of_the_hub(folder, monkeypatch):
 
 
 def test_the_limits_that_a_file_sets_are_for_models(folder):
-    path = folder / "tokenizer.json"
-    stored = json.loads(path.read_text()) | {
-        "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
-        "padding": {
-            "strategy": {"Fixed": 9},
-            "direction": "Right",
-            "pad_to_multiple_of": None,
-            "pad_id": 0,
-            "pad_type_id": 0,
-            "pad_token": "[UNK]",
-        },
-    }
-    path.write_text(json.dumps(stored))
+    tokenizers = pytest.importorskip("tokenizers")
+    built = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    built.enable_truncation(2)
+    built.enable_padding(length=9)
+    built.save(str(folder / "tokenizer.json"))
     assert tokenizer.load("./words").encode(b"the first the first").tolist() == [1, 2, 1, 2]
 
 

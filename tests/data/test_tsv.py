@@ -17,16 +17,8 @@ NUMBER = config_lib.TaskConfig(name="regression")
 
 
 def settings(path, **changes) -> config_lib.DataConfig:
-    return builders.data_config(
-        **{
-            "source": "tsv",
-            "paths": (str(path),),
-            "heldout_fraction": 0.0,
-            "text_columns": ("sentence",),
-            "context_length": 16,
-            **changes,
-        }
-    )
+    defaults = {"text_columns": ("sentence",), "context_length": 16, "heldout_fraction": 0.0}
+    return builders.data_config(**{"source": "tsv", "paths": (str(path),), **defaults, **changes})
 
 
 def write(folder: pathlib.Path, content: str, name: str = "a.tsv") -> pathlib.Path:

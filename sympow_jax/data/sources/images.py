@@ -119,6 +119,7 @@ class Images:
             if opened.mode.startswith(("I", "F")):
                 raise ValueError("it has more than 8 bits a channel")
             image = opened.convert("L" if config.image_tokens else "RGB")
+        inputs: np.ndarray
         if config.image_tokens:
             inputs: np.ndarray = np.asarray(image, np.int32).reshape(-1)
         else:

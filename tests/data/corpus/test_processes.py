@@ -90,10 +90,7 @@ def test_a_process_that_cannot_be_started_is_one_line(monkeypatch):
 
     monkeypatch.setattr(SpawnProcess, "start", fail)
     with (
-        pytest.raises(
-            ValueError,
-            match=r"^cannot start a worker process: Resource temporarily unavailable; set fewer data\.workers, or",
-        ),
+        pytest.raises(ValueError, match=r"^cannot start a worker process: Resource .*; set fewer data\.w"),
         processes.pool(Zeros, workers=2, setting="data.workers") as submit,
     ):
         submit(1).result()

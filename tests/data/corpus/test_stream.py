@@ -24,6 +24,11 @@ def numbered(count: int, *, first: int = 1, seed: int = 0) -> list[list[int]]:
     return [[first - 1 + id for id in document] for document in builders.numbered(lengths)]
 
 
+def all_documents() -> list[list[int]]:
+    """Returns the documents of the three files of `config`."""
+    return [one for i in range(3) for one in numbered(100, first=1 + 10_000 * i, seed=i)]
+
+
 @pytest.fixture
 def small_groups(monkeypatch):
     """Makes groups of about 2,000 bytes of text."""
@@ -41,10 +46,9 @@ def config(request, tmp_path, small_groups):
         else:
             suffix = ".zst" if request.param == "zst" else ""
             builders.write_jsonl(tmp_path / f"{name}.jsonl{suffix}", ids)
-    return builders.data_config(
-        source="parquet" if request.param == "parquet" else "jsonl",
-        paths=(str(tmp_path),),
-        heldout_fraction=0.0,
+    return builders.whole(
+        "parquet" if request.param == "parquet" else "jsonl",
+        str(tmp_path),
         tokenizer_workers=0,
         document_separator=SEPARATOR,
     )
@@ -70,16 +74,10 @@ def read_epoch(config, **arguments):
 def test_rows_are_those_of_the_source_tokens(tmp_path, packing, task):
     ids = numbered(50)
     bin_file = builders.write_bin(tmp_path / "a.bin", [[*document, SEPARATOR] for document in ids])
-    settings = {
-        "packing": packing,
-        "heldout_fraction": 0.0,
-        "document_separator": SEPARATOR,
-        "tokenizer_workers": 0,
-    }
-    tokens = builders.data_config(source="tokens", paths=(bin_file,), **settings)
-    parquet = builders.data_config(
-        source="parquet", paths=(builders.write_parquet(tmp_path / "a.parquet", ids),), **settings
-    )
+    settings = {"packing": packing, "document_separator": SEPARATOR, "tokenizer_workers": 0}
+    tokens = builders.whole("tokens", bin_file, **settings)
+    parquet_file = builders.write_parquet(tmp_path / "a.parquet", ids)
+    parquet = builders.whole("parquet", parquet_file, **settings)
     task = config_lib.TaskConfig(name=task)
     reference = data.train_dataset(tokens, task=task, vocab_size=50_000)
     count = sum(map(len, ids)) + len(ids)
@@ -105,12 +103,7 @@ def test_every_token_is_in_one_row_of_an_epoch_except_for_the_dropped(config):
     tokens = np.concatenate([row["inputs"] for row in found])
     ids = tokens[tokens != SEPARATOR]
     assert len(np.unique(ids)) == len(ids)
-    everything = [
-        id
-        for number in range(3)
-        for one in numbered(100, first=1 + 10_000 * number, seed=number)
-        for id in one
-    ]
+    everything = [id for one in all_documents() for id in one]
     assert set(ids) < set(everything)
     dropped = len(everything) + 300 - len(tokens)
     assert 0 < dropped < 9 * (batches.get_state()["next_row"] >> 32)
@@ -175,9 +168,7 @@ def test_batches_do_not_depend_on_workers(config):
 def test_small_files_share_a_group(tmp_path):
     for number in range(30):
         builders.write_jsonl(tmp_path / f"{number:02}.jsonl", numbered(5, first=1 + 200 * number))
-    config = builders.data_config(
-        source="jsonl", paths=(str(tmp_path),), heldout_fraction=0.0, context_length=512, tokenizer_workers=0
-    )
+    config = builders.whole("jsonl", str(tmp_path), context_length=512, tokenizer_workers=0)
     dataset = data.train_dataset(config, vocab_size=50_000)
     assert dataset.groups_per_epoch == 1
     assert next(open_batches(config, 2))["inputs"].shape == (2, 512)
@@ -191,13 +182,8 @@ def test_small_files_share_a_group(tmp_path):
 def test_text_is_tokenized_and_separated(tmp_path, workers):
     texts = ["one é", "", "two", "three"]
     builders.write_parquet(tmp_path / "a.parquet", texts, column="body")
-    config = builders.data_config(
-        source="parquet",
-        paths=(str(tmp_path),),
-        text_columns=("body",),
-        heldout_fraction=0.0,
-        tokenizer_workers=workers,
-        packing="documents",
+    config = builders.whole(
+        "parquet", str(tmp_path), text_columns=("body",), tokenizer_workers=workers, packing="documents"
     )
     tokens = next(data.train_dataset(config, vocab_size=256).tokens(0))
     assert tokens.tokens.tobytes().decode("utf-16-le") == "one \xc3\xa9\0two\0three\0"
@@ -218,9 +204,7 @@ def test_held_out_documents(config, tmp_path):
     config = dataclasses.replace(config, heldout_fraction=0.2)
     heldout = data.HeldoutData(config, vocab_size=50_000)
     chosen = {document[0] for document in map(tuple, heldout.documents)}
-    everything = {
-        one[0] for number in range(3) for one in numbered(100, first=1 + 10_000 * number, seed=number)
-    }
+    everything = {one[0] for one in all_documents()}
     assert 30 < len(chosen) < 90
     assert all(document[-1] == SEPARATOR for document in heldout.documents)
     dataset = data.train_dataset(config, vocab_size=50_000)
@@ -232,10 +216,8 @@ def test_held_out_documents(config, tmp_path):
     tokens.close()
     assert trained == everything - chosen
     assert len(heldout.rows)
-    assert (
-        data.HeldoutData(dataclasses.replace(config, heldout_fraction=0.0), vocab_size=50_000).documents
-        is None
-    )
+    none = dataclasses.replace(config, heldout_fraction=0.0)
+    assert data.HeldoutData(none, vocab_size=50_000).documents is None
 
 
 def test_held_out_documents_are_bounded(config, monkeypatch):
@@ -278,9 +260,7 @@ def test_the_description_tells_a_change(config, tmp_path):
     assert described == data.describe(dataclasses.replace(config, tokenizer_workers=1))
     assert described["files"] == 3
     assert described["heldout_tokens"] == 0
-    count = sum(
-        len(one) + 1 for number in range(3) for one in numbered(100, first=1 + 10_000 * number, seed=number)
-    )
+    count = sum(len(one) + 1 for one in all_documents())
     assert 0.3 * count < described["tokens"] < 3 * count
     # A part of 2,000 bytes of lines or of compressed ids has a few hundred tokens, half a row of which is dropped.
     assert "% are dropped at the ends" in described["tokens_note"]
@@ -299,13 +279,7 @@ def test_the_number_of_tokens_is_estimated_from_row_groups_of_any_size(tmp_path,
     rng = np.random.default_rng(0)
     texts = [bytes(rng.integers(97, 123, 80, np.uint8)).decode() for _ in range(1000)]
     builders.write_parquet(tmp_path / "a.parquet", texts, group=group)
-    settings = {
-        "source": "parquet",
-        "paths": (str(tmp_path),),
-        "heldout_fraction": 0.0,
-        "tokenizer_workers": 0,
-    }
-    config = builders.data_config(context_length=1000, **settings)
+    config = builders.whole("parquet", str(tmp_path), context_length=1000, tokenizer_workers=0)
     described = data.describe(config)
     assert 40_000 < described["tokens"] < 125_000  # of 81,000
     assert described["tokens_note"].startswith("estimated; about 0.")
@@ -357,9 +331,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(tmp_path):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_bad_documents_met_in_training(tmp_path, workers):
     builders.write_jsonl(tmp_path / "a.jsonl", [[1, 2, 3], [4, 500]])
-    config = builders.data_config(
-        source="jsonl", paths=(str(tmp_path),), tokenizer_workers=workers, heldout_fraction=0.0
-    )
+    config = builders.whole("jsonl", str(tmp_path), tokenizer_workers=workers)
     batches = open_batches(config, vocab_size=256)
     with pytest.raises(ValueError, match=r"a\.jsonl \(line at byte 29\) holds id 500, but"):
         next(batches)
