@@ -3,7 +3,7 @@
 import pathlib
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import matplotlib.axes
 import matplotlib.colors
@@ -170,7 +170,7 @@ def _draw_strips(
         _name_tokens(axes[-1].xaxis, labels, width)
     axes[-1].set_xlabel("token", fontsize=10, color=plotting.INK)
     # The ends of the color scale that values exceed.
-    low, high = norm.inverse([0.0, 1.0])
+    low, high = cast(float, norm.vmin), cast(float, norm.vmax)
     below, above = np.min(strips) < low - 1e-6, np.max(strips) > high + 1e-6
     extend = ("both" if above else "min") if below else ("max" if above else "neither")
     return figure, figure.colorbar(image, ax=axes, aspect=20, pad=0.01, extend=extend)
