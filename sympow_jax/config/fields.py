@@ -99,8 +99,8 @@ def validate(node: Any, prefix: str = "") -> None:
         node: instance of a frozen dataclass.
         prefix: name of the dataclass in error messages, before a dot and the field; empty for the outermost.
     """
-    kind: Any = type(node)
-    hints = _hints(kind)
+    of_node: Any = type(node)
+    hints = _hints(of_node)
     for field in dataclasses.fields(node):
         name = f"{prefix}.{field.name}".lstrip(".")
         value = getattr(node, field.name)

@@ -102,14 +102,11 @@ def generate(
 
     # Room of KV caches at the beginning: for all tokens if one of them cannot be folded, else for as many as take less
     # memory than the recurrent state, which replaces the caches then. None starts with recurrent states.
-    room: int | None = padded + -(-max_tokens // block) * block
+    total = padded + -(-max_tokens // block) * block
+    room: int | None = total
     limits = [limit for limit in model.kv_cache_lengths if limit is not None]
     if len(limits) == len(model.kv_cache_lengths):
-        room = (
-            min([*limits, padded + -(-max_tokens // block) * block])
-            if padded + block <= min(limits)
-            else None
-        )
+        room = min(*limits, total) if padded + block <= min(limits) else None
 
     tokens = np.zeros((len(prompts), padded), np.int64)
     for row, prompt in enumerate(prompts):

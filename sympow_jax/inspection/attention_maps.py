@@ -48,19 +48,18 @@ def attention_maps(
     # By default, GPUs round the factors of float32 products.
     with jax.default_matmul_precision("highest"):
         inputs = _attention_inputs(*nnx.split(model), np.array([tokens], np.int32))
-        return [_layer_maps(model, layer, inputs[layer]) for layer in indices]
-
-
-def _layer_maps(model: models.DecoderLM | models.Encoder, layer: int, x: Float[Array, "1 T M"]) -> LayerMaps:
-    attention = model.blocks[layer].attention
-    maps = _maps(*nnx.split(attention), x)
-    return LayerMaps(
-        layer=layer,
-        weights=np.asarray(maps.weights[0]),
-        half_life=None if maps.log_decay is None else _half_life(_heads_first(maps.log_decay)),
-        rate=None if maps.rate is None else _heads_first(maps.rate),
-        theta=attention.positions.theta,
-    )
+        found = []
+        for index in indices:
+            attention = model.blocks[index].attention
+            maps = _maps(*nnx.split(attention), inputs[index])
+            half_life = None
+            if maps.log_decay is not None:
+                with np.errstate(divide="ignore"):
+                    half_life = math.log(2) / np.abs(_heads_first(maps.log_decay))
+            rate = None if maps.rate is None else _heads_first(maps.rate)
+            weights = np.asarray(maps.weights[0])
+            found.append(LayerMaps(index, weights, half_life, rate, attention.positions.theta))
+        return found
 
 
 @functools.partial(jax.jit, static_argnames="graph")
@@ -96,8 +95,3 @@ class _Recorder(nnx.Module):
 
 def _heads_first(x: Float[Array, "1 T K ..."]) -> Float[np.ndarray, "K T ..."]:
     return np.swapaxes(np.asarray(x[0]), 0, 1)
-
-
-def _half_life(log_decay: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
-    with np.errstate(divide="ignore"):
-        return math.log(2) / np.abs(log_decay)

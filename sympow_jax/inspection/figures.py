@@ -3,7 +3,7 @@
 import pathlib
 import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import matplotlib.axes
 import matplotlib.colors
@@ -64,9 +64,14 @@ def draw_weights(
     figure, axes = plotting.make(
         columns, rows=rows, width=columns * side + 2, height=rows * (side + 0.25) + 1, sharex=True
     )
-    norm, colors = _weight_colors(layers)
-    assert norm.vmin is not None
-    assert norm.vmax is not None
+    # Square roots of weights, so that small weights in long rows are visible.
+    low = min(float(layer.weights.min()) for layer in layers)
+    largest = max(float(np.abs(layer.weights).max()) for layer in layers)
+    lowest = -largest if low < 0 else 0.0
+    norm = matplotlib.colors.FuncNorm(
+        (lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * x**2), vmin=lowest, vmax=largest
+    )
+    colors = matplotlib.colormaps["RdBu_r" if low < 0 else "magma_r"].with_extremes(bad=_UNSEEN)
     for panel, (layer, head) in zip(axes, maps):
         weights = layer.weights[head]
         if causal:
@@ -82,7 +87,7 @@ def draw_weights(
     bar = figure.colorbar(image, ax=axes, shrink=min(1.0, 4 / (rows * side)), aspect=25, pad=0.01)
     _style_bar(bar, "weight of a value in an output")
     ticks = [*(-x for x in reversed(_WEIGHT_TICKS)), 0, *_WEIGHT_TICKS]
-    bar.set_ticks([x for x in ticks if norm.vmin <= x <= norm.vmax])
+    bar.set_ticks([x for x in ticks if lowest <= x <= largest])
     figure.supxlabel("token that is read (key)", fontsize=10, color=plotting.INK)
     figure.supylabel("token that reads (query)", fontsize=10, color=plotting.INK)
     _title(figure, f"Attention maps · {subtitle}")
@@ -164,30 +169,11 @@ def _draw_strips(
     if time * _NAME <= width:
         _name_tokens(axes[-1].xaxis, labels, width)
     axes[-1].set_xlabel("token", fontsize=10, color=plotting.INK)
-    bar = figure.colorbar(image, ax=axes, aspect=20, pad=0.01, extend=_extend(strips, norm))
-    return figure, bar
-
-
-def _extend(strips: Sequence[Float[np.ndarray, "K T"]], norm: matplotlib.colors.Normalize) -> str:
-    """Returns Matplotlib's `extend`: the ends of the color scale that values exceed."""
-    assert norm.vmin is not None
-    assert norm.vmax is not None
-    below, above = np.min(strips) < norm.vmin - 1e-6, np.max(strips) > norm.vmax + 1e-6
-    return ("both" if above else "min") if below else ("max" if above else "neither")
-
-
-def _weight_colors(
-    layers: Sequence[attention_maps.LayerMaps],
-) -> tuple[matplotlib.colors.FuncNorm, matplotlib.colors.Colormap]:
-    """Returns a color scale of the square roots of weights, so that small weights in long rows are visible."""
-    low = min(float(layer.weights.min()) for layer in layers)
-    largest = max(float(np.abs(layer.weights).max()) for layer in layers)
-    norm = matplotlib.colors.FuncNorm(
-        (lambda x: np.sign(x) * np.sqrt(np.abs(x)), lambda x: np.sign(x) * x**2),
-        vmin=-largest if low < 0 else 0,
-        vmax=largest,
-    )
-    return norm, matplotlib.colormaps["RdBu_r" if low < 0 else "magma_r"].with_extremes(bad=_UNSEEN)
+    # The ends of the color scale that values exceed.
+    low, high = cast(float, norm.vmin), cast(float, norm.vmax)
+    below, above = np.min(strips) < low - 1e-6, np.max(strips) > high + 1e-6
+    extend = ("both" if above else "min") if below else ("max" if above else "neither")
+    return figure, figure.colorbar(image, ax=axes, aspect=20, pad=0.01, extend=extend)
 
 
 def _name_tokens(axis: Any, labels: Sequence[str], length: float, *, turn: bool = True) -> None:

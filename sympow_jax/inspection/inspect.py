@@ -4,7 +4,6 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -87,49 +86,38 @@ def inspect(
     texts = [codec.decode([token]) or f"<{token}>".encode() for token in tokens]
     subtitle = f"{plotting.plain(run)}, step {step}: {attention}"
     with over_runs.writing(target):
-        content = {"run": run, "step": step, "attention": attention, "tokens": tokens}
+        content: dict[str, Any] = {"run": run, "step": step, "attention": attention, "tokens": tokens}
         content["text"] = [text.decode(errors="replace") for text in texts]
-        _write_json(target / "inspect.json", maps, content, causal=causal)
+        content |= {"theta": None, "layers": []}
+        for x in maps:
+            weights = np.round(x.weights.astype(np.float64), _DECIMALS).tolist()
+            if causal:  # a row of weights ends with its own token
+                weights = [[row[: i + 1] for i, row in enumerate(rows)] for rows in weights]
+            record: dict[str, Any] = {"layer": x.layer, "weights": weights}
+            for field, values in (("half_life", x.half_life), ("rate", x.rate)):
+                record[field] = None if values is None else report.without_nan(values.tolist())
+            content["layers"].append(record)
+            if content["theta"] is None and x.theta is not None:
+                content["theta"] = x.theta.tolist()
+        with atomic.replace(target / "inspect.json") as draft:
+            draft.write_text(json.dumps(content, allow_nan=False) + "\n")
         messages = [f"wrote {target / 'inspect.json'}: the numbers of {len(tokens):,} tokens"]
         labels = [figures.visible(text) for text in texts]
         path = target / "attention.png"
         figures.draw_weights(path, maps, labels, subtitle=subtitle, causal=causal)
         messages.append(f"wrote {path}: what each token reads, one map per head")
-        if decaying := [x for x in maps if x.half_life is not None]:
-            path = target / "half_life.png"
-            figures.draw_half_lives(path, decaying, labels, subtitle=subtitle)
-            messages.append(f"wrote {path}: tokens until the decay halves")
-        else:
-            messages.append("no half_life.png: the attention has no decay")
-        if rotating := [x for x in maps if x.rate is not None]:
-            path = target / "rotation.png"
-            figures.draw_rotations(path, rotating, labels, subtitle=subtitle)
-            messages.append(f"wrote {path}: radians per token")
-        else:
-            messages.append("no rotation.png: the positions have no rates that the text chooses")
+        for name, draw, shown, meaning, absence in (
+            (
+                *("half_life", figures.draw_half_lives, [x for x in maps if x.half_life is not None]),
+                *("tokens until the decay halves", "the attention has no decay"),
+            ),
+            (
+                *("rotation", figures.draw_rotations, [x for x in maps if x.rate is not None]),
+                *("radians per token", "the positions have no rates that the text chooses"),
+            ),
+        ):
+            path = target / f"{name}.png"
+            if shown:
+                draw(path, shown, labels, subtitle=subtitle)
+            messages.append(f"wrote {path}: {meaning}" if shown else f"no {name}.png: {absence}")
     return messages
-
-
-def _write_json(
-    path: pathlib.Path,
-    maps: Sequence[attention_maps.LayerMaps],
-    metadata: dict[str, Any],
-    *,
-    causal: bool,
-) -> None:
-    """Writes `metadata` and the values of each layer; a causal row of weights ends with its own token."""
-
-    def numbers(values: np.ndarray | None) -> Any:
-        return None if values is None else report.without_nan(values.tolist())
-
-    records = []
-    for layer in maps:
-        weights = np.round(layer.weights.astype(np.float64), _DECIMALS).tolist()
-        if causal:
-            weights = [[row[: i + 1] for i, row in enumerate(rows)] for rows in weights]
-        values = {"half_life": numbers(layer.half_life), "rate": numbers(layer.rate)}
-        records.append({"layer": layer.layer, "weights": weights} | values)
-    theta = next((layer.theta for layer in maps if layer.theta is not None), None)
-    content = metadata | {"theta": numbers(theta), "layers": records}
-    with atomic.replace(path) as draft:
-        draft.write_text(json.dumps(content, allow_nan=False) + "\n")

@@ -139,11 +139,11 @@ def load(
             # Devices with the same slice share one copy.
             block = functools.cache(lambda bounds: read(name, bounds, dtype))
             spec = partitioning.fitted(specs.get(name, partitioning.REPLICATED), shape, mesh.shape)
-            return jax.make_array_from_callback(
-                shape,
-                jax.sharding.NamedSharding(mesh, spec),
-                lambda index: block(tuple(x.indices(length)[:2] for x, length in zip(index or (), shape))),
-            )
+
+            def part(index: Any) -> Shaped[np.ndarray, "..."]:
+                return block(tuple(x.indices(length)[:2] for x, length in zip(index, shape)))
+
+            return jax.make_array_from_callback(shape, jax.sharding.NamedSharding(mesh, spec), part)
 
         filled = [
             jax.tree_util.tree_map_with_path(functools.partial(array, dtype), tree)

@@ -130,52 +130,46 @@ def test_a_mistake_creates_no_folder(trained, capsys, name):
     assert not (trained / name / "evaluation").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--context_lengths=8", "--workdir={runs}/nothing"], "is not the workdir of a run"),
-        (["--context_lengths=8", "--workdir={runs}/c"], "has no checkpoint"),
-        (["--context_lengths=8", "--workdir={runs}/a,{runs}/c"], "c has no checkpoint"),
-        (["--context_lengths=8", "--workdir={runs}/a,{runs}/b/../a"], "given more than once"),
-        (["--context_lengths=8", "--workdir={runs}/a,"], "a workdir has an empty name; separate"),
-        (["--workdir={runs}/a", "--tasks="], "--tasks is empty; it must be of the form A[,B,...]"),
-        (["--context_lengths=8,x", "--workdir={runs}/a"], "'x' is not a positive integer"),
-        (["--context_lengths=8,4", "--workdir={runs}/a"], "must be positive and increasing"),
-        (["--context_lengths=8,136", "--workdir={runs}/a"], "context length 136 is longer than any held-out"),
-        (["--context_lengths=8", "--workdir={runs}/a", "--out={runs}/00.txt"], "cannot write the results"),
-        (["--context_lengths=8", "--workdir={runs}/a", "--documents=0"], "number of documents is 0"),
-        (["--context_lengths=8", "--workdir={runs}/a", "--documents=many"], "see sympow eval --help"),
-        (["--context_lengths=8"], "--workdir"),
-        (["--workdir={runs}/a", "--trials=3"], "--trials is for --tasks"),
-        (["--workdir={runs}/a", "--tasks=copy", "--documents=3"], "--documents is for losses by position"),
-        (["--workdir={runs}/a", "--tasks=copie"], "there is no task 'copie'; did you mean copy?"),
-        (["--workdir={runs}/a", "--tasks=copy,copy"], "task 'copy' is given more than once"),
-        (["--workdir={runs}/a", "--tasks=copy", "--trials=0"], "number of trials is 0"),
-        (
-            ["--workdir={runs}/a", "--tasks=copy", "--trials=1000000000"],
-            "tokens; they must be at most 268,435,456",
-        ),
-        (["--workdir={runs}/a", "--tasks=copy", "--context_lengths=1000000000000"], "lower one of the two"),
-        (["--workdir={runs}/a", "--tasks=copy", "--tokenizer=x.json"], "--tokenizer is for tasks with text"),
-        (
-            ["--workdir={runs}/a", "--tasks=recall"],
-            "context length 32 is too short for the task 'recall': it must be at least 89 tokens",
-        ),
-        (["--workdir={runs}/a", "--tasks=copy", "--context_lengths=2,64"], "must be at least 4 tokens"),
-        (
-            ["--workdir={runs}/a", "--context_length=8"],
-            "unknown option '--context_length'; did you mean --context_lengths?",
-        ),
-        (["--workdir={runs}/a", "--config.model.layers=2"], "--config.model.layers cannot be changed here"),
-        (["--workdir={runs}/a", "--config.data.path=x"], "did you mean --config.data.paths?"),
-        (["--workdir={runs}/a", "--config.data.heldout_fraction=0.9"], "it was trained on what is held out"),
-        (["--workdir={runs}/a", "--config.data.heldout_paths={runs}/none"], "there is no file or folder"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_1(trained, tmp_path, capsys, arguments, message):
-    arguments = [f"--out={tmp_path}", *(argument.format(runs=trained) for argument in arguments)]
-    # Some are found once the data is open, of which a line tells.
-    assert message in mistakes.line(eval_program.main, arguments, capsys, at_once=False)
+MISTAKES = """
+--context_lengths=8 --workdir={runs}/nothing               | is not the workdir of a run
+--context_lengths=8 --workdir={runs}/c                     | has no checkpoint
+--context_lengths=8 --workdir={runs}/a,{runs}/c            | c has no checkpoint
+--context_lengths=8 --workdir={runs}/a,{runs}/b/../a       | given more than once
+--context_lengths=8 --workdir={runs}/a,                    | a workdir has an empty name; separate
+--workdir={runs}/a --tasks=                                | --tasks is empty; it must be of the form A[,B,...]
+--context_lengths=8,x --workdir={runs}/a                   | 'x' is not a positive integer
+--context_lengths=8,4 --workdir={runs}/a                   | must be positive and increasing
+--context_lengths=8,136 --workdir={runs}/a                 | context length 136 is longer than any held-out
+--context_lengths=8 --workdir={runs}/a --out={runs}/00.txt | cannot write the results
+--context_lengths=8 --workdir={runs}/a --documents=0       | number of documents is 0
+--context_lengths=8 --workdir={runs}/a --documents=many    | see sympow eval --help
+--context_lengths=8                                        | --workdir
+--workdir={runs}/a --trials=3                              | --trials is for --tasks
+--workdir={runs}/a --tasks=copy --documents=3              | --documents is for losses by position
+--workdir={runs}/a --tasks=copie                           | there is no task 'copie'; did you mean copy?
+--workdir={runs}/a --tasks=copy,copy                       | task 'copy' is given more than once
+--workdir={runs}/a --tasks=copy --trials=0                 | number of trials is 0
+--workdir={runs}/a --tasks=copy --trials=1000000000        | tokens; they must be at most 268,435,456
+--workdir={runs}/a --tasks=copy --context_lengths=1000000000000 | lower one of the two
+--workdir={runs}/a --tasks=copy --tokenizer=x.json         | --tokenizer is for tasks with text
+--workdir={runs}/a --tasks=recall                          | 32 is too short for the task 'recall': it must be at least
+--workdir={runs}/a --tasks=copy --context_lengths=2,64     | must be at least 4 tokens
+--workdir={runs}/a --context_length=8                      | '--context_length'; did you mean --context_lengths?
+--workdir={runs}/a --config.model.layers=2                 | --config.model.layers cannot be changed here
+--workdir={runs}/a --config.data.path=x                    | did you mean --config.data.paths?
+--workdir={runs}/a --config.data.heldout_fraction=0.9      | it was trained on what is held out
+--workdir={runs}/a --config.data.heldout_paths={runs}/none | there is no file or folder
+"""
+
+
+def test_a_mistake_is_one_line_and_exit_code_1(trained, tmp_path, capsys):
+    for line in MISTAKES.format(runs=trained).strip().splitlines():
+        arguments, message = line.split(" | ")
+        # Some are found once the data is open, of which a line tells.
+        error = mistakes.line(
+            eval_program.main, [f"--out={tmp_path}", *arguments.split()], capsys, at_once=False
+        )
+        assert message in error
 
 
 def test_help_names_every_flag(capsys):

@@ -109,49 +109,46 @@ def test_a_run_on_prepared_tokens_knows_its_tokenizer(runs, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("the quick")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--workdir={runs}/nothing", "--prompt=a"], "is not the workdir of a run"),
-        (["--workdir={runs}/untrained", "--prompt=a"], "has no checkpoint"),
-        (["--workdir={runs}/classifier", "--prompt=a"], "a run of task 'classification'"),
-        (["--workdir={runs}/tokens", "--prompt=a"], "--tokenizer=FILE"),
-        (["--workdir={runs}/a", "--prompt=a", "--tokenizer=x.json"], "read text as bytes"),
-        (["--workdir={runs}/a", "--prompt="], "--prompt is empty"),
-        (["--workdir={runs}/a", "--prompt=café"], "vocabulary of 128 lacks: 169, 195"),
-        (["--workdir={runs}/a", "--prompts={runs}/empty"], "empty is empty"),
-        (["--workdir={runs}/a", "--prompts={runs}/gap"], "line 2 of {runs}/gap is empty"),
-        (["--workdir={runs}/a", "--prompts={runs}/latin"], "is not UTF-8 (byte 4)"),
-        (
-            ["--workdir={runs}/a", "--prompts={runs}/nothing"],
-            "cannot be read: No such file or directory; name a",
-        ),
-        (["--workdir={runs}/a", "--prompts={runs}"], "cannot be read: Is a directory; name a file"),
-        (["--workdir={runs}/a", "--prompt=a", "--max_tokens=0"], "max_tokens is 0"),
-        (["--workdir={runs}/a", "--prompt=a", "--max_tokens=many"], "see sympow generate --help"),
-        (["--workdir={runs}/a", "--prompt=a", "--temperature=-1"], "temperature is -1"),
-        (["--workdir={runs}/a", "--prompt=a", "--top_k=0"], "top_k is 0"),
-        (["--workdir={runs}/a", "--prompt=a", "--top_p=0"], "top_p is 0"),
-        (["--workdir={runs}/a", "--prompt=a", "--top_p=1.1"], "top_p is 1.1"),
-        (["--workdir={runs}/a", "--prompt=a", "--min_p=2"], "min_p is 2"),
-        (["--workdir={runs}/a", "--prompt=a", "--repetition_penalty=0"], "repetition_penalty is 0"),
-        (["--workdir={runs}/a", "--prompt=a", "--samples=0"], "samples is 0"),
-        (["--workdir={runs}/a", "--prompt=a", "--samples=1000000"], "it must be from 1 to 4,096"),
-        (["--workdir={runs}/a", "--prompts=/dev/zero"], "has more than 268,435,456 bytes; use shorter files"),
-        (["--workdir={runs}/a", "--prompt=a", "--state_dtype=float16"], "choose from 'float32', 'bfloat16'"),
-        (["--workdir={runs}/a", "--prompt=a", "--sharding.tensor=3"], "tensor is 3 and does not divide"),
-        (["--workdir={runs}/a", "--prompt=a", "--sharding.data=0"], "sharding.data is 0"),
-        (["--workdir={runs}/a", "--prompt=a", "--sharding.data=64"], "data 64 x fsdp 1 x tensor 1"),
-        (["--workdir={runs}/a", "--prompt=a", "--seed=-1"], "seed is -1"),
-        (["--workdir={runs}/a", "--prompt=a", "--stop="], "a stop string is empty"),
-        (["--workdir={runs}/a"], "--prompt"),
-        (["--workdir={runs}/a", "--prompt=a", "--prompts={runs}/prompts"], "not allowed with"),
-        (["--workdir={runs}/a", "--prompt=a", "--top=1"], "unknown option '--top'; did you mean --stop?"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_1(runs, capsys, arguments, message):
-    error = mistakes.line(generate.main, [argument.format(runs=runs) for argument in arguments], capsys)
-    assert message.format(runs=runs) in error
+MISTAKES = """
+--workdir={runs}/nothing --prompt=a                    | is not the workdir of a run
+--workdir={runs}/untrained --prompt=a                  | has no checkpoint
+--workdir={runs}/classifier --prompt=a                 | a run of task 'classification'
+--workdir={runs}/tokens --prompt=a                     | --tokenizer=FILE
+--workdir={runs}/a --prompt=a --tokenizer=x.json       | read text as bytes
+--workdir={runs}/a --prompt=                           | --prompt is empty
+--workdir={runs}/a --prompt=café                       | vocabulary of 128 lacks: 169, 195
+--workdir={runs}/a --prompts={runs}/empty              | empty is empty
+--workdir={runs}/a --prompts={runs}/gap                | line 2 of {runs}/gap is empty
+--workdir={runs}/a --prompts={runs}/latin              | is not UTF-8 (byte 4)
+--workdir={runs}/a --prompts={runs}/nothing            | cannot be read: No such file or directory; name a
+--workdir={runs}/a --prompts={runs}                    | cannot be read: Is a directory; name a file
+--workdir={runs}/a --prompt=a --max_tokens=0           | max_tokens is 0
+--workdir={runs}/a --prompt=a --max_tokens=many        | see sympow generate --help
+--workdir={runs}/a --prompt=a --temperature=-1         | temperature is -1
+--workdir={runs}/a --prompt=a --top_k=0                | top_k is 0
+--workdir={runs}/a --prompt=a --top_p=0                | top_p is 0
+--workdir={runs}/a --prompt=a --top_p=1.1              | top_p is 1.1
+--workdir={runs}/a --prompt=a --min_p=2                | min_p is 2
+--workdir={runs}/a --prompt=a --repetition_penalty=0   | repetition_penalty is 0
+--workdir={runs}/a --prompt=a --samples=0              | samples is 0
+--workdir={runs}/a --prompt=a --samples=1000000        | it must be from 1 to 4,096
+--workdir={runs}/a --prompts=/dev/zero                 | has more than 268,435,456 bytes; use shorter files
+--workdir={runs}/a --prompt=a --state_dtype=float16    | choose from 'float32', 'bfloat16'
+--workdir={runs}/a --prompt=a --sharding.tensor=3      | tensor is 3 and does not divide
+--workdir={runs}/a --prompt=a --sharding.data=0        | sharding.data is 0
+--workdir={runs}/a --prompt=a --sharding.data=64       | data 64 x fsdp 1 x tensor 1
+--workdir={runs}/a --prompt=a --seed=-1                | seed is -1
+--workdir={runs}/a --prompt=a --stop=                  | a stop string is empty
+--workdir={runs}/a                                     | --prompt
+--workdir={runs}/a --prompt=a --prompts={runs}/prompts | not allowed with
+--workdir={runs}/a --prompt=a --top=1                  | unknown option '--top'; did you mean --stop?
+"""
+
+
+def test_a_mistake_is_one_line_and_exit_code_1(runs, capsys):
+    for line in MISTAKES.format(runs=runs).strip().splitlines():
+        arguments, message = line.split(" | ")
+        assert message in mistakes.line(generate.main, arguments.split(), capsys)
 
 
 @pytest.mark.usefixtures("interruptible")

@@ -259,28 +259,28 @@ def test_labels_of_tokens():
     assert visible(b"a" * 40) == "a" * 11 + "…"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--workdir={runs}/nothing", "--text=a"], "is not the workdir of a run"),
-        (["--workdir={runs}/untrained", "--text=a"], "has no checkpoint"),
-        (["--workdir={runs}/images", "--text=a"], "a run on images"),
-        (["--workdir={runs}/tokens", "--text=a"], "--tokenizer=FILE"),
-        (["--workdir={runs}/a", "--text="], "--text is empty"),
-        (["--workdir={runs}/a", "--text=café"], "vocabulary of 128 lacks: 169, 195"),
-        (["--workdir={runs}/a", "--text=a", "--layer=2"], "--layer is 2; the model has layers 0 to 1"),
-        (["--workdir={runs}/a", "--text=a", "--layer=-1"], "--layer is -1"),
-        (["--workdir={runs}/a", "--text=a", "--layer=first"], "invalid int value: 'first'"),
-        (["--workdir={runs}/a", "--text_file={runs}/long"], "has 1025 tokens; maps are made of at most 1024"),
-        (["--workdir={runs}/a", "--text_file={runs}/nothing"], "error: {runs}/nothing: No such file or"),
-        (["--workdir={runs}/a", "--text=a", "--out={runs}/text"], "cannot write the results to {runs}/text"),
-        (["--workdir={runs}/a"], "one of the arguments --text --text_file is required"),
-        (["--workdir={runs}/a", "--text=a", "--text_file={runs}/text"], "not allowed with"),
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_code_1(runs, capsys, arguments, message):
-    error = mistakes.line(command.main, [argument.format(runs=runs) for argument in arguments], capsys)
-    assert message.format(runs=runs) in error
+MISTAKES = """
+--workdir={runs}/nothing --text=a                   | is not the workdir of a run
+--workdir={runs}/untrained --text=a                 | has no checkpoint
+--workdir={runs}/images --text=a                    | a run on images
+--workdir={runs}/tokens --text=a                    | --tokenizer=FILE
+--workdir={runs}/a --text=                          | --text is empty
+--workdir={runs}/a --text=café                      | vocabulary of 128 lacks: 169, 195
+--workdir={runs}/a --text=a --layer=2               | --layer is 2; the model has layers 0 to 1
+--workdir={runs}/a --text=a --layer=-1              | --layer is -1
+--workdir={runs}/a --text=a --layer=first           | invalid int value: 'first'
+--workdir={runs}/a --text_file={runs}/long          | has 1025 tokens; maps are made of at most 1024
+--workdir={runs}/a --text_file={runs}/nothing       | error: {runs}/nothing: No such file or
+--workdir={runs}/a --text=a --out={runs}/text       | cannot write the results to {runs}/text
+--workdir={runs}/a                                  | one of the arguments --text --text_file is required
+--workdir={runs}/a --text=a --text_file={runs}/text | not allowed with
+"""
+
+
+def test_a_mistake_is_one_line_and_exit_code_1(runs, capsys):
+    for line in MISTAKES.format(runs=runs).strip().splitlines():
+        arguments, message = line.split(" | ")
+        assert message in mistakes.line(command.main, arguments.split(), capsys)
 
 
 def test_all_maps_together_have_a_limit(runs, monkeypatch):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sympow_jax import config, data, models
+from sympow_jax import config, data, generation, models
 from sympow_jax.evaluation.lm_eval import requests
 
 BYTES = data.Codec(data.tokenizer.load("byte"), vocab_size=128)
@@ -150,6 +150,21 @@ def test_continuations_end_before_a_stop_and_after_the_maximum(free):
     )
     cut = wanted[b"cats"][: wanted[b"cats"].index(stop)]
     assert found == [wanted[b"cats"], wanted[b"a dog"], cut, wanted[b""], wanted[b"cats"][:2]]
+
+
+def test_equal_requests_that_sample_have_seeds_of_their_own(free):
+    one, other = (
+        requests.GenerateRequest(text, 4, (), generation.Sampling(temperature=2)) for text in ("ab", "cd")
+    )
+    found = requests.TextModel(free, BYTES).generate([one, other, one, one._replace(max_tokens=3)])
+    for seed, (prompt, index) in ((0, ("ab", 0)), (0, ("cd", 1)), (1, ("ab", 2))):
+        (wanted,) = generation.complete(free, BYTES, [prompt], max_tokens=4, sampling=one.sampling, seed=seed)
+        assert found[index] == wanted
+    assert found[0] != found[2]
+    assert found[3] == found[0][:3]
+    greedy = one._replace(sampling=generation.Sampling(temperature=0))
+    first, second = requests.TextModel(free, BYTES).generate([greedy, greedy])
+    assert first == second
 
 
 def test_prompts_are_cut_from_the_left_to_leave_room(limited):
