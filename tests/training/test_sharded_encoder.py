@@ -51,7 +51,8 @@ def first_state(program: training.Program) -> training.TrainState:
     def shifted(path, leaf):
         if path[-1].key != "bias":
             return leaf
-        return jax.device_put(np.linspace(-1, 1, leaf.size, dtype=np.float32), leaf.sharding)
+        values = np.linspace(-1, 1, leaf.shape[-1], dtype=np.float32)
+        return jax.device_put(np.broadcast_to(values, leaf.shape), leaf.sharding)
 
     return dataclasses.replace(state, params=jax.tree_util.tree_map_with_path(shifted, state.params))
 

@@ -36,20 +36,6 @@ def _losses(folder: pathlib.Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines}
 
 
-@pytest.fixture
-def batches(monkeypatch) -> list[dict[str, np.ndarray]]:
-    """Returns every batch that training places on the devices, the held-out one first."""
-    seen = []
-    place = sharding.place_batch
-
-    def record(batch, mesh):
-        seen.append({name: array.copy() for name, array in batch.items()})
-        return place(batch, mesh)
-
-    monkeypatch.setattr(sharding, "place_batch", record)
-    return seen
-
-
 def _assert_same_params(one: pathlib.Path, other: pathlib.Path) -> None:
     _, model, step = training.restore_model(one)
     _, expected, expected_step = training.restore_model(other)
@@ -79,23 +65,23 @@ def test_no_file_of_a_run_is_written_through_a_link(tmp_path, with_training):
     assert not any(path.name.startswith(".") for path in linked.iterdir())
 
 
-def test_ten_steps_equal_five_and_five(tmp_path, with_training, batches):
-    assert loop.train(with_training(steps=10), tmp_path / "whole") == 0
-    whole = list(batches)
-    batches.clear()
+def test_ten_steps_equal_five_and_five(tmp_path, with_training, finished, batches):
+    whole = finished.batches
     assert loop.train(with_training(steps=5), tmp_path / "halves") == 0
     assert loop.train(with_training(steps=10), tmp_path / "halves") == 0
     heldout = batches.pop(6)  # of the second start
     assert len(whole) == len(batches) == 11
     for one, other in zip([*whole, whole[0]], [*batches, heldout]):
         jax.tree.map(np.testing.assert_array_equal, one, other)
-    losses = _losses(tmp_path / "whole")
+    losses = _losses(finished.folder)
     assert losses == _losses(tmp_path / "halves")
     assert list(losses) == list(range(1, 11))
     assert losses[10] < losses[1]
-    _assert_same_params(tmp_path / "whole", tmp_path / "halves")
+    _assert_same_params(finished.folder, tmp_path / "halves")
     # The half run reports a held-out loss at every step, the whole run too.
-    found, expected = ([line["heldout_loss"] for line in _metrics(tmp_path / x)] for x in ("halves", "whole"))
+    found, expected = (
+        [line["heldout_loss"] for line in _metrics(x)] for x in (tmp_path / "halves", finished.folder)
+    )
     assert found == expected
 
 
@@ -275,27 +261,26 @@ def test_prompts_are_continued_without_the_implementation_that_trains(settings, 
     assert used == [None]
 
 
-def test_a_finished_run_is_left_as_it_is(tmp_path, with_training, batches):
-    assert loop.train(with_training(steps=2), tmp_path) == 0
-    before = (tmp_path / "metrics.jsonl").read_text()
-    batches.clear()
-    assert loop.train(with_training(steps=2), tmp_path) == 0
+def test_a_finished_run_is_left_as_it_is(tmp_path, with_training, finished, batches):
+    run = finished.copy(tmp_path / "run")
+    before = (run / "metrics.jsonl").read_text()
+    assert loop.train(with_training(), run) == 0
     assert len(batches) == 1
-    assert (tmp_path / "metrics.jsonl").read_text() == before
-    with pytest.raises(ValueError, match=r"at step 2, past training.steps=1"):
-        loop.train(with_training(steps=1), tmp_path)
+    assert (run / "metrics.jsonl").read_text() == before
+    with pytest.raises(ValueError, match=r"at step 10, past training.steps=9"):
+        loop.train(with_training(steps=9), run)
 
 
-def test_a_damaged_newest_checkpoint(tmp_path, with_training, capfd):
-    loop.train(with_training(steps=8), tmp_path / "run")
+def test_a_damaged_newest_checkpoint(tmp_path, settings, finished, capfd):
+    finished.copy(tmp_path / "run")
     losses = _losses(tmp_path / "run")
-    for path in (tmp_path / "run" / "checkpoints" / "8" / "params").rglob("manifest.ocdbt"):
+    for path in (tmp_path / "run" / "checkpoints" / "10" / "params").rglob("manifest.ocdbt"):
         path.write_bytes(path.read_bytes()[:10])
     capfd.readouterr()
-    assert loop.train(with_training(steps=8), tmp_path / "run") == 0
+    assert loop.train(settings, tmp_path / "run") == 0
     captured = capfd.readouterr()
-    assert "the checkpoint of step 8" in captured.err
-    assert "training: step 4 of 8" in captured.out
+    assert "the checkpoint of step 10" in captured.err
+    assert "training: step 8 of 10" in captured.out
     assert _losses(tmp_path / "run") == losses
 
 
@@ -326,7 +311,7 @@ def test_a_loss_that_is_not_finite(tmp_path, settings, prompts):
         *(pytest.param(number, marks=pytest.mark.robust) for number in (signal.SIGTERM, signal.SIGUSR1)),
     ],
 )
-def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, monkeypatch, capsys, number):
+def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, finished, monkeypatch, capsys, number):
     report = metrics.Reporter.report
 
     def report_and_signal(reporter, step, scalars, held_out):
@@ -334,7 +319,6 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, monkeypatch, c
         if step == 2:
             os.kill(os.getpid(), number)
 
-    loop.train(settings, tmp_path / "whole")
     monkeypatch.setattr(metrics.Reporter, "report", report_and_signal)
     capsys.readouterr()
     assert loop.train(settings, tmp_path / "stopped") == 128 + number
@@ -344,7 +328,7 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, settings, monkeypatch, c
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     monkeypatch.setattr(metrics.Reporter, "report", report)
     assert loop.train(settings, tmp_path / "stopped") == 0
-    assert _losses(tmp_path / "stopped") == _losses(tmp_path / "whole")
+    assert _losses(tmp_path / "stopped") == _losses(finished.folder)
 
 
 @pytest.mark.usefixtures("interruptible")

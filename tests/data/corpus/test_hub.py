@@ -25,6 +25,8 @@ huggingface_hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")
 http = pytest.importorskip("huggingface_hub.utils")
 
+pytestmark = pytest.mark.robust
+
 FOLDER = "hf://datasets/org/words/sample/10BT"
 DROP = hub_server.HubServer.DROP
 

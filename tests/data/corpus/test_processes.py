@@ -14,6 +14,8 @@ import pytest
 
 from sympow_jax.data.corpus import processes
 
+pytestmark = pytest.mark.robust
+
 
 class Zeros:
     """Worker that returns as many zeros as asked for, more than a pipe holds."""
