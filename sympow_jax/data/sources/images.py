@@ -121,7 +121,7 @@ class Images:
             image = opened.convert("L" if config.image_tokens else "RGB")
         inputs: np.ndarray
         if config.image_tokens:
-            inputs: np.ndarray = np.asarray(image, np.int32).reshape(-1)
+            inputs = np.asarray(image, np.int32).reshape(-1)
         else:
             crop = _crop(image, config.image_size, np.random.default_rng(key) if self._vary else None)
             mean, deviation = (255 * np.array(s, np.float32) for s in _STATISTICS)
