@@ -128,7 +128,7 @@ def test_the_printed_command_trains_on_the_output(
     assert command[:2] == ["sympow", "train"]
     config, _, _ = command_line.parse_training(command[2:])
     assert config.data.source == source
-    assert config.data.paths == (out,)
+    assert config.data.paths == (os.path.expanduser(out),)
     assert (config.data.token_dtype, config.data.document_separator) == ("uint16", 7)
     assert (config.data.tokenizer, config.model.vocab_size) == (os.path.abspath(word_tokenizer), 10)
     assert data.compare_metadata(config)[1] == []
