@@ -138,7 +138,7 @@ def test_a_mesh_that_does_not_fit(monkeypatch, settings, sizes, message):
         (
             {"context": 2},
             {"attention": config.preset("conformal", implementation="reference")},
-            "'reference' cannot divide the sequence over devices; leave it unset or set sharding.context=1",
+            "'reference', which cannot divide the sequence over devices; leave it unset or set sharding.context=1",
         ),
         (
             {"context": 2},
