@@ -85,7 +85,7 @@ def test_a_stopped_experiment_goes_on_and_other_data_are_noticed(corpus, tmp_pat
 
     def interrupt(self, step, values, held_out):
         report(self, step, values, held_out)
-        if step == 1 and self._tokens_per_step == 32:  # in the second of two runs
+        if step == 1 and self._config.data.batch_tokens == 32:  # in the second of two runs
             os.kill(os.getpid(), signal.SIGINT)
 
     with monkeypatch.context() as patch:

@@ -16,7 +16,7 @@ from jaxtyping import Int64, Integer
 from sympow_jax import config as config_lib
 from sympow_jax import spelling
 from sympow_jax.config import serialize
-from sympow_jax.data import files, sources
+from sympow_jax.data import documents, files, sources
 
 __all__ = [
     "CHUNKS",
@@ -42,6 +42,9 @@ _SAMPLES, _SAMPLE_BYTES = 32, 16
 
 # A row of full length spans 32 chunks of 8 MB. The cache has room for two such bands of documents.
 _CACHE_BYTES = 2 * 32 * CHUNKS[0] * CHUNKS[1] * 2
+# Bytes of the largest chunk that is read, which is held in memory whole. LongCrawl64's chunks have 2^23.
+_CHUNK_BYTES = 1 << 28
+_MAX_TOKENS = 1 << 48
 
 
 def metadata(rows: int, row_tokens: int, dtype: np.dtype) -> dict[str, Any]:
@@ -136,6 +139,9 @@ class Source:
         # Without fill_missing_data_reads=False, a missing chunk reads as zeros.
         reading = {**spec(paths[0]), "fill_missing_data_reads": False}
         try:
+            read_object(
+                paths[0], ".zarray"
+            )  # with metadata of many levels, TensorStore would end the process
             array = tensorstore.open(reading, context=context, open=True, read=True).result()
         except ValueError as error:
             reason = _reason(error)
@@ -145,6 +151,19 @@ class Source:
                 f"{setting}: {paths[0]} has shape {array.shape} and holds {array.dtype.name}; it must be (documents, "
                 f"tokens), neither 0, of data.token_dtype {dtype}, uint16 or uint32, and its documents must have the "
                 f"{shortest} tokens of data.shortest_document; correct the settings or the path"
+            )
+        # Before memory is reserved for sizes that no data has but metadata may claim.
+        chunk = tuple(array.spec().to_json()["metadata"]["chunks"])
+        chunk_bytes = math.prod(chunk) * array.dtype.numpy_dtype.itemsize
+        if (
+            array.shape[0] > documents.MAX_DOCUMENTS
+            or math.prod(array.shape) > _MAX_TOKENS
+            or chunk_bytes > _CHUNK_BYTES
+        ):
+            raise ValueError(
+                f"{setting}: {paths[0]} has shape {array.shape} and chunks of shape {chunk}, {chunk_bytes} bytes each, "
+                f"by its metadata; at most {documents.MAX_DOCUMENTS} rows, {_MAX_TOKENS} tokens and chunks of "
+                f"{_CHUNK_BYTES} bytes can be read"
             )
         return array
 
