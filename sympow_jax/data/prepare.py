@@ -266,14 +266,17 @@ def _write_shards(
     itemsize = tokens.DTYPES[encoding.token_dtype].itemsize
     shards = {_counts(path)[0]: path for path in folder.glob("[0-9]*-*-*.bin")}
 
-    def progress() -> Progress:
-        size = sum(path.stat().st_size for path in shards.values())
-        documents = sum(_counts(path)[1] for path in shards.values())
-        return Progress(len(shards), len(groups), documents, size // itemsize)
+    progress = Progress(0, len(groups), 0, 0)
 
+    def counted(before: Progress, path: pathlib.Path) -> Progress:
+        documents, ids = _counts(path)[1], path.stat().st_size // itemsize
+        return Progress(before.done + 1, before.pieces, before.documents + documents, before.tokens + ids)
+
+    for path in shards.values():
+        progress = counted(progress, path)
     report = report or (lambda _: None)
     try:
-        report(progress())
+        report(progress)
         tasks = iter([(index, group) for index, group in enumerate(groups) if index not in shards])
         make, workers = functools.partial(_ShardWriter, encoding, folder), options.workers
         with processes.pool(make, workers=workers if workers > 1 else 0, setting="--workers") as submit:
@@ -282,10 +285,11 @@ def _write_shards(
                 done, running = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
                 for written in done:
                     shards[_counts(written.result())[0]] = written.result()
-                    report(progress())
+                    progress = counted(progress, written.result())
+                    report(progress)
                 running |= {submit(task) for task in itertools.islice(tasks, len(done))}
         left_out = sum(_counts(path)[2] for path in shards.values())
-        about |= {"documents": progress().documents, "tokens": progress().tokens}
+        about |= {"documents": progress.documents, "tokens": progress.tokens}
         if not about["documents"]:
             shards.clear()
             raise ValueError(

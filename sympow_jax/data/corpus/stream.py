@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
+from jaxtyping import Int64
 
 from sympow_jax.data import documents, rows
 from sympow_jax.data.corpus import encoding as encoding_lib
@@ -47,6 +48,7 @@ class CorpusRows:
         # Number of each group's unit: a group, or the groups of a compressed file.
         begins = [not group[0].index or pieces.compression(group[0].file.path) is None for group in groups]
         self._unit = np.cumsum(begins) - 1
+        self._order = functools.lru_cache(maxsize=2)(self._new_order)  # of the epoch that ends and the next
 
     def example(self) -> rows.Row:
         """Returns a row of the shapes and types of every row. Nothing is read."""
@@ -84,8 +86,11 @@ class CorpusRows:
 
     def _group(self, number: int) -> pieces.Group:
         epoch, index = divmod(number, len(self._groups))
+        return self._groups[self._order(epoch)[index]]
+
+    def _new_order(self, epoch: int) -> Int64[np.ndarray, " groups"]:
         rank = np.random.default_rng((self._seed, epoch, rows.GROUP_ORDER)).permutation(self._unit[-1] + 1)
-        return self._groups[np.argsort(rank[self._unit], kind="stable")[index]]
+        return np.argsort(rank[self._unit], kind="stable")
 
 
 class BatchIterator:
@@ -98,9 +103,8 @@ class BatchIterator:
     def __init__(self, corpus: CorpusRows, batch_size: int, shard: range):
         self._corpus, self._batch_size, self._shard = corpus, batch_size, shard
         self._group = self._row = 0
-        self._rows: Sequence[
-            Callable[[], rows.Row]
-        ] = []  # of the group at the position; none if it is still to be read
+        # Of the group at the position; none if it is still to be read.
+        self._rows: Sequence[Callable[[], rows.Row]] = []
         self._tokens = corpus.tokens(0)
 
     def __iter__(self) -> "BatchIterator":
