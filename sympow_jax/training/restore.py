@@ -1,6 +1,7 @@
 """States that a run continues or starts from, and models of runs for everything except training."""
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -64,10 +65,11 @@ def begin(program: Program) -> TrainState:
     replaced = _replaced(
         models.unstack(program.init_state().params), models.unstack(arrays["params"]), folder
     )
-    params = models.stack(replaced, config.model.attention_period)
-    statistics = models.stack(models.unstack(arrays.get("statistics", {})), config.model.attention_period)
-    params, statistics = jax.device_put(
-        (params, statistics), (program.shardings.params, program.shardings.statistics)
+    stack = functools.partial(models.stack, period=config.model.attention_period)
+    # In a program, so that no device has more than its shards.
+    params = jax.jit(stack, out_shardings=program.shardings.params)(replaced)
+    statistics = jax.device_put(
+        stack(models.unstack(arrays.get("statistics", {}))), program.shardings.statistics
     )
     return _completed(program, TrainState(jnp.int32(0), params, (), statistics))
 
@@ -156,7 +158,10 @@ def _replaced(new: Params, found: Params, folder: pathlib.Path) -> Params:
     ):
         if names:
             hosts.say(f"{what}: {', '.join(models.names_of_any_layer(names))}")
-    return jax.tree.unflatten(structure, [(saved if name in taken else wanted)[name] for name in wanted])
+    replaced = [
+        jax.device_put(saved[name], leaf.sharding) if name in taken else leaf for name, leaf in wanted.items()
+    ]
+    return jax.tree.unflatten(structure, replaced)
 
 
 def restore_arrays(program: Program, folder: str | pathlib.Path) -> tuple[dict[str, Params], int]:
