@@ -30,9 +30,9 @@ class MatchAttention(task.Task):
         return task.Sums(layers.mean(), {}, dict(zip(self._layers, layers, strict=True)))
 
     def last_line(self, metrics: Mapping[str, float]) -> str | None:
-        """Returns the layer with the largest loss."""
-        highest, name = max((metrics[name], name) for name in self._layers)
-        return f"worst layer: {name} {highest:.4f}"
+        """Returns the layer with the largest loss; None without losses, as of an update that was skipped."""
+        found = [(metrics[name], name) for name in self._layers if name in metrics]
+        return f"worst layer: {max(found)[1]} {max(found)[0]:.4f}" if found else None
 
     def trains(self, name: str) -> bool:
         """Returns whether the parameter belongs to new attention."""
