@@ -13,7 +13,7 @@ MASK_FRACTION = 0.15
 
 
 class Predicted(enum.Enum):
-    """What is predicted for each token or row."""
+    """Quantity that is predicted for each token or row."""
 
     TOKEN = enum.auto()
     ATTENTION = enum.auto()
@@ -22,7 +22,7 @@ class Predicted(enum.Enum):
 
 
 class _Kind(NamedTuple):
-    """What settings, data and models must know of a task.
+    """Properties of a task that settings, data and models must know.
 
     Attributes:
         predicted: what it predicts.
@@ -87,7 +87,7 @@ class TaskConfig:
 
     @property
     def predicted(self) -> Predicted:
-        """What the model predicts."""
+        """Quantity that the model predicts."""
         return TASKS[self.name].predicted
 
     @property
@@ -97,17 +97,17 @@ class TaskConfig:
 
     @property
     def is_language_model(self) -> bool:
-        """Whether the model predicts the next token, so that it can continue a text."""
+        """True if the model predicts the next token, so that it can continue a text."""
         return self.is_causal and self.predicted is Predicted.TOKEN
 
     @property
     def masks_tokens(self) -> bool:
-        """Whether an encoder predicts tokens of its row, which must be hidden from it."""
+        """True if an encoder predicts tokens of its row, which must be hidden from it."""
         return not self.is_causal and self.predicted is Predicted.TOKEN
 
     @property
     def replaces_attention(self) -> bool:
-        """Whether new attention learns the outputs of that of `initial_run`."""
+        """True if new attention learns the outputs of that of `initial_run`."""
         return self.predicted is Predicted.ATTENTION
 
     @property

@@ -291,9 +291,8 @@ def require_outside_runs(config: config_lib.DataConfig, workdir: pathlib.Path) -
                         f"path or pattern, or another --workdir"
                     )
 
-        check(
-            pathlib.Path(os.path.realpath(workdir))
-        )  # first, because a pattern may match nothing before the run
+        # First, because a pattern may match nothing before the run.
+        check(pathlib.Path(os.path.realpath(workdir)))
         found = sources.locations(setting, local, config.source) if local else ()
         for folder in sorted({parent for location in found for parent in pathlib.PurePath(location).parents}):
             if all(pathlib.Path(folder, name).is_file() for name in _RUN_FILES[:2]):

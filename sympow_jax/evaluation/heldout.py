@@ -50,7 +50,7 @@ def heldout_metrics(
             sums, outputs = call(variables, placed)
         total += float(sums.loss)
         answer = batch["targets" if outputs is None else "labels"]
-        counts = ~np.isnan(answer) if answer.dtype.kind == "f" else answer >= 0
+        counts = np.asarray(tasks.counts(answer))
         answers.append(answer[counts])
         if outputs is not None:
             predictions.append(np.asarray(outputs)[counts])

@@ -1,4 +1,4 @@
-"""What a model is trained to predict: a class for each task has its loss, metrics and FLOPs.
+"""Tasks, which a model is trained for: a class for each has its loss, metrics and FLOPs.
 
 A new task is a class, a row of `TASKS` here, and a row of `config.task.TASKS` with what settings and data must know.
 """
@@ -11,7 +11,7 @@ with extras.required("train", __name__):
     from sympow_jax.tasks.masked_token import MaskedToken
     from sympow_jax.tasks.match_attention import MatchAttention
     from sympow_jax.tasks.next_token import NextToken
-    from sympow_jax.tasks.task import Batch, Sums, Task, count
+    from sympow_jax.tasks.task import Batch, Sums, Task, count, counts
 
 __all__ = [
     "TASKS",
@@ -24,6 +24,7 @@ __all__ = [
     "Sums",
     "Task",
     "count",
+    "counts",
     "make",
 ]
 

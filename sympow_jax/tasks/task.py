@@ -1,4 +1,4 @@
-"""What every task has: the sums of its loss, its metrics and its FLOPs."""
+"""Base class of the tasks: the sums of a loss, its metrics and its FLOPs."""
 
 import abc
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ class Sums(NamedTuple):
 
     @property
     def total(self) -> Float[Array, ""]:
-        """What an update minimizes."""
+        """The loss with its terms, which an update minimizes."""
         return sum(self.terms.values(), self.loss)
 
     def means(self, count: Int[Array, ""]) -> dict[str, Float[Array, ""]]:
@@ -42,7 +42,7 @@ class Sums(NamedTuple):
 
 
 class Task(abc.ABC):
-    """What a model is trained to predict.
+    """A quantity that a model is trained to predict.
 
     Attributes:
         config: config of the run.
@@ -99,8 +99,9 @@ class Task(abc.ABC):
         )
 
 
-def counts(wanted: Array) -> Bool[Array, "..."]:
+def counts(wanted: Array | np.ndarray) -> Bool[Array, "..."]:
     """Returns which targets or labels count: integers >= 0, and numbers except NaN."""
+    wanted = jnp.asarray(wanted)
     return ~jnp.isnan(wanted) if jnp.issubdtype(wanted.dtype, jnp.floating) else wanted >= 0
 
 

@@ -12,7 +12,7 @@ __all__ = ["Program", "TrainState", "Update", "restore_exact", "restore_model"]
 
 
 def __getattr__(name: str):
-    # Imported on first use, because `weights.files` needs modules of this package without the extra `train`.
+    # Imported on first use, because they take seconds, for which other modules of this package should not wait.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = {"TrainState": "state", "restore_exact": "restore", "restore_model": "restore"}.get(

@@ -64,9 +64,8 @@ class Checkpoints:
         """Opens the checkpoints in the workdir `folder`; the newest `training.keep_checkpoints` are kept.
 
         Raises:
-            ValueError: as `workdir.require_path`, or Orbax cannot read the metadata of a checkpoint.
+            ValueError: as `workdir.checkpoint_steps`, or Orbax cannot read the metadata of a checkpoint.
         """
-        workdir.require_path("the workdir", folder)
         self._folder = folder.absolute() / workdir.CHECKPOINTS
         self._config = config
         for number in workdir.checkpoint_steps(folder):

@@ -139,9 +139,8 @@ class Source:
         # Without fill_missing_data_reads=False, a missing chunk reads as zeros.
         reading = {**spec(paths[0]), "fill_missing_data_reads": False}
         try:
-            read_object(
-                paths[0], ".zarray"
-            )  # with metadata of many levels, TensorStore would end the process
+            # First, because of metadata of many levels, TensorStore would end the process.
+            read_object(paths[0], ".zarray")
             array = tensorstore.open(reading, context=context, open=True, read=True).result()
         except ValueError as error:
             reason = _reason(error)
