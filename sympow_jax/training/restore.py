@@ -62,16 +62,16 @@ def begin(program: Program) -> TrainState:
     kind = "model" if config.task.is_causal else "encoder"
     hosts.say(f"the {kind} is that of step {number} of {folder}, a run of the task {found.task.name!r}")
     # By layer, because the period of the attention may be another.
-    replaced = _replaced(
-        models.unstack(program.init_state().params), models.unstack(arrays["params"]), folder
-    )
+    # Without what depends on the parameters that are replaced.
+    new = dataclasses.replace(program.init_state(), opt_state=(), average={})
+    replaced = _replaced(models.unstack(new.params), models.unstack(arrays["params"]), folder)
     stack = functools.partial(models.stack, period=config.model.attention_period)
     # In a program, so that no device has more than its shards.
     params = jax.jit(stack, out_shardings=program.shardings.params)(replaced)
     statistics = jax.device_put(
         stack(models.unstack(arrays.get("statistics", {}))), program.shardings.statistics
     )
-    return _completed(program, TrainState(jnp.int32(0), params, (), statistics))
+    return _completed(program, TrainState(new.step, params, (), statistics))
 
 
 def _completed(program: Program, state: TrainState) -> TrainState:

@@ -10,6 +10,7 @@ import pytest
 from sympow_jax import config, training
 from sympow_jax.process import workdir
 from sympow_jax.training import checkpoint, restore, sharding
+from tests import devices
 
 
 def with_attention(settings: config.Config, preset: str, initial_run=None, **model) -> config.Config:
@@ -51,6 +52,19 @@ def test_a_decoder_starts_from_another_with_other_attention(settings, first, cap
     jax.tree.map(np.testing.assert_array_equal, state.params, params)
     assert int(state.step) == 0
     assert all(not leaf.any() for leaf in jax.tree.leaves(state.opt_state))
+
+
+def test_the_beginning_is_placed_as_the_update_takes_it(settings, first):
+    folder, _ = first
+    with devices.seen(4):
+        changed = with_attention(settings, "sympow_gated", str(folder), biases=True)
+        changed = dataclasses.replace(changed, sharding=config.ShardingConfig(fsdp=2, tensor=2))
+        program = training.Program(changed, sharding.make_mesh(changed))
+        state = restore.begin(program)
+        for (path, leaf), wanted in zip(
+            jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(program.shardings), strict=True
+        ):
+            assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), jax.tree_util.keystr(path)
 
 
 def test_what_does_not_fit(settings, first):
