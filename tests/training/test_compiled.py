@@ -4,9 +4,9 @@ import math
 
 import jax
 import pytest
+from flax import nnx
 
-from sympow_jax import ops, training
-from sympow_jax.training import sharding
+from sympow_jax import models, ops
 from tests.pallas_kernels import marks
 from tests.training import compiled
 
@@ -58,7 +58,7 @@ def exchanged(case):
     settings = case.settings()
     ((axis, devices),) = case.sharding.items()
     share = (devices - 1) / devices
-    params = training.Program(settings, sharding.whole_mesh(jax.devices()[:1])).params
+    params = nnx.state(nnx.eval_shape(lambda: models.make(settings.model, settings.task, rngs=0)), nnx.Param)
     matrices = sum(math.prod(x.shape) for x in jax.tree.leaves(params) if len(x.shape) == 2)
     parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     if axis == "fsdp":
