@@ -126,7 +126,7 @@ class PowerAttention(_PlainAttention):
         (2, 128, 64)
     """
 
-    defaults = {"kernel": "power"}
+    defaults: ClassVar = {"kernel": "power"}
     options = (*_PlainAttention.options, "power", "form", "chunk_size", "exact_window")
 
 
@@ -156,7 +156,7 @@ class LinearAttention(_PlainAttention):
         (2, 128, 64)
     """
 
-    defaults = {"kernel": "linear", "decay": "none", "position": "rope"}
+    defaults: ClassVar = {"kernel": "linear", "decay": "none", "position": "rope"}
     options = (*PowerAttention.options, "causal", "feature_map", "normalizer")
 
 
@@ -195,7 +195,7 @@ class SoftmaxAttention(_PlainAttention):
         (2, 128, 64)
     """
 
-    defaults = {"kernel": "softmax", "decay": "none", "position": "rope"}
+    defaults: ClassVar = {"kernel": "softmax", "decay": "none", "position": "rope"}
     options = (*_PlainAttention.options, "causal", "window")
 
 
@@ -219,5 +219,5 @@ class ExpressiveAttention(_PlainAttention):
         (2, 128, 64)
     """
 
-    defaults = {"kernel": "expressive", "decay": "none", "position": "rope"}
+    defaults: ClassVar = {"kernel": "expressive", "decay": "none", "position": "rope"}
     options = (*_PlainAttention.options, "causal")
