@@ -11,6 +11,7 @@ from sympow_jax.ops._recurrent import state as power_state
 from sympow_jax.ops._recurrent import step as xla_step
 from sympow_jax.ops._shared import calls, nonfinite, time_axis
 from sympow_jax.ops._shared.precision import rounded
+from sympow_jax.ops.tokens import ONE, SEQUENCE
 
 __all__ = ["attend", "attend_step"]
 
@@ -21,42 +22,38 @@ def _outputs(plan):
     return "B T N E", power_state.PowerState.layout(per_channel=plan.per_channel)
 
 
-@calls.op(calls.ATTENTION, _outputs)
-def attend(plan, query, key, value, log_decay, segment_ids, state):
+@calls.op({"tokens": SEQUENCE}, _outputs)
+def attend(plan, tokens, state):
     """Returns the output of `plan.make`'s plan, and the state after the last token or None.
 
     Without division the output is sums [B, T, N, E + 1] in the plan's dtype, those of weights last; E may be 0.
     """
     # The scope names form and implementation in profiles and compiled programs.
     with jax.named_scope(f"{plan.form}_{plan.implementation}"):
-        query, key, value = rounded((query, key, value))
+        query, key, value = rounded(tokens[:3])
+        tokens = tokens._replace(query=query, key=key, value=value)
         if plan.axis_name is not None and plan.form == "attention":
-
-            def of_heads(*arrays):
-                return _attend(plan, *arrays, None)[0]
-
-            out = time_axis.by_heads(of_heads, query, key, value, log_decay, segment_ids, plan.axis_name)
-            return out, None
+            return time_axis.by_heads(lambda x: _attend(plan, x, None)[0], tokens, plan.axis_name), None
         wide = jax.tree.map(lambda x: x.astype(plan.dtype) if x.ndim > 1 else x, state)
-        out, final = _attend(plan, query, key, value, log_decay, segment_ids, wide)
+        out, final = _attend(plan, tokens, wide)
         if state is not None and final is not None:
             final = jax.tree.map(lambda x, before: x.astype(before.dtype), final, state)
         return out, final
 
 
-def _attend(plan, query, key, value, log_decay, segment_ids, state):
+def _attend(plan, tokens, state):
     """Takes bad tokens out, runs prepare, the backend and finish, and marks the outputs that bad tokens reach."""
     # Containing NaN would copy keys, values and outputs, which takes up to a fifth of the time of the kernels. With
     # time over devices the bad token may be on an earlier one, and only outputs of this one could be set to NaN. There
     # only padding is taken out, and a NaN in a token spreads to every sum that includes it.
     contains = plan.implementation != "mosaic_gpu" and (plan.axis_name is None or plan.form == "attention")
     if contains:
-        finite = nonfinite.remove(query, key, value, log_decay, segment_ids, state=state)
-        query, key, value, log_decay, state = *finite[:4], finite.state
+        finite = nonfinite.remove(tokens, state=state)
+        tokens, state = finite.tokens, finite.state
     else:
-        query, key, value, log_decay = nonfinite.without_padding(segment_ids, query, key, value, log_decay)
+        tokens = nonfinite.without_padding(tokens)
     # With jax 0.11, operations on an empty array, such as values of width 0, forget which mesh axes it varies over.
-    query, key, value, log_decay, state = calls.same_variation((query, key, value, log_decay, state))
+    tokens, state = calls.same_variation((tokens, state))
 
     backend = _mosaic() if plan.implementation == "mosaic_gpu" else xla
     # States hold p-th powers of unscaled keys. Shards of the time axis would have scales of their own.
@@ -68,14 +65,13 @@ def _attend(plan, query, key, value, log_decay, segment_ids, state):
         and of_whole_rows
         and plan.division is not means.Division.NONE
     ):
-        key = rows.scaled_keys(key, plan.power)
-    arrays = query, key, value, log_decay, segment_ids, state
+        tokens = tokens._replace(key=rows.scaled_keys(tokens.key, plan.power))
     if plan.implementation == "reference":
-        out, final = reference.FORMS[plan.form](plan, *arrays)
+        out, final = reference.FORMS[plan.form](plan, tokens, state)
     elif plan.form == "attention":
-        out, final = backend.attention(plan, *arrays)
+        out, final = backend.attention(plan, tokens, state)
     else:
-        prepared = rows.prepare(plan, *arrays)
+        prepared = rows.prepare(plan, tokens, state)
         chunked = backend.chunked
         if plan.per_channel:
             chunked = channels.chunked
@@ -87,22 +83,24 @@ def _attend(plan, query, key, value, log_decay, segment_ids, state):
             # Over devices the window is the length of a halo.
             window = min(plan.exact_window, prepared.rows.query.shape[1])
             inner = dataclasses.replace(plan, exact_window=window)
-        out, final = rows.finish(plan, prepared, *chunked(inner, prepared.rows), query, value.dtype)
+        out, final = rows.finish(plan, prepared, tokens, *chunked(inner, prepared.rows))
 
     if contains:
-        out = nonfinite.restore(out, finite, segment_ids)
+        out = nonfinite.restore(out, finite)
         final = None if final is None else nonfinite.restore_state(final, finite)
     return out, final
 
 
-@calls.op(calls.STEP, lambda plan: ("B N E", power_state.PowerState.layout(per_channel=plan.per_channel)))
-def attend_step(plan, query, key, value, log_decay, segment_ids, state):
+@calls.op(
+    {"tokens": ONE}, lambda plan: ("B N E", power_state.PowerState.layout(per_channel=plan.per_channel))
+)
+def attend_step(plan, tokens, state):
     """Returns the output of one token by `plan.make_step`'s plan, and the state after it."""
     step = xla_step.step
     if plan.implementation == "mosaic_gpu":
         step = importlib.import_module("sympow_jax.ops._recurrent.mosaic_step").step
     with jax.named_scope(f"step_{plan.implementation}"):
-        return step(plan, query, key, value, log_decay, segment_ids, state)
+        return step(plan, tokens, state)
 
 
 def _mosaic():
