@@ -216,7 +216,7 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
 @pytest.mark.parametrize(("name", "library"), [("words.json", "tokenizers"), ("gpt2", "tiktoken")])
 def test_missing_library(folder, word_tokenizer, monkeypatch, name, library):
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ValueError, match=f"needs the package '{library}', which is not installed; install"):
+    with pytest.raises(ValueError, match=f"needs the package '{library}', which is not installed; pip"):
         tokenizer.load(name)
 
 
@@ -336,7 +336,7 @@ def test_a_stopped_command_continues(folder, lines, out, done):
 def test_tokens_that_are_not_complete_are_not_read(folder, lines):
     with pytest.raises(Stopped):
         prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(3))
-    with pytest.raises(ValueError, match=r"next to a\.bin/prepared\.json are not complete; repeat the"):
+    with pytest.raises(ValueError, match=r"next to a\.bin/prepared\.json are not complete; repeat"):
         data.train_dataset(builders.data_config(source="tokens", paths=("a.bin",)), vocab_size=256)
 
 

@@ -165,7 +165,7 @@ def test_bad_bin(tmp_path, content, changes, message):
     ("content", "message"),
     [
         ('{"token_dtype": "uint32", "documents": 1}', "hold 'uint32' ids, but data.token_dtype is 'uint16';"),
-        ('{"token_dtype": "uint16"}', "are not complete; repeat the command `sympow prepare`"),
+        ('{"token_dtype": "uint16"}', "are not complete; repeat `sympow prepare`"),
         ("[" * 1000 + "]" * 1000, "it has no JSON object"),
         ('{"documents": 1}', "hold None ids, but"),
     ],

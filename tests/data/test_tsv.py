@@ -307,7 +307,7 @@ def test_bad_separators(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"text_columns": ()}, r"data\.text_columns is \(\); source 'tsv' needs the name of one column"),
+        ({"text_columns": ()}, r"data\.text_columns is \(\); source 'tsv' needs the names of one or"),
         ({"text_columns": ("a", "b", "c")}, r"data\.text_columns is \('a', 'b', 'c'\)"),
         ({"labels": ("a", "a")}, r"data\.labels is \('a', 'a'\); every class must be named once"),
         ({"paths": ()}, r"data\.paths is empty; source 'tsv' needs the path of its data"),

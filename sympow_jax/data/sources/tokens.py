@@ -53,13 +53,12 @@ class Source:
 
     def metadata(self) -> dict[str, dict[str, Any]]:
         """Returns what `prepare` recorded about the files, by the path of the record; of other files there is none."""
-        sides = (False, True) if self._config.heldout_paths else (False,)
+        sides = files.sides(self._config)
         return _metadata(file for side in sides for file in sources.find_all(self._config, heldout=side))
 
     def describe(self) -> dict[str, Any]:
         """Returns counts of files, documents and tokens, and a SHA-256 as `digest_of` says."""
-        sides = (False, True) if self._config.heldout_paths else (False,)
-        matches = [file for side in sides for file in self._scan(heldout=side)[2]]
+        matches = [file for side in files.sides(self._config) for file in self._scan(heldout=side)[2]]
 
         def ends(file: files.File) -> Iterator[bytes]:
             with files.errors(file.path), files.open_file(file.path) as stream:
@@ -89,6 +88,7 @@ class Source:
                 return np.memmap(matches[index].path, dtype, mode="r")
 
         # The position after each document, which ends with a separator or with the file.
+        remedy = "correct it, or leave it unset where every file is one document"
         ends: list[Int64[np.ndarray, " documents"]] = []
         left, occurs = documents.MAX_DOCUMENTS, separator is None
         for index, file in enumerate(matches):
@@ -106,15 +106,11 @@ class Source:
             if left < 0:
                 raise ValueError(
                     f"{setting}: there are more than {documents.MAX_DOCUMENTS} documents up to {file.path}, each ended "
-                    f"by the data.document_separator {separator}; correct it, name fewer files, or leave it unset, so "
-                    f"that every file is one document"
+                    f"by the data.document_separator {separator}; name fewer files, or {remedy}"
                 )
             ends.append(np.concatenate(inside))
         if not occurs:
-            raise ValueError(
-                f"{setting}: no file holds the data.document_separator {separator}; correct it, or leave it "
-                f"unset where every file is one document"
-            )
+            raise ValueError(f"{setting}: no file holds the data.document_separator {separator}; {remedy}")
         spans = documents.Spans.consecutive(
             functools.lru_cache(maxsize=_MAPPED)(open_array),
             [file.path for file in matches],
@@ -132,10 +128,7 @@ class Source:
         dtype = self._config.token_dtype
         for path, record in _metadata(matches).items():
             if "documents" not in record:
-                raise ValueError(
-                    f"the token files next to {path} are not complete; repeat the command `sympow prepare`, which "
-                    f"continues"
-                )
+                raise ValueError(f"the token files next to {path} are not complete; repeat `sympow prepare`")
             if (stored := record.get("token_dtype")) != dtype:
                 raise ValueError(
                     f"the token files next to {path} hold {spelling.shown(stored)} ids, but data.token_dtype is "

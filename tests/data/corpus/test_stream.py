@@ -361,15 +361,15 @@ def test_an_error_within_a_batch_leaves_the_position_at_its_start(config, monkey
     batches.set_state(position)
     assert position["next_row"] % (1 << 32)  # so that the batch from here has rows of this group first
     next_group, failures = dataset._group((position["next_row"] >> 32) + 1), []
-    read_documents = encoding.Encoder._documents
+    read = encoding.Encoder._read
 
-    def fail_once(tokenizer, piece):
+    def fail_once(encoder, piece):
         if piece in next_group and not failures:
             failures.append(piece)
             raise ValueError("the network fails")
-        return read_documents(tokenizer, piece)
+        return read(encoder, piece)
 
-    monkeypatch.setattr(encoding.Encoder, "_documents", fail_once)
+    monkeypatch.setattr(encoding.Encoder, "_read", fail_once)
     with pytest.raises(ValueError, match="the network fails"):
         next(batches)
     assert batches.get_state() == position
@@ -383,7 +383,7 @@ def test_memory_that_runs_out(config, monkeypatch):
     def fail(*_):
         raise MemoryError
 
-    monkeypatch.setattr(encoding.Encoder, "_documents", fail)
+    monkeypatch.setattr(encoding.Encoder, "_read", fail)
     with pytest.raises(ValueError, match=r"out of memory while reading .*; set fewer workers"):
         next(open_batches(config))
 
