@@ -83,51 +83,31 @@ def test_columns_and_labels(tmp_path):
         assert labels.dtype == (np.float32 if task is NUMBER else np.int32)
 
 
-@pytest.mark.parametrize(
-    ("one", "two", "expected"),
-    [
-        ("abc", "xyz", "abc\0xyz"),
-        ("abcdef", "xyz", "abcd\0xyz"),
-        ("abc", "uvwxyz", "abc\0uvwx"),
-        ("abcdef", "uvwxyz", "abcd\0uvw"),
-        ("abcdefghij", "x", "abcdef\0x"),
-        ("", "uvwxyzuvw", "\0uvwxyzu"),
-    ],
-)
-def test_of_two_texts_the_longer_is_cut_first(tmp_path, one, two, expected):
-    path = write(tmp_path, f"one\ttwo\tlabel\n{one}\t{two}\t1\n")
-    config = settings(path, text_columns=("one", "two"), context_length=8)
-    assert epoch(config, BINARY, 1) == [(expected.encode(), 1)]
-    swapped = settings(path, text_columns=("two", "one"), context_length=64)
-    assert epoch(swapped, BINARY, 1) == [(f"{two}\0{one}".encode(), 1)]
-
-
-@pytest.mark.parametrize(
-    ("one", "two", "inputs", "ids"),
-    [
-        ("abc", "xyz", b"abcxyz\0\0", [0, 0, 0, 1, 1, 1, -1, -1]),
-        ("abcdef", "x", b"abcdx\0\0\0", [0, 0, 0, 0, 1, -1, -1, -1]),
-        ("abcdef", "uvwxyz", b"abcduvwx", [0, 0, 0, 0, 1, 1, 1, 1]),
-        ("", "uvwxyz", b"uvwx\0\0\0\0", [1, 1, 1, 1, -1, -1, -1, -1]),
-    ],
-)
-def test_a_dual_encoder_reads_half_a_row_of_each_text(tmp_path, one, two, inputs, ids):
-    path = write(tmp_path, f"one\ttwo\tlabel\n{one}\t{two}\t1\n")
-    config = settings(path, text_columns=("one", "two"), context_length=8)
-    task = dataclasses.replace(BINARY, dual_encoder=True)
-    row = data.train_dataset(config, task=task, vocab_size=256)[0]
-    assert (bytes(row["inputs"].astype(np.uint8)), row["labels"]) == (inputs, 1)
-    assert row["segment_ids"].tolist() == ids
-
-
-def test_the_texts_of_a_dual_encoder_need_no_separator_but_a_vocabulary(tmp_path):
-    path = write(tmp_path, "one\ttwo\tlabel\na\tz\t1\n")
-    task = dataclasses.replace(BINARY, dual_encoder=True)
+def test_two_texts(tmp_path):
+    """The longer text is truncated first, or each to half a row for a dual encoder."""
+    dual = dataclasses.replace(BINARY, dual_encoder=True)
+    for one, two, joined, halves in (
+        ("abc", "xyz", "abc\0xyz", ("abc", "xyz")),
+        ("abcdef", "xyz", "abcd\0xyz", ("abcd", "xyz")),
+        ("abc", "uvwxyz", "abc\0uvwx", ("abc", "uvwx")),
+        ("abcdef", "uvwxyz", "abcd\0uvw", ("abcd", "uvwx")),
+        ("abcdefghij", "x", "abcdef\0x", ("abcd", "x")),
+        ("", "uvwxyzuvw", "\0uvwxyzu", ("", "uvwx")),
+    ):
+        path = write(tmp_path, f"one\ttwo\tlabel\n{one}\t{two}\t1\n")
+        config = settings(path, text_columns=("one", "two"), context_length=8)
+        assert epoch(config, BINARY, 1) == [(joined.encode(), 1)]
+        swapped = settings(path, text_columns=("two", "one"), context_length=64)
+        assert epoch(swapped, BINARY, 1) == [(f"{two}\0{one}".encode(), 1)]
+        row = data.train_dataset(config, task=dual, vocab_size=256)[0]
+        assert bytes(row["inputs"].astype(np.uint8)) == "".join(halves).encode().ljust(8, b"\0")
+        ids = [0] * len(halves[0]) + [1] * len(halves[1])
+        assert row["segment_ids"].tolist() == ids + [-1] * (8 - len(ids))
     plain = builders.write_words(tmp_path / "plain.json", {"[UNK]": 0})
     config = settings(path, text_columns=("one", "two"), tokenizer=plain)
-    assert data.train_dataset(config, task=task, vocab_size=1)[0]["segment_ids"].tolist()[:3] == [0, 1, -1]
+    assert data.train_dataset(config, task=dual, vocab_size=1)[0]["segment_ids"].tolist()[:2] == [1, -1]
     with builders.refused(r"a\.tsv \(line 2\) holds id 122, but model\.vocab_size is 122"):
-        data.train_dataset(dataclasses.replace(config, tokenizer="byte"), task=task, vocab_size=122)[0]
+        data.train_dataset(dataclasses.replace(config, tokenizer="byte"), task=dual, vocab_size=122)[0]
 
 
 @pytest.fixture
