@@ -19,7 +19,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtyp
 METADATA = "prepared.json"
 """Name of the file next to token files in which `prepare` says what they are."""
 
-_SCAN_TOKENS = 1 << 24  # files are scanned for separators in pieces, because a file may be larger than memory
+_SCAN_TOKENS = 1 << 24  # files are scanned for separators in parts, because one may be larger than memory
 _DIGEST_BYTES = 1 << 20  # bytes of each end of a file that enter the digest
 # Files that are mapped at a time. Each takes a file descriptor, of which a process may often have 1,024.
 _MAPPED = 256
@@ -33,14 +33,7 @@ def _metadata(found: Iterable[files.File]) -> dict[str, dict[str, Any]]:
 
 
 class Source:
-    """Documents of token files.
-
-    `data.document_separator` is the last token of every document. Without a separator, every file is one document.
-
-    Raises:
-        ValueError: nothing matches, a file is empty, truncated or of another dtype, or there are more than 2^28
-            documents.
-    """
+    """Documents of token files, which end with `data.document_separator`; without one, every file is a document."""
 
     def __init__(self, config: config_lib.DataConfig):
         self._config = config

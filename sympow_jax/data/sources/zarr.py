@@ -97,11 +97,7 @@ class ZarrDocuments:
         self._array, self._path, self._rows = array, path, rows
 
     def read(self, document: int, start: int, stop: int) -> Integer[np.ndarray, " tokens"]:
-        """Returns tokens start .. stop - 1 of a document.
-
-        Raises:
-            ValueError: a chunk is missing or damaged. It is never replaced by zeros.
-        """
+        """Returns tokens start .. stop - 1 of a document; raises ValueError if a chunk is missing or damaged."""
         try:
             return self._array[self._rows[document], start:stop].read().result()
         except ValueError as error:
@@ -115,11 +111,7 @@ class ZarrDocuments:
 
 
 class Source:
-    """Documents of an array, one per row. `data.document_separator` replaces GPT-2's 50,256 before each row.
-
-    Raises:
-        ValueError: there is no array, or its shape, chunks or dtype are wrong.
-    """
+    """Documents of an array, one per row. `data.document_separator` replaces GPT-2's 50,256 before each row."""
 
     def __init__(self, config: config_lib.DataConfig):
         self._config = config
