@@ -226,7 +226,9 @@ def test_the_logits_of_a_large_vocabulary_are_never_held_for_a_whole_call():
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 4 * scores._LOGIT_BYTES
 
 
-@pytest.mark.parametrize("preset", ["conformal", "softmax", pytest.param("linear", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "preset", ["conformal", *(pytest.param(name, marks=pytest.mark.slow) for name in ("softmax", "linear"))]
+)
 def test_streaming_a_decoder_equals_one_call(monkeypatch, preset):
     model = decoder(preset, exact_window=4)
     tokens = np.random.default_rng(0).integers(0, 13, (3, 45))

@@ -60,7 +60,7 @@ def test_logits_are_those_of_transformers(name):
     tokens, original = expected(name)
     assert np.std(original) > 0.5
     assert cases.error(logits(model, tokens), original) <= BOUND
-    if name not in ("gpt2", "llama32", "mistral"):
+    if name not in ("gpt2", "mistral"):
         return
     start = 4
     actual, state = program.prefill(tokens[:, :start], np.array([start] * 2), max_length=originals.TIME)
@@ -134,9 +134,6 @@ def test_parameters_of_bfloat16():
     actual = logits(model, tokens)
     assert actual.dtype == jnp.float32
     assert cases.error(actual, logits(exact, tokens)) <= BOUND
-    state = model.init_state(2, max_length=originals.TIME)
-    streamed, _ = model(tokens[:, :5], initial_state=state, return_state=True)
-    assert cases.error(streamed, actual[:, :5]) <= BOUND
 
 
 NOT_SUPPORTED = """
