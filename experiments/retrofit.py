@@ -43,35 +43,16 @@ _BODY: dict[str, Any] = {"norm": "rms", "activation": "swiglu", "embedding_norm"
 _HELDOUT_TIMES = 10
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the experiment with the arguments after its name; returns the exit code."""
-    return _shared.run(
-        _shared.Experiment(name="retrofit", description=__doc__, plans=PLANS, variants=tuple(VARIANTS)),
-        arguments,
-        _report,
-    )
-
-
 def _report(options: _shared.Options) -> None:
     base, folders = _train(options)
     lengths = options.plan.lengths
-    rows = [
-        {
-            "variant": variant,
-            "start": start,
-            "seed": seed,
-            "context_length": row["context_length"],
-            "loss": row["loss"],
-        }
-        for (variant, start, seed), folder in folders.items()
-        for row in _shared.evaluation(folder)
-    ]
-    curves = [
-        {"variant": variant, "start": start, "seed": seed, "step": step, "loss": loss}
-        for (variant, start, seed), folder in folders.items()
-        for step, loss in _shared.heldout_curve(folder)
-    ]
-    softmax = [{key: row[key] for key in ("context_length", "loss")} for row in _shared.evaluation(base)]
+    columns = ("context_length", "loss")
+    softmax = [{key: row[key] for key in columns} for row in _shared.evaluation(base)]
+    rows, curves = [], []
+    for key, folder in folders.items():
+        about = dict(zip(("variant", "start", "seed"), key))
+        rows += [about | {key: row[key] for key in columns} for row in _shared.evaluation(folder)]
+        curves += [about | {"step": step, "loss": loss} for step, loss in _shared.heldout_curve(folder)]
     path = _shared.write(options, rows, [base, *folders.values()], curves=curves, softmax=softmax)
     panels = [_curves_panel(options, variant, curves) for variant in options.variants]
     matched = [row for row in rows if row["start"] == "matched"]
@@ -205,13 +186,13 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     base = ("softmax", *(f"{row['loss']:.3f}" for row in softmax))
     made = [
         _shared.Table(
-            title=f"Held-out loss at positions up to, {start}",
-            columns=columns,
-            rows=[
+            f"Held-out loss at positions up to, {start}",
+            columns,
+            [
                 base,
                 *(
-                    (variant, *(f"{found[variant, start, length].value:.3f}" for length in lengths))
-                    for variant in variants
+                    (name, *(f"{found[name, start, length].value:.3f}" for length in lengths))
+                    for name in variants
                 ),
             ],
         )
@@ -223,6 +204,10 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
         made.append(_shared.difference_table(f"Differences, {variant}", of_variant, "context_length", pairs))
     return made
 
+
+main = _shared.Experiment(
+    name="retrofit", description=__doc__, plans=PLANS, variants=tuple(VARIANTS), run=_report
+)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
