@@ -1,6 +1,7 @@
 """Tests of `benchmarks.hopper` that need no GPU: programs at tiny sizes and the script."""
 
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import pytest
 
 from benchmarks import _rows
-from benchmarks.hopper import hardware
+from benchmarks.hopper import hardware, text
 from sympow_jax.ops._recurrent import cost
 from tests.pallas_kernels import marks
 from tools import h100
@@ -52,7 +53,7 @@ def test_rates_are_measured_on_right_results():
 # Prints the kernels of `hardware` as JSON. JAX must be told first that there is no GPU.
 COMPILED = """
 import dataclasses, functools, json, jax, jax.numpy as jnp
-from benchmarks.hopper import hardware
+from benchmarks.hopper import hardware, text
 from tools import h100
 shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
 product = functools.partial(hardware.wgmma, repeats=hardware.ITERATIONS, blocks=h100.MULTIPROCESSORS)
@@ -96,4 +97,22 @@ for word in "$@"; do case $word in --out=*) echo '{{"rows": []}}' >"${{word#--ou
     calls = (tmp_path / "calls").read_text().splitlines()
     parts = [pathlib.Path(call.rpartition("--out=")[2]).stem for call in calls]
     # A check is not repeated.
-    assert parts == ["check", *2 * ["kernels", "hardware", "chunks", "training"]]
+    assert parts == ["check", *2 * ["kernels", "hardware", "chunks", "training", "text"]]
+
+
+@pytest.mark.robust
+def test_training_on_text_lowers_the_loss(tmp_path, monkeypatch):
+    for number in range(30):
+        path = tmp_path / f"package{number}" / "module.py"
+        path.parent.mkdir()
+        path.write_text(f"# package {number}\n" + "x = 1\n" * 40)
+    train, heldout = (part.tobytes().decode() for part in text.read_text([tmp_path]))
+    for number in range(30):
+        assert (f"# package {number}\n" in train) != (f"# package {number}\n" in heldout)
+    row = text.SMOKE | {"preset": "conformal", "seconds": 0.1, "text": str(tmp_path)}
+    with pytest.raises(ValueError, match=r"held-out text has .* bytes; evaluation needs 4,096"):
+        text.measure(row | {"lengths": [4096]})
+    monkeypatch.setattr(text, "WARMUP_STEPS", 2)
+    found = text.measure(row)
+    assert found["losses"][-1] < found["losses"][0] == pytest.approx(math.log(256), rel=0.2)
+    assert found["heldout"].keys() == {"64", "128"}

@@ -72,8 +72,7 @@ def test_bin_of_bytes_round_trip(folder):
         "tokens": len(STORED),
     }
     config = builders.whole("tokens", "deep/train.bin", document_separator=0)
-    source = tokens.Source(config).side(heldout=False)
-    read = [bytes(source.read(i, 0, int(length)).astype(np.uint8)) for i, length in enumerate(source.lengths)]
+    read = [bytes(document) for document in builders.contents(config)]
     assert read == [content + b"\0" for content in TEXTS.values() if content]
     assert sorted(os.listdir("deep/train.bin")) == ["000000-3-0.bin", tokens.METADATA]
 
@@ -86,33 +85,23 @@ def test_documents_begin_as_the_tokenizer_begins_texts(folder):
     assert read == [token for text in ids.values() for token in (1, *text, 2)]
 
 
-def test_longcrawl64_of_bytes_round_trip(folder):
-    run("--format=longcrawl64", "--out=train.zarr", "--row_tokens=8")
-    description = json.loads((folder / "train.zarr/.zattrs").read_text())
-    assert (description["rows"], description["row_tokens"], description["dropped_tokens"]) == (
-        4,
-        8,
-        len(STORED) - 32,
-    )
-    config = builders.whole("longcrawl64", "train.zarr", document_separator=0)
-    dataset = data.train_dataset(config, vocab_size=256)
-    read = sorted(bytes(dataset[i]["targets"].astype(np.uint8)) for i in range(4))
-    assert read == sorted(STORED[start : start + 8] for start in range(0, 32, 8))
-    assert sorted(os.listdir(".")) == ["texts", "train.zarr"]
-
-
-def test_longcrawl64_in_several_bands_of_chunks(folder, monkeypatch):
+def test_longcrawl64_in_several_bands_of_chunks(folder):
     builders.write_files(folder / "texts", {"e.txt": bytes(range(1, 256)) * 200})
     run("--format=longcrawl64", "--out=train.zarr", "--row_tokens=11")
+    assert sorted(os.listdir(".")) == ["texts", "train.zarr"]
     assert {"0.0", "1.0", "2.0"} <= set(os.listdir("train.zarr"))
     run("--format=bin", "--out=train.bin")
     flat = stored("train.bin")
     rows = len(flat) // 11
     assert rows > 2 * 2048
-    config = builders.data_config(source="longcrawl64", paths=("train.zarr",), document_separator=0)
-    source = data.HeldoutData(config, vocab_size=256).documents
-    whole = {bytes(row.astype(np.uint8)) for row in flat[: rows * 11].reshape(rows, 11)}
-    assert {bytes(document[1:].astype(np.uint8)) for document in source} <= whole
+    config = builders.whole("longcrawl64", "train.zarr", document_separator=0)
+    assert builders.contents(config) == flat[: rows * 11].reshape(rows, 11).tolist()
+    description = json.loads((folder / "train.zarr/.zattrs").read_text())
+    assert description == record("train.bin") | {
+        "rows": rows,
+        "row_tokens": 11,
+        "dropped_tokens": len(flat) - 11 * rows,
+    }
 
 
 @pytest.mark.parametrize(
@@ -140,11 +129,8 @@ def test_large_vocabularies_use_four_bytes(word_tokenizer):
     expected = [1, 2, 3, 70_000, 0, 4, 70_000, 9, 70_000]
     assert stored("a.bin", "<u4").tolist() == expected
     run("--format=longcrawl64", "--out=a.zarr", *common)
-    settings = {"source": "longcrawl64", "paths": ("a.zarr",), "token_dtype": "uint32", "context_length": 3}
-    config = builders.data_config(document_separator=70_000, heldout_fraction=0.0, **settings)
-    dataset = data.train_dataset(config, vocab_size=70_001)
-    rows = sorted(dataset[i]["targets"].tolist() for i in range(3))
-    assert rows == [expected[:3], *sorted([expected[3:6], expected[6:]])]
+    config = builders.whole("longcrawl64", "a.zarr", token_dtype="uint32")
+    assert builders.contents(config) == np.reshape(expected, (3, 3)).tolist()
 
 
 def test_tiktoken_encoding(folder, monkeypatch):
@@ -209,6 +195,8 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
     assert "fewer than one row of 65536; name more files or set a smaller --row_tokens" in line
     line = mistakes.line(prepare.main, [*zarr, "--row_tokens=0"], capsys)
     assert "--row_tokens is 0; it must be at least 1" in line
+    line = mistakes.line(prepare.main, [*zarr, "--out=caf\udce9.zarr"], capsys)
+    assert "Zarr arrays need a path that is" in line
     assert "required: --format" in mistakes.line(prepare.main, ["--out=a.bin", "texts"], capsys)
     assert sorted(os.listdir(".")) == before
 
@@ -216,7 +204,7 @@ def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
 @pytest.mark.parametrize(("name", "library"), [("words.json", "tokenizers"), ("gpt2", "tiktoken")])
 def test_missing_library(folder, word_tokenizer, monkeypatch, name, library):
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ValueError, match=f"needs the package '{library}', which is not installed; install"):
+    with builders.refused(f"needs the package '{library}', which is not installed; pip"):
         tokenizer.load(name)
 
 
@@ -242,14 +230,9 @@ def test_documents_without_tokens_are_skipped(folder, word_tokenizer, capsys):
 
 def test_a_chunk_of_zeros_is_written(folder, word_tokenizer):
     builders.write_files(folder, {"unknown.txt": b"y " * 4095})
-    prepare.main(
-        ["--format=longcrawl64", "--out=a.zarr", "--row_tokens=4096", "--tokenizer=words.json", "unknown.txt"]
-    )
-    config = builders.whole("longcrawl64", "a.zarr", document_separator=7)
-    dataset = data.train_dataset(config, vocab_size=10)
-    read = np.stack([dataset[i]["targets"] for i in range(512)])
-    assert (read == 0).sum() == 4095
-    assert (read == 7).sum() == 1
+    arguments = ["--out=a.zarr", "--row_tokens=4096", "--tokenizer=words.json", "unknown.txt"]
+    prepare.main(["--format=longcrawl64", *arguments])
+    assert builders.contents(builders.whole("longcrawl64", "a.zarr")) == [[0] * 4095 + [7]]
 
 
 LINES = [f"document {i} " + "word " * (i % 7) for i in range(60)]
@@ -282,6 +265,8 @@ def stop_at(done: int):
 def test_all_formats_give_the_same_tokens(folder, lines):
     builders.write_parquet(folder / "rows.parquet", LINES)
     builders.write_jsonl(folder / "lines.jsonl.gz", LINES)
+    # What a process leaves that was killed while it wrote the record.
+    (folder / "0.bin" / f".{tokens.METADATA}-abc").mkdir(parents=True)
     builders.write_files(folder / "files", {f"{i:02}": line.encode() for i, line in enumerate(LINES)})
     for i, path in enumerate(("lines.jsonl", "lines.jsonl.gz", "*.parquet", "files")):
         options = OPTIONS if path != "files" else prepare_lib.Options()
@@ -304,7 +289,7 @@ def test_text_files_of_several_pieces(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("out", ["a.bin", "a.zarr"])
-@pytest.mark.parametrize("done", [1, 6, PIECES])
+@pytest.mark.parametrize("done", [1, PIECES])
 def test_a_stopped_command_continues(folder, lines, out, done):
     write = (
         prepare_lib.write_bin
@@ -320,52 +305,34 @@ def test_a_stopped_command_continues(folder, lines, out, done):
     # What a killed process may leave: a draft.
     builders.write_files(hidden, {".000009-5-0.bin-x/000009-5-0.bin": b"draft"})
     begun = []
-    write(out, ["lines.jsonl"], OPTIONS, report=begun.append)
+    about = write(out, ["lines.jsonl"], OPTIONS, report=begun.append)
     assert (begun[0].done, begun[-1].done) == (len(made), PIECES)
-    whole = write(f"whole{out[1:]}", ["lines.jsonl"], OPTIONS)
-    for path in (path for path in pathlib.Path(f"whole{out[1:]}").iterdir()):
+    assert write(f"whole{out[1:]}", ["lines.jsonl"], OPTIONS) == about
+    for path in pathlib.Path(f"whole{out[1:]}").iterdir():
         assert pathlib.Path(out, path.name).read_bytes() == path.read_bytes()
     if out == "a.bin":
         assert made.items() <= {path.name: path.stat().st_mtime_ns for path in hidden.glob("*.bin")}.items()
-        assert record(out) == whole
+        assert record(out) == about
         assert text(out) == lines
     else:
         assert not hidden.exists()
 
 
-def test_tokens_that_are_not_complete_are_not_read(folder, lines):
-    with pytest.raises(Stopped):
-        prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(3))
-    with pytest.raises(ValueError, match=r"next to a\.bin/prepared\.json are not complete; repeat the"):
-        data.train_dataset(builders.data_config(source="tokens", paths=("a.bin",)), vocab_size=256)
-
-
 def test_another_command_for_the_same_output(folder, lines, capsys):
     with pytest.raises(Stopped):
         prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS, report=stop_at(2))
+    with builders.refused(r"next to a\.bin/prepared\.json are not complete; repeat"):
+        data.train_dataset(builders.data_config(source="tokens", paths=("a.bin",)), vocab_size=256)
     command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
     line = mistakes.line(prepare.main, [*command, "--shortest_document=5", "--separator=1"], capsys)
-    assert (
-        "holds part of another output: separator was 0 and is 1, shortest_document was 1 and is 5; rep"
-        in line
-    )
+    assert "part of another output: separator was 0 and is 1, shortest_document was 1 and is 5; rep" in line
     builders.write_jsonl(folder / "more.jsonl", LINES)
     assert "files was 1 and is 2" in mistakes.line(prepare.main, [*command, "more.jsonl"], capsys)
     os.utime("lines.jsonl", ns=(1, 1))
     assert "names_sizes_times_sha256 was" in mistakes.line(prepare.main, command, capsys)
 
 
-def test_a_process_that_was_killed_while_it_wrote_the_record(folder, lines):
-    (folder / "a.bin" / f".{tokens.METADATA}-abc").mkdir(parents=True)
-    prepare_lib.write_bin("a.bin", ["lines.jsonl"], OPTIONS)
-    assert text("a.bin") == lines
-
-
-def test_a_zarr_array_needs_a_path_in_utf8(folder, lines, capsys):
-    command = ["--format=longcrawl64", "--row_tokens=64", "--out=caf\udce9.zarr", "--text_column=text"]
-    assert "Zarr arrays need a path that is" in mistakes.line(prepare.main, [*command, "lines.jsonl"], capsys)
-
-
+@pytest.mark.robust
 def test_workers_give_the_same_bytes_also_after_a_kill(folder, lines):
     options = prepare_lib.Options(text_column="text", workers=2)
     killed = []
@@ -375,7 +342,7 @@ def test_workers_give_the_same_bytes_also_after_a_kill(folder, lines):
             killed.extend(multiprocessing.active_children())
             os.kill(killed[0].pid, signal.SIGKILL)
 
-    with pytest.raises(ValueError, match=r"^a worker process ended .*; repeat .* continues, with fewer"):
+    with builders.refused(r"^a worker process ended .*; repeat .* continues, with fewer"):
         prepare_lib.write_bin("a.bin", ["lines.jsonl"], options, report=kill)
     assert killed
     assert not multiprocessing.active_children()
@@ -398,6 +365,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.robust
 def test_nothing_remains_of_a_killed_command(folder, lines):
     """A command with slow workers is killed after its first piece; its workers end too."""
     pathlib.Path("slow.py").write_text(SLOW)
@@ -406,10 +374,9 @@ def test_nothing_remains_of_a_killed_command(folder, lines):
         [sys.executable, "slow.py", str(prepare_lib.PIECE_BYTES)], env={**os.environ, "PYTHONPATH": path}
     )
     _wait(lambda: list(pathlib.Path("a.bin").glob("*.bin")))
-    tasks = pathlib.Path(
-        f"/proc/{command.pid}/task"
-    )  # one per thread, each with the children that it started
-    children = [child for path in tasks.glob("*/children") for child in path.read_text().split()]
+    # Each thread has the children that it started.
+    tasks = pathlib.Path(f"/proc/{command.pid}/task").glob("*/children")
+    children = [child for path in tasks for child in path.read_text().split()]
     command.kill()
     command.wait()
     assert len(children) >= 2
@@ -474,9 +441,8 @@ def test_short_documents_are_left_out(folder, lines, capsys):
     kept = [line for line in LINES if len(line) + 1 >= 30]
     assert 0 < len(kept) < len(LINES)
     assert text("a.bin") == b"".join(f"{line}\0".encode() for line in kept)
-    description = record("a.bin")
-    assert description["documents"] == len(kept)
-    assert description["left_out_documents"] == len(LINES) - len(kept)
+    counts = [record("a.bin")[name] for name in ("documents", "left_out_documents")]
+    assert counts == [len(kept), len(LINES) - len(kept)]
     capsys.readouterr()
     line = mistakes.line(prepare.main, [*common, "--out=b.bin", "--shortest_document=1000"], capsys)
     assert "every document has fewer tokens than --shortest_document, 1000; lower it" in line
@@ -544,9 +510,8 @@ def settings(request, tmp_path, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    ("changes", "messages"),
-    [
+def test_contradictions_are_lines(settings):
+    for changes, messages in (
         ({}, []),
         ({"vocab_size": 64}, []),
         ({"tokenizer": "copy.json"}, []),
@@ -556,18 +521,14 @@ def settings(request, tmp_path, monkeypatch):
         ({"tokenizer": "others.json"}, ["words.json, but data.tokenizer is others.json"]),
         ({"tokenizer": "gone.json"}, ["gone.json: there is no such file"]),
         ({"vocab_size": 4, "document_separator": 2, "tokenizer": "byte"}, ["4; raise", "is 2", "is byte"]),
-    ],
-    ids=str,
-)
-def test_contradictions(settings, changes, messages):
-    changes = dict(changes)
-    model = dataclasses.replace(settings.model, vocab_size=changes.pop("vocab_size", 5))
-    changed = dataclasses.replace(settings, model=model, data=dataclasses.replace(settings.data, **changes))
-    _, lines = data.compare_metadata(changed)
-    assert len(lines) == len(messages)
-    for line, message in zip(lines, messages):
-        assert line.startswith("out.")
-        assert message in line
+    ):
+        model = dataclasses.replace(settings.model, vocab_size=changes.pop("vocab_size", 5))
+        changed = dataclasses.replace(settings.data, **changes)
+        _, lines = data.compare_metadata(dataclasses.replace(settings, model=model, data=changed))
+        assert len(lines) == len(messages)
+        for line, message in zip(lines, messages):
+            assert line.startswith("out.")
+            assert message in line
 
 
 def test_the_tokenizer_of_prepared_data(settings):

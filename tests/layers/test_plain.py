@@ -1,6 +1,5 @@
 """Tests of layers made by plain arguments: equal to those of a config, with mistakes that name the argument."""
 
-import inspect
 import re
 
 import jax
@@ -56,13 +55,6 @@ def test_it_is_the_layer_of_a_config(kind):
 
 
 @EACH
-def test_every_argument_is_documented(kind):
-    named = set(inspect.signature(kind.__init__).parameters) - {"self"}
-    section = re.search(r"Args:\n(.*?)\n\n", inspect.cleandoc(kind.__doc__) + "\n\n", re.DOTALL)
-    assert set(re.findall(r"^    (\w+): ", section[1], re.MULTILINE)) == named
-
-
-@EACH
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")])
 def test_dtypes_by_name_and_as_dtypes(kind, dtype):
     layer = kind(WIDTH, HEADS, dtype=dtype, use_bias=True, rngs=nnx.Rngs(0))
@@ -111,6 +103,11 @@ def test_mistakes(kind, arguments, message):
         getattr(layers, kind)(**{"width": WIDTH, "num_heads": HEADS, "rngs": 0} | arguments)
     assert "\n" not in str(raised.value)
     assert "model." not in str(raised.value)
+
+
+def test_an_option_of_another_kernel():
+    with pytest.raises(TypeError, match="SoftmaxAttention has no argument 'power'; its options are decay"):
+        layers.SoftmaxAttention(WIDTH, HEADS, power=2, rngs=0)
 
 
 def test_a_prompt_and_a_step():

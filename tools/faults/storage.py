@@ -14,7 +14,7 @@ import tensorstore
 
 from sympow_jax.data import prepare
 from sympow_jax.data.sources import zarr
-from tools import launching
+from tools import launching, small_disk
 from tools.faults.stage import (
     PATIENCE,
     Reason,
@@ -27,7 +27,7 @@ from tools.faults.stage import (
 )
 
 # Words of the errors of a run whose disk is full, of which each has one.
-_FULL = ("could not be saved", "cannot write", "File too large")
+_FULL = ("could not be saved", "cannot write", "No space left", "File too large")
 
 
 def _files(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -162,11 +162,27 @@ def vanishing_chunks(stage: Stage, tries: int) -> Iterator[Reason]:
 
 
 def full_disk(stage: Stage, tries: int) -> Iterator[Reason]:
-    """Limits the size of each file that a resumed run writes, to less than a checkpoint's largest."""
+    """Leaves less than half a checkpoint of free space after the first save, and frees it after the run has ended.
+
+    Where mounting is not permitted, limits the size of files instead.
+    """
     options = {"training__steps": 60, "training__checkpoint_every": 10}
     expected = stage.undisturbed(**options)
+    size = sum(path.stat().st_size for path in _files(expected / "checkpoints" / "60"))
 
     def attempt() -> None:
+        with small_disk.mounted(stage.new("disk"), mebibytes=4) as disk:
+            run = disk.seen / "run"
+            started = stage.start(disk.path / "run", before_start=disk.enter, **options)
+            launching.wait_until(lambda: bool(steps(run)), started)
+            disk.fill(left=stage.random.randrange(size // 2))
+            started[0].wait(PATIENCE)
+            disk.free()
+            check_error(started[0], *_FULL)
+            stage.finish(disk.path / "run", before_start=disk.enter, resumes_at=steps(run)[-1], **options)
+            check_same(run, expected)
+
+    def attempt_by_limit() -> None:
         run = stage.new("full")
         stage.finish(run, **(options | {"training__steps": 20}))
         limit = functools.partial(_limit_files, stage.random.randrange(1 << 12, 1 << 16))
@@ -175,7 +191,7 @@ def full_disk(stage: Stage, tries: int) -> Iterator[Reason]:
         stage.finish(run, resumes_at=steps(run)[-1], **options)
         check_same(run, expected)
 
-    return (tried(attempt) for _ in range(tries))
+    return (tried(attempt if small_disk.permitted() else attempt_by_limit) for _ in range(tries))
 
 
 def _limit_files(size: int) -> None:
