@@ -35,7 +35,7 @@ def experiment(corpus, tmp_path_factory):
 
 
 def test_experiments_share_runs(experiment, capsys):
-    rows, content = experiment("evaluation_context", "--variants=softmax,sympow", "--seeds=3")
+    rows, content = experiment("evaluation_context", "--variants=softmax,sympow", "--seeds=3", "--steps=3")
     assert [(row["variant"], row["context_length"]) for row in rows] == [
         (variant, length) for variant in ("softmax", "sympow") for length in ("8", "16", "32")
     ]
@@ -43,27 +43,27 @@ def test_experiments_share_runs(experiment, capsys):
     assert content["settings"]["model.attention.kernel"] == "softmax"
     assert content["settings"]["data.seed"] == content["settings"]["training.seed"] == 3
     assert content["runs"] == {
-        "softmax_context16_steps2_seed3": {},
-        "sympow_p2_context16_steps2_seed3": {"model.attention.kernel": "power"},
+        "softmax_context16_steps3_seed3": {},
+        "sympow_p2_context16_steps3_seed3": {"model.attention.kernel": "power"},
     }
     assert {"jax", "python", "sympow-jax"} <= set(content["versions"])
     assert [float(row["loss"]) for row in rows] == [row["loss"] for row in content["rows"]]
     assert content["command"].startswith("python -m experiments.evaluation_context --scale=tiny")
 
     capsys.readouterr()
-    rows, content = experiment("context_scaling", "--variants=softmax", "--seeds=3")
+    rows, content = experiment("context_scaling", "--variants=softmax", "--seeds=3", "--steps=3")
     printed = capsys.readouterr().out
-    assert "softmax_context8_steps2_seed3\n" in printed
-    assert "softmax_context16_steps2_seed3, done before" in printed
+    assert "softmax_context8_steps3_seed3\n" in printed
+    assert "softmax_context16_steps3_seed3, done before" in printed
     assert [row["context"] for row in rows] == ["8", "16"]
-    # The final loss is averaged over the last tenth of the updates, at least one: here, the second of two.
+    # The final loss is averaged over the last tenth of the updates, at least one: here, the last of three.
     curves = [point["loss"] for point in content["curves"]]
-    assert curves[1::2] == pytest.approx([float(row["loss"]) for row in rows], abs=1e-6)
+    assert curves[2::3] == pytest.approx([float(row["loss"]) for row in rows], abs=1e-6)
 
-    rows, content = experiment("powers", "--variants=softmax,p=4", "--seeds=3")
+    rows, content = experiment("powers", "--variants=softmax,p=4", "--seeds=3", "--steps=3")
     losses = {row["variant"]: float(row["loss"]) for row in rows}
     assert float(rows[1]["relative_loss"]) == pytest.approx(losses["p=4"] / losses["softmax"], abs=2e-6)
-    assert content["runs"]["even_power_p4_context16_steps2_seed3"]["model.attention.form"] == "attention"
+    assert content["runs"]["even_power_p4_context16_steps3_seed3"]["model.attention.form"] == "attention"
 
 
 def test_state_sizes_are_the_articles():

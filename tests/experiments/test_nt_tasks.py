@@ -139,8 +139,6 @@ def test_a_stopped_training_is_resumed(tmp_path, monkeypatch, capsys):
     assert "epoch 2 of 4" not in (printed := capsys.readouterr().out)
     assert "epoch 4 of 4" in printed
     assert resumed["curve"] == whole["curve"]
-    assert trained(tmp_path)["curve"] == whole["curve"]  # nothing is left to do
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.slow

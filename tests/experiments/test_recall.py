@@ -160,8 +160,6 @@ def test_a_stopped_training_is_resumed(tmp_path, monkeypatch, capsys):
         assert expected.files == found.files
         for name in expected.files:
             np.testing.assert_array_equal(found[name], expected[name])
-    np.testing.assert_array_equal(trained(tmp_path), whole)
-    assert capsys.readouterr().out == ""  # nothing is left to do
 
 
 def test_keys_begin_with_the_matrix_of_the_queries():
