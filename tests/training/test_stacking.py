@@ -68,11 +68,24 @@ def test_an_update_is_that_of_layers_one_after_another(settings, remat, model):
 
 
 def test_running_means_are_those_of_layers_one_after_another():
-    settings, states = small.encoder(norm="batch", layers=2), []
-    for scan_layers in (False, True):
-        changed = small.changed(settings, training={"scan_layers": scan_layers})
-        states.append(small.update(changed, small.labeled())[0])
-    small.assert_close(*((state.statistics, state.params) for state in states))
+    settings, found = small.encoder(norm="batch", layers=2), []
+    program, rows = small.program(settings), small.labeled()
+    state = program.init_state()
+    for scans in (False, True):
+        model = nnx.eval_shape(
+            lambda scans=scans: models.make(settings.model, settings.task, rngs=0, stacked=True, scans=scans)
+        )
+        graph, *_ = nnx.split(model, nnx.Param, nnx.BatchStat)
+
+        @jax.jit
+        def forward(params, statistics, graph=graph):
+            model = nnx.merge(graph, params, statistics)
+            model.train()
+            return program.task.sums(model, rows), nnx.to_pure_dict(nnx.state(model, nnx.BatchStat))
+
+        found.append(forward(state.params, state.statistics))
+    small.assert_close(*found)
+    assert not np.array_equal(jax.tree.leaves(found[0][1])[0], jax.tree.leaves(state.statistics)[0])
 
 
 def test_a_deeper_model_has_no_larger_program(settings):

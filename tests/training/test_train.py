@@ -84,7 +84,7 @@ def test_held_out_losses_are_the_formula_and_with_prompts_and_traces_change_noth
 
     monkeypatch.setattr(EventsWriter, "write_event", record)
     evaluated = {"every": 2, "prompts": ("the ", "a\nb")}
-    settings = small.changed(settings, training={"steps": 4, "profile_steps": (2, 3)}, evaluation=evaluated)
+    settings = small.changed(settings, training={"steps": 4, "profile_steps": (1, 1)}, evaluation=evaluated)
     assert loop.train(settings, tmp_path) == 0
     (path,) = tmp_path.glob("profile/plugins/profile/*/*.xplane.pb")
     planes = jax.profiler.ProfileData.from_file(str(path)).planes
