@@ -123,6 +123,12 @@ def test_epochs_have_other_orders(config):
     assert [other._group(i) for i in range(count)] not in epochs
 
 
+@pytest.mark.parametrize("config", ["jsonl"], indirect=True)
+def test_the_order_is_that_of_existing_runs(config):
+    read = [batch["inputs"][:, 0].tolist() for batch in itertools.islice(open_batches(config), 40)]
+    assert (read[0], read[-1]) == ([10972, 11017, 11040, 0], [21308, 21324, 21200, 21372])
+
+
 def test_compressed_files_are_read_in_order(tmp_path, small_groups):
     for name in "abc":
         builders.write_jsonl(tmp_path / f"{name}.jsonl.gz", numbered(200))
