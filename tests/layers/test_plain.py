@@ -75,20 +75,11 @@ MISTAKES = [
 ]
 
 
-<<<<<<< HEAD
 def test_an_option_of_another_kernel():
     with pytest.raises(TypeError, match="SoftmaxAttention has no argument 'power'; its options are decay"):
         layers.SoftmaxAttention(WIDTH, HEADS, power=2, rngs=0)
 
 
-def test_a_prompt_and_a_step():
-    layer = layers.PowerAttention(WIDTH, HEADS, form="chunked", rngs=0)
-    x = inputs()
-    resume = nnx.jit(lambda layer, x, state: layer(x, initial_state=state, return_state=True))
-    _, state = resume(layer, x[:, :-1], layer.init_state(2, max_length=TIME))
-    last, _ = resume(layer, x[:, -1:], state)
-    np.testing.assert_allclose(last, nnx.jit(lambda layer, x: layer(x))(layer, x)[:, -1:], atol=1e-6)
-=======
 def test_mistakes():
     for kind, arguments, message in MISTAKES:
         make = getattr(layers, f"{kind}Attention")
@@ -96,7 +87,6 @@ def test_mistakes():
             make(**{"width": WIDTH, "num_heads": HEADS, "rngs": 0} | arguments)
         assert "\n" not in str(raised.value)
         assert "model." not in str(raised.value)
->>>>>>> part-lower
 
 
 def test_channel_options():
