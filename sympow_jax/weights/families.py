@@ -387,8 +387,10 @@ def _read_rope(values: Values, problems: list[str]) -> dict[str, Any]:
     kind = nested.get("rope_type", nested.get("type", "default"))
     if kind not in ("default", "llama3"):
         problems.append(f"rope_type is {spelling.shown(kind)}, not default or llama3")
-    base = nested.get("rope_theta", values.get("rope_theta", _ROPE_DEFAULT))
+    base: Any = nested.get("rope_theta", values.get("rope_theta", _ROPE_DEFAULT))
     scaling = {field: nested.get(key) for field, key in _LLAMA3.items()} | {"scaling": kind}
+    # What is no number is refused by `RopeConfig`.
+    base = float(base) if isinstance(base, int) else base
     return {"base": base, "layout": "halves"} | (scaling if kind == "llama3" else {})
 
 
