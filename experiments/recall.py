@@ -420,33 +420,26 @@ def capacities(rows: Iterable[_shared.Row]) -> dict[tuple[str, int, int], _share
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
-    rows = content["rows"]
-    accuracies = _shared.means(rows, ("task", *_MODEL, "point"), "accuracy")
     found = []
     for task, title in TASKS.items():
+        rows = [row for row in content["rows"] if row["task"] == task]
+        accuracies, capacity = _shared.means(rows, (*_MODEL, "point"), "accuracy"), capacities(rows)
+        points = list(dict.fromkeys(row["point"] for row in rows))
         # Powers of two, without the smallest, where accuracies hardly differ.
-        points = [
-            x for key, *_, x in dict.fromkeys((row["task"], row["point"]) for row in rows) if key == task
-        ]
-        points = [x for x in points if x >= _LEAST_SHOWN and not x & (x - 1)]
-        shown = dict.fromkeys(tuple(row[name] for name in _MODEL) for row in rows if row["task"] == task)
-        capacity = capacities(rows) if task == "pairs" else {}
-        largest = max(row["point"] for row in rows if row["task"] == task)
-        cells = [
-            (
-                *(str(part) if isinstance(part, str) else f"{part:,}" for part in model),
-                *([_capacity(capacity[model], largest)] if capacity else ()),
-                *(str(accuracies[task, *model, x]) for x in points),
-            )
-            for model in shown
-        ]
+        shown = [x for x in points if x >= _LEAST_SHOWN and not x & (x - 1)]
+        cells = []
+        for model in dict.fromkeys(tuple(row[name] for name in _MODEL) for row in rows):
+            variant, head_dim, size = model
+            line = [variant, f"{head_dim:,}", f"{size:,}"]
+            if mean := capacity.get(model):
+                at_least = mean.value == max(points)
+                line.append(
+                    f"at least {max(points)}" if at_least else f"{mean.value:.1f}{mean.error_text(1)}"
+                )
+            cells.append([*line, *(str(accuracies[*model, x]) for x in shown)])
         columns = "", "head size", "bytes of state", *(["pairs at 90 %"] if capacity else ())
-        found.append(_shared.Table(title=title, columns=(*columns, *(f"{x:,}" for x in points)), rows=cells))
+        found.append(_shared.Table(title, (*columns, *(f"{x:,}" for x in shown)), cells))
     return found
-
-
-def _capacity(mean: _shared.Mean, largest: int) -> str:
-    return f"at least {largest}" if mean.value == largest else f"{mean.value:.1f}{mean.error_text(1)}"
 
 
 def _draw(path, setting, rows, seeds):

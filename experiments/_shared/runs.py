@@ -75,11 +75,12 @@ def settings(
     """
     plan = options.plan
     base = config.load("quickstart:softmax" if options.scale != "paper" else options.paper)
-    changed, tokens = {"steps": plan.steps, "seed": seed}, base.data.batch_tokens
+    changed: dict[str, Any] = {"steps": plan.steps, "seed": seed}
+    tokens = base.data.batch_tokens
     if options.scale != "paper":
         changed |= {"checkpoint_every": 100, "keep_checkpoints": 1, "log_every": 100}
         tokens = _TOY_TOKENS if options.scale == "toy" else 2 * context
-    data = {"paths": options.data, "heldout_paths": options.heldout, "seed": seed}
+    data: dict[str, Any] = {"paths": options.data, "heldout_paths": options.heldout, "seed": seed}
     shape = _TINY if options.scale == "tiny" else base.model
     return dataclasses.replace(
         base,

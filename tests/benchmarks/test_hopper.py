@@ -110,7 +110,7 @@ def test_training_on_text_lowers_the_loss(tmp_path, monkeypatch):
     for number in range(30):
         assert (f"# package {number}\n" in train) != (f"# package {number}\n" in heldout)
     row = text.SMOKE | {"preset": "conformal", "seconds": 0.1, "text": str(tmp_path)}
-    with pytest.raises(ValueError, match=r"held-out text has .* bytes; evaluation needs 4,096"):
+    with pytest.raises(ValueError, match=r"held-out text has .* bytes and needs 4,096"):
         text.measure(row | {"lengths": [4096]})
     monkeypatch.setattr(text, "WARMUP_STEPS", 2)
     found = text.measure(row)

@@ -60,6 +60,9 @@ def test_experiments_share_runs(experiment, capsys):
     curves = [point["loss"] for point in content["curves"]]
     assert curves[2::3] == pytest.approx([float(row["loss"]) for row in rows], abs=1e-6)
 
+
+@pytest.mark.slow
+def test_powers(experiment):
     rows, content = experiment("powers", "--variants=softmax,p=4", "--seeds=3", "--steps=3")
     losses = {row["variant"]: float(row["loss"]) for row in rows}
     assert float(rows[1]["relative_loss"]) == pytest.approx(losses["p=4"] / losses["softmax"], abs=2e-6)

@@ -192,7 +192,7 @@ def test_the_command(tmp_path, capsys):
         for point in {"pairs": TINY.points, "needle": TINY.distances}[model[0]]
     ]
     pairs, needles = recall.tables(content)
-    assert [row[:3] for row in pairs.rows] == [
+    assert [tuple(row[:3]) for row in pairs.rows] == [
         ("p=2", "8", "2,592"),
         ("p=2", "16", "9,248"),
         ("softmax", "16", "1,024"),
