@@ -98,6 +98,11 @@ def test_memory_is_that_of_the_larger_program_and_sizes_have_three_digits(settin
     assert summary.memory(program, one, _compiled(argument=arguments)) == update
     other = _compiled(argument=arguments, temp=10**9 - state)
     assert summary.memory(program, one, other).startswith("memory of a device: 1 GB in a held-out loss, ")
+    # An evaluation computes the average of schedule-free.
+    program = small.program(small.changed(settings, optimizer=config.OptimizerConfig(name="schedule_free")))
+    state = summary.bytes_per_device(program.abstract)
+    line = summary.memory(program, _compiled(), _compiled(argument=arguments, temp=9 * state))
+    assert f": {summary._size(10 * state + arguments)} in a held-out loss, " in line
     for nbytes, text in {
         999: "999 bytes",
         999_400_000: "999 MB",
