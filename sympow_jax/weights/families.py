@@ -106,11 +106,12 @@ class Family:
         if problems:
             raise ValueError(f"this {self.model_type} is not supported: {'; '.join(problems)}")
         biases = values[self.biases] if isinstance(self.biases, str) else self.biases
+        sizes: dict[str, Any] = {field: values.get(key) for field, key in self.sizes.items()}
         options: dict[str, Any] = {} if self.rope else {"max_document_length": values[self.length]}
         options |= {} if window is None else {"window": window}
         softmax = "softmax" if window is None else "sliding_window"
         return config.ModelConfig(
-            **{field: values.get(key) for field, key in self.sizes.items()},
+            **sizes,
             activation=self.activations[activation],
             norm=self.norm,
             norm_epsilon=values[self.epsilon],
@@ -386,7 +387,7 @@ def _read_rope(values: Values, problems: list[str]) -> dict[str, Any]:
     kind = nested.get("rope_type", nested.get("type", "default"))
     if kind not in ("default", "llama3"):
         problems.append(f"rope_type is {spelling.shown(kind)}, not default or llama3")
-    base = float(nested.get("rope_theta", values.get("rope_theta", _ROPE_DEFAULT)))
+    base = nested.get("rope_theta", values.get("rope_theta", _ROPE_DEFAULT))
     scaling = {field: nested.get(key) for field, key in _LLAMA3.items()} | {"scaling": kind}
     return {"base": base, "layout": "halves"} | (scaling if kind == "llama3" else {})
 

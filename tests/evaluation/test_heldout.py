@@ -113,6 +113,7 @@ def test_masked_tokens_of_held_out_rows_are_the_same_every_time(masked):
 
 MISTAKES = """
 {folder}/masked,{folder}/tokens           | masked and .*tokens cannot be compared: .*'masked_token' and 'next_token'
+{folder}/tokens,{folder}/masked           | tokens and .*masked cannot be compared: .*'next_token' and 'masked_token'
 {folder}/masked --context_lengths=8       | --context_lengths and --documents are for runs that predict the next
 {folder}/masked --documents=3             | --context_lengths and --documents are for runs
 {folder}/masked --config.data.heldout_fraction=0 | no example is held out .*heldout_fraction is 0

@@ -349,7 +349,7 @@ def test_a_failed_save_surfaces_and_is_noticed_before_the_next(tmp_path, setting
     assert _restore(tmp_path, settings) is None
     with (  # noqa: PT012
         pytest.raises(ValueError, match=_NOT_SAVED),
-        checkpoint.Checkpoints(tmp_path, settings) as checkpoints,
+        checkpoint.Checkpoints(tmp_path / "other", settings) as checkpoints,
     ):
         checkpoints.save(0, _large(), {"next_index": 0})
         deadline = time.monotonic() + 30

@@ -61,7 +61,7 @@ OPTIMIZED = {"data": 2, "fsdp": 2, "tensor": 2, "layers": 2, "scan_layers": True
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("adafactor", "muon") else pytest.mark.slow)
+        pytest.param(name, marks=() if name == "adafactor" else pytest.mark.slow)
         for name in config_optimizer.OPTIMIZERS
     ],
 )
@@ -70,6 +70,7 @@ def test_every_optimizer_over_devices(name, monkeypatch):
     sharded.check_optimizer("sympow_gated", OPTIMIZED, name)
 
 
+@pytest.mark.slow
 def test_updates_of_a_program_over_devices():
     sharded.check_program("softmax", {"data": 2, "fsdp": 2, "tensor": 2})
 

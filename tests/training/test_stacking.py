@@ -96,7 +96,10 @@ def test_a_deeper_model_has_no_larger_program(settings):
     assert sizes[1] < 1.02 * sizes[0]
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "schedule_free"])
+@pytest.mark.parametrize(
+    "name",
+    ["adamw", "adafactor", *(pytest.param(x, marks=pytest.mark.slow) for x in ("muon", "schedule_free"))],
+)
 def test_abstract_states_are_those_of_the_states(settings, name, monkeypatch):
     monkeypatch.setattr(optimizer, "FACTORED_SIZE", 16)
     average = {"ema_decay": 0.9} if name == "adamw" else {}

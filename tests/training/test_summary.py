@@ -1,13 +1,12 @@
 """Tests of the lines that a run prints before and after training."""
 
-import json
 import pathlib
 import types
 
 import jax
 import numpy as np
 
-from sympow_jax import config, loop
+from sympow_jax import config
 from sympow_jax.layers import partitioning
 from sympow_jax.layers.attention.kernels import power
 from sympow_jax.training import summary
@@ -58,26 +57,6 @@ def test_a_state_larger_than_memory_does_not_prevent_training(settings):
     lines = _describe(small.changed(settings, model=sizes))
     assert "attention of 1 layer: attention by xla" in lines
     assert any(line.startswith("state while generating: ") for line in lines)
-
-
-def test_results_and_plan_of_a_run(settings, tmp_path, capsys):
-    (tmp_path / "context_loss.csv").write_text("of an earlier step")
-    evaluated = config.EvaluationConfig(context_lengths=(8, 16))
-    for steps, evaluation in ((2, {}), (3, evaluated)):
-        assert (
-            loop.train(small.changed(settings, training={"steps": steps}, evaluation=evaluation), tmp_path)
-            == 0
-        )
-        printed = capsys.readouterr().out.splitlines()
-        # Only what was written now.
-        files = {"table": "context_loss.csv", "plot": "context_loss.png"} if evaluation else {}
-        results = [f"{name}: {tmp_path}/{file}" for name, file in files.items()]
-        results.append(f"checkpoint: {tmp_path}/checkpoints/{steps}")
-        assert printed[-len(results) :] == results
-        assert any(line.startswith("table: ") for line in printed) == bool(evaluation)
-        plan = json.loads((tmp_path / "environment.json").read_text())["plan"]
-        assert set(plan) <= set(printed)
-        assert plan[-1].startswith("memory of a device: ")
 
 
 def test_reasons_are_those_of_a_shard(settings, monkeypatch):

@@ -203,6 +203,13 @@ def test_keys_of_older_configs(tmp_path):
     for ends, separator in ((0, 0), (None, None), ([], None), ([3, 2], 3), ([None, 99, 2], 2)):
         (tmp_path / "config.json").write_text(json.dumps(values | {"eos_token_id": ends}))
         assert weights.read_settings(tmp_path / "config.json").data.document_separator == separator
+    # Layers before `max_window_layers` have no window.
+    qwen = json.loads((originals.FIXTURES / "qwen2_window" / "config.json").read_text()) | {
+        "layer_types": None
+    }
+    for first, kernel in ((0, "sliding_window"), (2, "softmax"), (28, "softmax")):
+        (tmp_path / "config.json").write_text(json.dumps(qwen | {"max_window_layers": first}))
+        assert weights.read_settings(tmp_path / "config.json").model.attention.kernel == kernel
     values = {key: value for key, value in values.items() if key not in ("head_dim", "num_key_value_heads")}
     (tmp_path / "config.json").write_text(json.dumps(values))
     model = weights.read_settings(tmp_path / "config.json").model
@@ -423,10 +430,13 @@ def test_power_attention_takes_the_weights_of_softmax(tmp_path):
 
 def test_models_that_no_family_describes(tmp_path):
     settings, model = weights.from_pretrained(originals.FIXTURES / "llama")
-    nearest = "none of Hugging Face's layouts describes this model; the nearest is llama, but model."
+    nearest = "none of Hugging Face's layouts describes this model; the nearest is "
     for changes, message in (
-        ({"embedding_norm": True}, "embedding_norm is True and not False; write it in the format sympow"),
-        ({"activation": "geglu"}, "activation is 'geglu' and not 'swiglu'; "),
+        (
+            {"embedding_norm": True},
+            "llama, but model.embedding_norm is True and not False; write it in the format sympow",
+        ),
+        ({"activation": "geglu"}, "llama, but model.activation is 'geglu' and not 'swiglu'; "),
         ({"attention": config.preset("conformal")}, ""),
     ):
         other = dataclasses.replace(settings, model=dataclasses.replace(settings.model, **changes))
