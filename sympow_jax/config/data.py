@@ -62,8 +62,8 @@ class DataConfig:
     document_separator: int | None = fields.setting(
         None,
         "Id between documents. `tokens`: the id that ends a document; if none, every file is one. `longcrawl64`: the "
-        "id before every row; if none, 50256. `parquet`, `jsonl`: the id after each document; if none, the end of text "
-        "of the tokenizer, if there is one. `tsv`: the id between two texts; if none, the tokenizer's end of text.",
+        "id before every row; if none, 50256. `parquet`, `jsonl`: the id after each document; if none, the tokenizer's "
+        "end of text, and no id after lists of ids. `tsv`: the id between two texts, by default its end of text.",
         least=0,
         below=2**32,
     )

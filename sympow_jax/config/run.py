@@ -85,14 +85,14 @@ class EvaluationConfig:
 
     every: int | None = fields.setting(
         None,
-        "Steps between evaluations on a fixed batch of held-out rows. If none, a tenth of `training.steps`; 0 for "
-        "none at all.",
+        "Steps between evaluations on a fixed batch of held-out rows. If none, a tenth of `training.steps`. 0 turns "
+        "them off.",
         least=0,
     )
     context_lengths: tuple[int, ...] | None = fields.setting(
         None,
-        "Increasing context lengths of the evaluation at the end of training of a decoder, in tokens; () for none at "
-        "all. If none, powers of two up to four times `data.context_length`, as far as held-out documents reach.",
+        "Increasing context lengths of the evaluation at the end of training of a decoder, in tokens; () turns it off. "
+        "If none, powers of two up to four times `data.context_length`, as far as held-out documents reach.",
     )
     prompts: tuple[str, ...] = fields.setting(
         (),

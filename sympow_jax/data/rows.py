@@ -28,7 +28,6 @@ __all__ = [
     "TrainRows",
     "filled",
     "has_targets",
-    "label_dtype",
     "padded",
     "shard",
     "stacked",
@@ -107,11 +106,6 @@ def shard(batch_size: int, *, share: int, shares: int) -> range:
         )
     size = batch_size // shares
     return range(share * size, (share + 1) * size)
-
-
-def label_dtype(task: config_lib.TaskConfig) -> type[np.generic]:
-    """Returns the dtype of labels."""
-    return np.float32 if task.predicted is config_lib.Predicted.NUMBER else np.int32
 
 
 def padded(texts: Sequence[Integer[np.ndarray, " _"]], length: int) -> dict[str, Int32[np.ndarray, " T"]]:

@@ -84,7 +84,7 @@ def expressive_attention(
     if scale is None:
         raise ValueError("scale is None; it must be a number, since it affects the result")
     tokens = Tokens.of(query, key, value, log_decay, segment_ids)
-    plan, scale = pairwise.prepare(
+    plan, traced_scale = pairwise.prepare(
         tokens,
         causal=causal,
         scale=scale,
@@ -93,7 +93,7 @@ def expressive_attention(
         block_size=block_size,
         axis_name=axis_name,
     )
-    return _call(plan, tokens=tokens, scale=scale)
+    return _call(plan, tokens=tokens, scale=traced_scale)
 
 
 @calls.op({"tokens": SEQUENCE}, lambda plan: "B T N E")

@@ -86,7 +86,7 @@ def softmax_attention(
         (1, 32, 4, 16)
     """
     tokens = Tokens.of(query, key, value, log_decay, segment_ids)
-    plan, scale = pairwise.prepare(
+    plan, traced_scale = pairwise.prepare(
         tokens,
         causal=causal,
         scale=scale,
@@ -96,7 +96,7 @@ def softmax_attention(
         axis_name=axis_name,
         window=window,
     )
-    return _call(plan, tokens=tokens, scale=scale)
+    return _call(plan, tokens=tokens, scale=traced_scale)
 
 
 @calls.op({"tokens": SEQUENCE}, lambda plan: "B T N E")

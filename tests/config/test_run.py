@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from sympow_jax import config
@@ -134,6 +135,8 @@ def test_values_of_a_wrong_type_are_one_line():
 def test_an_int_is_a_float_and_a_list_is_a_tuple():
     assert config.OptimizerConfig(learning_rate=1, clip_norm=1).clip_norm == 1.0
     assert config.TrainingConfig(profile_steps=[1, 2]).profile_steps == (1, 2)
+    # A number of NumPy could not be written as JSON.
+    assert type(config.TrainingConfig(steps=np.int64(7)).steps) is int
 
 
 def test_methods_of_the_paper():

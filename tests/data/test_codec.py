@@ -23,6 +23,8 @@ def words(tmp_path):
 
 
 def test_a_tokenizer_of_words(words):
+    ends = [data_lib.codec_of_run(run(source=x, paths=("x",)), words).end for x in ("tokens", "jsonl")]
+    assert ends == [None, 3]
     codec = data_lib.codec_of_run(run(source="tokens", paths=("x",), document_separator=3), words)
     prompt = codec.encode(b"the fox")
     assert prompt == [1, 2]

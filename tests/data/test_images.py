@@ -39,14 +39,13 @@ def random_pixels(seed: int, *shape: int) -> np.ndarray:
 
 
 def write(root: pathlib.Path, contents: dict[str, np.ndarray | bytes]) -> pathlib.Path:
-    builders.write_files(
-        root,
-        {
-            name: content if isinstance(content, bytes) else encoded(content)
-            for name, content in contents.items()
-        },
-    )
+    encode = {name: x if isinstance(x, bytes) else encoded(x) for name, x in contents.items()}
+    builders.write_files(root, encode)
     return root
+
+
+def opened(config, *, vocab_size=256):
+    return data.train_dataset(config, task=TASK, vocab_size=vocab_size)
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def root(tmp_path):
 
 
 def test_pixels_as_tokens(root, tmp_path):
-    dataset = data.train_dataset(pixel_settings(root), task=TASK, vocab_size=256)
+    dataset = opened(pixel_settings(root))
     rows = [dataset[i] for i in range(5)]
     # Classes are the folders in the order of their names.
     assert {tuple(row["inputs"].tolist()): row["labels"].item() for row in rows} == {
@@ -71,16 +70,11 @@ def test_pixels_as_tokens(root, tmp_path):
     color = np.zeros((8, 8, 3), np.uint8)
     color[..., 0], color[..., 1] = 200, 100
     write(tmp_path / "colors", {"a/x.png": color, "b/x.png": color})
-    row = data.train_dataset(pixel_settings(tmp_path / "colors"), task=TASK, vocab_size=256)[0]
+    row = opened(pixel_settings(tmp_path / "colors"))[0]
     # ITU-R 601: 0.299 R + 0.587 G + 0.114 B.
     assert set(row["inputs"].tolist()) <= {118, 119}
-
-
-def test_an_image_of_the_right_size_is_only_normalized(tmp_path):
-    pixels = random_pixels(0, 8, 8, 3)
-    array = heldout_image(tmp_path, pixels)
-    assert (array.shape, array.dtype) == ((8, 8, 3), np.float32)
-    np.testing.assert_allclose(array * DEVIATION + MEAN, pixels / 255, atol=1e-6)
+    with builders.refused(r"model\.vocab_size is 255, but pixels have 256 ids"):
+        opened(pixel_settings(root), vocab_size=255)
 
 
 def heldout_image(folder: pathlib.Path, content: np.ndarray | bytes, name: str = "x.png") -> np.ndarray:
@@ -130,7 +124,7 @@ def test_the_center_of_held_out_images(tmp_path):
 def test_random_crops(tmp_path):
     write(tmp_path, {"a/x.png": ramps(120, 200), "b/x.png": ramps(120, 200)})
     config = settings(tmp_path, image_size=32)
-    dataset, again = (data.train_dataset(config, task=TASK, vocab_size=1) for _ in range(2))
+    dataset, again = (opened(config) for _ in range(2))
     result = []
     for i in range(200):
         row = dataset[i]
@@ -150,17 +144,23 @@ def test_random_crops(tmp_path):
     assert 1.25 < ratio.max() < 1.38
     assert left.std() > 0.1
     assert top.std() > 0.05
-    reseeded = data.train_dataset(settings(tmp_path, image_size=32, seed=1), task=TASK, vocab_size=1)
+    reseeded = opened(settings(tmp_path, image_size=32, seed=1))
     assert any(np.any(reseeded[i]["inputs"] != dataset[i]["inputs"]) for i in range(4))
 
 
 def test_random_crops_of_narrow_images(tmp_path):
-    write(tmp_path, {"a/x.png": ramps(4, 400), "b/x.png": ramps(400, 4)})
-    dataset = data.train_dataset(settings(tmp_path), task=TASK, vocab_size=1)
+    images = {"a/x.png": ramps(4, 400), "b/x.png": ramps(400, 4), "a/y.png": random_pixels(0, 20, 7)}
+    dataset = opened(settings(write(tmp_path, images)))
+    assert {dataset[i]["inputs"].shape for i in range(20)} == {(8, 8, 3)}
     assert all(np.isfinite(dataset[i]["inputs"]).all() for i in range(20))
 
 
-def test_kinds_of_files(tmp_path):
+def test_held_out_images_of_any_size_and_kind(tmp_path):
+    pixels = random_pixels(0, 8, 8, 3)
+    array = heldout_image(tmp_path, pixels)
+    assert (array.shape, array.dtype) == ((8, 8, 3), np.float32)
+    np.testing.assert_allclose(array * DEVIATION + MEAN, pixels / 255, atol=1e-6)
+    assert heldout_image(tmp_path / "others", random_pixels(0, 20, 7)).shape == (8, 8, 3)
     pixels = np.full((8, 8, 3), (200, 40, 90), np.uint8)
     for name in ("x.PNG", "x.png", "x.JPEG", "x.jpg"):
         kind = "png" if name.lower().endswith("png") else "jpeg"
@@ -182,7 +182,7 @@ def test_files_that_are_no_images_are_named_when_they_are_read(tmp_path, recwarn
         (deep, "it has more than 8 bits a channel"),
     ):
         write(tmp_path, {"a/x.png": content, "b/x.png": content})
-        dataset = data.train_dataset(settings(tmp_path), task=TASK, vocab_size=1)
+        dataset = opened(settings(tmp_path))
         with builders.refused(rf"x\.png cannot be read as an image \(.*{message}"):
             dataset[0]
     assert not recwarn.list
@@ -251,19 +251,7 @@ def test_bad_folders(root, tmp_path, monkeypatch, written, changes, message):
     write(root, written)
     write(tmp_path / "held", {"cat/x.png": random_pixels(0, 8, 8), "dog/x.png": random_pixels(0, 8, 8)})
     with builders.refused(message):
-        data.train_dataset(pixel_settings(root, **changes), task=TASK, vocab_size=256)
-
-
-def test_images_of_mixed_size_are_resized_unless_they_are_tokens(root):
-    write(root, {"ape/g.png": random_pixels(0, 20, 7)})
-    dataset = data.train_dataset(settings(root), task=TASK, vocab_size=256)
-    assert {dataset[i]["inputs"].shape for i in range(6)} == {(8, 8, 3)}
-    assert heldout_image(root / "others", random_pixels(0, 20, 7)).shape == (8, 8, 3)
-
-
-def test_pixels_need_their_ids(root):
-    with builders.refused(r"model\.vocab_size is 255, but pixels have 256 ids"):
-        data.train_dataset(pixel_settings(root), task=TASK, vocab_size=255)
+        opened(pixel_settings(root, **changes))
 
 
 def test_an_image_is_one_whatever_links_lead_to_it(root, tmp_path):

@@ -148,59 +148,6 @@ def test_tiktoken_encoding(folder, monkeypatch):
     assert stored("a.bin")[0] == 257
 
 
-def test_errors_are_one_line_and_leave_no_files(folder, word_tokenizer, capsys):
-    pytest.importorskip("tiktoken")
-    builders.write_files(
-        folder,
-        {
-            "zero.txt": b"a\0b",
-            "latin.txt": b"caf\xe9",
-            "empty.txt": b"",
-            "bad.json": b"{}",
-            "there.bin": b"",
-            "full.bin/precious": b"the user's",
-            "done.bin/prepared.json": b'{"documents": 1}',
-        },
-    )
-    os.symlink("loop", "loop")
-    (folder / "other").mkdir()
-    os.symlink("other", "link.bin")
-    before = sorted(os.listdir("."))
-    cases = [
-        (("--out=a.zarr", "texts"), "--out is a.zarr; with --format=bin it must end in .bin"),
-        (("--out=a.bin", "zero.txt"), "zero.txt holds id 0, which separates documents"),
-        (("--out=a.bin", "empty.txt"), "every file is empty (1 found)"),
-        (("--out=there.bin", "texts"), "there.bin exists; remove it"),
-        (("--out=texts/a.bin", "./texts/"), "the output texts/a.bin is in ./texts/, and a later command"),
-        (("--out=texts/a.bin", "texts/*.bin"), "the output texts/a.bin is in texts/*.bin, and a later"),
-        (("--out=texts/deep/a.bin", "texts/**"), "the output texts/deep/a.bin is in texts/**, and a later"),
-        (("--out=texts/a.bin", "texts/**/*.json"), "the output texts/a.bin is in texts/**/*.json, and a"),
-        (("--out=full.bin", "texts"), "full.bin exists; remove it"),
-        (("--out=done.bin", "texts"), "done.bin exists; remove it"),
-        (("--out=link.bin", "texts"), "link.bin exists; remove it"),
-        (("--out=deep/a.bin", "~nobody-by-this-name/texts"), "no file or folder '~nobody-by-this-"),
-        (("--out=loop/a.bin", "texts"), "cannot write loop/a.bin: "),
-        (("--out=" + "a" * 260 + ".bin", "texts"), "File name too long"),
-        (("--out=a.bin", "--tokenizer=words.json", "latin.txt"), "latin.txt is not UTF-8 at byte 3"),
-        (("--out=a.bin", "--tokenizer=gone.json", "texts"), "--tokenizer=gone.json: there is no such file"),
-        (("--out=a.bin", "--tokenizer=bad.json", "texts"), "bad.json is not a `tokenizers` file"),
-        (("--out=a.bin", "--tokenizer=nonesuch", "texts"), "give byte, a file, a folder as ./NAME, or one"),
-        (("--out=a.bin", "--separator=-1", "texts"), "--separator is -1; it must be an id from 0"),
-        (("--out=a.bin", f"--separator={(1 << 31) - 1}", "texts"), "it must be an id from 0 to 2147483646"),
-    ]
-    for arguments, message in cases:
-        assert message in mistakes.line(prepare.main, ["--format=bin", *arguments], capsys)
-    zarr = ["--format=longcrawl64", "--out=a.zarr", "texts"]
-    line = mistakes.line(prepare.main, zarr, capsys)
-    assert "fewer than one row of 65536; name more files or set a smaller --row_tokens" in line
-    line = mistakes.line(prepare.main, [*zarr, "--row_tokens=0"], capsys)
-    assert "--row_tokens is 0; it must be at least 1" in line
-    line = mistakes.line(prepare.main, [*zarr, "--out=caf\udce9.zarr"], capsys)
-    assert "Zarr arrays need a path that is" in line
-    assert "required: --format" in mistakes.line(prepare.main, ["--out=a.bin", "texts"], capsys)
-    assert sorted(os.listdir(".")) == before
-
-
 @pytest.mark.parametrize(("name", "library"), [("words.json", "tokenizers"), ("gpt2", "tiktoken")])
 def test_missing_library(folder, word_tokenizer, monkeypatch, name, library):
     monkeypatch.setitem(sys.modules, library, None)
@@ -208,24 +155,12 @@ def test_missing_library(folder, word_tokenizer, monkeypatch, name, library):
         tokenizer.load(name)
 
 
-def test_tokenizer_without_an_end_of_text(folder, capsys):
-    builders.write_words(pathlib.Path("plain.json"), {"[UNK]": 0, "x": 1})
-    common = ["--format=bin", "--out=a.bin", "--tokenizer=plain.json", "texts/d.txt"]
-    line = mistakes.line(prepare.main, common, capsys)
-    assert "names no end of text; set --separator to an id" in line
-    prepare.main([*common, "--separator=2"])
-    assert stored("a.bin").tolist() == [1, 2]
-
-
-def test_documents_without_tokens_are_skipped(folder, word_tokenizer, capsys):
+def test_documents_without_tokens_are_skipped(folder, word_tokenizer):
     builders.write_files(folder, {"a.txt": b"x", "b.txt": b" \n", "c.txt": b"x x"})
-    common = ["--format=bin", "--tokenizer=words.json", "--separator=7"]
-    prepare.main([*common, "--out=a.bin", "a.txt", "b.txt", "c.txt"])
-    assert stored("a.bin").tolist() == [9, 7, 9, 9, 7]
+    common = ["--format=bin", "--out=a.bin", "--tokenizer=words.json", "--separator=8"]
+    prepare.main([*common, "a.txt", "b.txt", "c.txt"])
+    assert stored("a.bin").tolist() == [9, 8, 9, 9, 8]
     assert record("a.bin")["documents"] == 2
-    capsys.readouterr()
-    line = mistakes.line(prepare.main, [*common, "--out=b.bin", "b.txt"], capsys)
-    assert "there are no documents (1 files read); name files that hold text" in line
 
 
 def test_a_chunk_of_zeros_is_written(folder, word_tokenizer):
@@ -238,6 +173,7 @@ def test_a_chunk_of_zeros_is_written(folder, word_tokenizer):
 LINES = [f"document {i} " + "word " * (i % 7) for i in range(60)]
 PIECES = 12
 OPTIONS = prepare_lib.Options(text_column="text")
+COLUMN = "--text_column=text"
 
 
 @pytest.fixture
@@ -437,10 +373,11 @@ def test_a_full_disk(folder, lines, monkeypatch, capsys):
 
 def test_short_documents_are_left_out(folder, lines, capsys):
     common = ["--format=bin", "--text_column=text", "lines.jsonl"]
-    prepare.main([*common, "--out=a.bin", "--shortest_document=30"])
-    kept = [line for line in LINES if len(line) + 1 >= 30]
-    assert 0 < len(kept) < len(LINES)
-    assert text("a.bin") == b"".join(f"{line}\0".encode() for line in kept)
+    prepare.main([*common, "--out=a.bin", "--shortest_document=40"])
+    kept = [line for line in LINES if len(line) + 1 >= 40]
+    assert 0 < len(kept) < PIECES  # so that some pieces have none
+    config = builders.whole("tokens", "a.bin", document_separator=0)
+    assert [bytes(read) for read in builders.contents(config)] == [f"{line}\0".encode() for line in kept]
     counts = [record("a.bin")[name] for name in ("documents", "left_out_documents")]
     assert counts == [len(kept), len(LINES) - len(kept)]
     capsys.readouterr()
@@ -449,31 +386,71 @@ def test_short_documents_are_left_out(folder, lines, capsys):
     assert not os.path.exists("b.bin")
 
 
-def test_mistakes_with_columns(folder, lines, word_tokenizer, capsys):
-    builders.write_jsonl(folder / "ids.jsonl", [[1, 2], [3]])
-    builders.write_jsonl(folder / "none.jsonl", [None, ""])
-    builders.write_jsonl(folder / "zero.jsonl", ["a", "b\0"])
+MISTAKES = f"""
+--out=a.zarr texts                    | --out is a.zarr; with --format=bin it must end in .bin
+zero.txt                              | zero.txt holds id 0, which separates documents
+empty.txt                             | every file is empty (1 found)
+none.txt none.jsonl {COLUMN}          | none.txt is neither .parquet nor .jsonl
+none.jsonl {COLUMN}                   | there are no documents (1 files read); name files that hold text
+--out=there.bin texts                 | there.bin exists; remove it
+--out=full.bin texts                  | full.bin exists; remove it
+--out=done.bin texts                  | done.bin exists; remove it
+--out=link.bin texts                  | link.bin exists; remove it
+--out=texts/a.bin ./texts/            | the output texts/a.bin is in ./texts/, and a later command
+--out=texts/a.bin texts/*.bin         | the output texts/a.bin is in texts/*.bin, and a later command
+--out=texts/deep/a.bin texts/**       | the output texts/deep/a.bin is in texts/**, and a later command
+--out=texts/a.bin texts/**/*.json     | the output texts/a.bin is in texts/**/*.json, and a later command
+--out=deep/a.bin ~nobody-by-this-name | there is no file or folder '~nobody-by-this-name'
+--out=loop/a.bin texts                | cannot write loop/a.bin:
+--out={"a" * 260}.bin texts           | File name too long
+--tokenizer=words.json latin.txt      | latin.txt is not UTF-8 at byte 3
+--tokenizer=strict.json texts         | b.txt: tokenizer strict.json cannot encode a text of 13
+--tokenizer=gone.json texts           | --tokenizer=gone.json: there is no such file
+--tokenizer=bad.json texts            | bad.json is not a `tokenizers` file
+--tokenizer=nonesuch texts            | give byte, a file, a folder as ./NAME, or one of
+--tokenizer=plain.json texts          | names no end of text; set --separator to an id
+--separator=-1 texts                  | --separator is -1; it must be an id from 0
+--separator={(1 << 31) - 1} texts     | it must be an id from 0 to 2147483646
+--workers=0 texts                     | --workers is 0; it must be at least 1
+--shortest_document=0 texts           | --shortest_document is 0; it must be at least 1
+texts {COLUMN}                        | --text_column reads; name the files of a folder with a glob, such as
+gone.jsonl {COLUMN}                   | there is no file or folder 'gone.jsonl'
+lines.jsonl --text_column=body        | has no field 'body': there are 'id', 'text'; every
+ids.jsonl {COLUMN}                    | ids.jsonl holds token ids in 'text', and not text; train on it with
+zero.jsonl {COLUMN}                   | zero.jsonl (line at byte 23) holds id 0, which separates documents;
+rows.parquet                          | rows.parquet has many documents, one per row or line; name the column
+lines.jsonl                           | lines.jsonl has many documents, one per row or line; name the column
+--format=longcrawl64 --out=a.zarr texts | fewer than one row of 65536; name more files or set a smaller --row_tokens
+--format=longcrawl64 --out=a.zarr --row_tokens=0 texts | --row_tokens is 0; it must be at least 1
+--format=longcrawl64 --out=caf\udce9.zarr texts | Zarr arrays need a path that is
+"""
+
+
+def test_mistakes_are_one_line_and_leave_no_files(folder, lines, word_tokenizer, capsys):
+    pytest.importorskip("tiktoken")
+    written = {
+        "zero.txt": b"a\0b",
+        "latin.txt": b"caf\xe9",
+        "bad.json": b"{}",
+        "full.bin/precious": b"the user's",
+    }
+    written |= {"empty.txt": b"", "there.bin": b"", "done.bin/prepared.json": b'{"documents": 1}'}
+    builders.write_files(folder, written)
+    for name, documents in (("ids", [[1, 2], [3]]), ("none", [None, ""]), ("zero", ["a", "b\0"])):
+        builders.write_jsonl(folder / f"{name}.jsonl", documents)
     builders.write_parquet(folder / "rows.parquet", LINES)
+    builders.write_words(folder / "plain.json", {"[UNK]": 0, "x": 1})
     (folder / "strict.json").write_text(pathlib.Path("words.json").read_text().replace("[UNK]", "[NONE]", 1))
+    os.symlink("loop", "loop")
+    (folder / "other").mkdir()
+    os.symlink("other", "link.bin")
     before = sorted(os.listdir("."))
-    column = "--text_column=text"
-    cases = [
-        ((column, "texts"), "--text_column reads; name the files of a folder with a glob, such as"),
-        ((column, "notes.txt"), "nor a compressed .jsonl, which --text_column reads; name the files of a"),
-        ((column, "gone.jsonl"), "there is no file or folder 'gone.jsonl'"),
-        (("--text_column=body", "lines.jsonl"), "has no field 'body': there are 'id', 'text'; every"),
-        ((column, "ids.jsonl"), "ids.jsonl holds token ids in 'text', and not text; train on it with"),
-        ((column, "none.jsonl"), "there are no documents (1 files read); name files that hold text"),
-        ((column, "zero.jsonl"), "zero.jsonl (line at byte 23) holds id 0, which separates documents;"),
-        (("rows.parquet",), "rows.parquet has many documents, one per row or line; name the column"),
-        (("lines.jsonl",), "lines.jsonl has many documents, one per row or line; name the column"),
-        (("texts", "--workers=0"), "--workers is 0; it must be at least 1"),
-        (("texts", "--shortest_document=0"), "--shortest_document is 0; it must be at least 1"),
-        (("texts", "--tokenizer=strict.json"), "b.txt: tokenizer strict.json cannot encode a text of 13"),
-    ]
-    for arguments, message in cases:
-        assert message in mistakes.line(prepare.main, ["--format=bin", "--out=a.bin", *arguments], capsys)
+    for row in MISTAKES.strip().splitlines():
+        arguments, message = map(str.strip, row.split("|"))
+        arguments = ["--format=bin", "--out=a.bin", *arguments.split()]
+        assert message in mistakes.line(prepare.main, arguments, capsys)
         assert sorted(os.listdir(".")) == before
+    assert "required: --format" in mistakes.line(prepare.main, ["--out=a.bin", "texts"], capsys)
 
 
 def test_progress_in_lines_and_as_a_bar(folder, lines, monkeypatch, capsys):

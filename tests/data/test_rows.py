@@ -98,6 +98,20 @@ def test_lead_precedes_every_document_of_a_row():
     assert packed[1]["segment_ids"].tolist() == [0, 0, -1, -1, -1, -1, -1, -1]
 
 
+def test_whole_rows_are_the_first_ones():
+    for packing, count, whole in (
+        ("windows", 24, 2),
+        ("windows", 25, 3),
+        ("documents", 24, 3),
+        ("documents", 23, 2),
+    ):
+        source = spans([range(count)])
+        packed = rows.Rows(source, builders.data_config(packing=packing), vocab_size=256)
+        assert packed.whole == whole
+        assert all((packed.row(i)["targets"][:-1] != -1).all() for i in range(whole))
+    assert isinstance(source, documents.Documents)
+
+
 def test_rows_that_storage_groups():
     contents = builders.numbered([16] * 6)
     config = builders.data_config()

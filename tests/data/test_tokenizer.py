@@ -19,7 +19,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "words"
     path.mkdir()
-    builders.write_words(path / "tokenizer.json", VOCABULARY)
+    builders.write_words(path / "tokenizer.json", VOCABULARY, ["</s>"])
     (path / "tokenizer_config.json").write_text('{"eos_token": "end"}')
     return path
 
@@ -30,6 +30,7 @@ def test_the_separator_is_the_eos_token(folder, name):
     assert loaded.name == pathlib.Path(name).name
     assert (loaded.vocab_size, loaded.separator) == (5, 4)
     assert loaded.encode(b"the first").tolist() == [1, 2]
+    assert 3 not in loaded.encode(b"the </s>").tolist()  # text, which spells a special token
     settings = folder / "tokenizer_config.json"
     settings.write_text('{"eos_token": {"content": "the", "lstrip": false}}')
     assert tokenizer.load(name).separator == 1
@@ -59,7 +60,8 @@ def test_files_that_are_no_tokenizers(folder, tmp_path):
         settings.write_text(content)
         with builders.refused(message):
             tokenizer.load("./words")
-    table = json.loads(path.read_text())
+    settings.unlink()
+    table = json.loads(path.read_text()) | {"added_tokens": []}
     for model, message in (
         ({"type": "WordLevel", "vocab": {}, "unk_token": "x"}, "has no tokens; name the file of a trained"),
         ({"type": "WordLevel", "vocab": {"x": -5}, "unk_token": "x"}, "is not a `tokenizers` file: .*-5"),

@@ -167,7 +167,7 @@ def test_few_documents_are_a_warning(corpus, tmp_path):
 def test_data_that_changed_since_training_is_a_warning(corpus, tmp_path):
     run = make_run(corpus, "a")
     settings = workdir.read_config(run)
-    workdir.record_data(run, data.describe(settings.data))
+    workdir.write_json(run / "data.json", data.describe(settings.data))
     _, text = evaluate([run], (4,), out=tmp_path / "out")
     assert "has changed" not in text
     np.arange(101, dtype=np.uint16).tofile(tmp_path / "train.bin")
@@ -187,7 +187,7 @@ def test_other_data_than_the_runs_is_evaluated(corpus, tmp_path, capsys):
     assert "has changed" not in text
     assert not capsys.readouterr().err
     # A trained run, whose data is gone, may have been trained on anything.
-    workdir.record_data(run, {})
+    workdir.write_json(run / "data.json", {})
     evaluate([run], (4,), out=tmp_path / "out", changes=changes)
     assert f"not trained on by {run}, whose data/train.bin cannot be read" in capsys.readouterr().err
 

@@ -97,7 +97,7 @@ class TsvExamples:
             known = f"a finite number, as task {task.name!r} predicts"
         elif config.labels:
             known = f"one of data.labels {spelling.listed(map(repr, config.labels))}"
-        self._labels = np.empty(len(lines), rows.label_dtype(task))
+        self._labels = np.empty(len(lines), np.float32 if numbers else np.int32)
         for index, (file, line) in enumerate(lines):
             texts, label = file.read(line)
             try:

@@ -39,8 +39,7 @@ def without_padding(tokens: Tokens) -> Tokens:
     def masked(x):
         return jnp.where(layout.with_rank(valid[:, valid.shape[1] - x.shape[1] :], x.ndim), x, 0)
 
-    *arrays, segment_ids = tokens
-    return Tokens(*jax.tree.map(masked, arrays), segment_ids)
+    return jax.tree.map(masked, tokens._replace(segment_ids=None))._replace(segment_ids=tokens.segment_ids)
 
 
 def remove(tokens: Tokens, *, state: Any = None, causal: bool = True, window: int | None = None) -> Finite:

@@ -82,8 +82,7 @@ def by_heads(
     Raises:
         NotImplementedError: there are more keys than queries.
     """
-    query, *keys, segment_ids = tokens
-    key = tokens.key
+    query, key, value, log_decay, segment_ids = tokens
     if key.shape[1] > query.shape[1]:
         raise NotImplementedError(
             f"time is sharded over the mesh axis {axis_name!r}, which needs equal numbers of keys and queries, not "
@@ -100,8 +99,9 @@ def by_heads(
 
     if segment_ids is not None:
         segment_ids = jax.lax.all_gather(segment_ids, axis_name, axis=1, tiled=True)
-    keys = (None if x is None else divided(x, repeats) for x in keys)
-    out = attend(Tokens(divided(query), *keys, segment_ids))
+    key, value = divided(key, repeats), divided(value, repeats)
+    log_decay = None if log_decay is None else divided(log_decay, repeats)
+    out = attend(Tokens(divided(query), key, value, log_decay, segment_ids))
     return jax.lax.all_to_all(out, axis_name, 1, 2, tiled=True)[:, :, :heads]
 
 

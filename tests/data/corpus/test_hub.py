@@ -217,7 +217,7 @@ def test_a_run_continues_after_the_hub_has_failed(hub, tmp_path):
     requests = hub.requests.total()
     hub.requests.clear()
     # Before a file is read for training, the description of the data is made.
-    hub.fault = lambda path: DROP if hub.requests.total() > 0.8 * requests else None
+    hub.fault = lambda path: DROP if hub.requests.total() > 0.9 * requests else None
     broken = run("broken")
     assert broken.wait() == 1
     lines = [line for line in broken.errors() if "Retrying in" not in line and "thrown while" not in line]

@@ -9,7 +9,7 @@ import pytest
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
-from sympow_jax.data import documents, files, rows
+from sympow_jax.data import files
 from sympow_jax.data.corpus import encoding, pieces
 from sympow_jax.data.sources import corpus
 from tests.data import builders
@@ -121,6 +121,12 @@ def test_epochs_have_other_orders(config):
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     other = data.train_dataset(dataclasses.replace(config, seed=1), vocab_size=50_000)
     assert [other._group(i) for i in range(count)] not in epochs
+
+
+@pytest.mark.parametrize("config", ["jsonl"], indirect=True)
+def test_the_order_is_that_of_existing_runs(config):
+    read = [batch["inputs"][:, 0].tolist() for batch in itertools.islice(open_batches(config), 40)]
+    assert (read[0], read[-1]) == ([10972, 11017, 11040, 0], [21308, 21324, 21200, 21372])
 
 
 def test_compressed_files_are_read_in_order(tmp_path, small_groups):
@@ -361,18 +367,3 @@ def test_memory_that_runs_out(config, monkeypatch):
     monkeypatch.setattr(encoding.Encoder, "_read", fail)
     with builders.refused(r"out of memory while reading .*; set fewer workers"):
         next(open_batches(config))
-
-
-def test_whole_rows_are_the_first_ones():
-    for packing, count, whole in (
-        ("windows", 24, 2),
-        ("windows", 25, 3),
-        ("documents", 24, 3),
-        ("documents", 23, 2),
-    ):
-        tokens = encoding.Tokens(np.arange(count, dtype=np.uint16), np.array([count]))
-        config = builders.data_config(packing=packing)
-        packed = rows.Rows(tokens.spans("a"), config, vocab_size=256)
-        assert packed.whole == whole
-        assert all((packed.row(i)["targets"][:-1] != -1).all() for i in range(whole))
-    assert isinstance(tokens.spans("a"), documents.Documents)
