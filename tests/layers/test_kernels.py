@@ -116,22 +116,19 @@ def test_every_kernel_of_the_config_is_here():
 
 
 @EACH
-def test_attention_is_the_formula(name):
+def test_attention_and_weights_are_the_formula(name):
     case, (query, key, value, log_decay) = KERNELS[name], arrays()
-    out = jax.jit(case.kernel(name).attend, static_argnames="rotate")(
-        query, key, value, rotate=None, log_decay=log_decay, segment_ids=SEGMENT_IDS
-    )
-    assert error(out, formula(case, query, key, value, log_decay, SEGMENT_IDS)) < 2e-6
+    kernel, options = case.kernel(name), {"rotate": None, "log_decay": log_decay, "segment_ids": SEGMENT_IDS}
 
+    @jax.jit
+    def both(query, key, value):
+        return kernel.attend(query, key, value, **options), kernel.weights(query, key, **options)
 
-@EACH
-def test_weights_are_those_of_the_formula(name):
-    case, (query, key, value, log_decay) = KERNELS[name], arrays()
-    weights = jax.jit(case.kernel(name).weights, static_argnames="rotate")(
-        query, key, rotate=None, log_decay=log_decay, segment_ids=SEGMENT_IDS
-    )
-    out = np.einsum("btns,bsne->btne", weights, np.repeat(value, HEADS // KV_HEADS, axis=2))
-    assert error(out, formula(case, query, key, value, log_decay, SEGMENT_IDS)) < 2e-6
+    out, weights = both(query, key, value)
+    expected = formula(case, query, key, value, log_decay, SEGMENT_IDS)
+    assert error(out, expected) < 2e-6
+    mixed = np.einsum("btns,bsne->btne", weights, np.repeat(value, HEADS // KV_HEADS, axis=2))
+    assert error(mixed, expected) < 2e-6
 
 
 @EACH
@@ -156,37 +153,24 @@ def test_the_memory_of_a_kernel(name):
 
 
 @EACH
-def test_a_layer_streams_in_pieces(name):
-    kernel = KERNELS[name].kernel(name, position="rope")
-    layer = layers.Attention(16, kernel, rngs=0)
-    x = 3 * jax.random.normal(jax.random.key(1), (BATCH, TIME, 16))
-    call = nnx.jit(
-        lambda layer, x, ids, state: layer(x, segment_ids=ids, initial_state=state, return_state=True)
-    )
-    state = layer.init_state(BATCH, max_length=TIME)
-    assert type(state.memory) is KERNELS[name].memory
-    parts = []
-    # Pieces of two lengths, each of which compiles.
-    for start, stop in ((0, 10), (10, 11), (11, TIME)):
-        out, state = call(layer, x[:, start:stop], SEGMENT_IDS[:, start:stop], state)
-        parts.append(out)
-    whole = nnx.jit(lambda layer, x, ids: layer(x, segment_ids=ids))(layer, x, SEGMENT_IDS)
-    assert error(jnp.concatenate(parts, 1), np.asarray(whole, np.float64)) < 1e-5
-
-
-@EACH
-def test_a_model_takes_it_by_name(name):
+def test_a_layer_and_models_take_it_by_name(name):
+    """The memory of the layer is that of the kernel; tests of positions, and of windows, stream one."""
+    layer = layers.Attention(16, KERNELS[name].kernel(name, position="rope"), rngs=0)
+    assert type(layer.init_state(BATCH, max_length=TIME).memory) is KERNELS[name].memory
     shape = {"vocab_size": 32, "layers": 1, "width": 16, "heads": 2, "dtype": "float32"}
     attention = config.AttentionConfig(kernel=name, decay="none", position="rope")
-    tokens = jnp.zeros((1, 9), jnp.int32)
-    decoder = models.DecoderLM(config.ModelConfig(**shape, attention=attention), rngs=0)
-    assert jax.eval_shape(decoder, tokens).shape == (1, 9, 32)
-    assert type(decoder.blocks[0].attention.kernel) is type(KERNELS[name].kernel(name))
+    tokens = np.zeros((1, 9), np.int32)
+
+    def output(method, attention, **task):
+        model = config.ModelConfig(**shape, attention=attention)
+        made = nnx.eval_shape(lambda: models.make(model, config.TaskConfig(**task), rngs=0))
+        assert type(made.blocks[0].attention.kernel) is type(KERNELS[name].kernel(name))
+        return nnx.eval_shape(lambda model: getattr(model, method)(tokens), made).shape
+
+    assert output("__call__", attention) == (1, 9, 32)
     if attention_lib.KERNELS[name].bidirectional:
-        attention = dataclasses.replace(attention, causal=False)
-        task = config.TaskConfig(name="masked_token")
-        encoder = models.make(config.ModelConfig(**shape, attention=attention), task, rngs=0)
-        assert jax.eval_shape(encoder.hidden, tokens).shape == (1, 9, 16)
+        bidirectional = dataclasses.replace(attention, causal=False)
+        assert output("hidden", bidirectional, name="masked_token") == (1, 9, 16)
 
 
 @EACH

@@ -167,11 +167,7 @@ def error(actual: jax.Array, expected: jax.Array, natural: float = 0.0) -> float
 
 
 VALUE_BOUND, GRADIENT_BOUND = 1e-5, 2e-5
-OFTEN = [
-    "power/decoder/explicit/jit",
-    "power/stream/shard_map/jit",
-    "table/decoder/time/jit",
-]
+OFTEN = ["power/layer/explicit/jit", "table/decoder/time/jit"]
 CAUSAL_ONLY = ("power", "power by pairs", "channels", "alibi")
 RARE = [
     case

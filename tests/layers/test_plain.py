@@ -1,6 +1,5 @@
 """Tests of layers made by plain arguments: equal to those of a config, with mistakes that name the argument."""
 
-import inspect
 import re
 
 import jax
@@ -12,32 +11,23 @@ from flax import nnx
 
 from sympow_jax import config, layers
 
-WIDTH, HEADS, KV_HEADS, TIME = 32, 4, 2, 19
+WIDTH, HEADS, KV_HEADS = 32, 4, 2
 
 PLAIN = {
-    layers.PowerAttention: (
-        "conformal",
-        {"power": 4, "exact_window": 8, "decay_bias": 4.0},
-        {"power": 4, "exact_window": 8, "decay_bias": 4.0},
-    ),
+    layers.PowerAttention: ("conformal", {"power": 4, "exact_window": 8, "decay_bias": 4.0}),
     layers.LinearAttention: (
         "linear",
         {"feature_map": "symmetric", "normalizer": "rotated", "decay": "learned", "position": "rope"},
-        {"feature_map": "symmetric", "normalizer": "rotated", "decay": "learned", "position": "rope"},
     ),
-    layers.SoftmaxAttention: ("softmax", {"causal": False}, {"causal": False}),
-    layers.ExpressiveAttention: ("expressive", {"decay": "alibi"}, {"decay": "alibi"}),
+    layers.SoftmaxAttention: ("softmax", {"causal": False}),
+    layers.ExpressiveAttention: ("expressive", {"decay": "alibi"}),
 }
 EACH = pytest.mark.parametrize("kind", PLAIN)
 
 
-def inputs():
-    return jax.random.normal(jax.random.key(1), (2, TIME, WIDTH))
-
-
 @EACH
 def test_it_is_the_layer_of_a_config(kind):
-    preset, plain, changes = PLAIN[kind]
+    preset, changes = PLAIN[kind]
     model = config.ModelConfig(
         vocab_size=8,
         layers=2,
@@ -48,78 +38,55 @@ def test_it_is_the_layer_of_a_config(kind):
         attention=config.preset(preset, **changes),
     )
     expected = layers.make_attention(model, rngs=nnx.Rngs(7))
-    layer = kind(WIDTH, HEADS, num_kv_heads=KV_HEADS, **plain, rngs=7)
+    layer = kind(WIDTH, HEADS, num_kv_heads=KV_HEADS, **changes, rngs=7)
     assert layer.kernel == expected.kernel
     expected.out.kernel[...] *= 2  # a model's is smaller by sqrt(2 * layers)
-    run = nnx.jit(lambda layer, x: layer(x))
-    np.testing.assert_allclose(run(layer, inputs()), run(expected, inputs()), rtol=1e-6)
+    found, wanted = (nnx.to_pure_dict(nnx.state(x, nnx.Param)) for x in (layer, expected))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, wanted)
 
 
 @EACH
-def test_every_argument_is_documented(kind):
-    named = set(inspect.signature(kind.__init__).parameters) - {"self"}
-    section = re.search(r"Args:\n(.*?)\n\n", inspect.cleandoc(kind.__doc__) + "\n\n", re.DOTALL)
-    assert set(re.findall(r"^    (\w+): ", section[1], re.MULTILINE)) == named
-
-
-@EACH
-@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")])
-def test_dtypes_by_name_and_as_dtypes(kind, dtype):
-    layer = kind(WIDTH, HEADS, dtype=dtype, use_bias=True, rngs=nnx.Rngs(0))
-    assert layer.query.dtype == jnp.bfloat16
+def test_dtypes_by_name_and_as_dtypes(kind):
+    for dtype in ("bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")):
+        made = nnx.eval_shape(
+            lambda dtype=dtype: kind(WIDTH, HEADS, dtype=dtype, use_bias=True, rngs=nnx.Rngs(0))
+        )
+        assert made.query.dtype == jnp.bfloat16
+    layer = kind(WIDTH, HEADS, dtype="bfloat16", use_bias=True, rngs=nnx.Rngs(0))
     assert layer.query.bias.dtype == layer.out.kernel.dtype == jnp.float32
     out = jax.eval_shape(layer, jax.ShapeDtypeStruct((1, 8, WIDTH), jnp.bfloat16))
     assert out.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("kind", "arguments", "message"),
-    [
-        (
-            "PowerAttention",
-            {"num_heads": 5},
-            "num_heads is 5 and does not divide width 32; change one of them or set",
-        ),
-        (
-            "PowerAttention",
-            {"num_kv_heads": 3},
-            "num_heads is 4 and num_kv_heads is 3; kv_heads must divide heads",
-        ),
-        ("PowerAttention", {"head_dim": 0}, "head_dim is 0; it must be at least 1"),
-        ("PowerAttention", {"width": 0}, "width is 0; it must be at least 1"),
-        ("PowerAttention", {"head_dim": 5}, "head_dim is 5; position 'learned_rope' rotates pairs"),
-        ("PowerAttention", {"power": 3}, "power is 3; it must be positive and even"),
-        (
-            "PowerAttention",
-            {"position": "sinusoidal"},
-            "position is 'sinusoidal'; it must be one of none, rope",
-        ),
-        ("PowerAttention", {"decay": "gated"}, "decay is 'gated'; it must be one of none, alibi"),
-        (
-            "PowerAttention",
-            {"decay": "none", "decay_bias": 4.0},
-            "decay_bias is 4.0, but decay 'none' has no bias",
-        ),
-        ("PowerAttention", {"dtype": "float15"}, "dtype is 'float15'; it must be one of float32, bfloat16"),
-        ("SoftmaxAttention", {"causal": False, "decay": "alibi"}, "decays run in one direction: use 'none'"),
-        ("LinearAttention", {"decay": "channel_fixed"}, "which the kernel 'power' has and 'linear' has not"),
-        ("SoftmaxAttention", {"implementation": "mosaic_gpu"}, "it must be one of xla, cudnn"),
-    ],
-)
-def test_mistakes(kind, arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        getattr(layers, kind)(**{"width": WIDTH, "num_heads": HEADS, "rngs": 0} | arguments)
-    assert "\n" not in str(raised.value)
-    assert "model." not in str(raised.value)
+MISTAKES = [
+    ("Power", {"num_heads": 5}, "num_heads is 5 and does not divide width 32; change one of them or set"),
+    ("Power", {"num_kv_heads": 3}, "num_heads is 4 and num_kv_heads is 3; kv_heads must divide heads"),
+    ("Power", {"head_dim": 0}, "head_dim is 0; it must be at least 1"),
+    ("Power", {"width": 0}, "width is 0; it must be at least 1"),
+    ("Power", {"head_dim": 5}, "head_dim is 5; position 'learned_rope' rotates pairs"),
+    ("Power", {"power": 3}, "power is 3; it must be positive and even"),
+    ("Power", {"position": "sinusoidal"}, "position is 'sinusoidal'; it must be one of none, rope"),
+    ("Power", {"decay": "gated"}, "decay is 'gated'; it must be one of none, alibi"),
+    ("Power", {"decay": "none", "decay_bias": 4.0}, "decay_bias is 4.0, but decay 'none' has no bias"),
+    ("Power", {"dtype": "float15"}, "dtype is 'float15'; it must be one of float32, bfloat16"),
+    ("Softmax", {"causal": False, "decay": "alibi"}, "decays run in one direction: use 'none'"),
+    ("Linear", {"decay": "channel_fixed"}, "which the kernel 'power' has and 'linear' has not"),
+    ("Softmax", {"implementation": "mosaic_gpu"}, "it must be one of xla, cudnn"),
+]
 
 
-def test_a_prompt_and_a_step():
-    layer = layers.PowerAttention(WIDTH, HEADS, form="chunked", rngs=0)
-    x = inputs()
-    resume = nnx.jit(lambda layer, x, state: layer(x, initial_state=state, return_state=True))
-    _, state = resume(layer, x[:, :-1], layer.init_state(2, max_length=TIME))
-    last, _ = resume(layer, x[:, -1:], state)
-    np.testing.assert_allclose(last, nnx.jit(lambda layer, x: layer(x))(layer, x)[:, -1:], atol=1e-6)
+def test_an_option_of_another_kernel():
+    with pytest.raises(TypeError, match="SoftmaxAttention has no argument 'power'; its options are decay"):
+        layers.SoftmaxAttention(WIDTH, HEADS, power=2, rngs=0)
+
+
+def test_mistakes():
+    for kind, arguments, message in MISTAKES:
+        make = getattr(layers, f"{kind}Attention")
+        with pytest.raises(ValueError, match=re.escape(message)) as raised:
+            make(**{"width": WIDTH, "num_heads": HEADS, "rngs": 0} | arguments)
+        assert "\n" not in str(raised.value)
+        assert "model." not in str(raised.value)
 
 
 def test_channel_options():
@@ -132,25 +99,20 @@ def test_channel_options():
 
 def test_a_trainer_of_nnx_without_a_mesh():
     """Names of axes cause no problem: variables, optimizer states and abstract models are those of any layer."""
-    layer = layers.PowerAttention(WIDTH, HEADS, rngs=0)
+    layer, x = layers.SoftmaxAttention(WIDTH, HEADS, rngs=0), np.ones((1, 5, WIDTH), np.float32)
     optimizer = nnx.Optimizer(layer, optax.sgd(0.1), wrt=nnx.Param)
     before = np.array(layer.query.kernel[...])
-    value, grads = nnx.jit(nnx.value_and_grad(lambda layer, x: (layer(x) ** 2).mean()))(layer, inputs())
+    value, grads = nnx.jit(nnx.value_and_grad(lambda layer, x: (layer(x) ** 2).mean()))(layer, x)
     optimizer.update(layer, grads)
     assert np.isfinite(value)
     np.testing.assert_allclose(layer.query.kernel[...], before - 0.1 * grads.query.kernel[...], atol=1e-7)
-    abstract = nnx.eval_shape(lambda: layers.PowerAttention(WIDTH, HEADS, rngs=0))
-    assert nnx.split(abstract)[0] == nnx.split(layers.PowerAttention(WIDTH, HEADS, rngs=0))[0]
+    abstract = nnx.eval_shape(lambda: layers.SoftmaxAttention(WIDTH, HEADS, rngs=0))
+    assert nnx.split(abstract)[0] == nnx.split(layers.SoftmaxAttention(WIDTH, HEADS, rngs=0))[0]
 
 
 def test_softmax_with_a_window_is_a_kernel_of_its_own():
     layer = layers.SoftmaxAttention(WIDTH, HEADS, window=5, rngs=7)
     assert layer.kernel.attention == config.preset("sliding_window", window=5)
-    full = layers.SoftmaxAttention(WIDTH, HEADS, rngs=7)
-    run = nnx.jit(lambda layer, x: layer(x))
-    out, expected = run(layer, inputs()), run(full, inputs())
-    np.testing.assert_allclose(out[:, :5], expected[:, :5], rtol=1e-5, atol=1e-6)
-    assert np.abs(out[:, 5:] - expected[:, 5:]).max() > 1e-3
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Tiny models of the published families, and their forward pass in NumPy, written out from each family's own facts."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -71,6 +72,7 @@ def settings(name: str, **changes) -> config.ModelConfig:
     return config.ModelConfig(**small, attention=attention)
 
 
+@functools.cache
 def make(name: str) -> models.DecoderLM:
     """Returns a tiny model in which every parameter matters and differs from its initial value."""
     model = models.DecoderLM(settings(name), rngs=nnx.Rngs(0))

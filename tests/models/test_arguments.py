@@ -1,6 +1,7 @@
 """Tests that mistakes in the arguments of a model give one clear line."""
 
 import dataclasses
+import functools
 import re
 
 import jax.numpy as jnp
@@ -18,30 +19,30 @@ def model():
     return models.DecoderLM(config.ModelConfig(vocab_size=8, **SIZES), rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        (
-            jnp.zeros(5, jnp.int32),
-            "tokens has shape (5,); it must be [B, T]; add the batch axis to one row with tokens[None]",
-        ),
-        (jnp.zeros((1, 5, 16), jnp.int32), "tokens has shape (1, 5, 16); it must be [B, T]"),
-        ([[1, 2]], "tokens is a list; it must be an array; pass jnp.asarray(tokens)"),
-        (np.array([[1, 8]]), "tokens are from 1 to 8; they must be in the vocabulary of 8"),
-        (np.array([[-1, 2]]), "tokens are from -1 to 2"),
-        (jnp.zeros((1, 5)), "tokens has dtype float32; it must be an integer dtype; pass token ids"),
-    ],
-)
-def test_tokens(model, tokens, message):
+def test_tokens(model):
     encoder = models.Encoder(
         config.ModelConfig(vocab_size=8, attention=config.preset("softmax", causal=False), **SIZES),
         config.TaskConfig(name="masked_token"),
         rngs=nnx.Rngs(0),
     )
-    for call in (model, model.hidden, encoder.hidden):
-        with pytest.raises(ValueError, match=re.escape(message)) as raised:
-            call(tokens)
-        assert "\n" not in str(raised.value)
+    for tokens, message in (
+        (
+            np.zeros(5, np.int32),
+            "tokens has shape (5,); it must be [B, T]; add the batch axis to one row with",
+        ),
+        (np.zeros((1, 5, 16), np.int32), "tokens has shape (1, 5, 16); it must be [B, T]"),
+        ([[1, 2]], "tokens is a list; it must be an array; pass jnp.asarray(tokens)"),
+        (np.array([[1, 8]]), "tokens are from 1 to 8; they must be in the vocabulary of 8"),
+        (np.array([[-1, 2]]), "tokens are from -1 to 2"),
+        (
+            np.zeros((1, 5), np.float32),
+            "tokens has dtype float32; it must be an integer dtype; pass token ids",
+        ),
+    ):
+        for call in (model, model.hidden, encoder.hidden):
+            with pytest.raises(ValueError, match=re.escape(message)) as raised:
+                call(tokens)
+            assert "\n" not in str(raised.value)
 
 
 def test_segment_ids(model):
@@ -71,57 +72,40 @@ def test_states(model):
         model(jnp.zeros((1, 2), jnp.int32), initial_state=dataclasses.replace(state, layers=()))
 
 
-@pytest.mark.parametrize("time", [5, 1])
-@pytest.mark.parametrize(
-    ("kind", "state", "message"),
-    [
-        ("Power", lambda: layers.PowerAttention(16, 2, rngs=0).init_state(3), "an array of shape (3, 2)"),
-        ("Power", lambda: layers.PowerAttention(16, 4, rngs=0).init_state(2), "an array of shape (2, 4)"),
-        (
-            "Power",
-            lambda: layers.LinearAttention(16, 2, rngs=0).init_state(2),
-            "PositionState as its position",
-        ),
-        ("Power", lambda: layers.PowerAttention(16, 2, rngs=0).init_state(2).memory, "is a PowerState"),
-        (
-            "Linear",
-            lambda: layers.PowerAttention(16, 2, position="rope", rngs=0).init_state(2),
-            "LinearState",
-        ),
-        ("Softmax", lambda: layers.LinearAttention(16, 2, rngs=0).init_state(2), "does not support"),
-        (
-            "Softmax",
-            lambda: layers.SoftmaxAttention(16, 4, rngs=0).init_state(2, max_length=4),
-            "(2, 4, 4, 4)",
-        ),
-        ("Softmax", lambda: (1, 2), "the state is a tuple"),
-    ],
-)
-def test_states_of_other_layers(kind, state, message, time):
-    layer, x = getattr(layers, f"{kind}Attention")(16, 2, rngs=0), jnp.ones((2, time, 16))
-    with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        layer(x, initial_state=state(), return_state=True)
-    assert "\n" not in str(raised.value)
+def test_states_of_other_layers():
+    power, linear, softmax = (
+        functools.partial(getattr(layers, f"{kind}Attention"), rngs=0)
+        for kind in ("Power", "Linear", "Softmax")
+    )
+    for kind, state, message in (
+        (power, power(16, 2).init_state(3), "an array of shape (3, 2)"),
+        (power, power(16, 4).init_state(2), "an array of shape (2, 4)"),
+        (power, linear(16, 2).init_state(2), "PositionState as its position"),
+        (power, power(16, 2).init_state(2).memory, "is a PowerState"),
+        (linear, power(16, 2, position="rope").init_state(2), "LinearState"),
+        (softmax, linear(16, 2).init_state(2), "does not support"),
+        (softmax, softmax(16, 4).init_state(2, max_length=4), "(2, 4, 4, 4)"),
+        (softmax, (1, 2), "the state is a tuple"),
+    ):
+        layer = kind(16, 2)
+        for time in (5, 1):
+            with pytest.raises(ValueError, match=re.escape(message)) as raised:
+                layer(np.ones((2, time, 16), np.float32), initial_state=state, return_state=True)
+            assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("x", "message"),
-    [
+def test_a_layer_requires_rows_of_its_width():
+    layer = layers.PowerAttention(16, 2, rngs=nnx.Rngs(0))
+    for x, message in (
         (
             jnp.ones((5, 16)),
             "x has shape (5, 16); it must be [B, T, M]; add the batch axis to one row with x[None]",
         ),
-        (
-            jnp.ones((1, 5, 8)),
-            "x has shape (1, 5, 8); its last axis must be the layer's width 16; make the layer with width=8",
-        ),
+        (jnp.ones((1, 5, 8)), "its last axis must be the layer's width 16; make the layer with width=8"),
         (jnp.ones((1, 5, 16), jnp.int32), "x has dtype int32; it must be one of float16"),
         ([[1.0]], "x is a list; it must be an array"),
         (jnp.ones((1, 0, 16)), "x has shape (1, 0, 16); every size must be at least 1"),
-    ],
-)
-def test_a_layer_requires_rows_of_its_width(x, message):
-    layer = layers.PowerAttention(16, 2, rngs=nnx.Rngs(0))
-    for call in (layer, layer.maps):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            call(x)
+    ):
+        for call in (layer, layer.maps):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                call(x)

@@ -7,7 +7,6 @@ import re
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -16,8 +15,9 @@ from sympow_jax import commands, config, layers, loop, models, tasks, training
 from sympow_jax.evaluation import by_task
 from sympow_jax.inspection import inspect
 from sympow_jax.layers import mlp
+from sympow_jax.process import workdir
 from sympow_jax.tasks import flops
-from sympow_jax.training import restore, sharding, summary
+from sympow_jax.training import checkpoint, restore, sharding, summary
 from tests.models import families
 
 PATTERN = ("conformal", "shared")
@@ -47,138 +47,113 @@ def batch(**more):
     return {"inputs": tokens(), "targets": np.roll(tokens(), -1, axis=1), **more}
 
 
-@pytest.fixture(scope="module")
-def matcher():
+def test_errors_are_those_of_new_layers_on_hidden_states_of_the_original_and_train_these_alone():
     run = settings()
-    model = models.make(run.model, run.task, rngs=1)
+    model = models.make(
+        dataclasses.replace(run.model, layers=2, attention_pattern=("conformal",)), run.task, rngs=1
+    )
     generator = np.random.default_rng(0)
     noisy = jax.tree.map(
-        lambda x: jnp.asarray(x + 0.3 * generator.normal(size=x.shape), x.dtype), nnx.state(model)
+        lambda x: np.asarray(x + 0.3 * generator.normal(size=x.shape), x.dtype), nnx.state(model)
     )
     nnx.update(model, noisy)
-    return model
+    segment_ids = np.zeros((2, TIME), np.int32)
+    segment_ids[1, 10:] = 1
+    segment_ids[1, 20:] = -1
+
+    @nnx.jit
+    def outputs(model, decoder):
+        """Returns the outputs of the original and the new attention of each replaced layer."""
+        x, _ = decoder._stem(decoder.embed(tokens()), segment_ids)
+        result = []
+        for block, matched in zip(decoder.blocks, model.blocks):
+            normed = layers.normalize(block.attention_norm, x, segment_ids)
+            both = block.attention, matched.attention
+            result.append([attention(normed, segment_ids=segment_ids) for attention in both])
+            x, _ = block(x, segment_ids=segment_ids)
+        return result
+
+    @nnx.jit
+    def errors_and_gradients(model):
+        def total(model):
+            errors = model.errors(tokens(), segment_ids=segment_ids)
+            return errors.sum(), errors
+
+        return nnx.grad(total, has_aux=True)(model)
+
+    grads, found = errors_and_gradients(model)
+    counts, expected = segment_ids >= 0, []
+    for old, new in outputs(model, _original(model)):
+        old, new = np.asarray(old, np.float64), np.asarray(new, np.float64)
+        expected.append(((new - old) ** 2).sum(-1) / (old**2).sum(-1)[counts].mean())
+    expected = np.stack(expected, axis=-1)
+    np.testing.assert_allclose(np.asarray(found)[counts], expected[counts], rtol=1e-4)
+    assert expected[counts].min() > 1e-3
+    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(grads)):
+        name = models.parameter_name(path)
+        new = name.startswith(("blocks.0.attention.", "blocks.1.attention."))
+        assert bool(np.abs(leaf).max() > 0) == new, name
+        assert models.AttentionMatcher.is_trained(model.config, name) == new
 
 
 def _original(matcher):
     """Returns the decoder before its attention is replaced."""
-    shape = dataclasses.replace(matcher.config, attention_pattern=())
-    decoder = models.DecoderLM(shape, rngs=0)
+    decoder = models.DecoderLM(dataclasses.replace(matcher.config, attention_pattern=()), rngs=0)
     for name in ("embedding", "unembedding", "final_norm"):
         setattr(decoder, name, getattr(matcher, name))
     for block, matched in zip(decoder.blocks, matcher.blocks):
-        block.attention = matched.attention if matched.original is None else matched.original
+        block.attention = matched.original
         for name in ("attention_norm", "mlp_norm", "mlp"):
             setattr(block, name, getattr(matched, name))
     return decoder
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_errors_are_those_of_each_new_layer_on_hidden_states_of_the_original(matcher, padded):
-    segment_ids = np.zeros((2, TIME), np.int32)
-    segment_ids[1, 10:] = 1
-    segment_ids[1, 20:] = -1
-    segment_ids = segment_ids if padded else None
-    counts = np.ones((2, TIME), bool) if segment_ids is None else segment_ids >= 0
-    decoder, expected = _original(matcher), []
-    x, _ = decoder._stem(decoder.embed(tokens()), segment_ids)
-    for layer, block in enumerate(decoder.blocks):
-        if layer in (0, 2):
-            normed = layers.normalize(block.attention_norm, x, segment_ids)
-            old = np.asarray(block.attention(normed, segment_ids=segment_ids), np.float64)
-            new = np.asarray(matcher.blocks[layer].attention(normed, segment_ids=segment_ids), np.float64)
-            expected.append(((new - old) ** 2).sum(-1) / (old**2).sum(-1)[counts].mean())
-        x, _ = block(x, segment_ids=segment_ids)
-    found = matcher.errors(tokens(), segment_ids=segment_ids)
-    expected = np.stack(expected, axis=-1)
-    np.testing.assert_allclose(found[counts], expected[counts], rtol=1e-4)
-    assert expected[counts].min() > 1e-3
-
-
-def test_only_the_new_attention_has_gradients(matcher):
-    grads = nnx.grad(lambda model: model.errors(tokens()).sum())(matcher)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(grads)):
-        name = models.parameter_name(path)
-        new = name.startswith(("blocks.0.attention.", "blocks.2.attention."))
-        assert bool(np.abs(leaf).max() > 0) == new, name
-        assert models.AttentionMatcher.is_trained(matcher.config, name) == new
-
-
 @pytest.mark.parametrize("scan_layers", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_updates_lower_the_error_and_keep_all_else(scan_layers):
-    run = settings(training=config.TrainingConfig(scan_layers=scan_layers))
-    program = training.Program(run, sharding.whole_mesh())
-    state = program.init_state()
-    before = models.unstack(jax.tree.map(jnp.copy, state.params))
-    errors = []
+def test_a_retrofit_in_two_stages(tmp_path, capsys, scan_layers):
+    """The first begins with the layers of the original and trains new attention alone; the second begins with that."""
+
+    def program(**changes):
+        steps = config.TrainingConfig(scan_layers=scan_layers)
+        return training.Program(settings(training=steps, **changes), sharding.whole_mesh())
+
+    def save(program, state, name):
+        workdir.open_run(tmp_path / name, program.config, {})
+        with checkpoint.Checkpoints(tmp_path / name, program.config) as checkpoints:
+            checkpoints.save(8, state, None)
+
+    original = dataclasses.replace(settings().model, attention_pattern=())
+    base = program(model=original, task=config.TaskConfig())
+    state = base.init_state()
+    old = models.unstack(jax.tree.map(np.asarray, state.params))
+    save(base, state, "base")
+    first = program(task=config.TaskConfig(name="match_attention", initial_run=str(tmp_path / "base")))
+    state, errors = restore.begin(first), []
+    before = models.unstack(jax.tree.map(np.asarray, state.params))
+    jax.tree.map(
+        np.testing.assert_array_equal, before["blocks"][2]["original"], old["blocks"][2]["attention"]
+    )
+    jax.tree.map(np.testing.assert_array_equal, before["blocks"][1], old["blocks"][1])
     for _ in range(8):
-        state, metrics = program.update(state, batch())
+        state, metrics = first.update(state, batch())
         errors.append(float(metrics["loss"]))
         layers = [float(metrics[f"loss_layer_{layer}"]) for layer in (0, 2)]
         assert np.mean(layers) == pytest.approx(errors[-1], rel=1e-5)
     assert errors[-1] < 0.9 * errors[0]
-    after = models.unstack(state.params)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(after):
-        name = models.parameter_name(path)
-        same = np.array_equal(leaf, _at(before, path))
-        assert same != models.AttentionMatcher.is_trained(run.model, name), name
-    moments = sum(leaf.size for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim)
-    trained = sum(
-        leaf.size
-        for path, leaf in jax.tree_util.tree_leaves_with_path(after)
-        if models.AttentionMatcher.is_trained(run.model, models.parameter_name(path))
-    )
-    assert moments == 2 * trained
-
-
-def _at(tree, path):
-    for key in path:
-        tree = tree[key.key]
-    return tree
-
-
-def test_a_retrofit_in_two_stages(tmp_path, capsys):
-    """The first stage begins with the layers of the original and resumes to the bit; the second with its result."""
-    shape = dataclasses.replace(settings().model, attention_pattern=(), vocab_size=256)
-    data = config.DataConfig(source="text", context_length=TIME, batch_tokens=2 * TIME)
-    evaluation = config.EvaluationConfig(context_lengths=())
-
-    def run(**changes):
-        steps = config.TrainingConfig(steps=4, checkpoint_every=2, scan_layers=True)
-        made = settings(data=data, evaluation=evaluation, training=steps, **changes)
-        return dataclasses.replace(made, model=dataclasses.replace(made.model, vocab_size=256))
-
-    base = dataclasses.replace(run(task=config.TaskConfig()), model=shape)
-    assert loop.train(base, tmp_path / "base") == 0
-    first = run(task=config.TaskConfig(name="match_attention", initial_run=str(tmp_path / "base")))
-    assert loop.train(first, tmp_path / "first") == 0
-    last = json.loads((tmp_path / "first" / "metrics.jsonl").read_text().splitlines()[-1])
-    worst = max(("loss_layer_0", "loss_layer_2"), key=last.__getitem__)
-    assert f"{worst} {last[worst]:.4f}\n" in capsys.readouterr().out
-    half = dataclasses.replace(first, training=dataclasses.replace(first.training, steps=2))
-    assert loop.train(half, tmp_path / "halves") == 0
-    assert loop.train(first, tmp_path / "halves") == 0
-    program, original = (training.Program(made, sharding.whole_mesh()) for made in (first, base))
-    found, halves = (
-        models.unstack(restore.restore_arrays(program, tmp_path / name)[0]["params"])
-        for name in ("first", "halves")
-    )
-    jax.tree.map(np.testing.assert_array_equal, halves, found)
-    old = models.unstack(restore.restore_arrays(original, tmp_path / "base")[0]["params"])
-    jax.tree.map(np.testing.assert_array_equal, found["blocks"][2]["original"], old["blocks"][2]["attention"])
-    jax.tree.map(np.testing.assert_array_equal, found["blocks"][1], old["blocks"][1])
-    assert not np.array_equal(
-        found["blocks"][2]["attention"]["query"]["kernel"], old["blocks"][2]["attention"]["query"]["kernel"]
-    )
+    save(first, state, "first")
+    after, trained = models.unstack(restore.restore_arrays(first, tmp_path / "first")[0]["params"]), 0
+    jax.tree.map(np.testing.assert_array_equal, after, models.unstack(state.params))
+    pairs = zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(before), strict=True)
+    for (path, leaf), start in pairs:
+        is_trained = models.AttentionMatcher.is_trained(first.config.model, models.parameter_name(path))
+        assert np.array_equal(leaf, start) != is_trained, path
+        trained += is_trained * leaf.size
+    assert sum(leaf.size for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim) == 2 * trained
     capsys.readouterr()
-    second = run(task=config.TaskConfig(initial_run=str(tmp_path / "first")))
-    begun = restore.begin(training.Program(second, sharding.whole_mesh())).params
+    second = program(task=config.TaskConfig(initial_run=str(tmp_path / "first")))
+    begun = models.unstack(restore.begin(second).params)
     assert "dropped: blocks.*.original.key.kernel" in capsys.readouterr().out
-    stacked = begun["stacked_blocks"][0]["attention"]
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        {0: stacked},
-        {0: jax.tree.map(lambda *x: np.stack(x), *(found["blocks"][i]["attention"] for i in (0, 2)))},
-    )
+    begun, after = ({i: x["blocks"][i]["attention"] for i in range(4)} for x in (begun, after))
+    jax.tree.map(np.testing.assert_array_equal, begun, after)
 
 
 @pytest.mark.slow
@@ -299,18 +274,12 @@ def test_positions_that_the_original_does_not_add():
     assert settings(model=kept).model.longest_document == 1024
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_mistakes():
+    for changes, message in (
         ({"attention_pattern": ()}, "every layer has model.attention; name the new attention"),
         ({"attention_pattern": ("shared",)}, "every layer has model.attention"),
-    ],
-)
-def test_mistakes(changes, message):
-    with pytest.raises(ValueError, match=message):
-        settings(model=dataclasses.replace(settings().model, **changes))
-
-
-def test_an_original_must_be_named():
+    ):
+        with pytest.raises(ValueError, match=message):
+            settings(model=dataclasses.replace(settings().model, **changes))
     with pytest.raises(ValueError, match=r"task.initial_run none; name the run whose attention is replaced"):
         settings(task=config.TaskConfig(name="match_attention"))

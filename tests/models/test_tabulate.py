@@ -10,9 +10,8 @@ from sympow_jax import config, layers, models
 from sympow_jax.config import attention as attention_lib
 from tests.models import families
 
-SIZES = {"vocab_size": 32, "layers": 2, "width": 16, "heads": 2, "dtype": "float32"}
+SIZES = {"vocab_size": 32, "layers": 1, "width": 16, "heads": 2, "dtype": "float32"}
 X, TOKENS, IMAGES = jnp.ones((2, 8, 16)), jnp.zeros((2, 8), jnp.int32), jnp.ones((2, 8, 8, 3))
-SLOW = pytest.mark.slow
 
 
 def decoder(preset, *, stacked=False, **changes):
@@ -31,28 +30,37 @@ def matcher():
     return models.AttentionMatcher(dataclasses.replace(settings, dtype="float32"), rngs=0)
 
 
-@pytest.mark.parametrize("position", attention_lib.LAYER_POSITIONS)
-@pytest.mark.parametrize("layer", [layers.LinearAttention, pytest.param(layers.PowerAttention, marks=SLOW)])
-def test_layers(layer, position):
-    assert f"{layer.__name__} Summary" in nnx.tabulate(layer(16, 2, position=position, rngs=0), X)
+def layer(kind, position):
+    return lambda: getattr(layers, kind)(16, 2, position=position, rngs=0)
+
+
+OFTEN = [
+    (layer("LinearAttention", "learned_rope"), "__call__", X),
+    (layer("LinearAttention", "spe"), "__call__", X),
+    (lambda: decoder("gpt2"), "__call__", TOKENS),
+    (matcher, "errors", TOKENS),
+]
+RARE = [
+    *(
+        (layer(kind, position), "__call__", X)
+        for kind in ("LinearAttention", "PowerAttention")
+        for position in attention_lib.LAYER_POSITIONS
+    ),
+    (lambda: decoder("linear", stacked=True), "__call__", TOKENS),
+    (lambda: encoder(dual=True), "classify", TOKENS),
+    (lambda: encoder(patch_size=4, vocab_size=0), "classify", IMAGES),
+    (lambda: encoder(), "hidden", TOKENS),
+    (lambda: decoder("conformal", remat="full"), "__call__", TOKENS),
+    (lambda: decoder("conformal", remat="full", stacked=True), "hidden", TOKENS),
+    (lambda: decoder("sliding_window", activation="swiglu"), "__call__", TOKENS),
+    (lambda: decoder("qwen3", norm="rms"), "__call__", TOKENS),
+]
 
 
 @pytest.mark.parametrize(
-    ("make", "method", "inputs"),
-    [
-        (lambda: decoder("gpt2"), "__call__", TOKENS),
-        (lambda: decoder("linear", stacked=True), "__call__", TOKENS),
-        (lambda: encoder(dual=True), "classify", TOKENS),
-        (matcher, "errors", TOKENS),
-        pytest.param(lambda: encoder(patch_size=4, vocab_size=0), "classify", IMAGES, marks=SLOW),
-        pytest.param(lambda: encoder(), "hidden", TOKENS, marks=SLOW),
-        pytest.param(lambda: decoder("conformal", remat="full"), "__call__", TOKENS, marks=SLOW),
-        pytest.param(lambda: decoder("conformal", remat="full", stacked=True), "hidden", TOKENS, marks=SLOW),
-        pytest.param(lambda: decoder("sliding_window", activation="swiglu"), "__call__", TOKENS, marks=SLOW),
-        pytest.param(lambda: decoder("qwen3", norm="rms"), "__call__", TOKENS, marks=SLOW),
-    ],
+    ("make", "method", "inputs"), OFTEN + [pytest.param(*case, marks=pytest.mark.slow) for case in RARE]
 )
-def test_models(make, method, inputs):
+def test_a_summary(make, method, inputs):
     model = make()
     texts = {"segment_ids": inputs} if isinstance(model, models.DualEncoder) else {}
     assert f"{type(model).__name__} Summary" in nnx.tabulate(model, inputs, method=method, **texts)

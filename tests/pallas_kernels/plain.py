@@ -1,10 +1,11 @@
-"""Plain-JAX stand-ins for the state kernels at p = 2, with the same roundings.
+"""Plain-JAX stand-ins for the state kernels at p = 2, with the same arguments and roundings.
 
 They run in seconds, where interpreting the kernels takes minutes, and test the code around the kernels. The order of
 their sums may differ.
 """
 
 import contextlib
+import functools
 from unittest import mock
 
 import jax
@@ -15,26 +16,20 @@ from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
 from pallas_kernels.power_state import segments
 from pallas_kernels.power_state.square import backward, forward
+from pallas_kernels.power_state.square import key_vjp as key_kernel
 from pallas_kernels.power_state.square import layout as layouts
-from tests.pallas_kernels import state_vjp
+from pallas_kernels.power_state.square import query_vjp as query_kernel
 
-__all__ = ["add_arriving", "kernels", "norms", "query_states", "query_vjp", "update"]
+__all__ = ["KERNELS", "add_arriving", "kernels", "norms", "query_states", "query_vjp", "update"]
 
 
 @contextlib.contextmanager
 def kernels(multiprocessors=20):
     """Replaces the kernels traced within this context; few multiprocessors make several segments of time."""
     with contextlib.ExitStack() as stack:
-        for module, name, plain in (
-            (forward.update_kernel, "update", update),
-            (forward.norm_kernel, "norms", norms),
-            (forward.query_kernel, "query_states", query_states),
-            (backward.query_kernel, "query_vjp", query_vjp),
-            (backward.key_kernel, "key_vjp", key_vjp),
-            (segments, "add_arriving", add_arriving),
-            (configs, "MULTIPROCESSORS", multiprocessors),
-        ):
-            stack.enter_context(mock.patch.object(module, name, plain))
+        for module, plain in KERNELS:
+            stack.enter_context(mock.patch.object(module, plain.__name__, plain))
+        stack.enter_context(mock.patch.object(configs, "MULTIPROCESSORS", multiprocessors))
         yield
 
 
@@ -101,17 +96,16 @@ def query_states(
 ):
     """Computes `query.query_states`."""
     heads, time, head_dim = query.shape
-    group, value_dim, shape = heads // len(key), value.shape[-1], (time // chunk, chunk)
-    seen = np.arange(time // chunk)[:, None] * chunk + np.arange(chunk + exact_window)
-    states = state_vjp.whole(states.astype(jnp.float32), value_dim)
-    norm = state_vjp.whole(norm.astype(jnp.float32), head_dim)
+    group, shape = heads // len(key), (time // chunk, chunk)
+    states, norm = _whole(states, value.shape[-1]), _whole(norm, head_dim)
+    seen = _seen(len(states[0]), chunk, exact_window)
     scale = scale.reshape(len(scale), -1)[:, :time].reshape(len(scale), *shape)
 
     def one(query, scalar, state, matrix, key, value, decay, factor):
         features = scalar[:, layout.indices[..., 0]] * layout.weights.astype(scalar.dtype)
         features = (features * scalar[:, layout.indices[..., 1]]).astype(jnp.float32)
-        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-        scores, gamma = state_vjp.pairs(query, key, decay, exact_window)
+        query, key, value = _exact(query, key, value)
+        scores, gamma = _pairs(query, key, decay, exact_window)
         weights = gamma * scores**2
         sums = factor[:, None] * jnp.einsum("xjp,jep->xe", features, state) + weights @ value
         total = factor * ((query @ matrix) * query).sum(1) + weights.sum(1)
@@ -149,10 +143,28 @@ def query_vjp(
     batch_time,
     interpret,
 ):
-    """Computes `query_vjp.query_vjp`."""
-    sizes = {"layout": layout, "chunk": chunk, "exact_window": exact_window}
-    gradient, sums = state_vjp.query_vjp(query, dout, states, norm, key, value, decay, rows, **sizes)
-    return as_arguments(gradient.astype(query.dtype), batch_time), sums
+    """Computes `query_vjp.query_vjp`, one head and one chunk at a time."""
+    group, dtype = len(query) // len(key), query.dtype
+    states, norm = _whole(states, value.shape[-1]), _whole(norm, query.shape[-1])
+    query, dout, key, value = _exact(query, dout, key, value)
+    seen = _seen(states.shape[1], chunk, exact_window)
+
+    def one(q, do, row, state, matrix, k, v, decay):
+        row = query_kernel.Rows(*row[..., None])
+        far = row.state * _far(q, do * row.narrow, state, layout)
+        # The factor from the state to the query, without the power of two that divides dout.
+        far -= 2 * row.state * row.narrow * row.delta * (q @ matrix)
+        scores, gamma = _pairs(q, k, decay, exact_window)
+        dscores = 2 * gamma * scores * (do @ v.T - row.delta)
+        sums = (dscores * scores).sum(1, keepdims=True), (q * far).sum(1, keepdims=True)
+        gradient = row.unit * row.unit_rest * row.inverse * (dscores @ k + far)
+        return gradient, row.inverse * jnp.concatenate(sums, 1) / 2
+
+    shared = [jnp.repeat(x, group, 0) for x in (states, norm, key[:, seen], value[:, seen], decay)]
+    each = [_chunks_of_rows(x, chunk) for x in (query, dout)]
+    gradient, sums = jax.vmap(jax.vmap(one))(*each, _vectors_in_chunks(rows, chunk), *shared)
+    gradient = gradient.reshape(query.shape).astype(dtype)
+    return as_arguments(gradient, batch_time), jnp.swapaxes(sums.reshape(len(query), -1, 2), 1, 2)
 
 
 def key_vjp(
@@ -173,14 +185,90 @@ def key_vjp(
     batch_time,
     interpret,
 ):
-    """Computes `key_vjp.key_vjp`."""
-    sizes = {"layout": layout, "chunk": chunk, "exact_window": exact_window}
-    decay = _decay_of(rows, dual.shape[1], chunk, exact_window)
-    dkey, dvalue, sums = state_vjp.key_vjp(
-        key, value, dual, dual_norm, query, dout, decay, rows, columns, **sizes
-    )
-    gradients = dkey.astype(key.dtype), dvalue.astype(value.dtype)
-    return *(as_arguments(x, batch_time, exact_window) for x in gradients), sums
+    """Computes `key_vjp.key_vjp`, one head and one chunk at a time."""
+    (heads, length, head_dim), value_dim, chunks = key.shape, value.shape[-1], dual.shape[1]
+    group, dtype, narrow = len(query) // heads, key.dtype, dual.dtype
+    decay = _decay_of(rows, chunks, chunk, exact_window)
+    dual, dual_norm = (jnp.flip(_whole(x, n), 1) for x, n in ((dual, value_dim), (dual_norm, head_dim)))
+    key, value, query, dout = _exact(key, value, query, dout)
+    seen = _seen(chunks, chunk, exact_window)
+
+    def far(k, v, state, matrix, row):
+        row = key_kernel.Rows(*row[..., None])
+        unit = k * row.narrow_key
+        gradient = row.state_key * _far(unit, v * row.narrow_value, state, layout)
+        gradient += row.state_norm * (k @ matrix)
+        # Operands of a product are rounded to its type.
+        features = (_features(unit, layout) * layout.weights).astype(narrow).astype(jnp.float32)
+        dvalue = row.state_value * jnp.einsum("xjp,jep->xe", features, state)
+        return gradient, dvalue, jnp.stack([jnp.zeros(chunk), (k * gradient).sum(1) / 2], 1)
+
+    def near(q, do, column, k, v, decay):
+        column = key_kernel.Columns(*column[..., None])
+        scores, gamma = _pairs(q, k, decay, exact_window)
+        gamma, dweights = gamma * column.inverse, do @ v.T - column.delta
+        sums = (gamma * scores**2 * dweights).sum(0)
+        dkey = (2 * gamma * scores * dweights).T @ q
+        return dkey, (gamma * scores**2).T @ do, jnp.stack([sums, jnp.zeros_like(sums)], 1)
+
+    old = [_chunks_of_rows(x[:, : chunks * chunk], chunk) for x in (key, value)]
+    gradients = jax.vmap(jax.vmap(far))(*old, dual, dual_norm, _vectors_in_chunks(rows, chunk)[:, :chunks])
+    # Positions after the last are empty.
+    reach = max(length, chunks * chunk + exact_window)
+    ends = [jnp.pad(x, [(0, 0), (0, reach - length), (0, 0)])[:, seen] for x in (key, value)]
+    shared = [jnp.repeat(x, group, 0) for x in (*ends, decay)]
+    each = [_chunks_of_rows(x, chunk) for x in (query, dout)]
+    added = jax.vmap(jax.vmap(near))(*each, _vectors_in_chunks(columns, chunk), *shared)
+    results = []
+    for total, x in zip(gradients, added, strict=True):
+        result = jnp.zeros((heads, reach, x.shape[-1]))
+        result = result.at[:, : chunks * chunk].add(total.reshape(heads, -1, x.shape[-1]))
+        result = result.at[:, seen].add(x.reshape(heads, group, *x.shape[1:]).sum(1))
+        results.append(result[:, :length])
+    dkey, dvalue = (as_arguments(x.astype(dtype), batch_time, exact_window) for x in results[:2])
+    return dkey, dvalue, jnp.swapaxes(results[2], 1, 2)[..., : scalars.shape[-1]]
+
+
+def _pairs(query, key, decay, exact_window):
+    """Returns scores and decays of a chunk's queries [C, D] and the keys [W + C, D] visible to them."""
+    coarse, fine = decay[:2].reshape(2, -1)
+    between = coarse[exact_window:, None] - coarse + (fine[exact_window:, None] - fine)
+    seen = np.arange(len(query))[:, None] + exact_window >= np.arange(len(key))
+    return query @ key.T, jnp.where(seen, jnp.exp2(between), 0)
+
+
+def _whole(x, size):
+    """Returns the sum of the terms concatenated in x [..., terms size, A], in float32."""
+    return x.astype(jnp.float32).reshape(*x.shape[:-2], -1, size, x.shape[-1]).sum(-3)
+
+
+def _exact(*arrays):
+    return [x.astype(jnp.float32) for x in arrays]
+
+
+def _seen(chunks, chunk, exact_window):
+    return np.arange(chunks)[:, None] * chunk + np.arange(chunk + exact_window)
+
+
+def _chunks_of_rows(x, chunk):
+    """Reshapes [A, X, B] to [A, n, C, B]."""
+    return x.reshape(len(x), -1, chunk, x.shape[-1])
+
+
+def _vectors_in_chunks(rows, chunk):
+    """Reshapes [A, X / 64, rows, 64] to [A, n, rows, C]."""
+    rows = rows.reshape(len(rows), -1, chunk // rows.shape[-1], *rows.shape[2:])
+    return jnp.swapaxes(rows, 2, 3).reshape(*rows.shape[:2], rows.shape[3], chunk)
+
+
+def _features(x, layout):
+    return x[:, layout.indices[..., 0]] * x[:, layout.indices[..., 1]]
+
+
+def _far(x, y, state, layout):
+    """Returns the gradient with respect to x [C, D] of the weighted features of x times state y^T, y [C, E]."""
+    _, pull = jax.vjp(functools.partial(_features, layout=layout), x)
+    return pull(jnp.einsum("xe,jep->xjp", y, state) * layout.weights)[0]
 
 
 def _decay_of(rows, chunks, chunk, exact_window):
@@ -195,3 +283,14 @@ def _decay_of(rows, chunks, chunk, exact_window):
 def _in_chunks(x, chunk):
     """Reshapes [H, A, X] to [H, n, A, C]."""
     return jnp.swapaxes(x.reshape(*x.shape[:2], -1, chunk), 1, 2)
+
+
+# Each stand-in, with the module in which it replaces the kernel of the same name.
+KERNELS = (
+    (forward.update_kernel, update),
+    (forward.norm_kernel, norms),
+    (forward.query_kernel, query_states),
+    (backward.query_kernel, query_vjp),
+    (backward.key_kernel, key_vjp),
+    (segments, add_arriving),
+)

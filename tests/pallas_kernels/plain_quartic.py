@@ -19,28 +19,14 @@ from pallas_kernels.power_state.quartic import layout as layouts
 from pallas_kernels.power_state.quartic import query_vjp as quartic_query_vjp
 from sympow_jax.ops._shared import calls
 
-__all__ = [
-    "blocks_and_scalars",
-    "kernels",
-    "key_vjp",
-    "query_states",
-    "query_vjp",
-    "rounded",
-    "single",
-    "update",
-]
+__all__ = ["KERNELS", "kernels"]
 
 
 @contextlib.contextmanager
 def kernels(multiprocessors=20):
     """Replaces the kernels within this context; few multiprocessors make two segments of two heads at D = 16."""
     with contextlib.ExitStack() as stack:
-        for module, function, shapes in (
-            (quartic.update_kernel, update, _shapes_of_update),
-            (quartic.query_kernel, query_states, _shapes_of_query),
-            (quartic_vjp.query_kernel, query_vjp, _shapes_of_query_vjp),
-            (quartic_vjp.key_kernel, key_vjp, _shapes_of_key_vjp),
-        ):
+        for module, function, shapes in KERNELS:
             called = functools.partial(_called, function, shapes)
             stack.enter_context(mock.patch.object(module, function.__name__, called))
         stack.enter_context(mock.patch.object(configs, "MULTIPROCESSORS", multiprocessors))
@@ -309,3 +295,12 @@ def _vectors(x):
     """Reshapes [H, X / 64, count, 64] to [H, count, X]."""
     x = single(x)
     return np.swapaxes(x, 1, 2).reshape(x.shape[0], x.shape[2], -1)
+
+
+# Each stand-in, with the module in which it replaces the kernel of the same name, and the shapes of its results.
+KERNELS = (
+    (quartic.update_kernel, update, _shapes_of_update),
+    (quartic.query_kernel, query_states, _shapes_of_query),
+    (quartic_vjp.query_kernel, query_vjp, _shapes_of_query_vjp),
+    (quartic_vjp.key_kernel, key_vjp, _shapes_of_key_vjp),
+)

@@ -1,6 +1,6 @@
-"""Compiles user programs for eight H100s, by the kernels, and prints the program.
+"""Compiles user programs for H100s, all but `rounded` for eight, by the kernels, and prints the program.
 
-    python -m tests.pallas_kernels.sharded attention|chunked|again|training-attention|training-chunked
+    python -m tests.pallas_kernels.sharded attention|chunked|again|rounded|training-attention|training-chunked
 
 Runs in a separate process, since LLVM may crash it.
 """
@@ -51,6 +51,18 @@ def op(form: str, policy=None):
     return h100.compile_for(on, jax.grad(loss, (0, 1, 2, 3)), *arguments, specs=specs)
 
 
+def rounded():
+    """Returns a gradient whose queries, keys and values are rounded from float32 in the same program."""
+
+    def loss(*arrays):
+        narrow = [jnp.sin(x).astype(jnp.bfloat16) for x in arrays]
+        options = {"form": "attention", "implementation": "mosaic_gpu"}
+        return ops.power_attention(*narrow, power=2, **options).astype(jnp.float32).sum()
+
+    arrays = [jax.ShapeDtypeStruct((1, 256, 4, 64), jnp.float32)] * 3
+    return h100.compile_for(h100.mesh(), jax.grad(loss, (0, 1, 2)), *arrays)
+
+
 def training(form: str):
     """Returns an update of one layer of the papers' model by the kernels of a form, sharded over eight devices."""
     context, rows = {"attention": 4096, "chunked": 16_384}[form], 8
@@ -78,6 +90,7 @@ if __name__ == "__main__":
         "attention": functools.partial(op, "attention"),
         "chunked": functools.partial(op, "chunked"),
         "again": functools.partial(op, "chunked", AGAIN),
+        "rounded": rounded,
         "training-attention": functools.partial(training, "attention"),
         "training-chunked": functools.partial(training, "chunked"),
     }[sys.argv[1]]()

@@ -14,6 +14,8 @@ from tests.ops import test_power_attention as suite
 from tests.pallas_kernels import plain, plain_quartic
 from tests.pallas_kernels import test_op as interpreted
 
+FIXED = {"form": "chunked", "chunk_size": 64}
+
 
 @pytest.fixture(autouse=True)
 def _without_kernels():
@@ -24,66 +26,108 @@ def _without_kernels():
 CASES = [
     cases.Case(head_dim=32, value_dim=24, time=330, decay="mixed", segments="padded", group=2),
     cases.Case(head_dim=20, value_dim=64, time=260, decay="gentle", scale=1e3),
-    pytest.param(
-        cases.Case(head_dim=64, value_dim=32, time=256, decay="none", segments="edges", scale=1e-3),
-        marks=pytest.mark.slow,
-    ),
+    cases.Case(head_dim=64, value_dim=32, time=256, decay="none", segments="edges", scale=1e-3),
     cases.Case(power=4, time=200, decay="mixed", segments="padded", group=2),
-    pytest.param(
-        cases.Case(power=4, head_dim=12, value_dim=24, time=260, decay="gentle", scale=1e-3),
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        cases.Case(power=4, head_dim=32, value_dim=32, time=200, decay="gentle"), marks=pytest.mark.slow
-    ),
+    cases.Case(power=4, time=200, decay="mixed", segments="edges", group=2, scale=1e3),
+    cases.Case(power=4, time=1024, decay="none"),
+    cases.Case(power=4, head_dim=12, value_dim=24, time=260, decay="gentle", scale=1e-3),
+    cases.Case(power=4, head_dim=32, value_dim=32, time=200, decay="gentle"),
 ]
 
 
+# One case over devices is in tests/ops/test_time_axis.py, which the default run has.
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_and_gradients(case):
-    drawn = cases.arrays(case, batch=2, dtype="bfloat16")
-    expected = suite.expected_for(drawn, case)
-    short = suite.cast(drawn, "bfloat16")
-
-    def errors(implementation):
-        actual = suite.outputs_and_gradients(
-            short, implementation=implementation, form="chunked", power=case.power, chunk_size=64
-        )
-        return suite.errors(jax.device_get(actual), expected, drawn)
-
-    interpreted.check(errors("mosaic_gpu"), errors("xla"))
+    interpreted.check_values_and_gradients(case, batch=2, **FIXED)
 
 
 @pytest.mark.parametrize("power", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_gradients_of_states(power):
-    """Checks the gradient of the initial state, from that of the final one, in float32."""
-    size = {2: 32, 4: 12}[power]
-    case = cases.Case(power=power, head_dim=size, value_dim=size, time=200, decay="gentle", group=2)
-    arrays = suite.cast(cases.arrays(case, batch=2, kv_heads=2, dtype="bfloat16"), "bfloat16")
-    dout = arrays.pop("dout")
-    first, second = (
-        {name: None if x is None else x[:, part] for name, x in arrays.items()}
-        for part in (slice(0, 120), slice(120, None))
+def test_states(power):
+    """Checks outputs and states after a state, and all gradients, from those of outputs and of the final state."""
+    size = {2: 20, 4: 12}[power]
+    case = cases.Case(power=power, head_dim=size, value_dim=10, time=200, decay="gentle", group=2)
+    drawn = cases.arrays(case, batch=2, kv_heads=2, dtype="bfloat16")
+    dout = drawn.pop("dout")[:, 120:]
+    call = functools.partial(ops.power_attention, power=power, return_state=True)
+
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def results(state, arrays, implementation):
+        def loss(state, arrays):
+            fixed = FIXED if implementation == "mosaic_gpu" else {}
+            out, final = call(**arrays, **fixed, implementation=implementation, initial_state=state)
+            total = (out.astype(dout.dtype) * dout).sum() + (weights[..., :-1] * final.kv).sum()
+            return total + (weights[..., -1] * final.norm).sum(), (out, final)
+
+        return jax.grad(loss, (0, 1), has_aux=True, allow_int=True)(state, arrays)
+
+    def part(x, begin, end):
+        return {name: None if y is None else y[:, begin:end] for name, y in x.items()}
+
+    with jax.enable_x64(True):
+        exact = suite.cast(drawn, "float64")
+        reference = functools.partial(call, implementation="reference")
+        _, state = jax.jit(lambda arrays: reference(**arrays))(part(exact, 0, 120))
+        weights = np.random.default_rng(0).normal(size=(*state.norm.shape, 11))
+        expected = jax.device_get(results(state, part(exact, 120, None), "reference"))
+        state = jax.device_get(state)
+    state, weights, dout = (
+        jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, x)
+        for x in (state, weights, dout)
     )
-    fixed = {"form": "chunked", "chunk_size": 64, "power": power}
-    call = functools.partial(ops.power_attention, **fixed, implementation="xla", return_state=True)
-    _, state = jax.jit(call)(**first)
-    shape = (*state.norm.shape, size + 1)
-    weights = jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
-
-    def loss(state, arrays, implementation):
-        out, state = ops.power_attention(
-            **arrays, **fixed, implementation=implementation, initial_state=state, return_state=True
-        )
-        total = (out.astype(jnp.float32) * dout[:, 120:].astype(jnp.float32)).sum()
-        return total + (weights[..., :-1] * state.kv).sum() + (weights[..., -1] * state.norm).sum()
-
-    def gradients(implementation, dtype):
-        function = functools.partial(loss, implementation=implementation)
-        return jax.jit(jax.grad(function, allow_int=True))(state, suite.cast(second, dtype))
-
-    expected, actual = gradients("xla", "float32"), gradients("mosaic_gpu", "bfloat16")
+    short = part(suite.cast(drawn, "bfloat16"), 120, None)
+    found = jax.device_get(results(state, short, "mosaic_gpu"))
+    ((dstate, gradients), (out, final)), ((wanted_dstate, wanted), (wanted_out, wanted_final)) = (
+        found,
+        expected,
+    )
+    assert cases.error(out, wanted_out) <= 2.0**-9
+    for name in ("kv", "norm"):
+        assert cases.error(getattr(final, name), getattr(wanted_final, name)) <= 2.0**-11, name
     for name in ("kv", "norm", "keys", "values", "log_decays"):
-        found, wanted = (jax.device_get(getattr(x, name)) for x in (actual, expected))
         # The window's keys and values are rounded to bfloat16 in between.
-        assert cases.error(found, wanted) <= 2.0 ** (-9 if name in ("keys", "values") else -11), name
+        bound = 2.0 ** (-9 if name in ("keys", "values") else -11)
+        assert cases.error(getattr(dstate, name), getattr(wanted_dstate, name)) <= bound, name
+    for name in cases.GRADIENTS:
+        assert cases.error(gradients[name], wanted[name]) <= 2.0**-9, name
+
+
+@pytest.mark.parametrize(
+    ("scale", "end", "pass_"),
+    [
+        (1e3, 130, "forward"),
+        *(
+            pytest.param(*x, "both", marks=pytest.mark.slow)
+            for x in ((1e3, 130), (1e-3, 130), (1e-4, 260), (1e4, 260))
+        ),
+    ],
+)
+def test_two_devices_are_one(scale, end, pass_):
+    """The keys of the first device, or of both, are multiplied by `scale`: a state arrives at one of another size."""
+    case = cases.Case(head_dim=32, value_dim=24, time=260, decay="gentle", group=2)
+    drawn = cases.arrays(case, batch=1, kv_heads=2, dtype="bfloat16")
+    drawn["key"][:, :end] *= scale
+    drawn["log_decay"][:, 20] = -100.0
+    arrays = {name: x for name, x in suite.cast(drawn, "bfloat16").items() if x is not None}
+    dout = arrays.pop("dout")
+
+    def results(axis_name):
+        def call(arrays):
+            return ops.power_attention(**arrays, **FIXED, implementation="mosaic_gpu", axis_name=axis_name)
+
+        spec = jax.P(None, "time")
+        mesh = jax.make_mesh((2,), ("time",), axis_types=(jax.sharding.AxisType.Auto,))
+        mapped = jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=spec) if axis_name else call
+        if pass_ == "forward":
+            return {}, jax.device_get(jax.jit(mapped)(arrays))
+
+        def loss(arrays):
+            out = mapped(arrays)
+            return (out * dout).sum(dtype=jnp.float32), out
+
+        return jax.device_get(jax.jit(jax.grad(loss, has_aux=True))(arrays))
+
+    (gradients, out), (expected, wanted) = results("time"), results(None)
+    assert cases.error(out, wanted) <= 2.0**-11
+    for name, x in expected.items():
+        assert cases.error(gradients[name], x) <= 2.0**-8, name

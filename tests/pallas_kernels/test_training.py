@@ -24,22 +24,23 @@ KERNELS = {
 }
 
 
+OFTEN = [("sympow_gated,context=2048", ATTENTION), ("conformal,context=65536", CHUNKED)]
+RARE = [
+    ("sympow,context=1024", ATTENTION),
+    ("sympow,context=4096", ATTENTION),
+    ("sympow,context=16384", CHUNKED),
+    ("sympow_gated,context=32768", CHUNKED),
+    ("conformal,context=1024", ATTENTION),
+    ("conformal,p=4,context=65536", ATTENTION),
+    ("even_power,context=1024", ATTENTION),
+    ("even_power,context=65536", ATTENTION),
+    ("even_power,p=4,context=8192", ATTENTION),
+    ("even_power,p=4,context=65536", ATTENTION),
+]
+
+
 @pytest.mark.parametrize(
-    ("choice", "form"),
-    [
-        ("sympow,context=1024", ATTENTION),
-        ("sympow,context=4096", ATTENTION),
-        ("sympow,context=16384", CHUNKED),
-        ("sympow_gated,context=2048", ATTENTION),
-        ("sympow_gated,context=32768", CHUNKED),
-        ("conformal,context=1024", ATTENTION),
-        ("conformal,context=65536", CHUNKED),
-        ("conformal,p=4,context=65536", ATTENTION),
-        ("even_power,context=1024", ATTENTION),
-        ("even_power,context=65536", ATTENTION),
-        ("even_power,p=4,context=8192", ATTENTION),
-        ("even_power,p=4,context=65536", ATTENTION),
-    ],
+    ("choice", "form"), OFTEN + [pytest.param(*case, marks=pytest.mark.slow) for case in RARE]
 )
 def test_a_training_step_takes_kernels(choice, form):
     settings = config.load(f"gpt2_124m:{choice}")

@@ -1,0 +1,181 @@
+"""Tests of the passes of the chunked form by plain stand-ins, and of each kernel, interpreted, on their operands.
+
+These have rows of zeros, padding, documents, keys and cotangents of very different lengths, and segments of time.
+"""
+
+import contextlib
+import functools
+from typing import NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import power_state
+from tests.ops import cases
+from tests.ops import test_power_attention as suite
+from tests.pallas_kernels import plain, plain_quartic
+from tests.pallas_kernels import test_op as interpreted
+
+KERNELS = {
+    power: {name.__name__: (module, getattr(module, name.__name__)) for module, name, *_ in table}
+    for power, table in ((2, plain.KERNELS), (4, (*plain_quartic.KERNELS, plain.KERNELS[-1])))
+}
+# Largest errors of results relative to the stand-in's: of bfloat16 ones, of float32 sums of 16-bit operands, and of
+# such sums whose terms cancel. Those of states are the rounding of their type.
+SHORT, SUMS, CANCELED = 2.0**-9, 1e-5, 2.0**-14
+BOUNDS = {
+    (2, "norms"): (2e-6,),
+    (2, "query_states"): (SHORT, SUMS),
+    (2, "query_vjp"): (SHORT, CANCELED),
+    (2, "key_vjp"): (SHORT, SHORT, 5e-4),
+    (4, "query_states"): (SHORT, SUMS),
+    (4, "query_vjp"): (2**-15, CANCELED),
+    (4, "key_vjp"): (2**-15, 2**-15, 2**-15),
+}
+
+
+class Sizes(NamedTuple):
+    """Sizes of a case, whose last chunk is in part padding.
+
+    dtype: that of states. Chunks of 64, 128 and 192 give a block of queries one, two and three warpgroups.
+    """
+
+    head_dim: int
+    value_dim: int
+    chunk: int
+    time: int
+    power: int = 2
+    dtype: str = "float16"
+    exact_window: int = 64
+    multiprocessors: int = 20
+
+
+OFTEN = [
+    # Of the first two, one has a chunk of keys after the last one of queries.
+    Sizes(64, 64, 128, 226),
+    Sizes(64, 64, 192, 310, dtype="bfloat16"),
+    Sizes(64, 64, 128, 250, exact_window=0, multiprocessors=1),
+    Sizes(32, 64, 64, 150, dtype="float32"),
+    Sizes(32, 128, 128, 226),
+    Sizes(16, 16, 64, 150, power=4),
+    Sizes(16, 16, 128, 226, power=4, multiprocessors=1),
+]
+RARE = [
+    Sizes(64, 64, 128, 226, dtype="float32"),
+    Sizes(32, 128, 128, 226, dtype="float32"),
+    Sizes(128, 64, 128, 226, dtype="float32"),
+    Sizes(128, 128, 128, 226),
+    Sizes(32, 32, 64, 150, power=4),
+    Sizes(32, 16, 64, 150, power=4),
+]
+
+
+def drawn_for(sizes):
+    """Draws arguments of the op for a case; a document begins at 100."""
+    case = cases.Case(
+        power=sizes.power,
+        head_dim=sizes.head_dim,
+        value_dim=sizes.value_dim,
+        time=sizes.time,
+        decay="gentle",
+        group=2,
+    )
+    drawn = cases.arrays(case, batch=1, dtype="bfloat16")
+    drawn["key"] *= cases.lengths(drawn["key"].shape[:3], 2)[..., None]
+    drawn["dout"] *= cases.lengths(drawn["dout"].shape[:3], 3, seed=1)[..., None]
+    drawn["query"][:, 5:9] = 0
+    drawn["log_decay"][:, 100] = -1000
+    return drawn
+
+
+@functools.cache
+def both_passes(sizes):
+    """Returns the output and gradients, and the calls of kernels: names, options, operands and plain results."""
+    drawn, names, options, recorded = drawn_for(sizes), [], [], []
+
+    def recording(name, function):
+        def call(*arrays, **more):
+            results = function(*arrays, **more)
+            names.append(name)
+            options.append(more)
+            recorded.append((arrays, jax.tree.leaves(results)))
+            return results
+
+        return call
+
+    @jax.jit
+    def run(query, key, value, dout, log_decay):
+        call = power_state.call_for(
+            key,
+            value,
+            power=sizes.power,
+            chunk=sizes.chunk,
+            exact_window=sizes.exact_window,
+            state_dtype=jnp.dtype(sizes.dtype),
+        )
+        folds = jnp.arange(sizes.time)[None] < sizes.time - sizes.exact_window
+        tokens = query, key, value, log_decay, folds
+        (out, denominator, _), saved = power_state.power_state_fwd(*tokens, call=call)
+        gradients, _ = power_state.power_state_vjp(*tokens, out, denominator, saved, dout, call=call)
+        return {"out": out} | gradients._asdict(), recorded
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(plain.kernels(sizes.multiprocessors))
+        stack.enter_context(plain_quartic.kernels(sizes.multiprocessors))
+        for name, (module, _) in KERNELS[sizes.power].items():
+            call = recording(name, getattr(module, name))
+            stack.enter_context(mock.patch.object(module, name, call))
+        arrays = [jnp.asarray(drawn[name], jnp.bfloat16) for name in ("query", "key", "value", "dout")]
+        results, traced = jax.device_get(run(*arrays, jnp.asarray(drawn["log_decay"], jnp.float32)))
+    return results, [(*call, *arrays) for *call, arrays in zip(names, options, traced, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(sizes, marks=() if sizes == OFTEN[-2] else pytest.mark.slow) for sizes in OFTEN + RARE],
+    ids=str,
+)
+def test_both_passes_are_the_formula(sizes):
+    """They are as exact as the xla form, except with states in bfloat16, which add as much again as results do."""
+    found, calls = both_passes(sizes)
+    drawn, case = drawn_for(sizes), cases.Case(power=sizes.power)
+    expected = suite.expected_for(drawn, case)
+    options = {"form": "chunked", "power": sizes.power, "chunk_size": sizes.chunk}
+    xla = suite.outputs_and_gradients(suite.cast(drawn, "bfloat16"), implementation="xla", **options)
+    found, bound = (suite.errors(jax.device_get(x), expected, drawn) for x in (found, xla))
+    if sizes.dtype == "bfloat16":
+        bound = {name: 2 * error for name, error in bound.items()}
+    interpreted.check(found, bound)
+    missing = set(KERNELS[sizes.power]) - {name for name, *_ in calls}
+    assert missing <= ({"add_arriving"} if sizes.multiprocessors == 1 else set())
+
+
+@pytest.mark.interpret
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        pytest.param(sizes, name, marks=pytest.mark.slow if sizes in RARE else ())
+        for sizes in OFTEN + RARE
+        for name in KERNELS[sizes.power]
+        if name != "add_arriving" or sizes.multiprocessors > 1
+    ],
+    ids=str,
+)
+def test_a_kernel_is_its_stand_in(sizes, name):
+    rounding = float(jnp.finfo(jnp.float16 if sizes.dtype == "float32" else sizes.dtype).eps)
+    calls = [call for call in both_passes(sizes)[1] if call[0] == name]
+    assert calls
+    for _, options, arrays, expected in calls:
+        kernel = KERNELS[sizes.power][name][1]
+        interpret = plgpu.InterpretGPUParams(detect_races=True)
+        found = kernel(*(jnp.asarray(x) for x in arrays), **options | {"interpret": interpret})
+        bounds = BOUNDS.get((sizes.power, name), [rounding] * len(expected))
+        for actual, wanted, bound in zip(jax.tree.leaves(found), expected, bounds, strict=True):
+            assert (actual.shape, actual.dtype) == (wanted.shape, wanted.dtype)
+            assert np.isfinite(np.asarray(actual, np.float32)).all()
+            assert cases.error(actual, wanted) <= bound, name
