@@ -231,20 +231,17 @@ def test_states_refuse_sizes_that_are_none():
         ops.PowerState.zeros(64, 12, 64, 64, power=6)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_a_dtype_that_is_not_floating():
+    for make in (
         functools.partial(ops.PowerState.zeros, 1, 1, 4, 4, power=2),
         functools.partial(ops.LinearState.zeros, 1, 1, 4, 4),
         functools.partial(ops.KVCache.zeros, 1, 4, 1, 4, 4),
         functools.partial(rotary.RotaryState.zeros, 1, 1),
         functools.partial(rotary.rope_angles, np.zeros((1, 4), np.int32), 4),
         STATE.astype,
-    ],
-)
-def test_a_dtype_that_is_not_floating(make):
-    for dtype in ("float3", "int32", bool, None, 3):
-        raises_one_line(f"dtype is {dtype!r}; it must be one of float16", make, dtype=dtype)
+    ):
+        for dtype in ("float3", "int32", bool, None, 3):
+            raises_one_line(f"dtype is {dtype!r}; it must be one of float16", make, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -284,9 +281,7 @@ def test_a_traced_option_is_one_line():
 def test_a_step_names_its_own_axes():
     step, token = ops.power_attention_step, [TOKEN] * 3
     raises_one_line("query has shape (1, 4, 1, 4); it must be [B, N, D]", step, X, X, X, STATE)
-    raises_one_line(
-        "log_decay has shape (1, 4); it must be (1, 1)", step, *token, STATE, log_decay=TOKEN[:, 0]
-    )
+    raises_one_line("(1, 4); it must be (1, 1)", step, *token, STATE, log_decay=TOKEN[:, 0])
     raises_one_line("per_channel=True", step, *token, STATE, log_decay=TOKEN)
 
 
@@ -311,19 +306,14 @@ def test_explain_converts_arguments_as_the_op_does():
     assert ops.power_attention(*arrays, **options).dtype == jnp.float32
     plan = ops.explain(*arrays, **options)
     assert plan.dtype == jnp.float32
-    abstract = ops.explain(
-        *(jax.ShapeDtypeStruct(X.shape, "float64"),) * 3, initial_state=STATE, exact_window=3
-    )
-    assert plan == abstract
+    abstract = (jax.ShapeDtypeStruct(X.shape, "float64"),) * 3
+    assert plan == ops.explain(*abstract, initial_state=STATE, exact_window=3)
     raises_one_line("query is a list; it must be an array", ops.explain, [[1.0]], X, X)
-    raises_one_line(
-        "got an unexpected keyword argument 'windows'", ops.explain, X, X, X, windows=3, error=TypeError
-    )
+    raises_one_line("unexpected keyword argument 'windows'", ops.explain, X, X, X, windows=3, error=TypeError)
 
 
-LARGE_IDS = np.repeat(
-    np.array([[5, 5 + 2**32, 2**33]]), 8, axis=1
-)  # equal and padding, once wrapped to int32
+# Equal and padding, once wrapped to int32.
+LARGE_IDS = np.repeat(np.array([[5, 5 + 2**32, 2**33]]), 8, axis=1)
 
 
 @pytest.mark.parametrize(
@@ -354,32 +344,26 @@ def test_traced_ids_of_64_bits_are_right_or_refused(call):
 
 
 def test_a_state_of_32_bits_refuses_ids_of_64():
-    token = jnp.ones((1, 1, 4))
+    cache, rotation, ids = (
+        ops.KVCache.zeros(1, 2, 1, 4, 4),
+        rotary.RotaryState.zeros(1, 1),
+        LARGE_IDS[:, 6:10],
+    )
+    step = functools.partial(ops.power_attention_step, TOKEN, TOKEN, TOKEN, STATE)
     with jax.enable_x64(True):
-        step = jax.jit(lambda ids: ops.power_attention_step(token, token, token, STATE, segment_ids=ids))
-        raises_one_line("segment_ids has dtype int64 and the state int32", step, np.zeros(1, np.int64))
-        cache = ops.KVCache.zeros(1, 2, 1, 4, 4)
-        append = jax.jit(lambda ids: cache.append(X, X, None, ids))
-        raises_one_line("segment_ids has dtype int64 and the state int32", append, LARGE_IDS[:, 6:10])
-        angles = jax.jit(
-            lambda ids: rotary.learned_angles(X[..., 0], 4, segment_ids=ids, initial_state=rotation)
-        )
-        rotation = rotary.RotaryState.zeros(1, 1)
-        raises_one_line("segment_ids has dtype int64 and the state int32", angles, LARGE_IDS[:, 6:10])
-    raises_one_line("segment_ids holds 4294967301", cache.append, X, X, None, LARGE_IDS[:, 6:10])
+        for call, given in (
+            (lambda ids: step(segment_ids=ids), np.zeros(1, np.int64)),
+            (lambda ids: cache.append(X, X, None, ids), ids),
+            (lambda ids: learned(segment_ids=ids, initial_state=rotation), ids),
+        ):
+            raises_one_line("segment_ids has dtype int64 and the state int32", jax.jit(call), given)
+    raises_one_line("segment_ids holds 4294967301", cache.append, X, X, None, ids)
 
 
-@pytest.mark.parametrize(
-    ("implementation", "form"),
-    [
-        ("xla", "attention"),
-        ("xla", "chunked"),
-        ("xla", "recurrent"),
-        ("reference", "attention"),
-        ("reference", "recurrent"),
-    ],
-)
+@pytest.mark.parametrize("form", ["attention", "chunked", "recurrent"])
+@pytest.mark.parametrize("implementation", [None, "reference"])
 def test_a_state_keeps_its_dtypes_with_float64_inputs(implementation, form):
+    form = None if (implementation, form) == ("reference", "chunked") else form
     with jax.enable_x64(True):
         x, state = X.astype("float64"), STATE.astype("bfloat16")
         options = {"form": form, "implementation": implementation, "exact_window": 3, "return_state": True}
@@ -423,25 +407,16 @@ def test_heads_before_time_warns_once(name):
 
 
 def test_fewer_keys_than_queries_hints_at_heads_before_time():
-    raises_one_line(
-        "key has 3 tokens and query 6; there must be a key for each query (if axes 1 and 2 are heads and time",
-        ops.power_attention,
-        *(jnp.ones((2, 6, 50, 8)), HEADS_FIRST, HEADS_FIRST),
-    )
+    arrays = jnp.ones((2, 6, 50, 8)), HEADS_FIRST, HEADS_FIRST
+    raises_one_line("for each query (if axes 1 and 2 are heads and time", ops.power_attention, *arrays)
 
 
-@pytest.mark.parametrize(
-    "arrays",
-    [
-        [jnp.ones((1, 1, 4, 8))] * 3,  # one token
-        [jnp.ones((1, 3, 4, 8)), *[jnp.ones((1, 3, 2, 8))] * 2],  # grouped queries
-        [jnp.ones((1, 5, 4, 8))] * 3,
-    ],
-)
-def test_other_shapes_do_not_warn(arrays):
+def test_other_shapes_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        jax.eval_shape(ops.power_attention, *arrays)
+        for time, heads, kv_heads in ((1, 4, 4), (3, 4, 2), (5, 4, 4)):  # one token; grouped queries
+            query, key = (jnp.ones((1, time, count, 8)) for count in (heads, kv_heads))
+            jax.eval_shape(ops.power_attention, query, key, key)
 
 
 @pytest.mark.robust

@@ -12,7 +12,7 @@ from sympow_jax import ops
 from sympow_jax.ops import feature_maps
 from sympow_jax.ops._recurrent import features
 
-SIZES = [(1, 2), (2, 4), (3, 3), (5, 2), (4, 6), (9, 5)]
+SIZES = [(1, 2), (2, 4), (3, 3), (5, 2), (4, 6)]
 
 
 @pytest.mark.parametrize(("head_dim", "power"), SIZES)

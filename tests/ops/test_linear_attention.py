@@ -73,7 +73,7 @@ def check(kind, case, implementation, form, dtype, *, causal=True):
     ("kind", "implementation", "form", "dtype"),
     [
         (("elu", 2, "doubled"), "xla", "chunked", "float32"),
-        (("identity", 2, "rotated"), "xla", "attention", "float64"),
+        pytest.param(("identity", 2, "rotated"), "xla", "attention", "float64", marks=pytest.mark.slow),
         pytest.param(("symmetric", 3, "none"), "xla", "recurrent", "float32", marks=pytest.mark.slow),
         (("tensor", 2, "rotation"), "reference", "attention", "float64"),
         (("relu", 2, "rotation"), "xla", None, "float32"),

@@ -15,6 +15,8 @@ from tests.ops import every_op
 
 # Those that share most of their code with another of them.
 RARE = {
+    "attention",
+    "channel-gated",
     "recurrent",
     "linear",
     "reference",
@@ -69,7 +71,14 @@ ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("power chunked", "softmax", "expressive"),
+        pytest.param("power attention", marks=pytest.mark.slow),
+        pytest.param("linear", marks=pytest.mark.slow),
+    ],
+)
 def test_the_batch_may_be_symbolic_and_the_length_may_not(name):
     def shapes(sizes):
         batch, length = jax.export.symbolic_shape(sizes)
@@ -212,9 +221,9 @@ def test_memory_of_power_attention_is_linear_in_time(form):
     ("op", "length", "options", "limit"),
     [
         # Arguments, copies and gradients of 2 MiB each, states and windows; one T x T array would be 16 GiB.
-        (ops.power_attention, 2**16, {"channels": True}, 64 * 2**20),
+        pytest.param(ops.power_attention, 2**16, {"channels": True}, 64 * 2**20, marks=pytest.mark.slow),
         # One block's pairs are 1/64 of all of them; 1/4096 in both directions.
-        (ops.softmax_attention, 4096, {"block_size": 64}, 4096**2),
+        pytest.param(ops.softmax_attention, 4096, {"block_size": 64}, 4096**2, marks=pytest.mark.slow),
         (ops.expressive_attention, 4096, {"block_size": 64}, 4096**2 / 8),
     ],
 )

@@ -119,6 +119,8 @@ SINGLE, DOUBLE = ("float32",), ("float64", "float32")
 # What is drawn, the formula, the op, and the numbers of devices and dtypes.
 OFTEN = {
     "extreme": (EXTREME, FORMULA, CHUNKED, (8,), ("float64",)),
+    # Of the same program; after strong gates, little is left of a state.
+    "gentle": (GENTLE, FORMULA, CHUNKED, (8,), ("float64",)),
     "pairs": (GENTLE, FORMULA, ATTENTION, (4,), SINGLE),
     "softmax": (alibi, SOFTMAX, SOFTMAX, (8,), SINGLE),
     "window": (alibi, WINDOW, WINDOW, (4,), SINGLE),
@@ -251,9 +253,8 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "documents" else pytest.mark.slow) for name in KERNELS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KERNELS)
 def test_kernels_over_devices_are_as_exact_as_plain_jax_on_one(name):
     """The chunked form in bfloat16, by xla and by the kernels' plain JAX stand-ins."""
     case, segments, devices = KERNELS[name]
