@@ -15,15 +15,6 @@ from benchmarks._shapes import CONTENDERS, WINDOW, Row
 from sympow_jax import ops
 from sympow_jax.training import summary
 
-__all__ = [
-    "Prepared",
-    "WrongResult",
-    "draw",
-    "prepare",
-    "require_close",
-    "training_call",
-]
-
 # Error bounds for bfloat16 inputs, as stated in the README.
 VALUE_BOUND, GRADIENT_BOUND = 1e-2, 2e-2
 # Gradients are compared at this length, or at the shape's own length if that is shorter.
@@ -92,11 +83,6 @@ def prepare(row: Row) -> Prepared:
     error = float(max(errors))
     require_close("the output", error, VALUE_BOUND)
     return _prepared(program, inputs, error)
-
-
-def training_call(row: Row) -> tuple[Callable, tuple[jax.Array, ...]]:
-    """Returns both passes of a contender as a function, and arguments for it, without running or checking anything."""
-    return _both_passes(_CONTENDERS[row.contender](row).call), (*draw(row, 0), _cotangent(row))
 
 
 def _run(function, *arguments):

@@ -9,8 +9,6 @@ from benchmarks import _contenders, _rows, _timing
 from benchmarks._contenders import GRADIENT_TIME, ROWS, Prepared, WrongResult
 from benchmarks._shapes import PEERS, Row
 
-__all__ = ["machine", "prepare"]
-
 # Peers keep their states in 16 bits, so their values and gradients get a wider bound than this project's.
 BOUND = 5e-2
 RETENTION_CHUNK = 1024

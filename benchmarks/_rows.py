@@ -6,7 +6,6 @@ A kernel that crashes or hangs loses only its own row. A benchmark measures one 
 import argparse
 import contextlib
 import fcntl
-import functools
 import importlib.metadata
 import itertools
 import json
@@ -17,7 +16,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,27 +25,6 @@ import rich.table
 
 from pallas_kernels.check import supervisor, verdict
 from sympow_jax.process import atomic
-
-__all__ = [
-    "NO_TIME",
-    "RESULTS",
-    "exclusive",
-    "in_processes",
-    "in_this_process",
-    "machine",
-    "make_parser",
-    "make_report",
-    "make_table",
-    "print_result",
-    "print_tables",
-    "record",
-    "report_path",
-    "require_hopper",
-    "result_path",
-    "resumed",
-    "version",
-    "write",
-]
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 # Environment variable that names the lock file with which processes take turns on the device; unset for one process.
@@ -104,19 +82,15 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses arguments, after adding the options --out, --smoke, --jobs and --row to a benchmark's own."""
-    parser.add_argument("--out", type=pathlib.Path, help="the JSON file")
-    parser.add_argument(
-        "--smoke", action="store_true", help="tiny shapes, on any device, in this process; writes only --out"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, help="rows that compile at once; they take turns on the device"
-    )
-    parser.add_argument("--minutes", type=float, help="begin no row after this time")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the rows that --out has, and measure only the others"
-    )
-    parser.add_argument("--row", help=argparse.SUPPRESS)
+    """Parses arguments, after adding the options that benchmarks of rows share to a benchmark's own."""
+    add = parser.add_argument
+    add("--out", type=pathlib.Path, help="the JSON file")
+    smoke = "tiny shapes, on any device, in this process; writes only --out"
+    add("--smoke", action="store_true", help=smoke)
+    add("--jobs", type=int, default=1, help="rows that compile at once; they take turns on the device")
+    add("--minutes", type=float, help="begin no row after this time")
+    add("--resume", action="store_true", help="keep the rows that --out has, and measure only the others")
+    add("--row", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.jobs < 1:
         parser.error(f"--jobs is {options.jobs}; it must be at least 1")
@@ -139,7 +113,9 @@ def make_report(
 ) -> dict:
     """Measures rows on the GPU and returns the report, which is written to `report_path` after each row.
 
-    With --smoke, rows are measured in this process, on any device. Exits with one line if there is no GPU otherwise.
+    With --smoke, rows are measured in this process, on any device. With --resume, rows of the file at --out that were
+    measured or failed are kept. A row is also one line on standard error, and may have a `machine`, which is added to
+    that of the report. Exits with one line if there is no GPU, or if the file is of another device.
 
     Args:
         benchmark: module that measures a row with the flag `--row`, see `print_result`.
@@ -153,59 +129,55 @@ def make_report(
         rates: what is added to a measured row, given the description of the device.
     """
     end = time.monotonic() + (most_seconds if options.minutes is None else 60 * options.minutes)
-    measure_rows: Callable[[list[dict]], Iterable[dict]]
+    command = (sys.executable, "-m", benchmark)
     if options.smoke:
         device = smoke_device() if smoke_device else {"machine": machine()}
-        measure_rows = functools.partial(in_this_process, measure=measure)
     else:
-        command = (sys.executable, "-m", benchmark)
         device, *_ = in_processes([_DEVICE], command, seconds=seconds)
         if "note" in device:
             sys.exit(f"{benchmark} measures on a GPU: {device['note']}; --smoke runs tiny shapes without one")
         device = {name: device[name] for name in ("machine", "ceilings") if name in device}
-        measure_rows = functools.partial(
-            in_processes, command=command, seconds=seconds, deadline=end, jobs=options.jobs
-        )
-    measured = resumed(rows, measure_rows, options, device["machine"])
-    if rates is not None:
-        measured = (row | rates(row, device) for row in measured)
-    return record(device, measured, report_path(options, name, device["machine"]["device"]))
+    here = device["machine"]["device"]
 
-
-def resumed(
-    rows: Sequence[dict],
-    measure: Callable[[list[dict]], Iterable[dict]],
-    options: argparse.Namespace,
-    machine: Mapping[str, Any],
-) -> Iterable[dict]:
-    """Returns measure(rows) or, with --resume, the finished rows of the report at --out and measure(the others).
-
-    A row is finished if it was measured or failed. It is not if there was no time for it. Exits with one line if the
-    report is of another device.
-    """
-    if not options.resume or not options.out.exists():
-        return measure(list(rows))
-    report = json.loads(options.out.read_text())
-    if (before := report["machine"]["device"]) != machine["device"]:
-        sys.exit(f"{options.out} has rows of {before} and this is {machine['device']}; use another --out")
+    # Rows of an earlier report are finished unless there was no time for them.
+    before: dict = {"rows": []}
+    if options.resume and options.out.exists():
+        before = json.loads(options.out.read_text())
+        if (there := before["machine"]["device"]) != here:
+            sys.exit(f"{options.out} has rows of {there} and this is {here}; use another --out")
     finished, missing = [], []
     for row in rows:
-        found = next((old for old in report["rows"] if old.items() >= row.items()), None)
+        found = next((old for old in before["rows"] if old.items() >= row.items()), None)
         if found is None or found.get("note") == NO_TIME:
             missing.append(row)
         else:
-            finished.append(found | {"machine": report["machine"]})
-    return itertools.chain(finished, measure(missing))
+            finished.append(found | {"machine": before["machine"]})
+    measured: Iterable[dict]
+    if options.smoke:
+        measured = (row | _measured_here(row, measure) for row in missing)
+    else:
+        measured = in_processes(missing, command, seconds=seconds, deadline=end, jobs=options.jobs)
+
+    path, report = report_path(options, name, here), {**device, "rows": []}
+    for row in itertools.chain(finished, measured):
+        if rates is not None:
+            row = row | rates(row, device)
+        report["machine"] = report["machine"] | row.get("machine", {})
+        report["rows"].append({name: value for name, value in row.items() if name != "machine"})
+        write(path, report)
+        short = {
+            name: value for name, value in report["rows"][-1].items() if isinstance(value, str | int | float)
+        }
+        print(f"row {len(report['rows'])}: {json.dumps(short)}"[:_LINE], file=sys.stderr, flush=True)
+    return report
 
 
-def in_this_process(rows: Iterable[dict], measure: Callable[[dict], dict]) -> Iterator[dict]:
-    """Yields each row with the results of `measure` or, if it failed, a note."""
-    for row in rows:
-        try:
-            result = measure(row)
-        except Exception as error:
-            result = {"note": _one_line(error)}
-        yield row | result
+def _measured_here(row: dict, measure: Callable[[dict], dict]) -> dict:
+    """Returns the results of a row, measured in this process, or a note if that failed."""
+    try:
+        return measure(row)
+    except Exception as error:
+        return {"note": _one_line(error)}
 
 
 def print_result(
@@ -301,23 +273,6 @@ def exclusive() -> Iterator[None]:
         yield
 
 
-def record(report: dict, rows: Iterable[dict], path: pathlib.Path | None) -> dict:
-    """Returns the report with the rows, which is written to the file at `path`, if any, after each.
-
-    Rows may have a `machine`, which is added to that of the report. Each row is also one line on standard error.
-    """
-    report = {**report, "rows": []}
-    for row in rows:
-        report["machine"] = report["machine"] | row.get("machine", {})
-        report["rows"].append({name: value for name, value in row.items() if name != "machine"})
-        write(path, report)
-        short = {
-            name: value for name, value in report["rows"][-1].items() if isinstance(value, str | int | float)
-        }
-        print(f"row {len(report['rows'])}: {json.dumps(short)}"[:_LINE], file=sys.stderr, flush=True)
-    return report
-
-
 def write(path: pathlib.Path | None, report: dict) -> None:
     """Writes a report as JSON; does nothing if the path is None."""
     if path is not None:
@@ -326,17 +281,12 @@ def write(path: pathlib.Path | None, report: dict) -> None:
             draft.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def result_path(name: str, device: str) -> pathlib.Path:
-    """Returns the path of a benchmark's results on a device, `benchmarks/results/<name>-<device>.json`."""
-    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return RESULTS / f"{name}-{slug}.json"
-
-
 def report_path(options: argparse.Namespace, name: str | None, device: str) -> pathlib.Path | None:
-    """Returns --out or, without it, `result_path` for a full run with a name of its results."""
+    """Returns --out or, for a full run whose results have a name, `benchmarks/results/<name>-<device>.json`."""
     if options.out is not None or options.smoke or name is None:
         return options.out
-    return result_path(name, device)
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return RESULTS / f"{name}-{slug}.json"
 
 
 def print_tables(report: dict, tables: Iterable[rich.table.Table]) -> None:

@@ -6,8 +6,6 @@ from typing import Any
 
 from sympow_jax import ops
 
-__all__ = ["CONTENDERS", "PARTS", "PEERS", "SMOKE", "WINDOW", "Row", "flops", "step_bytes"]
-
 WINDOW = 64
 
 # The form whose FLOPs each contender is credited with; softmax attention multiplies as the attention form does.
@@ -162,21 +160,6 @@ PARTS = {
         for row in _rows("step", _STEP, modes=("step",), batch=batch, times=(_STEPS,))
     ],
     "peers": _rows("peers", ("chunked/mosaic_gpu", "softmax/cudnn", *_PEERS), **_ALL),
-    # Batches of 65,536 tokens for the 124M model's 12 heads, at the papers' contexts.
-    "training-shapes": [
-        row
-        for power, contenders in ((2, _CHUNKED), (4, _ATTENTION))
-        for time in (1024, 4096, 8192, 65_536)
-        for row in _rows(
-            "training-shapes",
-            contenders,
-            modes=("training",),
-            batch=65_536 // time,
-            heads=12,
-            power=power,
-            times=(time,),
-        )
-    ],
     # Chunks that the cost model compares. None is its choice, so the table shows whether another is faster.
     "chunks": [
         row

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Sample", "ceilings", "kernel_seconds", "medians", "queued", "samples", "spread", "traced_seconds"]
-
 ROUNDS = 10
 # Long compared to the clock's resolution and the last call's latency.
 SAMPLE_SECONDS = 0.02

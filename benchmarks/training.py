@@ -11,13 +11,12 @@ sheet's peak that the model's arithmetic took (`sympow_jax.tasks.flops`). `atten
 compiled program, not from the request. Peak memory is reported by the allocator, in a separate process for every row;
 `program` is what the compiler has reserved. If a row's process crashes, hangs or runs out of memory, the row has a note
 instead. Rows are written as JSON as they come, to benchmarks/results/training-<gpu>[-<choices>].json unless --out is
-given. A plot is saved next to that file.
+given.
 """
 
 import dataclasses
 import itertools
 import math
-import pathlib
 import re
 import statistics
 import time
@@ -28,7 +27,7 @@ import jax
 import numpy as np
 
 from benchmarks import _contenders, _rows, _timing
-from sympow_jax import config, plotting, training
+from sympow_jax import config, training
 from sympow_jax.tasks import flops
 from sympow_jax.training import sharding, summary
 
@@ -98,9 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         name=name,
     )
     _print(report)
-    path = _rows.report_path(options, name, report["machine"]["device"])
-    if path is not None and any("seconds" in row for row in report["rows"]):
-        _plot(path.with_suffix(".png"), report)
 
 
 def measure(row: dict) -> dict:
@@ -190,11 +186,16 @@ def _print(report: dict) -> None:
         (*columns, "program GB", "loss", "kernels, note"),
         ("preset", "attention", "kernels, note"),
     )
-    rates = _rates(report)
-    for row in sorted(report["rows"], key=lambda row: row["context"]):
+    rows = sorted(report["rows"], key=lambda row: row["context"])
+    softmax = {
+        row["context"]: row["tokens_per_second"]
+        for row in rows
+        if row["preset"] == "softmax" and "seconds" in row
+    }
+    for row in rows:
         cells = [f"{row['context']:,}", row["preset"], row.get("attention", "-")]
         if "seconds" in row:
-            reference = rates.get(("softmax", row["context"]))
+            reference = softmax.get(row["context"])
             cells += [
                 f"{1e3 * row['seconds']:.4g}",
                 f"{row['spread']:.1%}",
@@ -209,33 +210,6 @@ def _print(report: dict) -> None:
             cells += ["-"] * 8
         table.add_row(*cells, row.get("note") or ", ".join(row.get("kernels", ())))
     _rows.print_tables(report, [table])
-
-
-def _rates(report: dict) -> dict[tuple[str, int], float]:
-    """Returns tokens per second by preset and context, in increasing order of contexts."""
-    rows = sorted(report["rows"], key=lambda row: row["context"])
-    return {(row["preset"], row["context"]): row["tokens_per_second"] for row in rows if "seconds" in row}
-
-
-def _plot(path: pathlib.Path, report: dict) -> None:
-    """Plots tokens per second against the context, one line per preset."""
-    rates = _rates(report)
-    figure, (axes,) = plotting.make()
-    presets = list(dict.fromkeys(name for name, _ in rates))
-    for preset, (color, marker) in zip(presets, plotting.styles(presets)):
-        points = [(context, rate) for (name, context), rate in rates.items() if name == preset]
-        axes.plot(*zip(*points), color=color, marker=marker, label=preset)
-    plotting.set_log2_ticks(axes, sorted({context for _, context in rates}))
-    axes.set_yscale("log")
-    plotting.style(
-        axes,
-        x_label="context (tokens)",
-        y_label="tokens/s",
-        title="Training 124M parameters",
-        subtitle=f"{report['rows'][0]['tokens']:,} tokens per step",
-    )
-    axes.legend()
-    plotting.save(figure, path)
 
 
 if __name__ == "__main__":

@@ -118,8 +118,7 @@ def _name_lines(named: Sequence[tuple[matplotlib.axes.Axes, list]]) -> None:
     for axes, ends in named:
         _name_ends(axes, ends)
     lines = [matplotlib.lines.Line2D([], [], color=plotting.GRAY, linestyle=style) for style in (":", "-")]
-    forms = ["attention form", "chunked form"]
-    named[0][0].legend(lines, forms, frameon=False, fontsize=9, loc="upper left")
+    named[0][0].legend(lines, ["attention form", "chunked form"], frameon=False, fontsize=9, loc="upper left")
 
 
 def state_sizes() -> matplotlib.figure.Figure:

@@ -99,25 +99,22 @@ def features() -> matplotlib.figure.Figure:
     """Plots the number of features against the head size."""
     figure, (axes,) = plotting.make(width=7.6, height=4.0)
     sizes = [8, 16, 32, 64, 128]
-    ends = []
     for power, color in ((2, BLUE), (4, RED), (6, GREEN)):
         symmetric = [ops.symmetric_power_dim(size, power) for size in sizes]
         axes.plot(sizes, symmetric, color=color, marker="o", markersize=4)
         axes.plot(sizes, [size**power for size in sizes], color=color, linestyle=":", linewidth=1.4)
-        ends.append((f"p = {power}", color, symmetric[-1]))
-    axes.set_yscale("log")
-    plotting.style(axes, x_label="head size D", y_label="features F")
-    plotting.set_log2_ticks(axes, sizes)
-    for label, color, end in ends:
         axes.annotate(
-            label,
-            (sizes[-1], end),
+            f"p = {power}",
+            (sizes[-1], symmetric[-1]),
             (6, 0),
             textcoords="offset points",
             color=color,
             va="center",
             weight="bold",
         )
+    axes.set_yscale("log")
+    plotting.style(axes, x_label="head size D", y_label="features F")
+    plotting.set_log2_ticks(axes, sizes)
     lines = [matplotlib.lines.Line2D([], [], color=plotting.GRAY, linestyle=style) for style in ("-", ":")]
     axes.legend(lines, ["symmetric power", "tensor power"], frameon=False, fontsize=9)
     return figure
@@ -166,11 +163,9 @@ def window_error() -> matplotlib.figure.Figure:
     """Plots the float32 recurrence's error against the float64 formula, for several exact windows."""
     figure, (axes,) = plotting.make(width=7.6, height=3.9)
     windows = [0, 1, 2, 4, 8, 16, 32, 64]
-    ends = []
     for power, color in ((2, BLUE), (4, RED), (6, GREEN)):
         errors = [_recurrence_error(power, exact_window) for exact_window in windows]
         axes.plot(range(len(windows)), errors, color=color, marker="o", markersize=4)
-        ends.append((f"p = {power}", color, errors[0]))
     axes.axhline(2e-6, color="#888888", linestyle=(0, (4, 3)), linewidth=1.1)
     axes.annotate(
         "bound of the tests", (7, 2e-6), (0, 4), textcoords="offset points", ha="right", fontsize=8.5

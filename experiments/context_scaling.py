@@ -37,27 +37,11 @@ PAPER_LOSSES = {
 _PAIRS = (("sympow", "softmax"), ("gated", "softmax"), ("gated", "sympow"), ("conformal", "gated"))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the experiment with the arguments after its name; returns the exit code."""
-    return _shared.run(
-        _shared.Experiment(
-            name="context_scaling",
-            description=__doc__,
-            plans=PLANS,
-            variants=VARIANTS,
-            powers=tuple(PAPER_CONTEXTS),
-        ),
-        arguments,
-        _experiment,
-    )
-
-
 def _experiment(options: _shared.Options) -> None:
     if options.scale == "paper":
         plan = dataclasses.replace(options.plan, contexts=PAPER_CONTEXTS[options.power])
         options = dataclasses.replace(options, plan=plan)
-    attentions = _shared.power_variants(options.power)
-    folders = _shared.train(options, attentions, lambda name: _shared.power_label(name, options.power))
+    folders = _shared.train(options, _shared.power_variants(options.power))
     rows = [
         {"variant": variant, "context": context, "seed": seed, "loss": _shared.final_loss(folder)}
         for (variant, context, seed), folder in folders.items()
@@ -104,17 +88,26 @@ def _panels(options: _shared.Options, rows: Sequence[_shared.Row]) -> list[_shar
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
     rows, power = content["rows"], content["power"]
-    paper = {name: list(column) for name, column in zip(VARIANTS, zip(*PAPER_LOSSES[power].values()))}
+    paper = dict(zip(VARIANTS, zip(*PAPER_LOSSES[power].values())))
     return [
         _shared.loss_table(f"Final training loss, nats per token, p = {power}", rows, "context"),
         _shared.difference_table("Differences, nats per token", rows, "context", _PAIRS),
         _shared.Table(
-            title="The paper's, 124M parameters, after 100,000 updates",
-            columns=("", *(f"{context:,}" for context in PAPER_LOSSES[power])),
-            rows=[(name, *(f"{loss:.3f}" for loss in losses)) for name, losses in paper.items()],
+            "The paper's, 124M parameters, after 100,000 updates",
+            ("", *(f"{context:,}" for context in PAPER_LOSSES[power])),
+            [(name, *(f"{loss:.3f}" for loss in losses)) for name, losses in paper.items()],
         ),
     ]
 
+
+main = _shared.Experiment(
+    name="context_scaling",
+    description=__doc__,
+    plans=PLANS,
+    variants=VARIANTS,
+    powers=tuple(PAPER_CONTEXTS),
+    run=_experiment,
+)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

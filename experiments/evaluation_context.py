@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments import _shared
-from sympow_jax import config
 
 PLANS = {
     "toy": _shared.Plan(
@@ -36,26 +35,10 @@ _PAPER_LOSSES = {
 _PAIRS = (("sympow", "gated"), ("softmax", "gated"), ("conformal", "gated"))
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the experiment with the arguments after its name; returns the exit code."""
-    variants = tuple(_shared.power_variants(2))
-    return _shared.run(
-        _shared.Experiment(
-            name="evaluation_context", description=__doc__, plans=PLANS, variants=variants, powers=(2, 4, 6)
-        ),
-        arguments,
-        lambda options: report(
-            options,
-            train(options, _shared.power_variants(options.power)),
-            tables,
-            title=f"Loss within and beyond the training context, p = {options.power}",
-        ),
-    )
-
-
-def train(options: _shared.Options, attentions: Mapping[str, config.AttentionConfig]) -> _shared.Folders:
-    """Trains and evaluates the variants of `options`; returns the folders of the runs."""
-    return _shared.train(options, attentions, lambda name: _shared.power_label(name, options.power))
+def _experiment(options: _shared.Options) -> None:
+    folders = _shared.train(options, _shared.power_variants(options.power))
+    title = f"Loss within and beyond the training context, p = {options.power}"
+    report(options, folders, tables, title=title)
 
 
 def report(
@@ -101,9 +84,9 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     return [
         *position_tables(content["rows"], _PAIRS),
         _shared.Table(
-            title="The paper's, trained at 16,384 with p = 4",
-            columns=("positions near", *(f"{position:,}" for position in _PAPER_POSITIONS)),
-            rows=[(name, *(f"{loss:.2f}" for loss in losses)) for name, losses in _PAPER_LOSSES.items()],
+            "The paper's, trained at 16,384 with p = 4",
+            ("positions near", *(f"{position:,}" for position in _PAPER_POSITIONS)),
+            [(name, *(f"{loss:.2f}" for loss in losses)) for name, losses in _PAPER_LOSSES.items()],
         ),
     ]
 
@@ -117,6 +100,15 @@ def position_tables(
         _shared.difference_table("Differences at positions up to", rows, "context_length", pairs),
     )
 
+
+main = _shared.Experiment(
+    name="evaluation_context",
+    description=__doc__,
+    plans=PLANS,
+    variants=tuple(_shared.power_variants(2)),
+    powers=(2, 4, 6),
+    run=_experiment,
+)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -40,21 +40,14 @@ _PAIRS = (
 )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the experiment with the arguments after its name; returns the exit code."""
-    return _shared.run(
-        _shared.Experiment(
-            name="gating", description=__doc__, plans=PLANS, variants=VARIANTS, base="gated", powers=(2, 4, 6)
-        ),
-        arguments,
-        lambda options: evaluation_context.report(
-            options,
-            evaluation_context.train(options, attentions(options.power)),
-            tables,
-            title="Gates by channel, rotation rates by pair",
-            # Sympow is far above all others.
-            differences=[pair for pair in _PAIRS if pair[1] == "gated" and pair[0] != "sympow"],
-        ),
+def _experiment(options: _shared.Options) -> None:
+    evaluation_context.report(
+        options,
+        _shared.train(options, attentions(options.power)),
+        tables,
+        title="Gates by channel, rotation rates by pair",
+        # Sympow is far above all others.
+        differences=[pair for pair in _PAIRS if pair[1] == "gated" and pair[0] != "sympow"],
     )
 
 
@@ -71,6 +64,16 @@ def tables(content: Mapping[str, Any]) -> Sequence[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
     return evaluation_context.position_tables(content["rows"], _PAIRS)
 
+
+main = _shared.Experiment(
+    name="gating",
+    description=__doc__,
+    plans=PLANS,
+    variants=VARIANTS,
+    base="gated",
+    powers=(2, 4, 6),
+    run=_experiment,
+)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -49,18 +49,7 @@ _PAIRS = (
 )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the experiment with the arguments after its name; returns the exit code."""
-    return _shared.run(
-        _shared.Experiment(name="hybrids", description=__doc__, plans=PLANS, variants=tuple(PATTERNS)),
-        arguments,
-        lambda options: evaluation_context.report(
-            options, _train(options), tables, title="Hybrids within and beyond the training context"
-        ),
-    )
-
-
-def _train(options: _shared.Options) -> _shared.Folders:
+def _experiment(options: _shared.Options) -> None:
     def change(found: config.Config, variant: str) -> config.Config:
         model = dataclasses.replace(
             found.model,
@@ -71,13 +60,19 @@ def _train(options: _shared.Options) -> _shared.Folders:
         return dataclasses.replace(found, model=model)
 
     attentions = dict.fromkeys(PATTERNS, config.AttentionConfig())
-    return _shared.train(options, attentions, lambda variant: f"hybrid {variant}", change)
+    folders = _shared.train(options, attentions, lambda variant: f"hybrid {variant}", change)
+    title = "Hybrids within and beyond the training context"
+    evaluation_context.report(options, folders, tables, title=title)
 
 
 def tables(content: Mapping[str, Any]) -> Sequence[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
     return evaluation_context.position_tables(content["rows"], _PAIRS)
 
+
+main = _shared.Experiment(
+    name="hybrids", description=__doc__, plans=PLANS, variants=tuple(PATTERNS), run=_experiment
+)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

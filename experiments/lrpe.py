@@ -16,7 +16,7 @@ own files; see README.md.
 import dataclasses
 import itertools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from experiments import _shared
@@ -69,33 +69,15 @@ def attentions() -> dict[str, config.AttentionConfig]:
     return found
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the experiment with the arguments after its name; returns the exit code."""
-    return _shared.run(
-        _shared.Experiment(
-            name="lrpe",
-            description=__doc__,
-            plans=PLANS,
-            variants=tuple(attentions()),
-            base=_BASE,
-            paper="wikitext103:base",
-        ),
-        arguments,
-        _experiment,
-    )
-
-
 def _experiment(options: _shared.Options) -> None:
     folders = _shared.train(options, attentions(), lambda name: f"lrpe {name}")
     rows: list[dict[str, Any]] = []
     for (variant, context, seed), folder in folders.items():
         (bucket,) = _shared.evaluation(folder)
         about = {"variant": variant, "seed": seed, "context": context}
-        about |= {"training_loss": _shared.final_loss(folder)}
-        rows.append(
-            about
-            | {name: bucket[name] for name in ("loss", "standard_error", "perplexity", "tokens", "documents")}
-        )
+        about["training_loss"] = _shared.final_loss(folder)
+        columns = ("loss", "standard_error", "perplexity", "tokens", "documents")
+        rows.append(about | {name: bucket[name] for name in columns})
     perplexities = _shared.means(rows, ("variant",), "perplexity")
     path = _shared.write(options, rows, folders.values(), relative_speed=_speeds(options))
     (context,) = options.plan.contexts
@@ -118,20 +100,15 @@ def _experiment(options: _shared.Options) -> None:
 
 
 def _panel(folders: _shared.Folders) -> _shared.Panel:
-    """Returns the held-out loss of the methods against updates."""
+    """Returns the held-out loss of the methods against updates, without the high losses of the first fifth."""
+    curves = {run: _shared.heldout_curve(folder) for run, folder in folders.items() if run[0] in _METHODS}
     rows: list[dict[str, Any]] = [
         {"variant": variant, "step": step, "loss": loss}
-        for (variant, _, _), folder in folders.items()
-        if variant in _METHODS
-        for step, loss in _late(_shared.heldout_curve(folder))
+        for (variant, _, _), curve in curves.items()
+        for step, loss in curve[len(curve) // 5 :]
     ]
     lines = _shared.lines(_shared.means(rows, ("variant", "step"), "loss"))
     return _shared.Panel(lines=lines, x_label="updates", y_label="held-out loss (nats per token)")
-
-
-def _late(curve: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    # The high losses of the first fifth would compress everything else.
-    return curve[len(curve) // 5 :]
 
 
 def _speeds(options: _shared.Options) -> dict[str, float]:
@@ -165,12 +142,15 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     rows, speeds = content["rows"], content["relative_speed"]
     perplexities = {name: mean for (name,), mean in _shared.means(rows, ("variant",), "perplexity").items()}
     cells = {name: str(mean) for name, mean in perplexities.items()}
+    # Methods and the baseline, the two denominators, matrices P and the Householder matrix.
+    pairs = [(name, _BASE) for name in _METHODS if name != _BASE] + list(_OTHER.items())
+    pairs += [(_cell(core, basis), _cell(core, _BASES[0])) for core in _CORES for basis in _BASES[1:]]
     order = sorted((name for name in _METHODS if name in cells), key=lambda name: perplexities[name].value)
     return [
         _shared.Table(
-            title="Held-out perplexity (Table 2) and relative speed of the bidirectional model (Table 6)",
-            columns=("", "perplexity", "WikiText-103", "Books", "speed", "the paper's"),
-            rows=[
+            "Held-out perplexity (Table 2) and relative speed of the bidirectional model (Table 6)",
+            ("", "perplexity", "WikiText-103", "Books", "speed", "the paper's"),
+            [
                 (name, cells[name], *words, f"{speeds[name]:.2f}" if name in speeds else "", speed)
                 for name in (*_METHODS, *_OTHER)
                 if name in cells
@@ -178,41 +158,32 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
             ],
         ),
         _shared.Table(
-            title="Held-out perplexity by core and matrix P (Table 5)",
-            columns=("P", *_CORES),
-            rows=[
-                (
-                    basis,
-                    *(
-                        f"{cells.get(_cell(core, basis), '')} ({paper})"
-                        for core, paper in zip(_CORES, _PAPER_CORES[basis])
-                    ),
-                )
-                for basis in _BASES
+            "Held-out perplexity by core and matrix P (Table 5)",
+            ("P", *_CORES),
+            [
+                (basis, *(f"{cells.get(_cell(core, basis), '')} ({x})" for core, x in zip(_CORES, papers)))
+                for basis, papers in _PAPER_CORES.items()
             ],
         ),
-        _differences("Differences of loss, nats per token", rows, _pairs()),
-        _differences(
+        _shared.difference_table("Differences of loss, nats per token", rows, None, pairs),
+        _shared.difference_table(
             "Differences of loss between neighbors in the order of these perplexities, nats per token",
             rows,
+            None,
             itertools.pairwise(order[::-1]),
         ),
     ]
 
 
-def _differences(title: str, rows: Sequence[_shared.Row], pairs: Iterable[tuple[str, str]]) -> _shared.Table:
-    found = _shared.difference_table(title, rows, "context", pairs)
-    return dataclasses.replace(found, columns=("", "difference"))
-
-
-def _pairs() -> list[tuple[str, str]]:
-    """Returns methods and the baseline, the two denominators, and matrices P and the Householder matrix."""
-    return [
-        *((name, _BASE) for name in _METHODS if name != _BASE),
-        *((other, name) for other, name in _OTHER.items()),
-        *((_cell(core, basis), _cell(core, _BASES[0])) for core in _CORES for basis in _BASES[1:]),
-    ]
-
+main = _shared.Experiment(
+    name="lrpe",
+    description=__doc__,
+    plans=PLANS,
+    variants=tuple(attentions()),
+    base=_BASE,
+    paper="wikitext103:base",
+    run=_experiment,
+)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

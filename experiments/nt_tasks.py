@@ -278,10 +278,8 @@ def train(
     progress: dict[str, Any] = {"setting": dataclasses.asdict(setting), "seeds": list(seeds)}
     progress |= {"points": points, "series": series}
     progress["parameters"] = sum(x.size for x in parameters.values()) // len(seeds)
-    curve: list[dict[str, Any]] = []
-    before, restored = _shared.restore_arrays(path, state)
-    if before and before | progress == before:
-        curve, state = before["curve"], restored
+    before, state = _shared.restore_arrays(path, state, progress)
+    curve: list[dict[str, Any]] = before.get("curve", [])
     advance = jax.jit(functools.partial(_advance, setting), donate_argnums=0)
     stops = np.unique(np.linspace(0, setting.epochs, points + 1).round().astype(int)).tolist()
     for start, stop in itertools.pairwise(stops):
@@ -365,31 +363,6 @@ def _decades(setting, parameters, keys):
     return jax.vmap(run)(parameters, keys)
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the experiment with the arguments after its name; returns the exit code."""
-    flags = {
-        field.name: {
-            "type": field.type,
-            "choices": field.metadata["choices"] or None,
-            "help": f"{field.metadata['help']} Most figures have {field.default}.",
-        }
-        for field in dataclasses.fields(Setting)
-        if "help" in field.metadata
-    }
-    return _shared.run(
-        _shared.Experiment(
-            name="nt_tasks",
-            description=__doc__,
-            plans=PLANS,
-            variants=tuple(FIGURES),
-            trains=False,
-            more=flags,
-        ),
-        arguments,
-        _experiment,
-    )
-
-
 def _experiment(options: _shared.Options) -> None:
     compile_cache.cache_programs()
     plan = options.plan
@@ -467,53 +440,32 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
         if row["solved"] is not None:
             ends.setdefault((row["figure"], row["setting"], row["task"]), {})[row["attention"]] = row
 
-    def cells(row: Mapping[str, Any], *, long: bool) -> list[str]:
-        accuracies = ("greedy", "long_greedy") if long else ("greedy",)
-        return [str(_accuracy(row, name)) for name in accuracies] + [f"{row['solved']} of {row['runs']}"]
+    def cells(row: Mapping[str, Any], *names: str) -> list[str]:
+        means = [_shared.Mean(row[name], _shared.from_json(row[f"{name}_error"])) for name in names]
+        return [*map(str, means), f"{row['solved']} of {row['runs']}"]
 
     learned, robust = [], []
     for (figure, setting, task), by in ends.items():
+        first, second = (by[name] for name in MODELS[:2])
         if figure == "robustness":
-            robust.append([setting, *itertools.chain(*(cells(by[name], long=False) for name in MODELS[:2]))])
+            robust.append([setting, *cells(first, "greedy"), *cells(second, "greedy")])
             continue
-        name = _name(setting, task)
-        first = by["expressive"]
-        both = itertools.chain(*(cells(by[name], long=True) for name in MODELS[:2]))
+        name, lengths = _name(setting, task), ("greedy", "long_greedy")
+        readout, paper = cells(by["readout"], "greedy")[0], _PAPER.get((figure, name), "")
         about = [name, str(first["runs"]), f"{first['epoch']:,}"]
-        learned.append(
-            [*about, *both, str(_accuracy(by["readout"], "greedy")), _PAPER.get((figure, name), "")]
-        )
+        learned.append([*about, *cells(first, *lengths), *cells(second, *lengths), readout, paper])
     columns = [(f"{name}, {GREEDY}", f"{LONG_GREEDY}", "solved") for name in MODELS[:2]]
-    found = []
-    if learned:
-        found.append(
-            _shared.Table(
-                title="Accuracy",
-                columns=(
-                    "series, context",
-                    "runs",
-                    "epochs",
-                    *itertools.chain(*columns),
-                    f"readout, {GREEDY}",
-                    "the paper",
-                ),
-                rows=learned,
-            )
-        )
-    if robust:
-        names = itertools.chain(*((f"{name}, {GREEDY}", "solved") for name in MODELS[:2]))
-        found.append(_shared.Table(title="Robustness", columns=("setting", *names), rows=robust))
-    return found
+    about = ["series, context", "runs", "epochs"]
+    found = [
+        _shared.Table("Accuracy", [*about, *sum(columns, ()), f"readout, {GREEDY}", "the paper"], learned),
+        _shared.Table("Robustness", ["setting", *(x for of in columns for x in of[::2])], robust),
+    ]
+    return [table for table in found if table.rows]
 
 
 def _name(setting: str, task: str) -> str:
     """Returns the name of a task of a setting, whose label has all of its tasks."""
     return setting if setting.startswith(f"{task},") else f"{task} of {setting}"
-
-
-def _accuracy(row: Mapping[str, Any], name: str) -> _shared.Mean:
-    error = row[f"{name}_error"]
-    return _shared.Mean(row[name], np.nan if error is None else error)
 
 
 def _draw_curves(path, rows):
@@ -554,6 +506,25 @@ def _draw_attention(path, weights):
     figure.colorbar(picture, ax=panels, label="log10 of the weight", shrink=0.8)
     plotting.save(figure, path)
 
+
+_FLAGS = {
+    field.name: {
+        "type": field.type,
+        "choices": field.metadata["choices"] or None,
+        "help": f"{field.metadata['help']} Most figures have {field.default}.",
+    }
+    for field in dataclasses.fields(Setting)
+    if "help" in field.metadata
+}
+main = _shared.Experiment(
+    name="nt_tasks",
+    description=__doc__,
+    plans=PLANS,
+    variants=tuple(FIGURES),
+    trains=False,
+    more=_FLAGS,
+    run=_experiment,
+)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -45,15 +45,6 @@ _WEIGHT_DECAY = 0.1
 Folders = dict[tuple[str, float, int], pathlib.Path]
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the experiment with the arguments after its name; returns the exit code."""
-    return _shared.run(
-        _shared.Experiment(name="optimizers", description=__doc__, plans=PLANS, variants=VARIANTS),
-        arguments,
-        _run,
-    )
-
-
 def _run(options: _shared.Options) -> None:
     folders: Folders = {}
     first, *others = options.plan.seeds
@@ -180,39 +171,37 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
     rows = [{**row, "loss": _shared.from_json(row["loss"])} for row in content["rows"]]
     found = _at_best_rates(rows)
-    order = sorted(found, key=lambda name: _rank(_shared.mean(found[name][1]).value))
-    first = rows[0]["seed"]
-    tried = {
-        name: sorted(
-            (row["learning_rate"], row["loss"])
-            for row in rows
-            if row["variant"] == name and row["seed"] == first
-        )
-        for name in order
-    }
+    found = dict(sorted(found.items(), key=lambda item: _rank(_shared.mean(item[1][1]).value)))
+    tried: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["seed"] == rows[0]["seed"]:
+            tried.setdefault(row["variant"], []).append((row["learning_rate"], row["loss"]))
     return [
         _shared.Table(
-            title="Held-out loss at the best rate, nats per token",
-            columns=("", "loss", "learning rate", "bytes of state per parameter"),
-            rows=[
+            "Held-out loss at the best rate, nats per token",
+            ("", "loss", "learning rate", "bytes of state per parameter"),
+            [
                 (
                     name,
-                    str(_shared.mean(found[name][1])),
-                    f"{found[name][0]:.2g}",
+                    str(_shared.mean(losses)),
+                    f"{rate:.2g}",
                     f"{content['bytes_per_parameter'][name]:.1f}",
                 )
-                for name in order
+                for name, (rate, losses) in found.items()
             ],
         ),
         _shared.Table(
-            title="Held-out loss of the first seed by learning rate",
-            columns=("", "loss at each rate"),
-            rows=[
-                (name, ", ".join(f"{rate:.2g}: {loss:.3f}" for rate, loss in tried[name])) for name in order
+            "Held-out loss of the first seed by learning rate",
+            ("", "loss at each rate"),
+            [
+                (name, ", ".join(f"{rate:.2g}: {loss:.3f}" for rate, loss in sorted(tried[name])))
+                for name in found
             ],
         ),
     ]
 
+
+main = _shared.Experiment(name="optimizers", description=__doc__, plans=PLANS, variants=VARIANTS, run=_run)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

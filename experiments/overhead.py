@@ -32,33 +32,15 @@ PLANS = {
 _FORMS = {2: ("attention", "chunked"), 4: ("attention",)}
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the experiment with the arguments after its name; returns the exit code."""
-    return _shared.run(
-        _shared.Experiment(
-            name="overhead",
-            description=__doc__,
-            plans=PLANS,
-            variants=VARIANTS,
-            base=_BASE,
-            powers=tuple(_FORMS),
-            trains=False,
-        ),
-        arguments,
-        _experiment,
-    )
-
-
 def _experiment(options: _shared.Options) -> None:
     counts = parameter_counts(options.variants)
     rows = [row for form in _FORMS[options.power] for row in _measure(options, form)]
-    named = {f"{row['what']}, {row['form']} form: {row['variant']}": row for row in rows}
     path = _shared.write(options, rows, (), power=options.power, parameters=counts)
     _shared.draw_values(
         path,
         [
-            (name, row["relative"], row["low"], row["high"])
-            for name, row in named.items()
+            (f"{row['what']}, {row['form']} form: {row['variant']}", row["relative"], row["low"], row["high"])
+            for row in rows
             if row["variant"] != _BASE
         ],
         title="Time relative to sympow",
@@ -71,32 +53,30 @@ def _experiment(options: _shared.Options) -> None:
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
     counts, power = content["parameters"], content["power"]
-    base = {
-        (row["what"], row["form"]): row["milliseconds"] for row in content["rows"] if row["variant"] == _BASE
-    }
+    measured: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in content["rows"]:
+        measured.setdefault(f"{row['what']}, {row['form']} form", {})[row["variant"]] = row
     variants = [name for name in counts if name != _BASE]
-    relative = {(row["what"], row["form"], row["variant"]): row["relative"] for row in content["rows"]}
-    tokens = {(row["what"], row["form"]): row["tokens"] for row in content["rows"]}
     return [
         _shared.Table(
-            title="Parameters of the 124M model",
-            columns=("", "parameters", "more than sympow", "the paper's"),
-            rows=[
+            "Parameters of the 124M model",
+            ("", "parameters", "more than sympow", "the paper's"),
+            [
                 (name, f"{count:,}", f"{count / counts[_BASE] - 1:.3%}", _PAPER[name])
                 for name, count in counts.items()
             ],
         ),
         _shared.Table(
-            title=f"Time relative to sympow, p = {power}, median over rounds taken in turns",
-            columns=(f"p = {power}", "tokens", "sympow, ms", *variants),
-            rows=[
+            f"Time relative to sympow, p = {power}, median over rounds taken in turns",
+            (f"p = {power}", "tokens", "sympow, ms", *variants),
+            [
                 (
-                    f"{what}, {form} form",
-                    f"{tokens[what, form]:,}",
-                    f"{milliseconds:.0f}",
-                    *(f"{relative[what, form, name]:.2f}x" for name in variants),
+                    name,
+                    f"{by[_BASE]['tokens']:,}",
+                    f"{by[_BASE]['milliseconds']:.0f}",
+                    *(f"{by[variant]['relative']:.2f}x" for variant in variants),
                 )
-                for (what, form), milliseconds in base.items()
+                for name, by in measured.items()
             ],
         ),
     ]
@@ -142,6 +122,17 @@ def _measure(options: _shared.Options, form: str) -> Iterator[dict[str, Any]]:
                 "high": high,
             }
 
+
+main = _shared.Experiment(
+    name="overhead",
+    description=__doc__,
+    plans=PLANS,
+    variants=VARIANTS,
+    base=_BASE,
+    powers=tuple(_FORMS),
+    trains=False,
+    run=_experiment,
+)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -7,6 +7,7 @@ model at 2 bytes per element. The third is the state of vanilla linear attention
 """
 
 import dataclasses
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,17 +34,6 @@ _ARTICLE = {_BASE: "1", "p=2": "1.03", "p=4": "0.98", "p=6": "0.97"}
 _STATE_POWERS = (2, 4, 6, 8)
 _LINEAR_SIZES = ("gpt2_124m", "gpt2_335m", "gpt2_774m", "gpt2_1558m")
 _ARTICLE_RATIOS = ("0.0048", "0.0045", "0.0037", "0.0031")
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the experiment with the arguments after its name; returns the exit code."""
-    return _shared.run(
-        _shared.Experiment(
-            name="powers", description=__doc__, plans=PLANS, variants=tuple(_ATTENTIONS), base=_BASE
-        ),
-        arguments,
-        _experiment,
-    )
 
 
 def _experiment(options: _shared.Options) -> None:
@@ -112,26 +102,25 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
     rows = content["rows"]
     losses, ratios = (_shared.means(rows, ("variant",), column) for column in ("loss", "relative_loss"))
-    differences = _shared.difference_table("Differences, nats per token", rows, "context", _PAIRS)
     return [
         _shared.Table(
-            title="Final training loss, nats per token",
-            columns=("", "loss", "relative to softmax", "the article's, after 100,000 updates"),
-            rows=[(name, str(losses[name,]), str(ratios[name,]), _ARTICLE[name]) for (name,) in losses],
+            "Final training loss, nats per token",
+            ("", "loss", "relative to softmax", "the article's, after 100,000 updates"),
+            [(name, str(losses[name,]), str(ratios[name,]), _ARTICLE[name]) for (name,) in losses],
         ),
-        dataclasses.replace(differences, columns=("", "difference")),
+        _shared.difference_table("Differences, nats per token", rows, None, _PAIRS),
         _shared.Table(
-            title="State of the 124M model, 2 bytes per element",
-            columns=("p", "tensor power", "symmetric power", "saved"),
-            rows=[
-                (str(row["power"]), _amount(row["tensor"]), _amount(row["symmetric"]), _saved(row))
-                for row in content["state_bytes"]
+            "State of the 124M model, 2 bytes per element",
+            ("p", "tensor power", "symmetric power", "saved"),
+            [
+                (f"{power}", _amount(tensor), _amount(symmetric), f"{1 - symmetric / tensor:.3%}")
+                for power, tensor, symmetric in map(dict.values, content["state_bytes"])
             ],
         ),
         _shared.Table(
-            title="State of vanilla linear attention, elements",
-            columns=("model", "weights", "state", "ratio", "the article's ratio"),
-            rows=[
+            "State of vanilla linear attention, elements",
+            ("model", "weights", "state", "ratio", "the article's ratio"),
+            [
                 (row["model"], f"{row['weights']:,}", f"{row['state']:,}", f"{row['ratio']:.4f}", ratio)
                 for row, ratio in zip(content["linear_state"], _ARTICLE_RATIOS)
             ],
@@ -139,17 +128,14 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     ]
 
 
-def _saved(row: Mapping[str, int]) -> str:
-    return f"{1 - row['symmetric'] / row['tensor']:.3%}"
-
-
 def _amount(size: float) -> str:
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} EB"
+    magnitude = math.floor(math.log10(size) / 3)
+    return f"{size / 1000**magnitude:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB', 'EB')[magnitude]}"
 
+
+main = _shared.Experiment(
+    name="powers", description=__doc__, plans=PLANS, variants=tuple(_ATTENTIONS), base=_BASE, run=_experiment
+)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

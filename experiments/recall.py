@@ -26,7 +26,6 @@ the number of pairs at which accuracy falls below 90 %, interpolated over the lo
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import pathlib
 import sys
@@ -309,12 +308,10 @@ def train(
     schedule = optax.warmup_cosine_decay_schedule(0.0, setting.rate, warmup, steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
     state = parameters, jax.vmap(optimizer.init)(parameters)
-    about = {"setting": dataclasses.asdict(setting), "task": task, "model": dataclasses.asdict(shape)}
-    about = json.loads(json.dumps(about | {"seeds": list(seeds), "steps": steps}))
-    before, restored = _shared.restore_arrays(path, state)
-    done = 0
-    if before.get("training") == about:
-        done, state = before["step"], restored
+    training = {"setting": dataclasses.asdict(setting), "task": task, "model": dataclasses.asdict(shape)}
+    about = {"training": training | {"seeds": list(seeds), "steps": steps}}
+    before, state = _shared.restore_arrays(path, state, about)
+    done = before.get("step", 0)
 
     def update(parameters, optimizer_state, key, step):
         batch = draw(setting, task, jax.random.fold_in(key, step), test=False)
@@ -354,7 +351,7 @@ def train(
         state = advance(state, start, stop)
         if not all(jnp.isfinite(x).all() for x in jax.tree.leaves(state[0])):
             raise ValueError(f"{path.stem}: training diverged by update {stop:,}; choose other --seeds")
-        _shared.save_arrays(path, state, {"training": about, "step": stop})
+        _shared.save_arrays(path, state, about | {"step": stop})
         print(f"  update {stop:,} of {steps:,}", flush=True)
     return np.asarray(test(state[0]))
 
@@ -372,15 +369,6 @@ def recalled(points: Sequence[int], accuracies: Sequence[float]) -> float:
         return 0.0
     share = (accuracies[low - 1] - RECALLED) / (accuracies[low - 1] - accuracies[low])
     return float(points[low - 1] * (points[low] / points[low - 1]) ** share)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the experiment with the arguments after its name; returns the exit code."""
-    return _shared.run(
-        _shared.Experiment(name="recall", description=__doc__, plans=PLANS, variants=VARIANTS, trains=False),
-        arguments,
-        _experiment,
-    )
 
 
 def _experiment(options: _shared.Options) -> None:
@@ -432,33 +420,26 @@ def capacities(rows: Iterable[_shared.Row]) -> dict[tuple[str, int, int], _share
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
-    rows = content["rows"]
-    accuracies = _shared.means(rows, ("task", *_MODEL, "point"), "accuracy")
     found = []
     for task, title in TASKS.items():
+        rows = [row for row in content["rows"] if row["task"] == task]
+        accuracies, capacity = _shared.means(rows, (*_MODEL, "point"), "accuracy"), capacities(rows)
+        points = list(dict.fromkeys(row["point"] for row in rows))
         # Powers of two, without the smallest, where accuracies hardly differ.
-        points = [
-            x for key, *_, x in dict.fromkeys((row["task"], row["point"]) for row in rows) if key == task
-        ]
-        points = [x for x in points if x >= _LEAST_SHOWN and not x & (x - 1)]
-        shown = dict.fromkeys(tuple(row[name] for name in _MODEL) for row in rows if row["task"] == task)
-        capacity = capacities(rows) if task == "pairs" else {}
-        largest = max(row["point"] for row in rows if row["task"] == task)
-        cells = [
-            (
-                *(str(part) if isinstance(part, str) else f"{part:,}" for part in model),
-                *([_capacity(capacity[model], largest)] if capacity else ()),
-                *(str(accuracies[task, *model, x]) for x in points),
-            )
-            for model in shown
-        ]
+        shown = [x for x in points if x >= _LEAST_SHOWN and not x & (x - 1)]
+        cells = []
+        for model in dict.fromkeys(tuple(row[name] for name in _MODEL) for row in rows):
+            variant, head_dim, size = model
+            line = [variant, f"{head_dim:,}", f"{size:,}"]
+            if mean := capacity.get(model):
+                at_least = mean.value == max(points)
+                line.append(
+                    f"at least {max(points)}" if at_least else f"{mean.value:.1f}{mean.error_text(1)}"
+                )
+            cells.append([*line, *(str(accuracies[*model, x]) for x in shown)])
         columns = "", "head size", "bytes of state", *(["pairs at 90 %"] if capacity else ())
-        found.append(_shared.Table(title=title, columns=(*columns, *(f"{x:,}" for x in points)), rows=cells))
+        found.append(_shared.Table(title, (*columns, *(f"{x:,}" for x in shown)), cells))
     return found
-
-
-def _capacity(mean: _shared.Mean, largest: int) -> str:
-    return f"at least {largest}" if mean.value == largest else f"{mean.value:.1f}{mean.error_text(1)}"
 
 
 def _draw(path, setting, rows, seeds):
@@ -507,6 +488,10 @@ def _ticks(points: Sequence[int]) -> list[int]:
     """Returns the powers of four among the points."""
     return [point for point in points if point & (point - 1) == 0 and point.bit_length() % 2]
 
+
+main = _shared.Experiment(
+    name="recall", description=__doc__, plans=PLANS, variants=VARIANTS, trains=False, run=_experiment
+)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

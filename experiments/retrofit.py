@@ -38,40 +38,21 @@ VARIANTS: dict[str, dict[str, str]] = {
 STARTS = ("direct", "matched", "scratch")
 # Updates of the softmax model and of the first stage, relative to the second stage.
 _BASE_RATIO, _FIRST_RATIO = 15, 1 / 3
-_RATES = {"base": 2e-3, "match": 2e-3, "retrofit": 1e-3, "scratch": 2e-3}
+_RATES = {"base": 2e-3, "match": 2e-3, "direct": 1e-3, "matched": 1e-3, "scratch": 2e-3}
 _BODY: dict[str, Any] = {"norm": "rms", "activation": "swiglu", "embedding_norm": False}
 _HELDOUT_TIMES = 10
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the experiment with the arguments after its name; returns the exit code."""
-    return _shared.run(
-        _shared.Experiment(name="retrofit", description=__doc__, plans=PLANS, variants=tuple(VARIANTS)),
-        arguments,
-        _report,
-    )
 
 
 def _report(options: _shared.Options) -> None:
     base, folders = _train(options)
     lengths = options.plan.lengths
-    rows = [
-        {
-            "variant": variant,
-            "start": start,
-            "seed": seed,
-            "context_length": row["context_length"],
-            "loss": row["loss"],
-        }
-        for (variant, start, seed), folder in folders.items()
-        for row in _shared.evaluation(folder)
-    ]
-    curves = [
-        {"variant": variant, "start": start, "seed": seed, "step": step, "loss": loss}
-        for (variant, start, seed), folder in folders.items()
-        for step, loss in _shared.heldout_curve(folder)
-    ]
-    softmax = [{key: row[key] for key in ("context_length", "loss")} for row in _shared.evaluation(base)]
+    columns = ("context_length", "loss")
+    softmax = [{key: row[key] for key in columns} for row in _shared.evaluation(base)]
+    rows, curves = [], []
+    for key, folder in folders.items():
+        about = dict(zip(("variant", "start", "seed"), key))
+        rows += [about | {key: row[key] for key in columns} for row in _shared.evaluation(folder)]
+        curves += [about | {"step": step, "loss": loss} for step, loss in _shared.heldout_curve(folder)]
     path = _shared.write(options, rows, [base, *folders.values()], curves=curves, softmax=softmax)
     panels = [_curves_panel(options, variant, curves) for variant in options.variants]
     matched = [row for row in rows if row["start"] == "matched"]
@@ -112,42 +93,31 @@ def _train(options: _shared.Options) -> tuple[pathlib.Path, dict[tuple[str, str,
     base_steps = _BASE_RATIO * steps
     base = _settings(options, steps=base_steps)
     (folder,) = _shared.train_all(options, {"base": (f"retrofit_base_steps{base_steps}", base)}).values()
-    keys = list(itertools.product(options.variants, plan.seeds))
+    keys, whole = list(itertools.product(options.variants, plan.seeds)), first + steps
 
     def retrofit(variant: str, **more: str) -> config.Config:
         arguments = VARIANTS[variant] | more
         return config.load(f'retrofit:"{folder}",{",".join(f"{name}={x}" for name, x in arguments.items())}')
 
-    def run(found: config.Config, key: tuple[str, int], name: str, *, rate: str, steps: int):
-        variant, seed = key
-        label = f"retrofit_{variant.replace(' ', '_')}_of{base_steps}_seed{seed}_{name}"
-        return label, _changed(options, found, rate=rate, steps=steps, seed=seed)
+    def run(
+        start: str, variant: str, seed: int, found: config.Config, steps: int
+    ) -> tuple[str, config.Config]:
+        length = f"{first}_{steps}" if start == "matched" else f"{steps}"
+        label = f"retrofit_{variant.replace(' ', '_')}_of{base_steps}_seed{seed}_{start}{length}"
+        return label, _changed(options, found, rate=_RATES[start], steps=steps, seed=seed)
 
-    matches = _shared.train_all(
-        options,
-        {
-            key: run(retrofit(key[0], match="true"), key, f"match{first}", rate="match", steps=first)
-            for key in keys
-        },
-    )
-    whole = first + steps
-    runs: dict[tuple[str, str, int], tuple[str, config.Config]] = {}
-    for key in keys:
-        variant, seed = key
-        direct = retrofit(variant)
-        matched = config.load(f'retrofit:"{matches[key]}"')
+    match = {key: run("match", *key, retrofit(key[0], match="true"), first) for key in keys}
+    matches = _shared.train_all(options, match)
+    runs = {}
+    for variant, seed in keys:
+        direct, matched = retrofit(variant), config.load(f'retrofit:"{matches[variant, seed]}"')
         # Gates of a new model begin at 1/2.
         attention = dataclasses.replace(direct.model.attention, decay_bias=None)
-        scratch = dataclasses.replace(
-            direct, model=dataclasses.replace(direct.model, attention=attention), task=config.TaskConfig()
-        )
-        runs |= {
-            (variant, "direct", seed): run(direct, key, f"direct{whole}", rate="retrofit", steps=whole),
-            (variant, "matched", seed): run(
-                matched, key, f"matched{first}_{steps}", rate="retrofit", steps=steps
-            ),
-            (variant, "scratch", seed): run(scratch, key, f"scratch{whole}", rate="scratch", steps=whole),
-        }
+        model = dataclasses.replace(direct.model, attention=attention)
+        scratch = dataclasses.replace(direct, model=model, task=config.TaskConfig())
+        starts = ("direct", direct, whole), ("matched", matched, steps), ("scratch", scratch, whole)
+        for start, found, updates in starts:
+            runs[variant, start, seed] = run(start, variant, seed, found, updates)
     return folder, _shared.train_all(options, runs)
 
 
@@ -158,15 +128,15 @@ def _settings(options: _shared.Options, *, steps: int) -> config.Config:
     found = _shared.settings(options, attention, context=context, seed=0)
     model = dataclasses.replace(found.model, layers=max(2, found.model.layers), **_BODY)
     found = dataclasses.replace(found, model=model)
-    return _changed(options, found, rate="base", steps=steps, seed=0)
+    return _changed(options, found, rate=_RATES["base"], steps=steps, seed=0)
 
 
 def _changed(
-    options: _shared.Options, settings: config.Config, *, rate: str, steps: int, seed: int
+    options: _shared.Options, settings: config.Config, *, rate: float, steps: int, seed: int
 ) -> config.Config:
     """Returns settings with the optimizer, length, seed and evaluation of this experiment."""
     optimizer = config.OptimizerConfig(
-        learning_rate=_RATES[rate], schedule="cosine", warmup_steps=min(20, steps // 2), clip_norm=1.0
+        learning_rate=rate, schedule="cosine", warmup_steps=min(20, steps // 2), clip_norm=1.0
     )
     lengths = () if settings.task.replaces_attention else options.plan.lengths
     return dataclasses.replace(
@@ -177,9 +147,7 @@ def _changed(
         ),
         data=dataclasses.replace(settings.data, seed=seed),
         evaluation=config.EvaluationConfig(
-            context_lengths=lengths,
-            documents=options.plan.documents,
-            every=max(1, steps // _HELDOUT_TIMES),
+            context_lengths=lengths, documents=options.plan.documents, every=max(1, steps // _HELDOUT_TIMES)
         ),
     )
 
@@ -205,13 +173,13 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     base = ("softmax", *(f"{row['loss']:.3f}" for row in softmax))
     made = [
         _shared.Table(
-            title=f"Held-out loss at positions up to, {start}",
-            columns=columns,
-            rows=[
+            f"Held-out loss at positions up to, {start}",
+            columns,
+            [
                 base,
                 *(
-                    (variant, *(f"{found[variant, start, length].value:.3f}" for length in lengths))
-                    for variant in variants
+                    (name, *(f"{found[name, start, length].value:.3f}" for length in lengths))
+                    for name in variants
                 ),
             ],
         )
@@ -223,6 +191,10 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
         made.append(_shared.difference_table(f"Differences, {variant}", of_variant, "context_length", pairs))
     return made
 
+
+main = _shared.Experiment(
+    name="retrofit", description=__doc__, plans=PLANS, variants=tuple(VARIANTS), run=_report
+)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from experiments import _shared
@@ -37,29 +37,6 @@ _PAIRS = (
 )
 # Half of the other experiments' tokens per update: more updates in the time.
 _TOY_TOKENS = 1024
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Runs the experiment with the arguments after its name; returns the exit code."""
-    return _shared.run(
-        _shared.Experiment(
-            name="rotation_rates",
-            description=__doc__,
-            plans=PLANS,
-            variants=VARIANTS,
-            base=_BASE,
-            powers=(2, 4),
-            more={
-                "context": {
-                    "type": _shared.positive,
-                    "metavar": "T",
-                    "help": "Training context; held-out losses are of positions to it and to four times it.",
-                }
-            },
-        ),
-        arguments,
-        _experiment,
-    )
 
 
 def settings(options: _shared.Options, variant: str, seed: int) -> config.Config:
@@ -139,6 +116,23 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
         _shared.difference_table("Differences, nats per token", long, "loss of", _PAIRS),
     ]
 
+
+main = _shared.Experiment(
+    name="rotation_rates",
+    description=__doc__,
+    plans=PLANS,
+    variants=VARIANTS,
+    base=_BASE,
+    powers=(2, 4),
+    more={
+        "context": {
+            "type": _shared.positive,
+            "metavar": "T",
+            "help": "Training context; held-out losses are of positions to it and to four times it.",
+        }
+    },
+    run=_experiment,
+)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

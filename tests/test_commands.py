@@ -72,14 +72,9 @@ def test_a_script_is_the_command_under_its_own_name(name, capsys, monkeypatch):
     assert of_command.split() == of_script.split()
 
 
-@pytest.mark.parametrize("program", ["sympow train", "train.py"])
-def test_a_missing_package_is_one_line_that_names_the_extra(program, tmp_path, monkeypatch):
+def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path, monkeypatch):
     (tmp_path / "command_without_its_package.py").write_text("import not_installed")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(commands.COMMANDS, "train", ("command_without_its_package", ""))
-    with pytest.raises(SystemExit) as stopped:
-        commands.run("train", [], program=program)
-    expected = (
-        f"error: {program} needs not_installed, which is not installed: pip install 'sympow-jax[train]'"
-    )
-    assert stopped.value.code == expected
+    with pytest.raises(SystemExit, match=r"^error: train.py needs not_installed, .*'sympow-jax\[train\]'$"):
+        commands.run("train", [], program="train.py")

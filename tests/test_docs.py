@@ -73,14 +73,14 @@ def folder(tmp_path_factory):
         (folder / "books" / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps. " * 8)
     settings = {
         "model.layers": 2,
-        "model.width": 32,
-        "model.heads": 4,
+        "model.width": 16,
+        "model.heads": 2,
         "data.paths": f"{folder}/books/*.txt",
         "data.heldout_fraction": 0.3,
         "data.context_length": 32,
         "data.batch_tokens": 128,
         "training.steps": 3,
-        "evaluation.context_lengths": "16,32,64",
+        "evaluation.context_lengths": "16,32",
     }
     arguments = [f"--config={ROOT}/configs/quickstart.py", f"--workdir={folder}/runs/quickstart"]
     assert launch.main([*arguments, *(f"--config.{name}={value}" for name, value in settings.items())]) == 0

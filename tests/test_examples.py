@@ -4,7 +4,6 @@ import asyncio
 import concurrent.futures
 import contextlib
 import json
-import os
 import pathlib
 import re
 import runpy
@@ -17,10 +16,12 @@ import time
 import urllib.error
 import urllib.request
 
+import jax
 import numpy as np
 import pytest
 
 from sympow_jax import config, data, generation, models
+from tests import devices
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 # Examples for meshes, which run on any number of devices.
@@ -62,37 +63,31 @@ def test_an_equinox_model_learns():
     assert losses[-1] < 0.5
 
 
-def run_on_devices(name, devices):
-    """Returns the output of an example on a given number of devices."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py")],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+def run_on_devices(name, count, capsys):
+    """Returns the output of an example on a number of devices; the mesh that it sets is reset."""
+    with devices.seen(count), jax.set_mesh(jax.make_mesh((1,), ("before",))):
+        run(name)
+    return capsys.readouterr().out
 
 
 @pytest.mark.robust
-def test_an_explicit_mesh():
-    printed = run_on_devices("explicit_mesh", 4)
+def test_an_explicit_mesh(capsys):
+    printed = run_on_devices("explicit_mesh", 4, capsys)
     assert "output float32[8@data,256,4,32], state float32[8@data,4,528,32]\n" in printed
     assert "gradient float32[8@data,256,4,32]\n" in printed
     assert float(printed.split()[-1]) < 1e-5
 
 
 @pytest.mark.robust
-def test_shard_map():
-    printed = run_on_devices("in_shard_map", 4)
+def test_shard_map(capsys):
+    printed = run_on_devices("in_shard_map", 4, capsys)
     assert "output float32[4@data,256,4@heads,32]\n" in printed
     assert float(printed.split()[-1]) < 1e-5
 
 
 @pytest.mark.robust
-def test_a_trainer_with_its_own_mesh():
-    printed = run_on_devices("sharded_trainer", 4)
+def test_a_trainer_with_its_own_mesh(capsys):
+    printed = run_on_devices("sharded_trainer", 4, capsys)
     assert "query float32[32@data,32@model]\n" in printed
     first, last = map(float, re.search(r"loss (\S+) at first, (\S+) after 20 steps", printed).groups())
     assert first > 2.5  # log 16 = 2.77
@@ -101,8 +96,8 @@ def test_a_trainer_with_its_own_mesh():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(MESHES))
-def test_meshes_of_one_device(name):
-    run_on_devices(name, 1)
+def test_meshes_of_one_device(name, capsys):
+    run_on_devices(name, 1, capsys)
 
 
 def small_model(preset="conformal"):
@@ -160,15 +155,16 @@ def test_a_server_of_concurrent_requests(preset):
     serve = runpy.run_path(str(EXAMPLES / "serve.py"))
     model, codec = small_model(preset)
     engine = serve["Engine"](model, codec, slots=2, max_length=64, sampling=SAMPLING)
-    requests = [("def ", 40, 1), ("a", 9, 2), ("def ", 40, 1), ("class A:", 25, 3), ("é", 30, 4)]
+    requests = [("def ", 40, 1), ("é=", 9, 2), ("def ", 40, 1), ("for ", 9, 3), ("def ", 9, 4)]
+
+    def complete(prompt, count, seed):
+        return ask(port, prompt, max_tokens=count, seed=seed)
+
     with serving(serve, engine) as port, concurrent.futures.ThreadPoolExecutor(5) as pool:
-        calls = [
-            pool.submit(ask, port, prompt, max_tokens=count, seed=seed) for prompt, count, seed in requests
-        ]
-        texts = [call.result(timeout=100) for call in calls]
-        for text, (prompt, count, seed) in zip(texts, requests):
-            options = {"max_tokens": count, "sampling": SAMPLING, "seed": seed}
-            assert [text] == generation.complete(model, codec, [prompt], **options)
+        texts = list(pool.map(complete, *zip(*requests), timeout=100))
+        assert texts == [complete(*request) for request in requests]
+        options = {"max_tokens": 40, "sampling": SAMPLING, "seed": 1}
+        assert texts[:1] == generation.complete(model, codec, ["def "], **options)
         stop = texts[0][5:7]
         stopped = ask(port, "def ", max_tokens=40, seed=1, stops=[stop])
         assert stopped == texts[0][: texts[0].index(stop)]

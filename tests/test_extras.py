@@ -1,33 +1,12 @@
-"""Tests of imports without the extra `train`, and of the messages about missing packages."""
+"""Tests of the extra `train`, and of the messages about missing packages."""
 
 import importlib
 import importlib.metadata
-import subprocess
 import sys
 
 import pytest
 
 from sympow_jax import extras
-
-# Modules of the extra `train` that neither jax nor flax need, so a plain installation does not have them.
-TRAINING = {"grain", "matplotlib", "PIL", "tensorboardX"}
-
-
-@pytest.mark.robust
-def test_ops_layers_and_models_import_nothing_of_training():
-    code = f"""
-import sys
-from sympow_jax import ops
-assert "flax" not in sys.modules
-from sympow_jax import config, generation, layers, models
-found = {TRAINING!r} & set(sys.modules)
-found |= {{name for name in sys.modules if name.startswith(("sympow_jax.data", "sympow_jax.training"))}}
-assert not found, found
-from sympow_jax import weights
-assert not {TRAINING!r} & set(sys.modules)
-assert not any(name.startswith("pallas_kernels") for name in sys.modules)
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_train_has_what_it_imports():

@@ -16,22 +16,6 @@ def run(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.robust
-def test_every_package_is_there_after_one_import():
-    folder = pathlib.Path(sympow_jax.__file__).parent
-    # Only the command line reaches `commands`.
-    packages = {path.parent.name for path in folder.glob("*/__init__.py")} - {"commands"} | {
-        "array_types",
-        "loop",
-    }
-    assert packages == set(sympow_jax.__all__) - {"__version__"}
-    assert set(sympow_jax.__all__) <= set(dir(sympow_jax))
-    code = (
-        "import sympow_jax; print(*(getattr(sympow_jax, name).__name__ for name in sympow_jax.__all__[1:]))"
-    )
-    assert run(code).split() == [f"sympow_jax.{name}" for name in sympow_jax.__all__[1:]]
-
-
 def test_version_is_that_of_the_package():
     assert sympow_jax.__version__ == importlib.metadata.version("sympow-jax")
 
@@ -55,15 +39,29 @@ def test_the_import_alone_is_quick():
 
 
 @pytest.mark.robust
-def test_packages_import_no_kernels():
+def test_packages_are_there_after_one_import_and_need_only_what_they_use():
     """Modules that are absent after all these imports are absent after each alone."""
+    folder = pathlib.Path(sympow_jax.__file__).parent
+    # Only the command line reaches `commands`.
+    packages = {path.parent.name for path in folder.glob("*/__init__.py")} - {"commands"}
+    assert packages | {"array_types", "loop"} == set(sympow_jax.__all__) - {"__version__"}
+    assert set(sympow_jax.__all__) <= set(dir(sympow_jax))
+    stages = ["ops"], ["config", "layers", "models", "generation", "weights"], sympow_jax.__all__[1:]
     lines = run(
         "import sys, sympow_jax\n"
-        "for names in ('ops', 'config'), ('layers', 'models'):\n"
-        "    [getattr(sympow_jax, name) for name in names]\n"
+        f"for names in {stages}:\n"
+        "    print(*(getattr(sympow_jax, name).__name__ for name in names))\n"
         "    print(*sys.modules)"
-    )
-    plain, every = map(str.split, lines.splitlines())
-    assert not any(name.startswith("pallas_kernels") for name in every)
-    # flax imports Pallas itself
-    assert not any("pallas" in name or name.startswith("flax") for name in plain)
+    ).splitlines()
+    assert [line.split() for line in lines[::2]] == [
+        [f"sympow_jax.{name}" for name in names] for names in stages
+    ]
+    ops, models, every = (set(line.split()) for line in lines[1::2])
+    # flax imports Pallas itself.
+    assert not [name for name in ops if "pallas" in name or name.startswith("flax")]
+    assert not [name for name in models if name.startswith(("sympow_jax.data", "sympow_jax.training"))]
+    # Packages of the extra `train` that neither jax nor flax need, so a plain installation does not have them.
+    training = {"grain", "matplotlib", "PIL", "tensorboardX"}
+    assert not training & models
+    assert {"matplotlib", "PIL"} <= every
+    assert not [name for name in models if name.startswith("pallas_kernels")]

@@ -14,8 +14,6 @@ import math
 import os
 import re
 
-__all__ = ["Launch", "main", "parse", "report"]
-
 HEADS = 8
 _ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2} | dict.fromkeys(
     ("f32", "s32", "u32"), 4

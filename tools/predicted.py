@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from pallas_kernels import power_state
 from sympow_jax.ops import feature_maps
 
-__all__ = ["BOTH_PASSES", "kernel_seconds", "state_seconds"]
-
 # Ratio of forward and backward together to forward alone.
 BOTH_PASSES = {"attention": 5.3, "chunked": 3.1}
 # To launch a call.

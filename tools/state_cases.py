@@ -10,23 +10,6 @@ from pallas_kernels import power_state
 from pallas_kernels.power_state import config as configs
 from tools import h100
 
-__all__ = [
-    "CHUNKS",
-    "GROUP",
-    "HEADS",
-    "PREDICTED_HEADS",
-    "PREDICTED_TIME",
-    "STATES",
-    "WINDOW",
-    "Case",
-    "brief",
-    "exact",
-    "half",
-    "milliseconds",
-    "parse",
-    "sizes",
-]
-
 # Of the compiled shapes: key heads, query heads for each, chunks, and exact window.
 HEADS, GROUP, CHUNKS, WINDOW = 2, 2, 4, 64
 # Times are predicted for batch 1.

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
 # All measurements on one Hopper GPU, the most important first: benchmarks/hopper/run.sh DIR. It needs no network.
-# Each program has a time limit, 27 minutes in all without `text`, and writes DIR/<part>.json and DIR/<part>.log. The same
-# command again resumes: finished rows are not repeated. DIR/summary.md is written at the end.
+# Each program has a time limit, 23 minutes in all without `text`, and writes DIR/<part>.json and DIR/<part>.log, which
+# ends with its table. The same command again resumes: finished rows are not repeated.
 set -u -o pipefail
 mkdir -p "${1:?usage: run.sh DIR}" && out=$(realpath "$1") && cd "$(dirname "$0")/../.." || exit
 export PYTHONUNBUFFERED=1 JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-/tmp/sympow-jax-compiled}"
 export XDG_CACHE_HOME="$out/verdict"  # the check's verdict, without which training does not use the kernels
 failed=0
-trap 'python -m benchmarks.hopper.summary "$out" >"$out/summary.md"' EXIT
 
 part() {  # NAME SECONDS ARGUMENTS of python
     echo "== $1: at most $2 s"
@@ -20,7 +19,6 @@ part() {  # NAME SECONDS ARGUMENTS of python
 part kernels 420 -m benchmarks.kernels --part=brief --jobs=8 --resume --minutes=6.3
 part hardware 90 -m benchmarks.hopper.hardware --jobs=4 --resume --minutes=0.8
 part chunks 150 -m benchmarks.kernels --part=chunks --jobs=8 --resume --minutes=1.8
-part counters 240 -m benchmarks.hopper.counters --resume --minutes=3
 part training 240 -m benchmarks.training --context={65536,16384,4096} --preset={conformal,softmax} \
     --jobs=3 --resume --minutes=3.3
 part text 900 -m benchmarks.hopper.text --resume --minutes=14

@@ -10,7 +10,6 @@ loss by position.
 """
 
 import dataclasses
-import itertools
 import pathlib
 import sysconfig
 import time
@@ -26,8 +25,6 @@ from benchmarks import _rows
 from sympow_jax import config, models, training
 from sympow_jax.evaluation import buckets, scores
 from sympow_jax.training import sharding
-
-__all__ = ["main", "measure", "read_text"]
 
 PRESETS = ("conformal", "softmax", "sympow_gated", "sympow")
 CONTEXT, TOKENS = 16_384, 65_536
@@ -93,7 +90,17 @@ def measure(row: dict) -> dict:
     folders = [pathlib.Path(folder) for folder in ([row["text"]] if row["text"] else installed)]
     train, heldout = read_text(folders)
     longest = row["lengths"][-1]
-    documents = _documents(heldout, longest, row["documents"])
+    for side, text, needed in (("training", train, row["context"] + 1), ("held-out", heldout, longest)):
+        if len(text) < needed:
+            raise ValueError(
+                f"the {side} text has {len(text):,} bytes and needs {needed:,}: name a folder with more text, of which "
+                f"one subfolder in {HELDOUT} is held out"
+            )
+    # Evenly spaced windows without overlap.
+    windows = len(heldout) // longest
+    count = min(row["documents"], windows)
+    starts = np.arange(count) * windows // count * longest
+    documents = np.stack([heldout[start : start + longest] for start in starts]).astype(np.int32)
     settings = config.load(f"gpt2_124m:{row['preset']}")
     sizes = (benchmarks.training.TINY if row.get("tiny") else {}) | {"vocab_size": 256}
     settings = dataclasses.replace(
@@ -136,26 +143,17 @@ def read_text(folders: Sequence[pathlib.Path]) -> tuple[Int[np.ndarray, " t"], I
     """Returns the bytes of the text files in the folders, for training and held out.
 
     Files of one subfolder, two levels deep, follow each other and are on the same side, so that long contexts are of
-    one project.
-
-    At most `MOST_BYTES` of all folders are read.
-
-    Raises:
-        ValueError: there is no text for one of the two.
+    one project. At most `MOST_BYTES` of all folders are read.
     """
     parts: tuple[list[bytes], list[bytes]] = [], []
     groups: dict[tuple, int] = {}
     size = 0
-    paths = [
-        (folder, path)
-        for folder in folders
-        for path in sorted(folder.rglob("*"))
-        if path.suffix in SUFFIXES and path.is_file()
-    ]
+    paths = [(folder, path) for folder in folders for path in sorted(folder.rglob("*"))]
     for folder, path in paths:
         above = path.relative_to(folder).parts[:-1]
         # Packages inside the standard library's folder come again as packages, maybe on the other side.
-        if above and above[0] in ("site-packages", "dist-packages"):
+        inside = above and above[0] in ("site-packages", "dist-packages")
+        if inside or path.suffix not in SUFFIXES or not path.is_file():
             continue
         content = path.read_bytes()
         if size + len(content) > MOST_BYTES:
@@ -165,53 +163,18 @@ def read_text(folders: Sequence[pathlib.Path]) -> tuple[Int[np.ndarray, " t"], I
         parts[group % HELDOUT == 0].append(content)
         size += len(content)
     train, heldout = (np.frombuffer(b"\n".join(part), np.uint8) for part in parts)
-    if not len(train) or not len(heldout):
-        names = ", ".join(map(str, folders))
-        raise ValueError(
-            f"{names} has {len(train):,} bytes to train on and {len(heldout):,} held out; name a folder with "
-            f"at least {HELDOUT} subfolders of text, of which one in {HELDOUT} is held out"
-        )
     return train, heldout
 
 
 def _batches(
     text: Int[np.ndarray, " t"], context: int, batch_size: int
 ) -> Iterator[dict[str, Int[np.ndarray, "b context"]]]:
-    """Returns an infinite iterator of batches of random windows of the text.
-
-    Raises:
-        ValueError: the text is shorter than a window.
-    """
-    if len(text) <= context:
-        raise ValueError(
-            f"the training text has {len(text):,} bytes; a window has {context + 1:,}: name a folder with more text"
-        )
+    """Yields batches of random windows of the text, indefinitely."""
     random = np.random.default_rng(0)
-
-    def sample():
+    while True:
         starts = random.integers(len(text) - context, size=batch_size)
         tokens = np.stack([text[start : start + context + 1] for start in starts]).astype(np.int32)
-        return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
-
-    return (sample() for _ in itertools.count())
-
-
-def _documents(
-    heldout: Int[np.ndarray, " h"], length: int, count: int
-) -> Int[np.ndarray, "documents length"]:
-    """Returns up to `count` windows of `length` bytes, evenly spaced and without overlap.
-
-    Raises:
-        ValueError: the text is shorter than a window.
-    """
-    available = len(heldout) // length
-    if not available:
-        raise ValueError(
-            f"the held-out text has {len(heldout):,} bytes; evaluation needs {length:,}: name a folder with more text"
-        )
-    count = min(count, available)
-    starts = np.arange(count) * available // count * length
-    return np.stack([heldout[start : start + length] for start in starts]).astype(np.int32)
+        yield {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from experiments._shared.options import (
     positive,
     power_label,
     power_variants,
-    run,
 )
 from experiments._shared.plots import Panel, curves_panel, draw_lines, draw_values, lines
 from experiments._shared.runs import (

@@ -34,33 +34,6 @@ class Plan:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """An experiment as a command.
-
-    Attributes:
-        name: name of its module.
-        description: docstring of its module.
-        plans: plan of each scale.
-        variants: what --variants chooses from.
-        base: variant that may not be left out.
-        powers: degrees that --power offers.
-        trains: whether there are flags about data.
-        paper: name of the config for the paper's scale.
-        more: flags of this experiment alone, by name, each with the keyword arguments of `add_argument`.
-    """
-
-    name: str
-    description: str | None
-    plans: Mapping[str, Plan]
-    variants: Sequence[str]
-    base: str | None = None
-    powers: Sequence[int] = (2,)
-    trains: bool = True
-    paper: str = "gpt2_124m:softmax"
-    more: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({})
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of an experiment: its flags, with the plan of its scale as defaults.
 
@@ -82,84 +55,106 @@ class Options:
     command: str
 
 
-def run(experiment: Experiment, arguments: Sequence[str], main: Callable[[Options], None]) -> int:
-    """Calls `main` with the options in the arguments after the experiment's name; returns the exit code."""
-    with signals.user_errors():
-        flags = _parse(experiment, arguments)
-        if flags.scale == "paper" and experiment.trains and not (flags.data and flags.heldout):
-            raise ValueError(
-                "--scale=paper reads the paper's data: say where with --data=PATH and --heldout=PATH"
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """An experiment as a command, which is called with the arguments after its name.
+
+    Attributes:
+        name: name of its module.
+        description: docstring of its module.
+        run: runs it with its options.
+        plans: plan of each scale.
+        variants: what --variants chooses from.
+        base: variant that may not be left out.
+        powers: degrees that --power offers.
+        trains: whether there are flags about data.
+        paper: name of the config for the paper's scale.
+        more: flags of this experiment alone, by name, each with the keyword arguments of `add_argument`.
+    """
+
+    name: str
+    description: str | None
+    run: Callable[[Options], None]
+    plans: Mapping[str, Plan]
+    variants: Sequence[str]
+    base: str | None = None
+    powers: Sequence[int] = (2,)
+    trains: bool = True
+    paper: str = "gpt2_124m:softmax"
+    more: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({})
+
+    def __call__(self, arguments: Sequence[str]) -> int:
+        """Runs the experiment; returns the exit code. A mistake of the user ends it with one line."""
+        with signals.user_errors():
+            flags = self._parse(arguments)
+            if flags.scale == "paper" and self.trains and not (flags.data and flags.heldout):
+                raise ValueError(
+                    "--scale=paper reads the paper's data: say where with --data=PATH and --heldout=PATH"
+                )
+            plan = self.plans[flags.scale]
+            plan = dataclasses.replace(plan, seeds=flags.seeds or plan.seeds, steps=flags.steps or plan.steps)
+            options = Options(
+                scale=flags.scale,
+                paper=self.paper,
+                plan=plan,
+                variants=flags.variants,
+                power=flags.power,
+                results=over_runs.writable_folder(flags.out / self.name),
+                runs=flags.out / "runs" / flags.scale,
+                data=flags.data or (),
+                heldout=flags.heldout or (),
+                more={flag: getattr(flags, flag) for flag in self.more},
+                command=shlex.join(["python", "-m", f"experiments.{self.name}", *arguments]),
             )
-        plan = experiment.plans[flags.scale]
-        options = Options(
-            scale=flags.scale,
-            paper=experiment.paper,
-            plan=dataclasses.replace(plan, seeds=flags.seeds or plan.seeds, steps=flags.steps or plan.steps),
-            variants=flags.variants,
-            power=flags.power,
-            results=over_runs.writable_folder(flags.out / experiment.name),
-            runs=flags.out / "runs" / flags.scale,
-            data=flags.data or (),
-            heldout=flags.heldout or (),
-            more={flag: getattr(flags, flag) for flag in experiment.more},
-            command=shlex.join(["python", "-m", f"experiments.{experiment.name}", *arguments]),
-        )
-        with jax.default_prng_impl("threefry2x32"), jax.threefry_partitionable(True):
-            main(options)
-        streams.say(f"written to {options.results}")
-        return 0
+            with jax.default_prng_impl("threefry2x32"), jax.threefry_partitionable(True):
+                self.run(options)
+            streams.say(f"written to {options.results}")
+            return 0
 
+    def _parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        def chosen(text: str) -> tuple[str, ...]:
+            names, all_of, base = text.split(","), self.variants, self.base
+            if unknown := [name for name in names if name not in all_of]:
+                raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(all_of)}")
+            if base is not None and (base not in names or names == [base]):
+                fault = f"it has only {base}" if base in names else f"it leaves out {base}"
+                remedy = "add another" if base in names else "add it"
+                raise argparse.ArgumentTypeError(f"{fault}, which all else is relative to; {remedy}")
+            return tuple(name for name in all_of if name in names)
 
-def _parse(experiment: Experiment, arguments: Sequence[str]) -> argparse.Namespace:
-    variants, base = experiment.variants, experiment.base
+        def seeds(text: str) -> tuple[int, ...]:
+            words = text.split(",")
+            numbers = [int(word) for word in words if word.isascii() and word.isdigit() and len(word) <= 10]
+            if len(set(numbers)) < len(words) or max(numbers) >= 2**32:
+                raise argparse.ArgumentTypeError(
+                    f"{text!r} must be whole numbers below 2^32 that differ, such as 0,1,2"
+                )
+            return tuple(numbers)
 
-    def chosen(text: str) -> tuple[str, ...]:
-        names = text.split(",")
-        if unknown := [name for name in names if name not in variants]:
-            raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(variants)}")
-        if base is not None and base not in names:
-            raise argparse.ArgumentTypeError(f"it leaves out {base}, which all else is relative to; add it")
-        if names == [base]:
-            raise argparse.ArgumentTypeError(
-                f"it has only {base}, which all else is relative to; add another"
-            )
-        return tuple(name for name in variants if name in names)
+        def paths(text: str) -> tuple[str, ...]:
+            return tuple(filter(None, text.split(",")))
 
-    def seeds(text: str) -> tuple[int, ...]:
-        words = text.split(",")
-        numbers = [int(word) for word in words if word.isascii() and word.isdigit() and len(word) <= 10]
-        if len(set(numbers)) < len(words) or max(numbers) >= 2**32:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} must be whole numbers below 2^32 that differ, such as 0,1,2"
-            )
-        return tuple(numbers)
-
-    def paths(text: str) -> tuple[str, ...]:
-        return tuple(filter(None, text.split(",")))
-
-    parser = command_line.Parser(
-        prog=f"python -m experiments.{experiment.name}", description=experiment.description
-    )
-    scale = "Minutes on two CPU cores, or the paper's models."
-    where = "Folder for results, in DIR/NAME, and runs, in DIR/runs, where other experiments find them."
-    default = ",".join(variants)
-    add = parser.add_argument
-    add("--scale", choices=tuple(experiment.plans), default="toy", metavar="toy|paper", help=scale)
-    add("--seeds", type=seeds, metavar="0,1,2", help="Seeds of parameters and the order of data.")
-    add("--steps", type=positive, metavar="N", help="Updates of every run.")
-    add("--variants", type=chosen, default=default, metavar="A,B", help="Variants to run.")
-    add("--out", type=pathlib.Path, default=pathlib.Path("runs/experiments"), metavar="DIR", help=where)
-    if len(experiment.powers) > 1:
-        add("--power", type=int, choices=experiment.powers, help="Power p.")
-    if experiment.trains:
-        text = "Training data. For toy: text, or if not given, that of the standard library."
-        add("--data", type=paths, metavar="PATHS", help=text)
-        text = "Held-out data. For toy: if not given, a tenth of the text."
-        add("--heldout", type=paths, metavar="PATHS", help=text)
-    for flag, about in experiment.more.items():
-        add(f"--{flag}", **about)
-    parser.set_defaults(power=experiment.powers[0], data=None, heldout=None)
-    return parser.parse_args(arguments)
+        parser = command_line.Parser(prog=f"python -m experiments.{self.name}", description=self.description)
+        scale = "Minutes on two CPU cores, or the paper's models."
+        where = "Folder for results, in DIR/NAME, and runs, in DIR/runs, where other experiments find them."
+        default = ",".join(self.variants)
+        add = parser.add_argument
+        add("--scale", choices=tuple(self.plans), default="toy", metavar="toy|paper", help=scale)
+        add("--seeds", type=seeds, metavar="0,1,2", help="Seeds of parameters and the order of data.")
+        add("--steps", type=positive, metavar="N", help="Updates of every run.")
+        add("--variants", type=chosen, default=default, metavar="A,B", help="Variants to run.")
+        add("--out", type=pathlib.Path, default=pathlib.Path("runs/experiments"), metavar="DIR", help=where)
+        if len(self.powers) > 1:
+            add("--power", type=int, choices=self.powers, help="Power p.")
+        if self.trains:
+            text = "Training data. For toy: text, or if not given, that of the standard library."
+            add("--data", type=paths, metavar="PATHS", help=text)
+            text = "Held-out data. For toy: if not given, a tenth of the text."
+            add("--heldout", type=paths, metavar="PATHS", help=text)
+        for flag, about in self.more.items():
+            add(f"--{flag}", **about)
+        parser.set_defaults(power=self.powers[0], data=None, heldout=None)
+        return parser.parse_args(arguments)
 
 
 def positive(text: str) -> int:

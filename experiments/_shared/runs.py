@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int32
 
-from experiments._shared.options import Options
+from experiments._shared.options import Options, power_label
 from experiments._shared.statistics import means
 from sympow_jax import config, loop, models, training
 from sympow_jax.config import task as task_lib
@@ -37,7 +37,7 @@ _TINY = config.ModelConfig(vocab_size=256, layers=1, width=16, heads=2, dtype="f
 def train(
     options: Options,
     attentions: Mapping[str, config.AttentionConfig],
-    label: Callable[[str], str],
+    label: Callable[[str], str] | None = None,
     change: Callable[[config.Config, str], config.Config] = lambda found, variant: found,
 ) -> Folders:
     """Trains every variant at every context of the plan with every seed; returns the folders of the runs.
@@ -45,7 +45,8 @@ def train(
     Args:
         options: of the experiment.
         attentions: attention of each variant.
-        label: maps a variant to its name in folders, which is the same in every experiment that uses its runs.
+        label: maps a variant to its name in folders, which is the same in every experiment that uses its runs; by
+            default `power_label`.
         change: maps the `settings` of a run and its variant to those it is trained with.
 
     Raises:
@@ -53,18 +54,15 @@ def train(
     """
     plan, runs = options.plan, {}
     for seed, context, variant in itertools.product(plan.seeds, plan.contexts, options.variants):
-        name = f"{label(variant).replace(' ', '_')}_context{context}_steps{plan.steps}_seed{seed}"
+        name = label(variant) if label else power_label(variant, options.power)
+        name = f"{name.replace(' ', '_')}_context{context}_steps{plan.steps}_seed{seed}"
         found = settings(options, attentions[variant], context=context, seed=seed)
         runs[variant, context, seed] = name, change(found, variant)
     return train_all(options, runs)
 
 
 def settings(
-    options: Options,
-    attention: config.AttentionConfig,
-    *,
-    context: int,
-    seed: int,
+    options: Options, attention: config.AttentionConfig, *, context: int, seed: int
 ) -> config.Config:
     """Returns the config of a run with this attention at a training context.
 
@@ -77,25 +75,18 @@ def settings(
     """
     plan = options.plan
     base = config.load("quickstart:softmax" if options.scale != "paper" else options.paper)
-    changed = dataclasses.replace(base.training, steps=plan.steps, seed=seed)
+    changed: dict[str, Any] = {"steps": plan.steps, "seed": seed}
     tokens = base.data.batch_tokens
     if options.scale != "paper":
+        changed |= {"checkpoint_every": 100, "keep_checkpoints": 1, "log_every": 100}
         tokens = _TOY_TOKENS if options.scale == "toy" else 2 * context
-        changed = dataclasses.replace(changed, checkpoint_every=100, keep_checkpoints=1, log_every=100)
+    data: dict[str, Any] = {"paths": options.data, "heldout_paths": options.heldout, "seed": seed}
     shape = _TINY if options.scale == "tiny" else base.model
-    data = dataclasses.replace(
-        base.data,
-        paths=options.data,
-        heldout_paths=options.heldout,
-        context_length=context,
-        batch_tokens=tokens,
-        seed=seed,
-    )
     return dataclasses.replace(
         base,
         model=dataclasses.replace(shape, attention=attention),
-        data=data,
-        training=changed,
+        data=dataclasses.replace(base.data, context_length=context, batch_tokens=tokens, **data),
+        training=dataclasses.replace(base.training, **changed),
         evaluation=config.EvaluationConfig(context_lengths=plan.lengths, documents=plan.documents),
     )
 
@@ -265,10 +256,11 @@ def save_arrays(path: pathlib.Path, state: Any, about: Mapping[str, Any]) -> Non
         np.savez(draft, *jax.tree.leaves(state), about=json.dumps(about))
 
 
-def restore_arrays(path: pathlib.Path, state: Any) -> tuple[dict[str, Any], Any]:
-    """Returns what `save_arrays` saved: the JSON, and arrays in the structure of `state`.
+def restore_arrays(path: pathlib.Path, state: Any, about: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Returns what `save_arrays` saved of the training that `about` describes, among other things.
 
-    Without a file, the JSON is empty, and the state is returned as it is.
+    This is the JSON, and arrays in the structure of `state`. If there is no file, or one of another training, the JSON
+    is empty, and the state is returned as it is.
 
     Raises:
         ValueError: the file is damaged, or its arrays are those of another state.
@@ -278,13 +270,15 @@ def restore_arrays(path: pathlib.Path, state: Any) -> tuple[dict[str, Any], Any]
     leaves, tree = jax.tree.flatten(state)
     try:
         with np.load(path) as file:
-            about = json.loads(str(file["about"]))
+            before = json.loads(str(file["about"]))
             saved = [file[f"arr_{index}"] for index in range(len(leaves))]
     except (zipfile.BadZipFile, EOFError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} is not a saved training or is damaged; delete it, or use another --out"
         ) from error
     kinds = [[(x.shape, x.dtype) for x in arrays] for arrays in (leaves, saved)]
-    if kinds[0] != kinds[1] or not isinstance(about, dict):
+    if kinds[0] != kinds[1] or not isinstance(before, dict):
         raise ValueError(f"{path} has the arrays of another training; delete it, or use another --out")
-    return about, jax.tree.unflatten(tree, [jnp.asarray(x) for x in saved])
+    if before | json.loads(json.dumps(about)) != before:
+        return {}, state
+    return before, jax.tree.unflatten(tree, [jnp.asarray(x) for x in saved])

@@ -22,7 +22,7 @@ _PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "numpy")
 _DIGITS = 6
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Table:
     """Table that a command prints and that the page of experiments has."""
 
@@ -47,9 +47,9 @@ def loss_table(title: str, rows: Sequence[Row], by: str, value: str = "loss") ->
 
 
 def difference_table(
-    title: str, rows: Sequence[Row], by: str, pairs: Iterable[tuple[str, str]], value: str = "loss"
+    title: str, rows: Sequence[Row], by: str | None, pairs: Iterable[tuple[str, str]], value: str = "loss"
 ) -> Table:
-    """Returns the differences between pairs of variants, with the values of column `by` as columns.
+    """Returns the differences between pairs of variants, with the values of column `by`, if any, as columns.
 
     Those of more than two standard errors are bold.
     """
@@ -61,14 +61,14 @@ def difference_table(
     return _table(title, rows, by, cells)
 
 
-def _table(title: str, rows: Sequence[Row], by: str, cells: Mapping[tuple[str, Any], str]) -> Table:
+def _table(title: str, rows: Sequence[Row], by: str | None, cells: Mapping[tuple[str, Any], str]) -> Table:
     """Returns a table of cells, by their name and the value of column `by`."""
-    names, places = dict.fromkeys(name for name, _ in cells), dict.fromkeys(row[by] for row in rows)
-    return Table(
-        title=title,
-        columns=("", *(f"{place:,}" if isinstance(place, int) else place for place in places)),
-        rows=[(name, *(cells[name, place] for place in places)) for name in names],
+    names, places = (
+        dict.fromkeys(name for name, _ in cells),
+        dict.fromkeys(row[by] if by else None for row in rows),
     )
+    columns = [f"{place:,}" if isinstance(place, int) else place or "difference" for place in places]
+    return Table(title, ("", *columns), [(name, *(cells[name, place] for place in places)) for name in names])
 
 
 def print_tables(path: pathlib.Path, tables: Tables) -> None:

@@ -22,15 +22,10 @@ def main(arguments: Sequence[str], program: str = "sympow check") -> int:
         metavar="TEXT",
         help="Run only cases whose name contains TEXT, and store no verdict. Repeat it to require several texts.",
     )
-    parser.add_argument(
-        "--jobs",
-        type=int,
-        default=min(run.SMALL_JOBS, os.cpu_count() or 1),
-        metavar="N",
-        help="Number of small cases that run at once.",
-    )
-    parser.add_argument(
-        "--out", type=pathlib.Path, metavar="FILE", help="JSON file to write the outcomes to."
+    jobs = min(run.SMALL_JOBS, os.cpu_count() or 1)
+    parser.add_options(
+        ("jobs", int, "N", jobs, "Number of small cases that run at once."),
+        ("out", pathlib.Path, "FILE", None, "JSON file to write the outcomes to."),
     )
     with signals.user_errors():
         flags = parser.parse_args(arguments)

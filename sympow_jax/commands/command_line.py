@@ -16,7 +16,7 @@ from sympow_jax import config, spelling
 from sympow_jax.config import fields, literals, loading
 from sympow_jax.process import hosts, workdir
 
-__all__ = ["Parser", "changed_settings", "parse_training", "read_settings"]
+__all__ = ["Parser", "changed_settings", "parse_training"]
 
 _HELP = {"-h", "--help"}
 # Forms of values that are paths. An empty one would be the current folder.
@@ -105,18 +105,29 @@ class Parser(argparse.ArgumentParser):
         what = "unknown option" if argument.startswith("-") else "unexpected argument"
         return f"{what} {argument!r}; {f'did you mean {near}?' if near else f'see {self.prog} --help'}"
 
-    def add_options(self, *rows: tuple[str, Any, str, Any, str]) -> None:
-        """Adds options of one value: for each its name, type, form, default and help."""
+    def add_options(self, *rows: tuple[str, Any, str | None, Any, str]) -> None:
+        """Adds options of one value: for each its name, type or choices, form, default and help.
+
+        A default of `...` makes it required.
+        """
         for name, kind, metavar, default, help in rows:
-            self.add_argument(f"--{name}", type=kind, metavar=metavar, default=default, help=help)
+            kinds = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+            value = {"required": True} if default is ... else {"default": default}
+            self.add_argument(f"--{name}", metavar=metavar, help=help, **kinds, **value)
+
+    def add_workdir(self) -> None:
+        """Adds `--workdir`, that of a run which is read."""
+        self.add_options(("workdir", str, "DIR", ..., "Workdir of a training run."))
 
     def add_tokenizer(self) -> None:
         """Adds `--tokenizer`, the name for `data.codec_of_run`."""
-        self.add_argument(
-            "--tokenizer",
-            metavar="FILE",
-            help="Tokenizer of the run's data: `byte`, a `tokenizers` JSON file, a folder that has it as "
-            "`tokenizer.json`, `hf://ORG/NAME`, or the name of a tiktoken encoding. Default: the run's data.tokenizer.",
+        self.add_options(
+            (
+                *("tokenizer", str, "FILE", None),
+                "Tokenizer of the run's data: `byte`, a `tokenizers` JSON file, a folder that has it as "
+                "`tokenizer.json`, `hf://ORG/NAME`, or the name of a tiktoken encoding. Default: the run's "
+                "data.tokenizer.",
+            )
         )
 
     def add_settings(
@@ -162,23 +173,10 @@ def changed_settings(known: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def read_settings(known: argparse.Namespace, base: config.Config) -> config.Config:
-    """Returns a config with the settings that the options of `Parser.add_settings` change.
-
-    Raises:
-        ValueError: a value has the wrong type, or settings contradict each other.
-    """
-    return config.override(base, changed_settings(known))
-
-
 def parse_training(
     arguments: Sequence[str], program: str = "sympow train"
 ) -> tuple[config.Config, pathlib.Path, hosts.Launch | None]:
-    """Parses the arguments of a training run.
-
-    Args:
-        arguments: arguments after the program's name.
-        program: name of the program in its help.
+    """Parses the arguments of a training run, those after the name of the program.
 
     Returns:
         The config, the workdir, and the launch that connects this process with others. Without options about
@@ -194,20 +192,15 @@ def parse_training(
         usage="%(prog)s --config=CONFIG --workdir=DIR [--config.GROUP.NAME=VALUE]",
         description="Trains a model. The same command resumes the run in --workdir.",
     )
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="CONFIG[:ARGUMENTS]",
-        help="FILE.py with a function get_config, or a name in the list below. ARGUMENTS are those of get_config, "
-        "in order or by name, such as quickstart:sympow or gpt2_124m:sympow,p=4. Quote a value that has commas, as in "
-        "'FILE.py:lengths=\"64,128\"'. The config.json of a workdir resumes its run if FILE.py, or what it reads, is "
-        "gone.",
-    )
-    parser.add_argument(
-        "--workdir",
-        required=True,
-        metavar="DIR",
-        help="Folder for settings, metrics and checkpoints.",
+    parser.add_options(
+        (
+            *("config", str, "CONFIG[:ARGUMENTS]", ...),
+            "FILE.py with a function get_config, or a name in the list below. ARGUMENTS are those of get_config, in "
+            "order or by name, such as quickstart:sympow or gpt2_124m:sympow,p=4. Quote a value that has commas, as in "
+            "'FILE.py:lengths=\"64,128\"'. The config.json of a workdir resumes its run if FILE.py, or what it reads, "
+            "is gone.",
+        ),
+        ("workdir", str, "DIR", ..., "Folder for settings, metrics and checkpoints."),
     )
     group = parser.add_argument_group(
         "several processes (see docs/many_hosts.md); clusters need none of these"
@@ -243,22 +236,20 @@ def parse_training(
     known = parser.parse_args(arguments)
 
     workdir.require_path("--workdir", known.workdir)
-    settings = read_settings(known, config.load(known.config))
+    settings = config.override(config.load(known.config), changed_settings(known))
     # Both come with data settings that are not the user's own: a run's `config.json`, and a run to start from.
     if pathlib.Path(known.config).suffix == ".json" or settings.task.initial_run is not None:
         loading.require_named(settings, changed_settings(known), f"--config={known.config}")
 
-    names = ("coordinator_address", "process_count", "process_id")
-    missing = [f"--{name}" for name in names if getattr(known, name) is None]
-    if missing and len(missing) < len(names):
+    given = {name: getattr(known, name) for name in ("coordinator_address", "process_count", "process_id")}
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    if 0 < len(missing) < len(given):
         raise ValueError(f"{' and '.join(missing)} must be given too; see --help")
-    if missing:
-        launch = hosts.detect(os.environ, timeout=known.coordinator_timeout)
-    else:
-        launch = hosts.Launch(
-            coordinator=known.coordinator_address,
-            count=known.process_count,
-            index=known.process_id,
-            timeout=known.coordinator_timeout,
-        )
+    address, count, index = given.values()
+    timeout = known.coordinator_timeout
+    launch = (
+        hosts.detect(os.environ, timeout=timeout)
+        if missing
+        else hosts.Launch(coordinator=address, count=count, index=index, timeout=timeout)
+    )
     return settings, pathlib.Path(known.workdir), launch

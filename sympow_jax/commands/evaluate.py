@@ -35,13 +35,11 @@ def main(arguments: Sequence[str], program: str = "sympow eval") -> int:
         "The held-out data is that of the first run's config. Each --config.data.NAME=VALUE replaces a setting of it: "
         "with --config.data.heldout_paths=PATH, runs are evaluated on all of PATH.",
     )
-    parser.add_argument(
-        "--workdir",
-        required=True,
-        metavar="A[,B,...]",
-        help="Workdirs of one or more training runs, overlaid in the plot.",
-    )
     parser.add_options(
+        (
+            *("workdir", str, "A[,B,...]", ...),
+            "Workdirs of one or more training runs, overlaid in the plot.",
+        ),
         (
             *("context_lengths", str, "64,128,...", None),
             "Increasing lengths in tokens. `64,...,65536` doubles in between; a last length that is no doubling is "

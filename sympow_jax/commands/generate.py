@@ -86,13 +86,8 @@ def generate(flags: argparse.Namespace) -> int:
             f"warning: {folder} was trained with another tokenizer than {codec.tokenizer.name}; see its data.json",
             error=True,
         )
-    sampling = generation.Sampling(
-        temperature=flags.temperature,
-        top_k=flags.top_k,
-        top_p=flags.top_p,
-        min_p=flags.min_p,
-        repetition_penalty=flags.repetition_penalty,
-    )
+    draws = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    sampling = generation.Sampling(**{name: getattr(flags, name) for name in draws})
     prompts = _read_prompts(flags)
     tokens = [codec.encode(prompt, name) for name, prompt in prompts]
 
@@ -101,10 +96,7 @@ def generate(flags: argparse.Namespace) -> int:
     if data_axis is not None or tensor_axis is not None:
         sizes = config.ShardingConfig(data=data_axis, tensor=1 if tensor_axis is None else tensor_axis)
     _, model, _ = training.restore_exact(
-        folder,
-        sizes=sizes,
-        weights_dtype=flags.weights_dtype,
-        state_dtype=flags.state_dtype,
+        folder, sizes=sizes, weights_dtype=flags.weights_dtype, state_dtype=flags.state_dtype
     )
     # By default, GPUs would round the factors of float32 products.
     with jax.default_matmul_precision("highest"):
@@ -147,7 +139,7 @@ def main(arguments: Sequence[str], program: str = "sympow generate") -> int:
         description="Prints prompts and their continuations by a trained model. The same prompt, seed and settings "
         "give the same text, whatever other prompts there are.",
     )
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="Workdir of a training run.")
+    parser.add_workdir()
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument("--prompt", metavar="TEXT", help="Prompt to continue.")
     prompts.add_argument(
@@ -170,20 +162,23 @@ def main(arguments: Sequence[str], program: str = "sympow generate") -> int:
     parser.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="Text to end before; may be repeated."
     )
-    for name, help in (
-        ("weights", "matrices are rounded to when they are loaded. Products are in float32."),
-        ("state", "recurrent states are stored in between tokens. bfloat16 is for models with decays."),
-    ):
-        parser.add_argument(
-            f"--{name}_dtype", choices=model_settings.DTYPES, default="float32", help=f"Dtype that {help}"
-        )
-    for axis, sharded in (("data", "prompts and samples"), ("tensor", "heads, matrices and states")):
-        parser.add_argument(
-            f"--sharding.{axis}",
-            type=int,
-            metavar="N",
-            help=f"Number of shards of {sharded}. With one of these flags all devices are used, otherwise one.",
-        )
+    parser.add_options(
+        (
+            *("weights_dtype", model_settings.DTYPES, None, "float32"),
+            "Dtype that matrices are rounded to when they are loaded. Products are in float32.",
+        ),
+        (
+            *("state_dtype", model_settings.DTYPES, None, "float32"),
+            "Dtype that recurrent states are stored in between tokens. bfloat16 is for models with decays.",
+        ),
+        *(
+            (
+                *(f"sharding.{axis}", int, "N", None),
+                f"Number of shards of {sharded}. With one of these flags all devices are used, otherwise one.",
+            )
+            for axis, sharded in (("data", "prompts and samples"), ("tensor", "heads, matrices and states"))
+        ),
+    )
     parser.add_tokenizer()
     with signals.user_errors():
         flags = parser.parse_args(arguments)

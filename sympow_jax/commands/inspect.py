@@ -22,7 +22,7 @@ def main(arguments: Sequence[str], program: str = "sympow inspect") -> int:
         "(half_life.png) and rotation rates (rotation.png), and writes the numbers to inspect.json. Each "
         "picture is also written as PDF.",
     )
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="Workdir of a training run.")
+    parser.add_workdir()
     texts = parser.add_mutually_exclusive_group(required=True)
     texts.add_argument("--text", metavar="TEXT", help="Text to draw.")
     texts.add_argument("--text_file", metavar="FILE", help="File with the text.")

@@ -14,22 +14,16 @@ __all__ = ["main"]
 def main(arguments: Sequence[str], program: str = "sympow lm_eval") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""
     parser = command_line.Parser(
-        prog=program,
-        description="Evaluates a run on tasks of lm-eval and prints its table.",
+        prog=program, description="Evaluates a run on tasks of lm-eval and prints its table."
     )
-    parser.add_argument("--workdir", required=True, metavar="DIR", help="Workdir of a training run.")
-    parser.add_argument(
-        "--tasks", required=True, metavar="A[,B,...]", help="Names of tasks; `lm-eval ls tasks` lists them."
-    )
+    parser.add_workdir()
     parser.add_options(
+        ("tasks", str, "A[,B,...]", ..., "Names of tasks; `lm-eval ls tasks` lists them."),
         ("include_path", str, "DIR", None, "Folder with YAML files of further tasks."),
         ("num_fewshot", int, "N", None, "Examples before each question. Default: the task's."),
         ("limit", float, "N", None, "Maximum number of documents of each task; below 1 a fraction of them."),
         (
-            "out",
-            str,
-            "FILE",
-            None,
+            *("out", str, "FILE", None),
             "JSON file of the results. Default: evaluation/lm_eval.json in the workdir.",
         ),
     )
@@ -48,8 +42,7 @@ def main(arguments: Sequence[str], program: str = "sympow lm_eval") -> int:
             num_fewshot=flags.num_fewshot,
             limit=flags.limit,
         )
-        default = pathlib.Path(flags.workdir, "evaluation", "lm_eval.json")
-        out = default if flags.out is None else pathlib.Path(flags.out)
+        out = pathlib.Path(flags.out or pathlib.Path(flags.workdir, "evaluation", "lm_eval.json"))
         out.parent.mkdir(parents=True, exist_ok=True)
         with atomic.replace(out) as draft:
             draft.write_text(json.dumps(results, indent=2, default=str) + "\n")

@@ -23,52 +23,6 @@ __all__ = ["main"]
 _LINE_SECONDS = 5.0
 
 
-def _parser(program: str) -> command_line.Parser:
-    parser = command_line.Parser(prog=program, description=prepare.__doc__)
-    parser.add_argument(
-        "--format", choices=("bin", "longcrawl64"), required=True, help="Format of the output, as above."
-    )
-    parser.add_argument(
-        "--out", required=True, metavar="PATH", help="Folder to write, which ends in .bin or .zarr."
-    )
-    parser.add_argument(
-        "--text_column",
-        metavar="NAME",
-        help="Column of parquet files, or field of JSON lines, that holds the text of a document. Without it, every "
-        "file is a document.",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        default="byte",
-        metavar="NAME",
-        help="`byte`, a `tokenizers` JSON file, a folder that has it as `tokenizer.json`, `hf://ORG/NAME`, or the name "
-        "of a tiktoken encoding.",
-    )
-    parser.add_argument(
-        "--separator", type=int, metavar="ID", help="Id that ends a document. Default: the tokenizer's."
-    )
-    parser.add_argument(
-        "--shortest_document",
-        type=int,
-        metavar="N",
-        default=1,
-        help="Number of tokens, with the separator, of the shortest document that is written; shorter ones are left "
-        "out, and counted.",
-    )
-    parser.add_argument(
-        "--workers", type=int, metavar="N", default=1, help="Number of processes that tokenize."
-    )
-    parser.add_argument(
-        "--row_tokens",
-        type=int,
-        metavar="N",
-        default=zarr.ROW_TOKENS,
-        help="Tokens per row of `longcrawl64`.",
-    )
-    parser.add_argument("files", nargs="+", metavar="FILE", help="Files, folders or globs to read.")
-    return parser
-
-
 @contextlib.contextmanager
 def _stops() -> Iterator[None]:
     """Turns Ctrl-C, SIGTERM and SIGUSR1 into a line that says how to continue."""
@@ -116,20 +70,39 @@ def _reporting() -> Iterator[Callable[[prepare.Progress], None]]:
 
 def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
     """Writes the token files and prints the settings that read them; returns the exit code."""
+    parser = command_line.Parser(prog=program, description=prepare.__doc__)
+    parser.add_options(
+        ("format", ("bin", "longcrawl64"), None, ..., "Format of the output, as above."),
+        ("out", str, "PATH", ..., "Folder to write, which ends in .bin or .zarr."),
+        (
+            *("text_column", str, "NAME", None),
+            "Column of parquet files, or field of JSON lines, that holds the text of a document. Without it, every "
+            "file is a document.",
+        ),
+        (
+            *("tokenizer", str, "NAME", "byte"),
+            "`byte`, a `tokenizers` JSON file, a folder that has it as `tokenizer.json`, `hf://ORG/NAME`, or the name "
+            "of a tiktoken encoding.",
+        ),
+        ("separator", int, "ID", None, "Id that ends a document. Default: the tokenizer's."),
+        (
+            *("shortest_document", int, "N", 1),
+            "Number of tokens, with the separator, of the shortest document that is written; shorter ones are left "
+            "out, and counted.",
+        ),
+        ("workers", int, "N", 1, "Number of processes that tokenize."),
+        ("row_tokens", int, "N", zarr.ROW_TOKENS, "Tokens per row of `longcrawl64`."),
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE", help="Files, folders or globs to read.")
     with signals.user_errors():
-        flags = _parser(program).parse_args(arguments)
+        flags = parser.parse_args(arguments)
         suffix = {"bin": ".bin", "longcrawl64": ".zarr"}[flags.format]
         if not flags.out.rstrip("/").endswith(suffix):
             raise ValueError(f"--out is {flags.out}; with --format={flags.format} it must end in {suffix}")
         if flags.format == "longcrawl64":
             workdir.require_path("--out", flags.out, "Zarr arrays", refused="\\")
-        options = prepare.Options(
-            tokenizer=flags.tokenizer,
-            separator=flags.separator,
-            text_column=flags.text_column,
-            shortest_document=flags.shortest_document,
-            workers=flags.workers,
-        )
+        names = ("tokenizer", "separator", "text_column", "shortest_document", "workers")
+        options = prepare.Options(**{name: getattr(flags, name) for name in names})
         with _stops(), _reporting() as report:
             if flags.format == "bin":
                 about = prepare.write_bin(flags.out, flags.files, options, report=report)

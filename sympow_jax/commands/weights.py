@@ -26,44 +26,36 @@ def main(arguments: Sequence[str], program: str = "sympow weights") -> int:
     parser = command_line.Parser(prog=program, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="export|import")
     exporting = commands.add_parser("export", help="Write a run's newest checkpoint as safetensors.")
-    exporting.add_argument(
-        "--format",
-        default=runs.FORMATS[0],
-        choices=runs.FORMATS,
-        help="`sympow` is a file and its settings; `huggingface` is a folder that transformers opens, for models of a "
-        "family that it has.",
-    )
-    exporting.add_argument("--workdir", required=True, metavar="DIR", help="Workdir of a training run.")
-    exporting.add_argument(
-        "--out",
-        required=True,
-        metavar="FILE.safetensors|FOLDER",
-        help="File to write, whose settings go to FILE.json, or the folder of --format=huggingface.",
-    )
-    exporting.add_argument(
-        "--dtype",
-        default=files.DTYPES[0],
-        choices=files.DTYPES,
-        help="Dtype of the file; float32 loses nothing.",
+    exporting.add_workdir()
+    exporting.add_options(
+        (
+            *("format", runs.FORMATS, None, runs.FORMATS[0]),
+            "`sympow` is a file and its settings; `huggingface` is a folder that transformers opens, for models of a "
+            "family that it has.",
+        ),
+        (
+            *("out", str, "FILE.safetensors|FOLDER", ...),
+            "File to write, whose settings go to FILE.json, or the folder of --format=huggingface.",
+        ),
+        ("dtype", files.DTYPES, None, files.DTYPES[0], "Dtype of the file; float32 loses nothing."),
     )
     importing = commands.add_parser(
         "import",
         help="Make a new workdir from safetensors.",
         epilog="Settings are changed with --config.GROUP.NAME=VALUE, as in training. `sympow train --help` lists them.",
     )
-    importing.add_argument(
-        "--weights",
-        required=True,
-        metavar="FILE.safetensors|FOLDER|hf://ORG/NAME",
-        help="File or folder that `export` wrote, a published transformer in Hugging Face's layout, or the name of one "
-        "to download; hf://ORG/NAME@REVISION for a revision of it.",
-    )
-    importing.add_argument("--workdir", required=True, metavar="DIR", help="Workdir to make.")
-    importing.add_argument(
-        "--config",
-        metavar="FILE.json|CONFIG[:ARGUMENTS]",
-        help="Settings of the run: the JSON that `export` wrote, a published config.json, or a config as for training, "
-        "NAME or FILE.py. Default: the JSON next to the weights.",
+    importing.add_options(
+        (
+            *("weights", str, "FILE.safetensors|FOLDER|hf://ORG/NAME", ...),
+            "File or folder that `export` wrote, a published transformer in Hugging Face's layout, or the name of one "
+            "to download; hf://ORG/NAME@REVISION for a revision of it.",
+        ),
+        ("workdir", str, "DIR", ..., "Workdir to make."),
+        (
+            *("config", str, "FILE.json|CONFIG[:ARGUMENTS]", None),
+            "Settings of the run: the JSON that `export` wrote, a published config.json, or a config as for training, "
+            "NAME or FILE.py. Default: the JSON next to the weights.",
+        ),
     )
     importing.add_settings(hidden=True)
     with signals.user_errors():
@@ -87,7 +79,7 @@ def main(arguments: Sequence[str], program: str = "sympow weights") -> int:
                 settings = config.load(given)
             else:
                 settings = files.read_settings(files.settings_path(path) if given is None else given)
-            settings = command_line.read_settings(known, settings)
+            settings = config.override(settings, command_line.changed_settings(known))
             count = runs.import_run(path, settings, known.workdir)
             streams.say(f"{known.workdir} is a run at step 0 with the {count:,} numbers of {path}")
             streams.say(summary.next_command(settings, pathlib.Path(known.workdir), program))

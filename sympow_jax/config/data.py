@@ -33,65 +33,54 @@ class DataConfig:
 
     source: str = fields.setting(
         "text",
-        "Format of the data. `text` reads files as bytes. `tokens` reads flat little-endian `.bin` files. "
-        "`longcrawl64` reads a Zarr v2 array with one document per row. `parquet` and `jsonl` read a column of text, "
-        "or of lists of token ids, of parquet files or of JSON lines, which may be larger than memory. `tsv` reads "
-        "lines of text files whose columns are separated by tabs, without quoting (GLUE's layout). `images` reads one "
-        "folder per class in every path. `listops` generates examples (`data/sources/listops.py` defines them and "
-        "lists the ids).",
+        "Format of the data. `text`: files as bytes. `tokens`: `.bin` files of token ids. `longcrawl64`: a Zarr v2 "
+        "array, one document per row. `parquet`, `jsonl`: a column of text or of lists of token ids, of any size. "
+        "`tsv`: lines of columns between tabs. `images`: one folder per class. `listops`: generated.",
         choices=SOURCES,
     )
     paths: tuple[str, ...] = fields.setting(
         (),
-        "Files, folders or globs to read. Without them, `text` reads the Python interpreter's own standard library. "
-        "`listops` reads none. Those of `parquet` and `jsonl` may be URLs, such as `hf://datasets/...` or `s3://...`.",
+        "Files, folders or globs to read, of `parquet` and `jsonl` also URLs such as `hf://datasets/...`. If empty, "
+        "`text` reads the Python interpreter's standard library.",
     )
     heldout_paths: tuple[str, ...] = fields.setting(
-        (),
-        "Files, folders or globs with held-out data. Without them, `heldout_fraction` of the documents are held out, "
-        "chosen by hash.",
+        (), "Files, folders or globs with held-out data. If empty, `heldout_fraction` is held out."
     )
     heldout_names: tuple[str, ...] = fields.setting(
         (),
         "Names of the `heldout_paths`, one each, such as `matched,mismatched`. Classification and regression are then "
-        "measured on each path alone, and the names of the metrics begin with its name. Without them, all paths are "
-        "measured as one.",
+        "measured on each path alone, and the names of the metrics begin with its name.",
     )
     heldout_fraction: float = fields.setting(
         0.1,
-        "Fraction that is held out if there are no `heldout_paths`: of the documents, or of the bytes of each `text` "
+        "Fraction that is held out without `heldout_paths`: of the documents, by hash, or of the bytes of each `text` "
         "file that `paths` names itself.",
         least=0,
         below=1,
     )
-    token_dtype: str = fields.setting(
-        "uint16", "Type of the ids in the files of `tokens`.", choices=("uint16", "uint32")
-    )
+    token_dtype: str = fields.setting("uint16", "Type of stored token ids.", choices=("uint16", "uint32"))
     document_separator: int | None = fields.setting(
         None,
-        "Id between documents. `tokens`: the id that ends a document. `longcrawl64`: the id before every row; if none, "
-        "50256. `parquet`, `jsonl`: the id after each document; if none, the tokenizer's end of text, and no id after "
-        "lists of token ids. `tsv`: the id between two texts; if none, the tokenizer's end of text.",
+        "Id between documents. `tokens`: the id that ends a document; if none, every file is one. `longcrawl64`: the "
+        "id before every row; if none, 50256. `parquet`, `jsonl`: the id after each document; if none, the tokenizer's "
+        "end of text, and no id after lists of ids. `tsv`: the id between two texts, by default its end of text.",
         least=0,
         below=2**32,
     )
     text_columns: tuple[str, ...] = fields.setting(
         (),
-        "Columns that are read. `parquet`, `jsonl`: the one column of text or of token ids; if none, `text`. `tsv`: "
-        "one or two columns of text; two are joined with a separator between them, except by `task.dual_encoder`. "
-        "Columns are named as in the header. For files without a header, they are numbers that count from 1.",
+        "Columns to read, by name, or by numbers from 1 if a file of `tsv` has no header. `parquet`, `jsonl`: one, by "
+        "default `text`. `tsv`: one, or two that are joined with a separator, except by `task.dual_encoder`.",
     )
     label_column: str = fields.setting("label", "Column of the label of `tsv`, named as `text_columns` are.")
     labels: tuple[str, ...] = fields.setting(
-        (), "Classes of `tsv`, in order. Without them, a label is an integer from 0."
+        (), "Classes of `tsv`, in order. If empty, a label is an integer from 0."
     )
     tokenizer: str | None = fields.setting(
         None,
         "Tokenizer: `byte`, a `tokenizers` JSON file, a folder that has it as `tokenizer.json`, `hf://ORG/NAME`, or "
-        "the name of a tiktoken encoding. `parquet`, `jsonl`, `tsv`: the one that text is read with; if none, `byte`. "
-        "`tokens`, `longcrawl64`: the one that made the tokens, which generation uses; if none, the one that `sympow "
-        "prepare` recorded. A text of `tsv` is truncated to the context; of two texts, the longer is truncated first, "
-        "or each to half for `task.dual_encoder`.",
+        "the name of a tiktoken encoding. `parquet`, `jsonl`, `tsv`: by default `byte`. `tokens`, `longcrawl64`: the "
+        "one that made the tokens, for generation; by default the one that `sympow prepare` recorded.",
     )
     tokenizer_workers: int = fields.setting(
         2,
@@ -101,34 +90,25 @@ class DataConfig:
         may_differ=fields.Occasion,
     )
     shortest_document: int = fields.setting(
-        1,
-        "Number of tokens, with the separator, of the shortest document that is read; shorter ones are left out. Only "
-        "sources with documents have it.",
-        least=1,
+        1, "Documents of fewer tokens, separator included, are left out.", least=1
     )
-    image_size: int = fields.setting(
-        224, "Side of the square that images are cropped to, in pixels.", least=1
-    )
+    image_size: int = fields.setting(224, "Side that images are cropped and resized to, in pixels.", least=1)
     image_tokens: bool = fields.setting(
         False,
-        "Whether images of `image_size` squared are read in gray, row by row as ids 0 to 255 (the long-range tasks). "
-        "Otherwise rows are arrays of colors, [image_size, image_size, 3].",
+        "Whether images, which must have `image_size`, are read in gray, row by row as ids 0 to 255, instead of as "
+        "arrays of colors.",
     )
     context_length: int = fields.setting(1024, "Tokens per row.", least=1, may_differ=_OF_ROWS)
     batch_tokens: int = fields.setting(
         524_288,
         "Tokens per update, a multiple of `context_length`.",
         least=1,
-        may_differ=(
-            fields.Occasion.HELDOUT_ROWS,
-            fields.Occasion.HELDOUT_DOCUMENTS,
-        ),
+        may_differ=(fields.Occasion.HELDOUT_ROWS, *_OF_ROWS),
     )
     packing: str = fields.setting(
         "windows",
-        "Way from documents to rows. `windows` cuts the concatenated documents into windows that cross documents, so "
-        "that state and attention cross the boundary too. `documents` gives every document its own segment id, so that "
-        "neither does.",
+        "Way from documents to rows. `windows` are cut from the concatenated documents, so that state and attention "
+        "cross their boundaries. `documents` gives each document its own segment id, so that neither does.",
         choices=("windows", "documents"),
         may_differ=_OF_ROWS,
     )
@@ -142,12 +122,16 @@ class DataConfig:
 
     def __post_init__(self):
         fields.validate(self, "data")
-        source, names, columns = self.source, self.heldout_names, self.text_columns
+        source, names, columns, length = (
+            self.source,
+            self.heldout_names,
+            self.text_columns,
+            self.context_length,
+        )
         checks.refuse(
             (
-                self.batch_tokens % self.context_length,
-                f"data.batch_tokens is {self.batch_tokens}; it must be a multiple of data.context_length "
-                f"{self.context_length}",
+                self.batch_tokens % length,
+                f"data.batch_tokens is {self.batch_tokens}; it must be a multiple of data.context_length {length}",
             ),
             (
                 source not in _PATHLESS and not self.paths,
@@ -159,18 +143,16 @@ class DataConfig:
             ),
             (
                 self.shortest_document > 1 and source not in DOCUMENT_SOURCES,
-                f"data.shortest_document is {self.shortest_document}, but data.source {source!r} has no documents; "
-                f"leave it out",
+                f"data.shortest_document is set, but data.source {source!r} has no documents; leave it out",
             ),
             (
                 self.tokenizer not in (None, "byte") and source in ("text", "images", "listops"),
                 f"data.tokenizer is {self.tokenizer!r}, but data.source {source!r} has no tokenizer; leave it out, or "
-                f"read text as parquet, jsonl, or tokens of `sympow prepare`",
+                f"read parquet, jsonl, or tokens of `sympow prepare`",
             ),
             (
                 names and len(names) != len(self.heldout_paths),
-                f"data.heldout_names is {names} and data.heldout_paths {self.heldout_paths}; give every path a name, "
-                f"or none",
+                f"data.heldout_names is {names} and data.heldout_paths {self.heldout_paths}; name every path, or none",
             ),
             (
                 len(set(names)) != len(names) or not all(name.isidentifier() for name in names),
@@ -182,17 +164,16 @@ class DataConfig:
             ),
             (
                 source == "tsv" and len(columns) not in (1, 2),
-                f"data.text_columns is {columns}; source 'tsv' needs the name of one column of text, or of two that "
-                f"are read together",
+                f"data.text_columns is {columns}; source 'tsv' needs the names of one or two columns of text",
             ),
             (
                 source == "tsv" and len(set(self.labels)) != len(self.labels),
                 f"data.labels is {self.labels}; every class must be named once",
             ),
             (
-                source == "images" and self.image_tokens and self.image_size**2 != self.context_length,
-                f"data.context_length is {self.context_length}, but the pixels of data.image_size {self.image_size} "
-                f"squared are {self.image_size**2} tokens; make them equal",
+                source == "images" and self.image_tokens and self.image_size**2 != length,
+                f"data.context_length is {length}, but the pixels of data.image_size {self.image_size} squared are "
+                f"{self.image_size**2} tokens; make them equal",
             ),
         )
 

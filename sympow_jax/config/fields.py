@@ -93,11 +93,7 @@ def validate(node: Any, prefix: str = "") -> None:
     """Raises ValueError if a field of a dataclass has the wrong type, or a value outside its choices.
 
     A float must be finite, and an int must fit in 64 bits. An int may stand for a float. A list may stand for a tuple,
-    and a number of NumPy for one of Python; both are replaced.
-
-    Args:
-        node: instance of a frozen dataclass.
-        prefix: name of the dataclass in error messages, before a dot and the field; empty for the outermost.
+    and a number of NumPy for one of Python; both are replaced. Errors name fields after the `prefix` and a dot.
     """
     of_node: Any = type(node)
     hints = _hints(of_node)
@@ -161,23 +157,14 @@ def _with_article(kind: type) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A field of a dataclass of settings.
+    """A field of a dataclass of settings."""
 
-    Attributes:
-        path: names from the outermost dataclass to the field, with dots in between.
-        annotation: type of the field.
-        default: value of the field if none is given; `dataclasses.MISSING` if one must be given.
-        help: as in `setting`.
-        choices: as in `setting`.
-        resumable: whether it may differ when a run is resumed.
-    """
-
-    path: str
+    path: str  # names from the outermost dataclass to the field, with dots in between
     annotation: Any
-    default: Any
+    default: Any  # `dataclasses.MISSING` if a value must be given
     help: str
     choices: tuple[str, ...]
-    resumable: bool
+    resumable: bool  # whether it may differ when a run is resumed
 
     @property
     def form(self) -> str:
@@ -192,15 +179,9 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A dataclass of settings, without the dataclasses inside.
+    """A dataclass of settings, without the dataclasses inside."""
 
-    Attributes:
-        path: names from the outermost dataclass to this one, with dots in between; empty for the outermost.
-        kind: the class.
-        settings: its fields.
-    """
-
-    path: str
+    path: str  # names from the outermost dataclass to this one, with dots in between
     kind: type
     settings: tuple[Setting, ...]
 
@@ -208,10 +189,7 @@ class Group:
 def groups(kind: Any, path: str = "", *, resumable: bool = False) -> list[Group]:
     """Returns a dataclass of settings and the dataclasses inside, in order, except those without settings.
 
-    Args:
-        kind: the dataclass.
-        path: path of the dataclass; empty for the outermost.
-        resumable: whether all its fields may differ when a run is resumed.
+    `path` is that of the dataclass, and `resumable` whether all its fields may differ when a run is resumed.
     """
     hints = _hints(kind)
     settings: list[Setting] = []

@@ -30,9 +30,7 @@ def split_optional(annotation: Any) -> tuple[Any, bool]:
 def form(annotation: Any, name: str = "") -> str:
     """Returns the form of a value of a type on the command line, such as `INT,INT,...`; None is not in it.
 
-    Args:
-        annotation: bool, int, float, str, or a tuple of one of these, or one of these or None.
-        name: word for the value, or for an item of a tuple; empty for the word of its type.
+    `name` is the word for the value, or for an item of a tuple; empty for the word of its type.
     """
     kind = split_optional(annotation)[0]
     several = typing.get_origin(kind) is tuple
@@ -49,7 +47,7 @@ def read(name: str, text: str, annotation: Any) -> Any:
     Args:
         name: name of the setting in error messages.
         text: the value as written.
-        annotation: bool, int, float, str, a literal, or a tuple of one of the first four, or one of these or None.
+        annotation: bool, int, float, str, a tuple of one of these, a `Literal`, or one of these or None.
 
     Raises:
         ValueError: the text is not a value of the type, or the type is another one.

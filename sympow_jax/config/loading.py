@@ -26,6 +26,10 @@ __all__ = [
 ]
 
 
+# Kinds of the parameters that take any number of values, and any names.
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
 def load(spec: str) -> run.Config:
     """Loads a config by running its `get_config`, or from the `config.json` of a run.
 
@@ -41,22 +45,17 @@ def load(spec: str) -> run.Config:
             `Config`.
     """
     name, colon, text = spec.partition(":")
-    path, configs = pathlib.Path(name), _package_configs()
+    configs = _package_configs()
+    path = configs.get(name) if not pathlib.Path(name).is_file() else None
+    path = path or pathlib.Path(name)
+    if (path / "config.json").is_file():
+        raise ValueError(
+            f"--config names the folder {name!r}; --config={path / 'config.json'} resumes its run"
+        )
     if not path.is_file():
-        if name in configs:
-            path = configs[name]
-        elif (path / "config.json").is_file():
-            raise ValueError(
-                f"--config names the folder {name!r}; --config={path / 'config.json'} resumes its run"
-            )
-        else:
-            near = difflib.get_close_matches(path.stem, configs, n=3, cutoff=0)
-            what = (
-                "is a folder" if name and path.is_dir() else "is neither a file nor a config of the package"
-            )
-            raise ValueError(
-                f"--config names {name!r}, which {what}; the nearest names are {', '.join(near)}"
-            )
+        near = ", ".join(difflib.get_close_matches(path.stem, configs, n=3, cutoff=0))
+        what = "is a folder" if name and path.is_dir() else "is neither a file nor a config of the package"
+        raise ValueError(f"--config names {name!r}, which {what}; the nearest names are {near}")
     if path.suffix == ".json":
         if colon:
             raise ValueError(f"--config names {name!r}, which takes no arguments; remove {colon + text!r}")
@@ -84,12 +83,7 @@ def load(spec: str) -> run.Config:
 
 
 def read(path: pathlib.Path) -> run.Config:
-    """Returns the config in the `config.json` of a run.
-
-    Raises:
-        ValueError: the file is of another kind, or this version does not support its settings.
-        OSError: the file cannot be read.
-    """
+    """Returns the config in the `config.json` of a run; raises ValueError for another file, OSError for none."""
     found = serialize.read_object(path)
     try:
         return serialize.from_dict(run.Config, found)
@@ -105,10 +99,8 @@ def is_remote(path: str) -> bool:
 def require_named(config: run.Config, named: Collection[str], source: str) -> None:
     """Raises ValueError if data of settings from a file is on another host, unless the user named it again.
 
-    Args:
-        config: the settings.
-        named: paths of the settings that were given on the command line, such as "data.paths".
-        source: name of the file, for errors.
+    `named` are the settings that were given on the command line, such as "data.paths"; `source` is the name of the
+    file, for errors.
     """
     for path in ("data.paths", "data.heldout_paths", "data.tokenizer"):
         value = getattr(config.data, path.removeprefix("data."))
@@ -152,9 +144,9 @@ def _bind(name: str, get_config: Callable, text: str | None) -> inspect.BoundArg
             parts = text.split(",")
     signature = inspect.signature(get_config, eval_str=True)
     parameters = signature.parameters.values()
-    any_values = any(x.kind is x.VAR_POSITIONAL for x in parameters)
-    any_keys = any(x.kind is x.VAR_KEYWORD for x in parameters)
-    keys = [x.name for x in parameters if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD)]
+    kinds = {x.kind for x in parameters}
+    any_values, any_keys = (kind in kinds for kind in _ANY)
+    keys = [x.name for x in parameters if x.kind not in _ANY]
     # As in "preset, *paths".
     listed = ", ".join(str(x.replace(annotation=x.empty, default=x.empty)) for x in parameters)
     usage = f"the arguments of config {name!r} are {listed}" if listed else f"config {name!r} has none"

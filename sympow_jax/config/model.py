@@ -25,6 +25,8 @@ _MAX_WIDTH = 2**20
 _MAX_HEAD_DIM = 2**16
 # What is normalized has a mean square of about 1. A larger number would outweigh it.
 _MAX_EPSILON = 1.0
+# A model may start from one that differs in these.
+_STARTS = (fields.Occasion.INITIAL_DECODER, fields.Occasion.INITIAL_ENCODER)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,7 @@ class ModelConfig:
     )
     mlp_width: int | None = fields.setting(
         None,
-        "Hidden width of the feed-forward layers. If none, four times `width`.",
+        "Hidden width of feed-forward layers. If none, four times `width`.",
         derived="hidden_width",
         least=1,
         most=_MAX_WIDTH,
@@ -51,32 +53,26 @@ class ModelConfig:
     activation: str = fields.setting(
         "gelu",
         "Activation of the feed-forward layers. `swiglu` and `geglu` multiply hidden units by the silu or gelu of "
-        "another projection, so that a layer has three matrices. gelu is the approximation by tanh.",
+        "another projection. gelu is the approximation by tanh.",
         choices=("gelu", "relu", "swiglu", "geglu"),
     )
     norm: str = fields.setting(
         "layer",
-        "Normalization before each half of a block and after the last block. `layer` and `rms` normalize over the "
-        "width, `rms` without mean and bias; `batch` over the batch, with running means for evaluation.",
+        "Normalization before each half of a block and after the last block: over the width, `rms` without mean and "
+        "bias, or over the batch, with running means for evaluation.",
         choices=("layer", "rms", "batch"),
     )
     norm_epsilon: float = fields.setting(
-        1e-5,
-        "Number that norms add to the variance, or to the mean square.",
-        least=fields.TINY,
-        most=_MAX_EPSILON,
+        1e-5, "Number added to the variance or mean square in norms.", least=fields.TINY, most=_MAX_EPSILON
     )
     embedding_norm: bool = fields.setting(
         True, "Whether one more norm follows the embedding. GPT-2 has none."
     )
     biases: bool = fields.setting(
-        False,
-        "Whether projections have biases, except those of decays and rotation rates. GPT-2 and StarCoder2 have biases.",
+        False, "Whether projections have biases, except those of decays and rotation rates, as in GPT-2."
     )
     tied_head: bool = fields.setting(
-        True,
-        "Whether logits are products with the embedding. If false, they are products with a second table, as in the "
-        "larger Llama and Qwen models. Not used by a model of images.",
+        True, "Whether logits are products with the embedding instead of with a second table."
     )
     patch_size: int | None = fields.setting(
         None,
@@ -85,45 +81,30 @@ class ModelConfig:
     )
     dtype: str = fields.setting(
         "bfloat16",
-        "Dtype of the matrix products; parameters are float32. A dtype such as `jnp.bfloat16` is accepted, and the "
-        "field holds its name.",
+        "Dtype of the matrix products; parameters are float32. In Python, also a dtype such as `jnp.bfloat16`.",
         choices=DTYPES,
-        may_differ=(
-            fields.Occasion.INITIAL_DECODER,
-            fields.Occasion.INITIAL_ENCODER,
-        ),
+        may_differ=_STARTS,
     )
     state_dtype: str = fields.setting(
         "float32",
-        "Dtype in which recurrent states are stored between calls: the sums of values, and the keys and values of the "
-        "exact window. They are computed in float32. bfloat16 halves the memory of a state, and rounds it each time "
-        "that it is updated.",
+        "Dtype in which recurrent states are stored between calls; they are computed in float32. bfloat16 halves their "
+        "memory, and rounds them at each update.",
         choices=DTYPES,
-        may_differ=(
-            fields.Occasion.RESUME,
-            fields.Occasion.INITIAL_DECODER,
-            fields.Occasion.INITIAL_ENCODER,
-        ),
+        may_differ=(fields.Occasion.RESUME, *_STARTS),
     )
     remat: str = fields.setting(
         "none",
-        "Values that are saved for the backward pass; all others are recomputed. `none` saves all values, or those of "
-        "`elementwise` if layers are scanned. `elementwise` saves all but the results of elementwise functions. "
-        "`attention` saves the input of each block and the output of its attention, so that attention itself is not "
-        "recomputed. `full` saves only the input of each block. This changes memory and time, not the model.",
+        "Values that are saved for the backward pass; others are recomputed. `none` saves all, or those of "
+        "`elementwise` if layers are scanned. `elementwise` saves all but the results of elementwise functions, "
+        "`attention` the input of each block and the output of its attention, `full` only the input of each block. "
+        "This changes memory and time, not the model.",
         choices=REMATS,
-        may_differ=(
-            fields.Occasion.RESUME,
-            fields.Occasion.INITIAL_DECODER,
-            fields.Occasion.INITIAL_ENCODER,
-            fields.Occasion.SAVED_STATE,
-        ),
+        may_differ=(fields.Occasion.RESUME, fields.Occasion.SAVED_STATE, *_STARTS),
     )
     attention_pattern: tuple[str, ...] = fields.setting(
         (),
         "Preset of each layer in order, such as `3*conformal,softmax`; the list repeats up to the last layer. A preset "
-        "replaces the fields of `attention` that it sets, at least kernel, decay and position. `shared` is `attention` "
-        "unchanged. If empty, all layers are `shared`.",
+        "replaces the fields of `attention` that it sets; `shared`, the default, is `attention` unchanged.",
         may_differ=(fields.Occasion.INITIAL_DECODER,),
     )
     attention: attention_lib.AttentionConfig = dataclasses.field(
@@ -141,13 +122,12 @@ class ModelConfig:
             attention.check_head(self.head_size)
         added = {(x.position, x.longest_document) for x in self.attentions if x.adds_position}
         if len(added) > 1:
-            names = (
-                f"{position!r}" + (f" up to {length}" if length else "")
-                for position, length in sorted(added, key=str)
+            names = " and ".join(
+                f"{x!r} up to {length}" if length else repr(x) for x, length in sorted(added, key=str)
             )
             raise ValueError(
-                f"model.attention_pattern has layers of the positions {' and '.join(names)}, which are added to the "
-                f"embedding; only one of them can be"
+                f"model.attention_pattern has layers of the positions {names}, which are added to the embedding; only "
+                f"one of them can be"
             )
         if added == {("sinusoidal", None)} and self.width % 2:
             raise ValueError(f"model.width is {self.width}; sinusoidal positions need an even one")

@@ -43,35 +43,34 @@ class OptimizerConfig:
     learning_rate: float = fields.setting(6e-4, "Learning rate after the warmup.", least=0)
     b1: float | None = fields.setting(
         None,
-        "Decay of the mean of gradients, in [0, 1). For `sgd`, the momentum. For `schedule_free`, the weight of the "
-        "average in the parameters that gradients are taken at. If none, 0.9, and 0 for `adafactor`.",
+        "Decay of the mean of gradients. For `sgd`, the momentum; for `schedule_free`, the weight of the average in "
+        "the parameters that gradients are taken at. If none, 0.9, and 0 for `adafactor`.",
         derived="mean_decay",
         least=0,
         below=1,
     )
     b2: float | None = fields.setting(
         None,
-        "Decay of the mean of squared gradients, in [0, 1); for `lion`, of the mean of gradients that is kept. If "
-        "none, 0.999, and 0.99 for `lion`. Not for `adafactor` and `sgd`.",
+        "Decay of the mean of squared gradients; for `lion`, of the stored mean of gradients. If none, 0.999, and 0.99 "
+        "for `lion`. Not for `adafactor` and `sgd`.",
         derived="square_decay",
         least=0,
         below=1,
     )
     epsilon: float | None = fields.setting(
         None,
-        "Number that is added to the root of the mean square; for `adafactor`, to squared gradients. If none, 1e-8, "
-        "and 1e-30 for `adafactor`. Not for `lion` and `sgd`.",
+        "Number added to the root of the mean square; for `adafactor`, to squared gradients. If none, 1e-8, and 1e-30 "
+        "for `adafactor`. Not for `lion` and `sgd`.",
         derived="added_epsilon",
         least=fields.TINY,
     )
     momentum: float = fields.setting(
-        0.95, "Decay of the mean of gradients of the matrices that `muon` orthogonalizes.", least=0, below=1
+        0.95, "Decay of the mean of gradients that `muon` orthogonalizes.", least=0, below=1
     )
     schedule: str = fields.setting(
         "constant",
-        "Shape of the learning rate after the warmup. `cosine` is a half cosine and `linear` a straight line, both "
-        "down to `final_fraction`. `inverse_sqrt` falls as 1 / sqrt(step). `wsd` is constant and at the end a straight "
-        "line down to `final_fraction`.",
+        "Learning rate after the warmup. `cosine` and `linear` fall to `final_fraction`, `wsd` is constant and falls "
+        "linearly at the end, and `inverse_sqrt` falls as 1 / sqrt(step).",
         choices=SCHEDULES,
     )
     warmup_steps: int = fields.setting(
@@ -79,42 +78,36 @@ class OptimizerConfig:
     )
     final_fraction: float = fields.setting(
         0.1,
-        "Final learning rate of the schedules `cosine`, `linear` and `wsd`, divided by `learning_rate`.",
+        "Final learning rate of a schedule that falls to it, as a fraction of the first.",
         least=0,
         most=1,
     )
     decay_fraction: float = fields.setting(
-        0.1, "Last fraction of `training.steps`, over which the schedule `wsd` falls.", least=0, most=1
+        0.1, "Last fraction of `training.steps`, over which `wsd` falls.", least=0, most=1
     )
     weight_decay: float = fields.setting(
         0.0,
-        "Decoupled weight decay, applied to matrices only. An update subtracts the learning rate times this times the "
-        "parameter. Not for `adam`.",
+        "Decoupled weight decay of matrices, times the learning rate in each update. Not for `adam`.",
         least=0,
     )
     clip_norm: float | None = fields.setting(
-        None,
-        "Global norm that gradients are scaled down to if theirs is larger. If none, they are not clipped.",
-        least=fields.TINY,
+        None, "Largest global norm of gradients. If none, they are not clipped.", least=fields.TINY
     )
     learning_rate_factors: tuple[str, ...] = fields.setting(
         (),
-        "Factors of the learning rate, as PATTERN=FACTOR, for the parameters whose names match, such as "
-        "`*.attention.rate.kernel=0.1`. `*` matches any text. A factor of 0 keeps them as they are. A parameter that "
-        "matches several patterns has the product of their factors.",
+        "Factors of the learning rate of parameters by name, such as `*.attention.rate.kernel=0.1`, in which `*` "
+        "matches any text. 0 keeps parameters as they are. The factors of several patterns are multiplied.",
     )
     ema_decay: float | None = fields.setting(
         None,
-        "Decay of an exponential moving average of the parameters, in (0, 1). Everything except training then uses the "
-        "average: held-out metrics, `sympow eval`, generation, exports and `task.initial_run`. If none, there is no "
-        "average.",
+        "Decay of an exponential moving average of the parameters, which everything except training then uses. If "
+        "none, there is no average.",
         above=0,
         below=1,
     )
     z_loss: float = fields.setting(
         0.0,
-        "Coefficient of the mean squared log-normalizer of the predicted tokens, which is added to the training loss; "
-        "PaLM's is 1e-4.",
+        "Coefficient of the mean squared log-normalizer in the training loss; PaLM's is 1e-4.",
         least=0,
     )
     accumulate: int = fields.setting(
@@ -131,39 +124,39 @@ class OptimizerConfig:
                     f"optimizer.{name} is {value} but optimizer.name is {self.name!r}, which does not read it; use "
                     f"{', '.join(readers)}, or leave it at {literals.written(defaults[name])}"
                 )
-        averages = self.name == "schedule_free"
-        checks.refuse(
-            (
-                averages and self.schedule != "constant",
-                f"optimizer.schedule is {self.schedule!r} but optimizer.name 'schedule_free' averages in place of a "
-                f"schedule; use 'constant', with warmup_steps",
-            ),
-            (
-                averages and self.ema_decay is not None,
-                f"optimizer.ema_decay is {self.ema_decay} but optimizer.name 'schedule_free' has an average of its "
-                f"own; leave it out",
-            ),
-            (
-                averages and self.mean_decay < _LOWEST_INTERPOLATION,
-                f"optimizer.b1 is {self.mean_decay} and optimizer.name is 'schedule_free', whose average is computed "
-                f"by dividing by it; it must be at least {_LOWEST_INTERPOLATION}",
-            ),
-        )
+        if self.name == "schedule_free":
+            named = "optimizer.name is 'schedule_free'"
+            checks.refuse(
+                (
+                    self.schedule != "constant",
+                    f"{named}, which averages in place of a schedule, and optimizer.schedule {self.schedule!r}; use "
+                    f"'constant', with warmup_steps",
+                ),
+                (
+                    self.ema_decay is not None,
+                    f"{named}, which has an average of its own; leave optimizer.ema_decay {self.ema_decay} out",
+                ),
+                (
+                    self.mean_decay < _LOWEST_INTERPOLATION,
+                    f"{named}, which divides by optimizer.b1, {self.mean_decay}; it must be at least "
+                    f"{_LOWEST_INTERPOLATION}",
+                ),
+            )
         _ = self.rate_factors_by_pattern  # which raises an error for those that are wrong
 
     @property
     def mean_decay(self) -> float:
-        """Decay of the mean of gradients, b1."""
+        """Value of `b1`."""
         return self._given_or_own("b1")
 
     @property
     def square_decay(self) -> float:
-        """Decay of the mean of squared gradients, b2; for `lion`, of the mean of gradients that is kept."""
+        """Value of `b2`."""
         return self._given_or_own("b2")
 
     @property
     def added_epsilon(self) -> float:
-        """Number that is added to the root of the mean square; for `adafactor`, to squared gradients."""
+        """Value of `epsilon`."""
         return self._given_or_own("epsilon")
 
     def _given_or_own(self, name: str) -> float:

@@ -26,26 +26,20 @@ class TrainingConfig:
     )
     scan_layers: bool | None = fields.setting(
         None,
-        "Whether an update runs the layers as a loop, which is compiled once, instead of one after another. None: from "
-        "16 layers on.",
+        "Whether an update runs the layers as a loop, which is compiled once. If none, from 16 layers on.",
         may_differ=_ON_RESUME,
     )
     profile_steps: tuple[int, ...] = fields.setting(
-        (),
-        "First and last step, counted from 1, that JAX's profiler traces into the workdir's `profile`.",
-        may_differ=_ON_RESUME,
+        (), "First and last step, from 1, that JAX's profiler traces into `profile`.", may_differ=_ON_RESUME
     )
     skip_nonfinite: bool = fields.setting(
         False,
-        "Whether an update whose loss or gradients are not finite is skipped: it leaves parameters and optimizer state "
-        "as they were. Otherwise, the run ends.",
+        "Whether an update whose loss or gradients are not finite is skipped, and leaves everything as it was, instead "
+        "of ending the run.",
         may_differ=_ON_RESUME,
     )
     max_skips: int = fields.setting(
-        10,
-        "Number of updates that are skipped in a row at which the run ends.",
-        least=1,
-        may_differ=_ON_RESUME,
+        10, "Updates skipped in a row at which the run ends.", least=1, may_differ=_ON_RESUME
     )
     wandb_project: str | None = fields.setting(
         None,
@@ -56,14 +50,13 @@ class TrainingConfig:
     def __post_init__(self):
         fields.validate(self, "training")
         steps = self.profile_steps
-        checks.refuse(
-            (
-                steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]),
+        if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+            raise ValueError(
                 f"training.profile_steps is {steps}; it must be the first and the last step to trace, counted from 1, "
-                f"such as 11,13, or empty",
-            ),
-            (self.wandb_project == "", "training.wandb_project is empty; name a project, or none"),
-        )
+                f"such as 11,13, or empty"
+            )
+        if self.wandb_project == "":
+            raise ValueError("training.wandb_project is empty; name a project, or none")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,21 +64,13 @@ class ShardingConfig:
     """Sizes of the mesh axes, whose product must be the number of devices."""
 
     data: int | None = fields.setting(
-        None,
-        "Number of shards of the rows of a batch. If none, the devices that the other axes leave.",
-        least=1,
+        None, "Shards of the rows of a batch. If none, the devices that the other axes leave.", least=1
     )
     fsdp: int = fields.setting(
-        1,
-        "Number of shards of the rows, and also of parameters and optimizer state, which are gathered layer by layer.",
-        least=1,
+        1, "Shards of the rows, and of parameters and optimizer state, gathered layer by layer.", least=1
     )
-    tensor: int = fields.setting(
-        1,
-        "Number of shards of heads, of the hidden units of feed-forward layers and of the vocabulary.",
-        least=1,
-    )
-    context: int = fields.setting(1, "Number of shards of the sequence.", least=1)
+    tensor: int = fields.setting(1, "Shards of heads, hidden units and the vocabulary.", least=1)
+    context: int = fields.setting(1, "Shards of the sequence.", least=1)
 
     def __post_init__(self):
         fields.validate(self, "sharding")
@@ -100,35 +85,32 @@ class EvaluationConfig:
 
     every: int | None = fields.setting(
         None,
-        "Steps between losses, and accuracies of `classification`, on a fixed batch of held-out rows, during training. "
-        "If none, a tenth of `training.steps`. 0 turns them off.",
+        "Steps between evaluations on a fixed batch of held-out rows. If none, a tenth of `training.steps`. 0 turns "
+        "them off.",
         least=0,
     )
     context_lengths: tuple[int, ...] | None = fields.setting(
         None,
-        "Increasing context lengths of the evaluation of a decoder at the end of training, in tokens. If none, powers "
-        "of two up to four times `data.context_length`, as far as held-out documents reach. () turns it off.",
+        "Increasing context lengths of the evaluation at the end of training of a decoder, in tokens; () turns it off. "
+        "If none, powers of two up to four times `data.context_length`, as far as held-out documents reach.",
     )
     prompts: tuple[str, ...] = fields.setting(
         (),
-        "Prompts that the model continues at each of these steps, for TensorBoard's texts. For decoders of bytes, on "
-        "one device.",
+        "Prompts that a decoder of bytes on one device continues at each of these steps, for TensorBoard.",
     )
     documents: int = fields.setting(
-        64, "Maximum number of held-out documents, the same documents at every length.", least=1
+        64, "Maximum number of held-out documents, the same at every length.", least=1
     )
 
     def __post_init__(self):
         fields.validate(self, "evaluation")
         lengths, prompts = self.context_lengths or (), self.prompts
-        checks.refuse(
-            (
-                list(lengths) != sorted({length for length in lengths if length > 0}),
-                f"evaluation.context_lengths is {lengths}; it must be positive and increasing",
-            ),
-            ("" in prompts, f"evaluation.prompts is {prompts}; each must have at least one character"),
-            (len(set(prompts)) < len(prompts), f"evaluation.prompts is {prompts}; each must occur once"),
-        )
+        if list(lengths) != sorted({length for length in lengths if length > 0}):
+            raise ValueError(f"evaluation.context_lengths is {lengths}; it must be positive and increasing")
+        if "" in prompts:
+            raise ValueError(f"evaluation.prompts is {prompts}; each must have at least one character")
+        if len(set(prompts)) < len(prompts):
+            raise ValueError(f"evaluation.prompts is {prompts}; each must occur once")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,14 +133,8 @@ class Config:
 
     def __post_init__(self):
         fields.validate(self)
-        data, model, optimizer, task, steps = (
-            self.data,
-            self.model,
-            self.optimizer,
-            self.task,
-            self.training.steps,
-        )
-        named = f"task.name is {task.name!r}"
+        data, model, optimizer, task = self.data, self.model, self.optimizer, self.task
+        steps, named = self.training.steps, f"task.name is {task.name!r}"
         context, tensor = self.sharding.context, self.sharding.tensor
         falling = round(optimizer.decay_fraction * steps)
         side = model.patch_size
@@ -176,8 +152,7 @@ class Config:
         checks.refuse(
             (
                 data.batch_size % optimizer.accumulate,
-                f"optimizer.accumulate is {optimizer.accumulate} and does not divide the {data.batch_size} rows of a "
-                f"batch",
+                f"optimizer.accumulate is {optimizer.accumulate} and does not divide the {data.batch_size} rows",
             ),
             (
                 optimizer.z_loss and task.predicted is not task_lib.Predicted.TOKEN,
@@ -191,18 +166,15 @@ class Config:
             # Tasks and attention.
             (
                 model.attention.causal != task.is_causal,
-                f"{named} and model.attention.causal {model.attention.causal}; to predict the next token or to match "
-                f"such attention, attention must be causal, for any other task it must not",
+                f"{named} and model.attention.causal {model.attention.causal}; it must be {task.is_causal}",
             ),
             (
                 task.is_causal and model.norm == "batch",
-                f"{named} and model.norm 'batch'; means over a batch show a position those that follow it: use "
-                f"'layer'",
+                f"{named} and model.norm 'batch', whose means show later positions to earlier ones; use 'layer'",
             ),
             (
                 task.replaces_attention and not model.replaced_layers,
-                f"{named}, but every layer has model.attention; name the new attention in model.attention_pattern, "
-                f"such as conformal",
+                f"{named}, but every layer has model.attention; name the new one in model.attention_pattern",
             ),
             (
                 task.replaces_attention and task.initial_run is None,
@@ -215,13 +187,12 @@ class Config:
             ),
             (
                 data.heldout_names and task.outputs is None,
-                f"{named} and data.heldout_names {data.heldout_names}; parts of held-out data are for tasks with "
-                f"labels: leave the names out",
+                f"{named} and data.heldout_names {data.heldout_names}; these are for tasks with labels: leave them out",
             ),
             (
                 not task.is_language_model and self.evaluation.context_lengths,
-                f"{named} and evaluation.context_lengths {self.evaluation.context_lengths}; losses by position are of "
-                f"decoders: leave them out",
+                f"{named} and evaluation.context_lengths {self.evaluation.context_lengths}; only decoders have losses "
+                f"by position: leave them out",
             ),
             # Pairs of texts.
             (
@@ -231,8 +202,7 @@ class Config:
             ),
             (
                 task.dual_encoder and data.context_length % 2,
-                f"task.dual_encoder is True and data.context_length {data.context_length}; each of two texts has half "
-                f"of a row: use an even number",
+                f"task.dual_encoder is True and data.context_length {data.context_length}; it must be even",
             ),
             # Images.
             (
@@ -259,8 +229,8 @@ class Config:
             ),
             (
                 context > 1 and not task.is_causal,
-                f"{named} and sharding.context {context}; the sequence is divided for causal attention alone: use "
-                f"sharding.data, sharding.fsdp or sharding.tensor",
+                f"{named} and sharding.context {context}, which is for causal attention; use sharding.data, "
+                f"sharding.fsdp or sharding.tensor",
             ),
             (
                 data.context_length % context,
@@ -281,8 +251,7 @@ class Config:
             # NaN.
             (
                 longest is not None and data.context_length > longest,
-                f"data.context_length is {data.context_length} and model.attention.max_document_length {longest}; a "
-                f"document of a row may not be longer than the learned positions: set "
+                f"data.context_length is {data.context_length}, longer than the learned positions: set "
                 f"max_document_length={data.context_length}, or use another position",
             ),
         )

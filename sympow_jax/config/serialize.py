@@ -59,8 +59,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
     """Builds the settings dataclass `kind` from the output of `dataclasses.asdict`, which may come from JSON.
 
-    Raises:
-        ValueError: this version does not have a field, or a field without a default is missing.
+    Raises ValueError if this version does not have a field, or if one without a default is missing.
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{kind.__name__} is {spelling.shown(values)}; it must have fields")
@@ -82,11 +81,7 @@ def from_dict(kind: type, values: Mapping[str, Any]) -> Any:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Returns the object that a text has as JSON.
-
-    Raises:
-        ValueError: the text is not JSON, not an object, or is nested too deeply.
-    """
+    """Returns the object that a text has as JSON; raises ValueError if it is none, or nested too deeply."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -99,12 +94,7 @@ def parse_object(text: str) -> dict[str, Any]:
 
 
 def read_object(path: pathlib.Path) -> dict[str, Any]:
-    """Returns the JSON object in a file.
-
-    Raises:
-        ValueError: as `parse_object` and `require_file`, or the file is not UTF-8 or larger than 64 MiB.
-        OSError: the file cannot be read.
-    """
+    """Returns the JSON object in a file; raises ValueError if there is none, or in more than 64 MiB, or OSError."""
     require_file(path)
     try:
         if path.stat().st_size > _BYTES:

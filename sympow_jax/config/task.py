@@ -49,29 +49,25 @@ class TaskConfig:
 
     name: str = fields.setting(
         "next_token",
-        "Task. `next_token` trains a decoder. `match_attention` trains those layers of a decoder whose preset in "
-        "`model.attention_pattern` is not `shared` to give the outputs of `model.attention`, which they replace. The "
-        "others train an encoder, which sees the whole row: `masked_token`, `classification` (the class of a row, one "
-        "of `classes`) and `regression` (a number per row).",
+        "Task. `next_token` trains a decoder. `match_attention` trains the layers of a decoder that are not `shared` "
+        "in `model.attention_pattern` to give the outputs of `model.attention`, which they replace. The others train "
+        "an encoder, which sees the whole row: to predict masked tokens, one of `classes` or a number.",
         choices=tuple(TASKS),
     )
     classes: int | None = fields.setting(None, "Number of classes of `classification`.")
     dual_encoder: bool = fields.setting(
         False,
         "Whether the two texts of a row of `tsv` are encoded independently, as in the Long Range Arena's retrieval, "
-        "and classified by their means, the product and the difference of these. Otherwise the texts are joined and "
-        "encoded as one.",
+        "instead of joined. The head reads their means, and the product and the difference of these.",
     )
     mask_token: int | None = fields.setting(
         None,
-        "Id of the mask. If none, the last id of the vocabulary. `masked_token` predicts 15% of the tokens. Of these, "
-        "80% are replaced by the mask, 10% by a random token, and 10% are unchanged (Devlin et al. 2019). They are "
-        "drawn anew each epoch (Liu et al. 2019).",
+        "Id of the mask of `masked_token`. If none, the last id of the vocabulary.",
     )
     initial_run: str | None = fields.setting(
         None,
-        "Workdir of a run whose last checkpoint initializes the model. If none, the model is initialized at random. An "
-        "encoder starts from an encoder and a decoder from a decoder, whose attention may differ.",
+        "Workdir of a run whose last checkpoint initializes the model, whose attention may differ. An encoder starts "
+        "from an encoder, a decoder from a decoder. If none, the model is initialized at random.",
         may_differ=(fields.Occasion.HELDOUT_ROWS,),
     )
 
@@ -81,8 +77,7 @@ class TaskConfig:
             checks.require_at_least(2, **{"task.classes": self.classes or 0})
         if self.dual_encoder and self.outputs is None:
             raise ValueError(
-                f"task.dual_encoder is True and task.name {self.name!r}; pairs of texts have classes or numbers: use "
-                f"a task with labels"
+                f"task.dual_encoder is True and task.name {self.name!r}; pairs of texts have classes or numbers"
             )
 
     @property

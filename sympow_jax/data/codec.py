@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from sympow_jax import config as configs
-from sympow_jax import hub
+from sympow_jax import hub, spelling
 from sympow_jax.config import data as data_config
 from sympow_jax.data import tokenizer
 from sympow_jax.data.sources import zarr
@@ -37,31 +37,23 @@ class Codec:
         """
         if not prompt:
             raise ValueError(f"{name} is empty; it needs at least one character")
+        reader = f"tokenizer {self.tokenizer.name}"
         try:
             tokens = [int(token) for token in self.tokenizer.encode(prompt)]
         except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{name} is not UTF-8 (byte {error.start + 1}), which tokenizer {self.tokenizer.name} reads"
-            ) from error
+            raise ValueError(f"{name} is not UTF-8 (byte {error.start + 1}), which {reader} reads") from error
         if not tokens:
-            raise ValueError(
-                f"tokenizer {self.tokenizer.name} finds no tokens in {name}; it must have at least one"
-            )
+            raise ValueError(f"{reader} finds no tokens in {name}; it must have at least one")
         tokens = tokens if self.lead is None else [self.lead, *tokens]
         if beyond := sorted({token for token in tokens if token >= self.vocab_size}):
             kind = "bytes" if self.tokenizer.name == "byte" else "tokens"
-            listed = ", ".join(map(str, beyond[:5])) + (", ..." if len(beyond) > 5 else "")
             raise ValueError(
-                f"{name} has {kind} that the model's vocabulary of {self.vocab_size} lacks: {listed}"
+                f"{name} has {kind} that the model's vocabulary of {self.vocab_size} lacks: {spelling.listed(beyond)}"
             )
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> bytes:
-        """Returns the bytes of tokens, which need not be whole characters.
-
-        Raises:
-            ValueError: an id is outside the model's vocabulary.
-        """
+        """Returns the bytes of tokens, which need not be whole characters; raises ValueError for another id."""
         if beyond := [token for token in tokens if not 0 <= token < self.vocab_size]:
             raise ValueError(
                 f"{beyond[0]} is no token of the model, whose ids are 0 to {self.vocab_size - 1}; decode others with "
@@ -114,10 +106,9 @@ def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
             loaded = tokenizer.load(recorded, setting="data.tokenizer")
         except ValueError as error:
             raise ValueError(f"the run's {error}; give the tokenizer as --tokenizer=FILE") from error
-    if corpus:
-        end = loaded.separator if separator is None else separator
-        return Codec(loaded, settings.model.vocab_size, lead=loaded.begin, end=end)
+    lead, end = loaded.begin, separator
     if source == "longcrawl64":
-        separator = zarr.DOCUMENT_START if separator is None else separator
-        return Codec(loaded, settings.model.vocab_size, lead=separator, end=separator)
-    return Codec(loaded, settings.model.vocab_size, lead=loaded.begin, end=separator)
+        lead = end = zarr.DOCUMENT_START if separator is None else separator
+    elif corpus and separator is None:
+        end = loaded.separator
+    return Codec(loaded, settings.model.vocab_size, lead=lead, end=end)

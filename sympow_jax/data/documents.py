@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 # Sources of tokens that were written earlier. They never have one id over a row or document of this number of tokens.
-# Where they do, a copy was not completed: a file has its size from the start, and what is not written reads as 0.
+# Where they do, a copy was not completed: what is not written reads as 0.
 STORED = ("tokens", "longcrawl64")
 _NEVER_REPEATED = 64
 
@@ -32,8 +32,7 @@ class Documents(Protocol):
 
     Attributes:
         lengths: number of tokens of each document, at least 1.
-        lead: id before every row, so that the first token of a row is predicted too. None if the first token of a row
-            is an input only.
+        lead: id before every row, so that the first token of a row is predicted too; None for none.
         together: number of consecutive documents that storage groups, so that reading one costs as much as reading
             all. None if any order of reading costs the same.
     """
@@ -125,9 +124,8 @@ def check_repeated(tokens: Integer[np.ndarray, " tokens"], *, name: str, part: s
 class HeldoutDocuments(Sequence):
     """Whole documents as 1-D int32 arrays, read on access.
 
-    If the source has a lead id (longcrawl64), it is the first token of each document, as in training. Then every token
-    of the stored document is predicted. `lengths` include the lead id; `lead` and `together` are as in `Documents`.
-    `stored` says whether the source is one of `STORED`.
+    If the source has a lead id (longcrawl64), it is the first token of each document, as in training, and `lengths`
+    include it. `lead` and `together` are as in `Documents`; `stored` says whether the source is one of `STORED`.
 
     Raises:
         ValueError: on access, a document holds an id outside the vocabulary or is missing from storage, or a stored one

@@ -30,6 +30,7 @@ __all__ = [
     "open_file",
     "read",
     "side",
+    "sides",
     "would_find",
 ]
 
@@ -46,8 +47,7 @@ class File:
     Attributes:
         path: local path, or URL such as `s3://...` or `hf://datasets/...`.
         key: path relative to the folder, or to the fixed part of the glob, that matched the file. Order and hold-out
-            depend on it only, so that they do not change when the folder is moved. Without the query of an HTTP
-            address, which may be a signature.
+            depend on it only, so that a moved folder is the same data. The query of an HTTP address is not in it.
         size: number of bytes.
         named: whether a path names the file, and not a folder or glob that holds it.
     """
@@ -66,28 +66,24 @@ class File:
 
 @contextlib.contextmanager
 def errors(place: str) -> Iterator[None]:
-    """Turns an error of a file system, or of a reader of a format, into a ValueError that names the file.
-
-    `place` is the file, or the setting and the path.
-    """
+    """Turns an error of a file system, or of a reader of a format, into a ValueError that names `place`."""
     remote = "://" in place
-    remedy = "check the file, or make it again"
-    if remote:
-        remedy = "check the network and your access to it, or name a local copy"
     try:
         yield
     except MemoryError:
         raise
     except FileNotFoundError as error:
         # A server does not tell those who may not read a file that it exists.
-        remedy = "correct the path, or check your access to it" if remote else "correct the path"
-        raise ValueError(f"{place}: there is no such file or folder; {remedy}") from error
+        access = ", or check your access to it" if remote else ""
+        raise ValueError(f"{place}: there is no such file or folder; correct the path{access}") from error
     except ImportError as error:  # whose message says what to install
         raise ValueError(f"cannot read {place}: {error}") from error
     except Exception as error:  # each file system raises the errors of its own network library
         reason = spelling.cut(str(error), _MAX_REASON) or type(error).__name__
-        if isinstance(error, OSError) and error.strerror and not remote:
-            reason = error.strerror
+        remedy = "check the network and your access to it, or name a local copy"
+        if not remote:
+            reason = getattr(error, "strerror", None) or reason
+            remedy = "check the file, or make it again"
         raise ValueError(f"cannot read {place}: {reason}; {remedy}") from error
 
 
@@ -101,11 +97,7 @@ def open_file(path: str) -> BinaryIO:
 
 
 def read(path: str) -> bytes:
-    """Returns the content of a file.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """Returns the content of a file; raises ValueError if it cannot be read."""
     with errors(path), open_file(path) as stream:
         return stream.read()
 
@@ -113,10 +105,7 @@ def read(path: str) -> bytes:
 def below(root: str, *, suffix: str | tuple[str, ...] = "", skip: Collection[str] = ()) -> list[File]:
     """Returns the files below a folder that end in `suffix`, except hidden ones and folders named in `skip`.
 
-    Links to files are followed, and those to folders are not.
-
-    Raises:
-        ValueError: a folder cannot be read.
+    Links to files are followed, and those to folders are not. Raises ValueError if a folder cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -179,11 +168,10 @@ def would_find(path: str, file: str) -> bool:
 
 
 def find(setting: str, paths: Sequence[str], *, suffix: str | tuple[str, ...] = "") -> list[File]:
-    """Returns the files that `paths` name, each once, ordered by key.
+    """Returns the files that `paths` name, each once, ordered by key; errors name the `setting` of the paths.
 
     A path is a file, a folder or a glob, local or a URL of fsspec. A folder stands for its files that end in `suffix`,
-    except hidden files and `__pycache__`. In a glob, `**` crosses folders. Neither a folder nor `**` follows links to
-    folders. `setting` is the name of the setting that holds the paths, for errors.
+    except hidden files and `__pycache__`. In a glob, `**` crosses folders. Neither follows links to folders.
 
     Raises:
         ValueError: a path matches no file, or a file system cannot be reached.
@@ -290,13 +278,18 @@ def side(config: config_lib.DataConfig, *, heldout: bool) -> tuple[str, tuple[st
     return "data.paths", config.paths
 
 
+def sides(config: config_lib.DataConfig) -> tuple[bool, ...]:
+    """Returns the sides that have paths of their own, held-out ones as True."""
+    return (False, True) if config.heldout_paths else (False,)
+
+
 def held_out(
     keys: Sequence[str], positions: Int64[np.ndarray, "#documents"], fraction: float
 ) -> Bool[np.ndarray, " documents"]:
     """Returns a mask of the documents whose hash is below `fraction`.
 
-    The hash is a function of the key of a document's file and of its position there. So a document stays on its side
-    when other files are added or removed. It is the SHA-256 of the key plus SplitMix64 of the position (Steele, Lea and
+    The hash is a function of a document's file and its position there, so that the document stays on its side when
+    other files are added or removed. It is the SHA-256 of the key plus SplitMix64 of the position (Steele, Lea and
     Flood, 2014), which is 0 at position 0.
 
     Args:

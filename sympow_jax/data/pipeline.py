@@ -46,10 +46,9 @@ def _open_source(config: config_lib.DataConfig, task: config_lib.TaskConfig) -> 
     """Returns the opened source, after checking that it fits the task."""
     fitting = sources.SOURCES[config.source].predicted
     if task.predicted not in fitting:
-        names = [name for name, kind in task_config.TASKS.items() if kind.predicted in fitting]
+        names = " and ".join(name for name, kind in task_config.TASKS.items() if kind.predicted in fitting)
         raise ValueError(
-            f"task.name is {task.name!r}, but data.source {config.source!r} is for {' and '.join(names)}; change one "
-            f"of them"
+            f"task.name is {task.name!r}, but data.source {config.source!r} is for {names}; change one of them"
         )
     return sources.open_source(config)
 
@@ -86,10 +85,9 @@ def train_dataset(
     The default task is to predict the next token. Row i is a function of i, the data, `config.seed` and the task only.
     Rows of `parquet` and `jsonl` can only be read in order; of others, row i is `dataset[i]`. A row is a dict:
 
-    * `next_token`: `inputs [T]` and `targets [T]`, int32, and `segment_ids [T]` if packing is `documents`, as
-      described in `rows.Rows`. A target of -1 does not count.
-    * `masked_token`: the same, with `targets` at the masked positions only. These are drawn anew each epoch, as
-      described in `masking.MaskedRows`.
+    * `next_token`: `inputs [T]` and `targets [T]`, int32, and `segment_ids [T]` if packing is `documents`, as in
+      `rows.Rows`. A target of -1 does not count.
+    * `masked_token`: the same, with `targets` at the masked positions only, drawn anew each epoch.
     * `classification`, `regression`: `labels []`, int32 or float32. Texts have `inputs [T]` padded with 0, and
       `segment_ids [T]`, 0 for tokens and -1 for padding; the second text of a dual encoder follows the first, with
       segment id 1. Images are described in `images.Source`.
@@ -110,7 +108,7 @@ def train_dataset(
     if not count and config.heldout_fraction and not config.heldout_paths:
         raise ValueError(
             f"nothing is left to train on: data.heldout_fraction {config.heldout_fraction} holds out all that "
-            f"data.paths names; lower it, name more data, or name held-out files in data.heldout_paths"
+            f"data.paths names; lower it, name more data, or set data.heldout_paths"
         )
     return shuffle.ShuffledRows(_rows(opened, config, task, vocab_size=vocab_size), seed=config.seed)
 
@@ -186,8 +184,8 @@ class HeldoutData:
         """Yields batches of the rows, each row once, in a fixed order.
 
         Rows are as in `train_dataset`, except that images are center crops, and that the masked tokens are a function
-        of the row and `config.seed`. The last batch is padded with copies of its last row to the size of the others. In
-        the copies, `targets` or `labels` are -1 (NaN in `regression`) and do not count.
+        of the row and `config.seed`. The last batch is padded with copies of its last row, whose `targets` or `labels`
+        are -1 (NaN in `regression`) and do not count.
         """
         indices = range(0 if self.rows is None else len(self.rows))
         for start in range(0, len(indices), batch_size):
@@ -197,10 +195,7 @@ class HeldoutData:
         """Returns shard `share` of a batch of rows, drawn by `config.seed`; None if there are no rows.
 
         The batch is a function of the data, the seed and the task only. It has the number of rows of a training batch,
-        padded with uncounted copies of one if fewer are held out.
-
-        Raises:
-            ValueError: `shares` does not divide the number of rows.
+        padded with uncounted copies of one if fewer are held out. Raises ValueError if `shares` does not divide it.
         """
         if self.rows is None:
             return None
@@ -223,7 +218,7 @@ class HeldoutData:
             answer = "labels" if "labels" in row else "targets"
             none = np.nan if row[answer].dtype == np.float32 else rows.NO_LABEL
             batch += [{**row, answer: np.full_like(row[answer], none)}] * (size - len(batch))
-        return {name: np.stack([row[name] for row in batch]) for name in batch[0]}
+        return rows.stacked(batch)
 
 
 def require_held_apart(
@@ -239,7 +234,7 @@ def require_held_apart(
         name: name of that run, for errors.
 
     Returns:
-        False if it cannot be found out, because the paths that were trained on cannot be read.
+        False if the paths that were trained on cannot be read, so that it cannot be found out.
     """
     # What is generated has seeds of its own for each side.
     generated = any(sources.SOURCES[x.source].generated for x in (config, trained))
@@ -262,13 +257,12 @@ def require_held_apart(
     setting, paths = files.side(config, heldout=True)
     if shared := sorted(found & sources.locations(setting, paths, config.source)):
         example = spelling.cut(shared[0], spelling.LINE)
-        owner = f" of {name}"
-        remedy = (
-            "it was trained on what is held out here: hold out other files, or what it held out, as it did"
+        owner, remedy = (
+            f" of {name}",
+            "it was trained on what is held out here: hold out other files, or what it did",
         )
         if trained == config:
-            owner = ""
-            remedy = "change one of them, or leave data.heldout_paths empty, so that a part of the data is held out"
+            owner, remedy = "", "change one of them, or leave data.heldout_paths empty to hold out a fraction"
         raise ValueError(
             f"data.paths{owner} and {setting} share {len(shared)} of what they name, such as {example}; {remedy}"
         )
@@ -352,25 +346,17 @@ def compare_metadata(config: config_lib.Config) -> tuple[config_lib.Config, list
         separator = zarr.DOCUMENT_START
     lines: dict[str, str] = {}
     for place, metadata in found.items():
-        size, end = metadata.get("vocab_size"), metadata.get("separator")
-        if isinstance(size, int) and size > config.model.vocab_size:
-            lines.setdefault(
-                "size",
-                f"{place} has ids below {size}, but model.vocab_size is {config.model.vocab_size}; raise it",
-            )
+        size, end, vocab_size = metadata.get("vocab_size"), metadata.get("separator"), config.model.vocab_size
+        if isinstance(size, int) and size > vocab_size:
+            line = f"{place} has ids below {size}, but model.vocab_size is {vocab_size}; raise it"
+            lines.setdefault("size", line)
         if isinstance(end, int) and end != separator:
             shown = "none" if separator is None else separator
-            lines.setdefault(
-                "end",
-                f"{place} has the separator {end}, but data.document_separator is {shown}; set it to {end}",
-            )
+            line = f"{place} has the separator {end}, but data.document_separator is {shown}; set it to {end}"
+            lines.setdefault("end", line)
         stored, fingerprint = metadata.get("tokenizer"), metadata.get("tokenizer_fingerprint")
         # Loaded only under another name, because training needs no tokenizer.
-        if (
-            data.tokenizer in (None, stored)
-            or not isinstance(stored, str)
-            or not isinstance(fingerprint, str)
-        ):
+        if data.tokenizer in (None, stored) or not (isinstance(stored, str) and isinstance(fingerprint, str)):
             continue
         problem = f"but data.tokenizer is {data.tokenizer}, whose ids are others; correct it"
         try:

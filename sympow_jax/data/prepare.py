@@ -58,9 +58,9 @@ class Options:
     Attributes:
         tokenizer: name for `tokenizer.load`.
         separator: id that ends a document; None takes the tokenizer's.
-        text_column: column of parquet and JSON lines files that holds the text; None if every file is a document.
+        text_column: column of parquet and JSON lines that holds the text; None if every file is a document.
         shortest_document: documents of fewer tokens, separator included, are left out.
-        workers: number of processes that tokenize, at least 1; 1 for a thread of this process.
+        workers: number of processes that tokenize; 1 for a thread of this process.
     """
 
     tokenizer: str = "byte"
@@ -78,14 +78,7 @@ class Options:
 
 
 class Progress(NamedTuple):
-    """Counts of the work that is done.
-
-    Attributes:
-        done: number of finished token files.
-        pieces: number of all of them.
-        documents: number of documents in the finished ones, without those left out.
-        tokens: number of their tokens, with separators.
-    """
+    """Numbers of finished token files and of all of them, and of the documents and tokens in the finished ones."""
 
     done: int
     pieces: int
@@ -93,13 +86,9 @@ class Progress(NamedTuple):
     tokens: int
 
 
-Report = Callable[[Progress], None]
-
-
-def _counts(shard: pathlib.Path) -> tuple[int, int, int]:
+def _counts(shard: pathlib.Path) -> list[int]:
     """Returns the index of a token file such as `000012-345-6.bin`, its number of documents, and of those left out."""
-    index, documents, left_out = map(int, shard.stem.split("-"))
-    return index, documents, left_out
+    return [int(count) for count in shard.stem.split("-")]
 
 
 @contextlib.contextmanager
@@ -136,35 +125,29 @@ class _ShardWriter:
 
 
 def _find(paths: Sequence[str], text_column: str | None) -> list[tuple[files.File, str]]:
-    """Returns the files that `paths` name and their formats.
-
-    Raises:
-        ValueError: nothing matches, every file is empty, or the files are not of this kind.
-    """
+    """Returns the files that `paths` name and their formats; raises ValueError if there are none of this kind."""
     if text_column is None:
         found = files.find("files", paths)
         texts = [file for file in found if file.size]
         if not texts:
             raise ValueError(f"every file is empty ({len(found)} found); name files that hold text")
         # A `.json` may be one document.
-        if all(
-            not file.path.endswith(".json") and data_config.source_of(file.key) in data_config.CORPUS_SOURCES
-            for file in texts
-        ):
+        kinds = {"text" if x.path.endswith(".json") else data_config.source_of(x.key) for x in texts}
+        if kinds <= set(data_config.CORPUS_SOURCES):
             raise ValueError(
                 f"{texts[0].path} has many documents, one per row or line; name the column that holds their text with "
                 f"--text_column"
             )
         return [(file, "text") for file in texts]
-    named: dict[str, list[str]] = {}
+    named: dict[str, list[str]] = {source: [] for source in data_config.CORPUS_SOURCES}
     for path in paths:
         source = data_config.source_of(path)
-        if source not in data_config.CORPUS_SOURCES:
+        if source not in named:
             raise ValueError(
                 f"{path} is neither .parquet nor .jsonl, nor a compressed .jsonl, which --text_column reads; name the "
                 f"files of a folder with a glob, such as {os.path.join(path, '*.parquet')}, and leave others out"
             )
-        named.setdefault(str(source), []).append(path)
+        named[source].append(path)
     columns = [(file, name) for name in named for file in files.find("files", named[name])]
     columns.sort(key=lambda item: (item[0].key, item[0].path))
     first, name = columns[0]
@@ -176,11 +159,7 @@ def _find(paths: Sequence[str], text_column: str | None) -> list[tuple[files.Fil
 
 
 def _new_output(out: str, paths: Sequence[str]) -> pathlib.Path:
-    """Returns the path of an output.
-
-    Raises:
-        ValueError: `paths` name files in it.
-    """
+    """Returns the path of an output; raises ValueError if `paths` name files in it."""
     path = pathlib.Path(os.path.expanduser(out))
     real = os.path.realpath(path)
     written = (real, os.path.join(real, tokens.METADATA), os.path.join(real, "000000-1-0.bin"))
@@ -202,7 +181,7 @@ def _absent(path: pathlib.Path) -> ValueError:
 
 
 def _write_shards(
-    folder: pathlib.Path, paths: Sequence[str], options: Options, report: Report | None
+    folder: pathlib.Path, paths: Sequence[str], options: Options, report: Callable[[Progress], None] | None
 ) -> tuple[dict[str, Any], list[pathlib.Path]]:
     """Tokenizes all documents; returns a description of them, and the token files in order.
 
@@ -264,16 +243,18 @@ def _write_shards(
 
     # Token files that are there are not made again.
     itemsize = tokens.DTYPES[encoding.token_dtype].itemsize
-    shards = {_counts(path)[0]: path for path in folder.glob("[0-9]*-*-*.bin")}
-
+    shards: dict[int, pathlib.Path] = {}
     progress = Progress(0, len(groups), 0, 0)
 
-    def counted(before: Progress, path: pathlib.Path) -> Progress:
-        documents, ids = _counts(path)[1], path.stat().st_size // itemsize
-        return Progress(before.done + 1, before.pieces, before.documents + documents, before.tokens + ids)
+    def add(path: pathlib.Path) -> None:
+        nonlocal progress
+        index, documents, _ = _counts(path)
+        shards[index] = path
+        ids = progress.tokens + path.stat().st_size // itemsize
+        progress = Progress(len(shards), len(groups), progress.documents + documents, ids)
 
-    for path in shards.values():
-        progress = counted(progress, path)
+    for path in folder.glob("[0-9]*-*-*.bin"):
+        add(path)
     report = report or (lambda _: None)
     try:
         report(progress)
@@ -284,13 +265,12 @@ def _write_shards(
             while running:
                 done, running = concurrent.futures.wait(running, return_when="FIRST_COMPLETED")
                 for written in done:
-                    shards[_counts(written.result())[0]] = written.result()
-                    progress = counted(progress, written.result())
+                    add(written.result())
                     report(progress)
                 running |= {submit(task) for task in itertools.islice(tasks, len(done))}
         left_out = sum(_counts(path)[2] for path in shards.values())
         about |= {"documents": progress.documents, "tokens": progress.tokens}
-        if not about["documents"]:
+        if not progress.documents:
             shards.clear()
             raise ValueError(
                 f"every document has fewer tokens than --shortest_document, {options.shortest_document}; lower it"
@@ -309,7 +289,11 @@ def _write_shards(
 
 
 def write_bin(
-    out: str, paths: Sequence[str], options: Options | None = None, *, report: Report | None = None
+    out: str,
+    paths: Sequence[str],
+    options: Options | None = None,
+    *,
+    report: Callable[[Progress], None] | None = None,
 ) -> dict[str, Any]:
     """Writes a folder of token files with `prepared.json`, and returns the content of that.
 
@@ -336,16 +320,12 @@ def write_longcrawl64(
     options: Options | None = None,
     *,
     row_tokens: int = zarr.ROW_TOKENS,
-    report: Report | None = None,
+    report: Callable[[Progress], None] | None = None,
 ) -> dict[str, Any]:
     """Writes a Zarr v2 array with rows of `row_tokens`, and returns the content of its `.zattrs`.
 
-    Args:
-        out: path of the array's folder. Until it is complete, a hidden folder next to it has the token files.
-        paths: files, folders or globs to read.
-        options: the way from documents to tokens.
-        row_tokens: number of tokens in a row. Those after the last whole row are dropped.
-        report: called with the progress after every token file.
+    Arguments are as in `write_bin`. Tokens after the last whole row are dropped. Until the array is complete, a hidden
+    folder next to it has the token files.
 
     Raises:
         ValueError: as `write_bin`, or there are fewer tokens than one row, or `row_tokens` is below 1.

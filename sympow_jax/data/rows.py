@@ -28,9 +28,9 @@ __all__ = [
     "TrainRows",
     "filled",
     "has_targets",
-    "label_dtype",
     "padded",
     "shard",
+    "stacked",
 ]
 
 NO_LABEL = -1
@@ -46,8 +46,7 @@ Row = dict[str, Any]  # arrays by name
 class Examples(Protocol):
     """The training or the held-out rows of a source.
 
-    `together` is the number of consecutive rows that storage groups. If any order of reading costs the same, it is
-    the number of all rows.
+    `together` is the number of consecutive rows that storage groups; all, if any order of reading costs the same.
     """
 
     @property
@@ -93,12 +92,13 @@ class TrainRows(Protocol):
         """
 
 
-def shard(batch_size: int, *, share: int, shares: int) -> range:
-    """Returns the rows of a batch that are in shard `share` of `shares` equal ones.
+def stacked(found: Sequence[Row]) -> Row:
+    """Returns rows as a batch."""
+    return {name: np.stack([row[name] for row in found]) for name in found[0]}
 
-    Raises:
-        ValueError: `shares` does not divide `batch_size`.
-    """
+
+def shard(batch_size: int, *, share: int, shares: int) -> range:
+    """Returns the rows of a batch that are in shard `share` of `shares` equal ones; raises ValueError for others."""
     if batch_size % shares:
         raise ValueError(
             f"a batch has {batch_size} rows, which cannot be divided into {shares} equal shards; "
@@ -108,16 +108,8 @@ def shard(batch_size: int, *, share: int, shares: int) -> range:
     return range(share * size, (share + 1) * size)
 
 
-def label_dtype(task: config_lib.TaskConfig) -> type[np.generic]:
-    """Returns the dtype of labels."""
-    return np.float32 if task.predicted is config_lib.Predicted.NUMBER else np.int32
-
-
 def padded(texts: Sequence[Integer[np.ndarray, " _"]], length: int) -> dict[str, Int32[np.ndarray, " T"]]:
-    """Returns `inputs`, the texts in order, padded with 0 to `length`, and `segment_ids`.
-
-    Segment ids number the texts from 0, and are -1 for padding.
-    """
+    """Returns `inputs`, the texts padded with 0 to `length`, and `segment_ids` from 0, which are -1 for padding."""
     return {
         "inputs": filled(np.concatenate(texts), length, 0),
         "segment_ids": filled(np.repeat(np.arange(len(texts)), [*map(len, texts)]), length, PADDING),
@@ -146,8 +138,8 @@ class Rows:
     follow the `inputs`. They are -1 where there is none, and in the last row after the end of the data.
 
     * packing `windows`: a row crosses documents and predicts the next document's first token.
-    * packing `documents`: `segment_ids` number the documents of the row from 0 (including a document that began in an
-      earlier row), and are -1 after the end of the data. The last token of a document has no target.
+    * packing `documents`: `segment_ids` number the documents of the row from 0, and are -1 after the end of the data.
+      The last token of a document has no target.
 
     If the documents have a lead id, targets are the row's own tokens. Inputs are these shifted right by one, with the
     lead id first in the row and, with packing `documents`, first in every document in it.

@@ -49,11 +49,7 @@ class Tokenizer:
         return f"{self.fingerprint}, separator {self.separator}"
 
     def end_of_text(self, chosen: int | None, *, setting: str) -> int:
-        """Returns the id that ends a document: `chosen`, which the user gave as `setting`, or else the separator.
-
-        Raises:
-            ValueError: neither is known.
-        """
+        """Returns the id that ends a document: `chosen`, given as `setting`, or the separator; or raises ValueError."""
         end = self.separator if chosen is None else chosen
         if end is None:
             raise ValueError(f"the tokenizer {self.name} names no end of text; set {setting} to an id")
@@ -65,10 +61,7 @@ class Tokenizer:
         """Returns the ids of a document, which errors call `name`.
 
         With `begin`, the id `self.begin` comes first, unless the document has no tokens or that id is the separator
-        too.
-
-        Raises:
-            ValueError: the tokenizer reads text and the document is not UTF-8, or it cannot encode the text.
+        too. Raises ValueError if the document cannot be encoded.
         """
         try:
             ids = self.encode(document)
@@ -102,17 +95,13 @@ def _library(name: str, option: str) -> types.ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(
-            f"{option} needs the package {name!r}, which is not installed; "
-            f"install the optional extra with pip install 'sympow-jax[tokenizers]'"
+            f"{option} needs the package {name!r}, which is not installed; pip install 'sympow-jax[tokenizers]'"
         ) from error
 
 
 @contextlib.contextmanager
 def _errors_as(message: str) -> Iterator[None]:
-    """Turns any error of a tokenizer library into a ValueError.
-
-    The libraries raise Exception itself, and where their Rust code panics, an error that is no Exception.
-    """
+    """Turns any error of a tokenizer library, whose Rust code raises BaseException if it panics, into a ValueError."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
@@ -133,11 +122,7 @@ def _encoder(name: str, encode: Callable[[str], Sequence[int]]) -> Callable[[byt
 
 
 def _from_file(path: pathlib.Path, option: str, *, name: str) -> Tokenizer:
-    """Returns the tokenizer of a `tokenizers` file; `option` is the setting and its value, for errors.
-
-    Next to a `tokenizer.json`, `tokenizer_config.json` names the separator as `eos_token`, and says whether `bos_token`
-    precedes a text.
-    """
+    """Returns the tokenizer of a `tokenizers` file; `option` is the setting and its value, for errors."""
     library = _library("tokenizers", option)
     with _errors_as(f"{option} is not a `tokenizers` file"):
         loaded = library.Tokenizer.from_file(str(path))
@@ -151,7 +136,7 @@ def _from_file(path: pathlib.Path, option: str, *, name: str) -> Tokenizer:
         raise ValueError(f"{option} has no tokens; name the file of a trained tokenizer")
     vocab_size = 1 + max(vocabulary.values())  # ids need not be contiguous
 
-    # The separator, and the id before a text.
+    # The separator, `eos_token` of `tokenizer_config.json`, and the id before a text, `bos_token`.
     config = path.with_name("tokenizer_config.json")
     values = serialize.read_object(config) if path.name == "tokenizer.json" and config.is_file() else {}
     special: dict[str, int | None] = {}
@@ -178,8 +163,8 @@ def _from_file(path: pathlib.Path, option: str, *, name: str) -> Tokenizer:
             begin = part["special_tokens"][first["id"]]["ids"][0]
             break
 
-    # Byte fallback decodes a run of bytes together, and loses all of it if one is not UTF-8. Those become U+FFFD first,
-    # so that a later byte does not change earlier text.
+    # Byte fallback loses a whole run of bytes if one is not UTF-8. Those become U+FFFD first, so that a later byte does
+    # not change earlier text.
     ids = [vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)]
     falls_back = None not in ids and loaded.decode([ids[65]]) == "A"
     bytes_of = {token: byte for byte, token in enumerate(ids)} if falls_back else {}
@@ -225,12 +210,10 @@ def _from_tiktoken(name: str, option: str) -> Tokenizer:
 
 
 def local_name(name: str) -> str:
-    """Returns a name of the same tokenizer that `load` finds without a download, after downloading `hf://` names.
-
-    Other processes are given the name, because a `Tokenizer` cannot be pickled.
+    """Returns a name that `load` finds without a download, for other processes: a `Tokenizer` cannot be pickled.
 
     Raises:
-        ValueError: the download fails.
+        ValueError: the download of an `hf://` name fails.
     """
     return str(hub.local_path(name, hub.TOKENIZER)) if hub.is_remote(name) else name
 
@@ -256,8 +239,7 @@ def load(name: str, *, setting: str = "--tokenizer") -> Tokenizer:
         setting: flag or setting that the name was given as, for errors.
 
     Raises:
-        ValueError: the file or encoding does not exist or is of another kind, the download fails, or the library is
-            not installed.
+        ValueError: there is no such tokenizer, the download fails, or the library is not installed.
     """
     if name == "byte":
         return _BYTES
@@ -265,15 +247,12 @@ def load(name: str, *, setting: str = "--tokenizer") -> Tokenizer:
     if not hub.is_remote(name) and not _is_path(name):
         return _from_tiktoken(name, option)
     path = pathlib.Path(os.path.expanduser(local_name(name)))
-    shown = (
-        name if hub.is_remote(name) else os.path.basename(os.path.realpath(path) if path.is_dir() else path)
-    )
+    shown = name if hub.is_remote(name) else (path.resolve() if path.is_dir() else path).name
     if path.is_dir():
         path = path / "tokenizer.json"
         if not path.is_file():
             raise ValueError(
-                f"{option} has no tokenizer.json, the only kind of file that is read; vocabularies as text and "
-                f"SentencePiece models are not. transformers writes it: "
+                f"{option} has no tokenizer.json, the only kind of file that is read; transformers writes it: "
                 f"AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
             )
     if not path.is_file():

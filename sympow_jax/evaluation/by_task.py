@@ -52,20 +52,15 @@ def evaluate(
     """Calls `evaluate_runs` for runs that predict the next token, and `evaluate_heldout` for others.
 
     Raises:
-        ValueError: as these functions; or the runs' tasks differ, or lengths or documents are given for runs that do
-            not predict the next token; or they are first stages of retrofits.
+        ValueError: as these functions, or lengths or documents are given for runs that do not predict the next token.
     """
-    paths, configs = over_runs.read_runs(workdirs, changes)
-    tasks = [config.task.name for config in configs]
-    if len(set(tasks)) > 1:
-        named = ", ".join(f"{path} ({task})" for path, task in zip(paths, tasks))
-        raise ValueError(f"the runs are of different tasks: {named}; evaluate them apart")
-    if configs[0].task.is_language_model:
+    (path, *_), (config, *_) = over_runs.read_runs(workdirs, changes)
+    if config.task.is_language_model:
         context_length.evaluate_runs(workdirs, lengths, out=out, documents=documents, changes=changes)
         return
-    if (lengths is not None or documents is not None) and not configs[0].task.replaces_attention:
+    if (lengths is not None or documents is not None) and not config.task.replaces_attention:
         raise ValueError(
-            f"--context_lengths and --documents are for runs that predict the next token; {paths[0]} is of the task "
-            f"{tasks[0]!r}: leave them out"
+            f"--context_lengths and --documents are for runs that predict the next token; {path} is of the task "
+            f"{config.task.name!r}: leave them out"
         )
     heldout.evaluate_heldout(workdirs, out=out, changes=changes)

@@ -13,7 +13,6 @@ from jaxtyping import Int
 
 from sympow_jax import config as config_lib
 from sympow_jax import data, models
-from sympow_jax.config import fields
 from sympow_jax.evaluation import buckets, over_runs, report, scores
 
 __all__ = [
@@ -107,9 +106,6 @@ class ContextLoss(over_runs.Evaluation[report.Row]):
 
     def __init__(self, lengths: Sequence[int] | None = None, documents: int | None = None):
         self._lengths, self._documents = lengths, documents
-
-    def compared(self, config: config_lib.Config) -> dict[str, Any]:
-        return over_runs.same_data(config, fields.Occasion.HELDOUT_DOCUMENTS)
 
     def prepare(self, runs: over_runs.Runs) -> int:
         first = runs.first

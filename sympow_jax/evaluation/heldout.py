@@ -1,6 +1,7 @@
 """Evaluation of encoders and image classifiers on held-out rows: loss and the metrics of the task."""
 
 import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ from flax import nnx
 
 from sympow_jax import config as config_lib
 from sympow_jax import data, models, tasks
-from sympow_jax.config import fields
+from sympow_jax.config import fields, serialize
 from sympow_jax.evaluation import over_runs, report, scores
 from sympow_jax.process import workdir
 from sympow_jax.tasks import metrics
@@ -39,15 +40,10 @@ def heldout_metrics(
     mesh = sharding.whole_mesh(jax.local_devices())
     graph, variables = nnx.split(model)
     total, predictions, answers = 0.0, [], []
-
-    @jax.jit
-    def call(variables, batch):
-        return task.evaluate(nnx.merge(graph, variables), batch)
-
     for batch in batches:
         placed = {name: jax.device_put(x, sharding.batch_sharding(mesh, x.ndim)) for name, x in batch.items()}
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            sums, outputs = call(variables, placed)
+            sums, outputs = _evaluate(graph, task, variables, placed)
         total += float(sums.loss)
         answer = batch["targets" if outputs is None else "labels"]
         counts = np.asarray(tasks.counts(answer))
@@ -57,6 +53,11 @@ def heldout_metrics(
     labels = np.concatenate(answers)
     mean, predicted = total / len(labels), np.concatenate(predictions) if predictions else None
     return {"loss": mean, **task.scores(mean, labels, predicted), "count": len(labels)}
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "task"))
+def _evaluate(graph, task, variables, batch):
+    return task.evaluate(nnx.merge(graph, variables), batch)
 
 
 def evaluate_heldout(
@@ -98,7 +99,9 @@ class _Heldout(over_runs.Evaluation[_Row]):
         return stage if config.task.replaces_attention else None
 
     def compared(self, config: config_lib.Config) -> dict[str, Any]:
-        return over_runs.same_data(config, fields.Occasion.HELDOUT_ROWS, task=config.task)
+        vocab_size = config.model.vocab_size
+        values = {"task": config.task, "model": {"vocab_size": vocab_size}, "data": config.data}
+        return serialize.flatten(values, fields.Occasion.HELDOUT_ROWS)
 
     def prepare(self, runs: over_runs.Runs) -> int:
         source, heldout = runs.first.data, runs.heldout

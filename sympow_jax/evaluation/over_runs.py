@@ -31,7 +31,6 @@ __all__ = [
     "evaluate",
     "read_runs",
     "require_held_apart",
-    "same_data",
     "writable_folder",
     "writing",
 ]
@@ -69,9 +68,11 @@ class Evaluation[Row: report.Run](abc.ABC):
         """Returns why a run with these settings cannot be evaluated, to follow the name of its workdir."""
         return None
 
-    @abc.abstractmethod
     def compared(self, config: config_lib.Config) -> dict[str, Any]:
         """Returns the flattened settings of a run that all runs must have in common."""
+        vocab_size, task = config.model.vocab_size, {"name": config.task.name}
+        values = {"task": task, "model": {"vocab_size": vocab_size}, "data": config.data}
+        return serialize.flatten(values, fields.Occasion.HELDOUT_DOCUMENTS)
 
     @abc.abstractmethod
     def prepare(self, runs: Runs) -> int:
@@ -101,15 +102,8 @@ def evaluate[Row: report.Run](
 ) -> list[Row]:
     """Evaluates the newest checkpoint of every run on the held-out data of the first, writes and prints the results.
 
-    With several processes, each evaluates on its own, and only the first writes and prints.
-
-    Args:
-        evaluation: the evaluation.
-        workdirs: workdirs of the runs.
-        out: folder to write to.
-        heldout: held-out data of the first run; None opens it.
-        changes: settings of the data to replace in the runs' configs, such as {"data.heldout_paths": "a.bin,b.bin"}.
-        console: console to print to.
+    With several processes, each evaluates on its own, and only the first writes and prints. Arguments are those of
+    `evaluate_runs`.
 
     Raises:
         ValueError: a workdir holds no run or no checkpoint, the runs cannot be compared, one was trained on the
@@ -141,15 +135,16 @@ def evaluate[Row: report.Run](
         _say(console, f"warning: {message}", style="yellow")
 
     # The paths are printed before they are opened, because a stranger may have chosen them.
-    first = configs[0]
+    first, is_open = configs[0], heldout is not None
     if heldout is None:
         opened = spelling.listed((*first.data.paths, *first.data.heldout_paths))
         _say(console, f"data of {paths[0]}: {first.data.source}{f' of {opened}' if opened else ''}")
         heldout = data.HeldoutData(first.data, first.task, vocab_size=first.model.vocab_size)
     work = evaluation.prepare(Runs(paths, configs, heldout, warn))
     folder = writable_folder(out)
-    # All runs are evaluated on the data as it is now. Imported weights have no record of data.
-    records = {} if changes else {path: workdir.read_description(path) for path in paths}
+    # All runs are evaluated on the data as it is now. Imported weights have no record of data, and a run that ends
+    # has compared its own.
+    records = {} if changes or is_open else {path: workdir.read_description(path) for path in paths}
     description = data.describe(first.data) if any(records.values()) else {}
     for path, record in records.items():
         if record and any(record.get(name) != description.get(name) for name in ("digest", "tokenizer")):
@@ -194,12 +189,6 @@ def evaluate[Row: report.Run](
             evaluation.write(folder, rows, runs)
     evaluation.print(rows, console)
     return rows
-
-
-def same_data(config: config_lib.Config, occasion: fields.Occasion, **more: Any) -> dict[str, Any]:
-    """Returns the flattened settings of a run's data and vocabulary, and `more`, that matter on an occasion."""
-    values = {"model": {"vocab_size": config.model.vocab_size}, "data": config.data, **more}
-    return serialize.flatten(values, occasion)
 
 
 def read_runs(

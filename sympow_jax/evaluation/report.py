@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import itertools
-import json
 import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +16,7 @@ import rich.text
 
 from sympow_jax import plotting, spelling
 from sympow_jax.evaluation import buckets
-from sympow_jax.process import atomic
+from sympow_jax.process import atomic, workdir
 
 __all__ = [
     "COLUMNS",
@@ -127,9 +126,7 @@ def write_json(path: pathlib.Path, rows: Sequence[Any], **metadata: Any) -> None
 
     Numbers that are not finite become null, because JSON does not have them.
     """
-    content = without_nan({**metadata, "rows": [dataclasses.asdict(row) for row in rows]})
-    with atomic.replace(path) as draft:
-        draft.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    workdir.write_json(path, without_nan({**metadata, "rows": [dataclasses.asdict(row) for row in rows]}))
 
 
 def without_nan(value: Any) -> Any:

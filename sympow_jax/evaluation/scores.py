@@ -265,23 +265,14 @@ class _Engine:
         answer_size: int,
         state: models.DecoderState | None = None,
     ) -> list[Score]:
-        """Returns the score of each answer after a context and its prompt, and after the state, as `score` does.
-
-        Args:
-            rows: contexts with a question.
-            length: padded length of the rows.
-            answer_size: padded length of the answers.
-            state: state before each context; None if the contexts begin a document.
-        """
-        # Each part on its own, because an empty list is an array of floats.
-        inputs = [
-            np.concatenate([np.asarray(part, np.int32) for part in (context, prompt, answer[:-1])])
-            for context, (prompt, answer) in rows
-        ]
-        spans = [slice(len(row) - len(question.answer), len(row)) for row, (_, question) in zip(inputs, rows)]
-        targets = np.zeros((len(rows), length), np.int32)
-        for index, (span, (_, question)) in enumerate(zip(spans, rows)):
-            targets[index, span] = question.answer
+        """Returns the score of each answer after the state, its context and its prompt; sizes are padded ones."""
+        inputs, spans, targets = [], [], np.zeros((len(rows), length), np.int32)
+        for index, (context, (prompt, answer)) in enumerate(rows):
+            # Each part on its own, because an empty list is an array of floats.
+            parts = [np.asarray(part, np.int32) for part in (context, prompt, answer[:-1])]
+            inputs.append(np.concatenate(parts))
+            spans.append(slice(len(inputs[-1]) - len(answer), len(inputs[-1])))
+            targets[index, spans[-1]] = answer
         tokens, segment_ids = _pad(inputs, length)
         starts = np.array([span.start for span in spans])
         found = self.score(
@@ -300,16 +291,10 @@ class _Engine:
         scored: int | None = None,
         state: models.DecoderState | None = None,
     ) -> Score:
-        """Returns the loss and the hit of each target after inputs and state, which is not modified.
+        """Returns the loss and the hit of each target, the token after an input; the state is not modified.
 
-        Args:
-            inputs: tokens of each row.
-            targets: token after each of them.
-            segment: number of tokens of a row in each call, which divides T; None means at most 16,384.
-            segment_ids: as in `DecoderLM.hidden`.
-            starts: first position that is scored; None scores all.
-            scored: number of positions that are scored from there on. Values elsewhere have no meaning.
-            state: state before the rows; None if they begin a document.
+        Each call has `segment` tokens of a row, which divides T; None means at most 16,384. With `starts`, only
+        `scored` positions from there on are scored, and values elsewhere have no meaning.
         """
         batch, length = inputs.shape
         segment = min(CALL_TOKENS, length) if segment is None else segment

@@ -125,17 +125,20 @@ class Program:
             if not jnp.issubdtype(array.dtype, jnp.integer):
                 raise ValueError(f"{name} have dtype {array.dtype}; it must be an integer dtype")
         if not isinstance(lengths, jax.core.Tracer):
-            _check_rows(self.config, tokens, np.asarray(lengths))
-            longest = self.config.longest_document
-            # `require_state` refuses what is no state.
-            state = initial_state if isinstance(initial_state, models.DecoderState) else None
-            before = (
-                np.zeros_like(lengths) if state is None or state.position is None else state.position.position
-            )
-            if longest is not None and not isinstance(before, jax.core.Tracer):
-                before, counts = np.asarray(before), np.asarray(lengths)
-                if counts.size and before.shape == counts.shape and (before + counts).max() > longest:
-                    row = int((before + counts).argmax())
+            counts, longest = np.asarray(lengths), self.config.longest_document
+            _check_rows(self.config, tokens, counts)
+            before: Any = np.zeros_like(counts)
+            if isinstance(initial_state, models.DecoderState) and initial_state.position is not None:
+                before = initial_state.position.position
+            # `require_state` refuses other numbers of rows.
+            if (
+                longest is not None
+                and not isinstance(before, jax.core.Tracer)
+                and before.shape == counts.shape
+            ):
+                after = np.asarray(before) + counts
+                if (after > longest).any():
+                    row = int(after.argmax())
                     raise ValueError(
                         f"row {row} has {counts[row]} tokens after {before[row]} others, but the model's learned "
                         f"positions end at {longest} tokens; shorten it"
@@ -200,24 +203,25 @@ def require_state(model: models.DecoderLM, state: models.DecoderState, batch: in
             f"the state is of another model: it has {len(state.layers)} layers, this one {len(model.blocks)}"
         )
     capacity, kv_cache = cache_sizes(state)
-    for block, cached in zip(model.blocks, kv_cache):
-        if not block.attention.kernel.supports_memory(kv_cache=cached):
-            kind = "has a KV cache" if cached else "is recurrent"
-            kernel = block.attention.kernel.attention.kernel
-            raise ValueError(
-                f"the state is of another model: it {kind}, which this one's kernel {kernel!r} does not support"
-            )
+    # A layer that does not support the memory has the other kind, whose arrays differ.
+    kv_cache = [
+        cached == block.attention.kernel.supports_memory(kv_cache=cached)
+        for block, cached in zip(model.blocks, kv_cache)
+    ]
     expected = jax.eval_shape(lambda: model.init_state(rows, max_length=capacity, kv_cache=kv_cache))
-    actual = dict(jax.tree_util.tree_leaves_with_path(state))
-    needed = dict(jax.tree_util.tree_leaves_with_path(expected))
-    for path in (*needed, *actual):
-        one, other = (
-            f"{tree[path].dtype} {list(tree[path].shape)}" if path in tree else "absent"
-            for tree in (actual, needed)
-        )
-        if one != other:
-            name = jax.tree_util.keystr(path)
-            raise ValueError(f"the state is of another model: {name} is {one}, not {other}")
+    actual, needed = (
+        {
+            jax.tree_util.keystr(path): f"{leaf.dtype} {list(leaf.shape)}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        for tree in (state, expected)
+    )
+    for name in needed | actual:
+        if actual.get(name) != needed.get(name):
+            raise ValueError(
+                f"the state is of another model: {name} is {actual.get(name, 'absent')}, not "
+                f"{needed.get(name, 'absent')}"
+            )
 
 
 def cache_sizes(state: models.DecoderState) -> tuple[int, list[bool]]:

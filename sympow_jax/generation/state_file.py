@@ -54,45 +54,36 @@ def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> mode
     path = pathlib.Path(path)
     serialize.require_file(path)
     path.open("rb").close()  # the library calls a file that may not be read missing
-    with contextlib.ExitStack() as stack:
-        with _readable(path):
-            file = stack.enter_context(safetensors.safe_open(path, framework="np"))
+    identity = _identity(model)
+    with _readable(path):
+        with safetensors.safe_open(path, framework="np") as file:
             header = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
-            rows, capacity, kv_cache = (header[name] for name in ("rows", "capacity", "kv_cache"))
-            # Every array has an axis of rows; those of a KV cache have one of its capacity too.
-            most = path.stat().st_size
-            if not all(type(size) is int and 0 < size <= most for size in (rows, capacity)):
-                raise ValueError("sizes that no array of the file has")
-            if [type(choice) for choice in kv_cache] != [bool] * len(model.blocks):
-                raise ValueError("caches of other layers")
-            if not isinstance(header["model"], dict):
-                raise ValueError("no settings")
-        identity = _identity(model)
-        own, saved = identity["model"], header["model"]
-        differing = sorted(x for x in {*own, *saved} if own.get(x, "absent") != saved.get(x, "absent"))
-        if differing:
-            here, there = (spelling.shown(x.get(differing[0], "absent")) for x in (own, saved))
-            raise ValueError(
-                f"{path} is a state of another model: {spelling.cut(differing[0], 100)} is {there} there and {here} "
-                f"here ({len(differing)} settings differ)"
-            )
-        if header.get("parameters") != identity["parameters"]:
-            raise ValueError(
-                f"{path} is a state of another model: its settings are those of this one, its parameters are not"
-            )
+        rows, capacity, kv_cache = (header[name] for name in ("rows", "capacity", "kv_cache"))
+        own, saved = identity["model"], {**header["model"]}
+    differing = sorted(x for x in {*own, *saved} if own.get(x, "absent") != saved.get(x, "absent"))
+    if differing:
+        here, there = (spelling.shown(x.get(differing[0], "absent")) for x in (own, saved))
+        raise ValueError(
+            f"{path} is a state of another model: {spelling.cut(differing[0], 100)} is {there} there and {here} here "
+            f"({len(differing)} settings differ)"
+        )
+    if header.get("parameters") != identity["parameters"]:
+        raise ValueError(
+            f"{path} is a state of another model: its settings are those of this one, its parameters are not"
+        )
+    with _readable(path), safetensors.safe_open(path, framework="np") as file:
+        # Abstract, so that damaged sizes take no memory.
         abstract = jax.eval_shape(lambda: model.init_state(rows, max_length=capacity, kv_cache=kv_cache))
         leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
         arrays = []
         for name, leaf in leaves:
-            with _readable(path):
-                stored = file.get_slice(jax.tree_util.keystr(name))
-                if tuple(stored.get_shape()) != leaf.shape:
-                    raise ValueError("an array of another shape")
-                array = stored[...]
-                if array.dtype != leaf.dtype:
-                    raise ValueError("an array of another dtype")
-            arrays.append(jax.device_put(array))
-    return jax.tree.unflatten(structure, arrays)
+            stored = file.get_slice(jax.tree_util.keystr(name))
+            if tuple(stored.get_shape()) != leaf.shape:
+                raise ValueError("an array of another shape")
+            arrays.append(stored[...])
+            if arrays[-1].dtype != leaf.dtype:
+                raise ValueError("an array of another dtype")
+    return jax.tree.unflatten(structure, map(jax.device_put, arrays))
 
 
 @contextlib.contextmanager
@@ -100,7 +91,14 @@ def _readable(path: pathlib.Path) -> Iterator[None]:
     """Turns errors about the content of a state file into a ValueError that names it."""
     try:
         yield
-    except (ValueError, LookupError, TypeError, RecursionError, safetensors.SafetensorError) as error:
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        ArithmeticError,
+        RecursionError,
+        safetensors.SafetensorError,
+    ) as error:
         raise ValueError(f"{path} is not a saved state, or is damaged") from error
 
 

@@ -13,16 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.array_types import Array
 from sympow_jax.ops import documents
 from sympow_jax.ops._recurrent import context, cost, features, rows, xla
 from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._shared import arguments, calls, layout, nonfinite
+from sympow_jax.ops.tokens import SEQUENCE, Tokens
 
-__all__ = ["attend", "require_supported"]
+__all__ = ["Plan", "attend", "require_supported"]
 
 
-def require_supported(query, key, implementation, absent: dict) -> None:
+def require_supported(tokens: Tokens, implementation: str | None, absent: dict) -> None:
     """Raises NotImplementedError or ValueError for arguments that bidirectional attention does not support.
 
     absent: arguments that must be None, by name.
@@ -34,30 +35,11 @@ def require_supported(query, key, implementation, absent: dict) -> None:
         raise NotImplementedError(
             f"causal is False, which has the implementations 'reference' and 'xla', not {implementation!r}"
         )
-    arguments.check_same_length(query, key)
+    arguments.check_same_length(tokens.query, tokens.key)
 
 
-def attend(
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "B T K D"],
-    value: Float[Array, "B T K E"],
-    *,
-    power: int,
-    division: means.Division,
-    segment_ids: Int[Array, "B T"] | None,
-    implementation: str | None,
-    chunk_size: int | None,
-) -> Float[Array, "B T N L"]:
-    """Returns means (L = E) or sums (L = E + 1) over each token's document, with weights (q . k)^p.
-
-    Arguments are those of `_recurrent.attend.attend`.
-    """
-    plan = _Plan(power, division, implementation, chunk_size)
-    return _attend(plan, query=query, key=key, value=value, segment_ids=segment_ids)
-
-
-class _Plan(NamedTuple):
-    """Static options of a call."""
+class Plan(NamedTuple):
+    """Static options of a call, as in `_recurrent.plan`."""
 
     power: int
     division: means.Division
@@ -65,11 +47,12 @@ class _Plan(NamedTuple):
     chunk_size: int | None
 
 
-@calls.op(calls.ATTENTION, lambda plan: "B T N E")
-def _attend(plan, query, key, value, segment_ids):
+@calls.op({"tokens": SEQUENCE}, lambda plan: "B T N E")
+def attend(plan, tokens):
+    """Returns means [B, T, N, E] or sums [B, T, N, E + 1] over each token's document, with weights (q . k)^p."""
     power, division, implementation, chunk_size = plan
-    finite = nonfinite.remove(query, key, value, None, segment_ids, causal=False)
-    query, key, value = finite[:3]
+    finite = nonfinite.remove(tokens, causal=False)
+    query, key, value, _, segment_ids = finite.tokens
     dtype, kv_heads = np.promote_types(query.dtype, jnp.float32), key.shape[2]
     if division is not means.Division.NONE:
         query = rows.unit_scale(query)
@@ -102,7 +85,7 @@ def _attend(plan, query, key, value, segment_ids):
     sums = jax.vmap(by_head, in_axes=(0, 0, 0, None if document is None else 0))(*arrays, document)
     out = means.of_sums(layout.time_second(sums), -1, division)
     out = out if division is means.Division.NONE else out.astype(value.dtype)
-    return nonfinite.restore(out, finite, segment_ids)
+    return nonfinite.restore(out, finite)
 
 
 def _all_pairs(query, key, value, document, *, power, precision):

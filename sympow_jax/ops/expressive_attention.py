@@ -14,6 +14,7 @@ from sympow_jax.ops import _expressive_blocks, documents
 from sympow_jax.ops._recurrent import cost
 from sympow_jax.ops._shared import calls, nonfinite, pairwise, time_axis
 from sympow_jax.ops._shared import decay as decays
+from sympow_jax.ops.tokens import SEQUENCE, Tokens
 
 __all__ = ["expressive_attention"]
 
@@ -82,12 +83,9 @@ def expressive_attention(
     """
     if scale is None:
         raise ValueError("scale is None; it must be a number, since it affects the result")
-    plan, arrays = pairwise.prepare(
-        query,
-        key,
-        value,
-        log_decay,
-        segment_ids,
+    tokens = Tokens.of(query, key, value, log_decay, segment_ids)
+    plan, traced_scale = pairwise.prepare(
+        tokens,
         causal=causal,
         scale=scale,
         implementation="xla" if implementation is None else implementation,
@@ -95,11 +93,11 @@ def expressive_attention(
         block_size=block_size,
         axis_name=axis_name,
     )
-    return _call(plan, **arrays)
+    return _call(plan, tokens=tokens, scale=traced_scale)
 
 
-@calls.op(calls.ATTENTION, lambda plan: "B T N E")
-def _call(plan, query, key, value, log_decay, segment_ids, scale):
+@calls.op({"tokens": SEQUENCE}, lambda plan: "B T N E")
+def _call(plan, tokens, scale):
     compute = (
         _reference if plan.implementation == "reference" else functools.partial(_blockwise, plan.block_size)
     )
@@ -107,20 +105,21 @@ def _call(plan, query, key, value, log_decay, segment_ids, scale):
     zero = None if scale is None else 0 * scale
     scale = plan.scale if scale is None else scale
 
-    def attend(query, key, value, log_decay, segment_ids):
-        finite = nonfinite.remove(query, key, value, log_decay, segment_ids, causal=plan.causal)
-        out = compute(plan.causal, scale, *finite[:4], segment_ids)
+    def attend(tokens):
+        finite = nonfinite.remove(tokens, causal=plan.causal)
+        out = compute(plan.causal, scale, finite.tokens)
         out = out if zero is None else out + zero.astype(out.dtype)
-        return nonfinite.restore(out, finite, segment_ids)
+        return nonfinite.restore(out, finite)
 
     with jax.named_scope(f"expressive_{plan.implementation}"):
-        if plan.axis_name is None:
-            return attend(query, key, value, log_decay, segment_ids)
-        return time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, plan.axis_name)
+        return (
+            attend(tokens) if plan.axis_name is None else time_axis.by_heads(attend, tokens, plan.axis_name)
+        )
 
 
-def _reference(causal, scale, query, key, value, log_decay, segment_ids):
+def _reference(causal, scale, tokens):
     """Computes equation 2 with decays, in the dtype of the query or float32."""
+    query, key, value, log_decay, segment_ids = tokens
     dtype = np.promote_types(query.dtype, jnp.float32)
     group, before = query.shape[2] // key.shape[2], key.shape[1] - query.shape[1]
     query, keys, values = (x.astype(dtype) for x in (query, key, value))
@@ -149,7 +148,8 @@ def _reference(causal, scale, query, key, value, log_decay, segment_ids):
     return jnp.einsum("bnts,bsne->btne", weights, values, precision="highest").astype(value.dtype)
 
 
-def _blockwise(block_size, causal, scale, query, key, value, log_decay, segment_ids):
+def _blockwise(block_size, causal, scale, tokens):
+    query, key, value, log_decay, segment_ids = tokens
     batch, time, heads, _ = query.shape
     key_time, kv_heads = key.shape[1:3]
     dtype, out_dtype = np.promote_types(query.dtype, jnp.float32), value.dtype

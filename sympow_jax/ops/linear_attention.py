@@ -23,6 +23,7 @@ from sympow_jax.ops._recurrent import state as power_state
 from sympow_jax.ops._shared import arguments, calls, nonfinite
 from sympow_jax.ops._shared.promotion import by_default_rules
 from sympow_jax.ops._shared.serialization import serializable
+from sympow_jax.ops.tokens import SEQUENCE, Tokens
 
 __all__ = ["LinearState", "linear_attention", "linear_attention_step"]
 
@@ -174,13 +175,12 @@ def linear_attention(
     """
     kernel = _Kernel.named(feature_map, power)
     arguments.check_choice("normalizer", normalizer, _NORMALIZERS)
-    query, key, value, log_decay, segment_ids = arguments.to_arrays(
-        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
-    )
-    arguments.check_attention(query, key, value, log_decay, segment_ids)
+    tokens = Tokens.of(query, key, value, log_decay, segment_ids)
+    arguments.check_attention(*tokens)
     # Remove padding before features are computed: their gradients would be NaN.
     if segment_ids is not None:
-        query, key = _without_padding(None, query=query, key=key, segment_ids=segment_ids)
+        query, key = _without_padding(None, tokens=tokens)
+        tokens = tokens._replace(query=query, key=key)
     causal = arguments.check_flag("causal", causal)
     return_state = arguments.check_flag("return_state", return_state)
     if not causal:
@@ -193,20 +193,15 @@ def linear_attention(
             "form": form,
         }
         _linear_bidirectional.require_supported(
-            query, key, implementation, absent | {"return_state": return_state or None}
+            tokens, implementation, absent | {"return_state": return_state or None}
         )
 
-    def attend(*arrays, state, power, division):
+    def attend(tokens, *, state, power, division):
         if not causal:
-            options = {"segment_ids": segment_ids, "implementation": implementation, "chunk_size": chunk_size}
-            return _linear_bidirectional.attend(*arrays, power=power, division=division, **options), None
-        query, key, value = arrays
+            plan = _linear_bidirectional.Plan(power, division, implementation, chunk_size)
+            return _linear_bidirectional.attend(plan, tokens=tokens), None
         plan = plans.make(
-            query,
-            key,
-            value,
-            log_decay,
-            segment_ids,
+            tokens,
             state,
             power=power,
             form=form,
@@ -217,17 +212,9 @@ def linear_attention(
             axis_name=axis_name,
             division=division,
         )
-        return recurrent.attend(
-            plan,
-            query=query,
-            key=key,
-            value=value,
-            log_decay=log_decay,
-            segment_ids=segment_ids,
-            state=state,
-        )
+        return recurrent.attend(plan, tokens=tokens, state=state)
 
-    out, state = _mean(attend, kernel, query, key, value, rotate, normalizer, initial_state)
+    out, state = _mean(attend, kernel, tokens, rotate, normalizer, initial_state)
     return (out, state) if return_state else out
 
 
@@ -259,38 +246,18 @@ def linear_attention_step(
     """
     kernel = _Kernel.named(feature_map, power)
     arguments.check_choice("normalizer", normalizer, _NORMALIZERS)
-    query, key, value, log_decay, segment_ids = arguments.to_arrays(
-        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
-    )
-    arguments.check_attention(query, key, value, log_decay, segment_ids, step=True)
+    tokens = Tokens.of(query, key, value, log_decay, segment_ids)
+    arguments.check_attention(*tokens, step=True)
 
     def rotate_token(features):
         assert rotate is not None  # else nothing calls this
         return rotate(features[:, None])[:, 0]
 
-    def attend(query, key, value, *, state, power, division):
-        plan = plans.make_step(
-            query,
-            key,
-            value,
-            log_decay,
-            segment_ids,
-            state,
-            power=power,
-            implementation=implementation,
-            division=division,
-        )
-        return recurrent.attend_step(
-            plan,
-            query=query,
-            key=key,
-            value=value,
-            log_decay=log_decay,
-            segment_ids=segment_ids,
-            state=state,
-        )
+    def attend(tokens, *, state, power, division):
+        plan = plans.make_step(tokens, state, power=power, implementation=implementation, division=division)
+        return recurrent.attend_step(plan, tokens=tokens, state=state)
 
-    return _mean(attend, kernel, query, key, value, rotate and rotate_token, normalizer, state)
+    return _mean(attend, kernel, tokens, rotate and rotate_token, normalizer, state)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,12 +290,16 @@ class _Kernel:
         return _POWERS[self.feature_map](x, power=self.power) if self.feature_map in _POWERS else x
 
 
-def _mean(attend, kernel, query, key, value, rotate, normalizer, state):
+def _mean(attend, kernel, tokens, rotate, normalizer, state):
     """Returns the output and the state after it.
 
-    attend(query, key, value, state=, power=, division=) returns means or sums, with the power of q . k as weights, and
-    a PowerState or None.
+    attend(tokens, state=, power=, division=) returns means or sums, with the power of q . k as weights, and a
+    PowerState or None.
     """
+    query, key, value, *_ = tokens
+
+    def with_features(query, key, value=value):
+        return tokens._replace(query=query, key=key, value=value)
 
     def check_state(**options):
         if state is not None:
@@ -338,7 +309,9 @@ def _mean(attend, kernel, query, key, value, rotate, normalizer, state):
         query, key = _mapped(kernel, query), _mapped(kernel, key)
         check_state(rotated_dim=None, separate=False)
         first = None if state is None else state.numerator
-        out, final = attend(query, key, value, state=first, power=kernel.power, division=kernel.division)
+        out, final = attend(
+            with_features(query, key), state=first, power=kernel.power, division=kernel.division
+        )
         return out, LinearState(final, None)
 
     # Both sums use the same scale, which cancels in the mean.
@@ -355,19 +328,18 @@ def _mean(attend, kernel, query, key, value, rotate, normalizer, state):
     check_state(rotated_dim=rotated[1].shape[-1], separate=separate)
     first = (None, None) if state is None else (state.numerator, state.denominator)
     if not separate:
-        out, final = attend(*rotated, value, state=first[0], power=1, division=means.Division.SIGNED)
+        out, final = attend(with_features(*rotated), state=first[0], power=1, division=means.Division.SIGNED)
         return out, LinearState(final, None)
     sums = functools.partial(attend, division=means.Division.NONE)
-    values, numerator = sums(*rotated, value, state=first[0], power=1)
-    weights, denominator = sums(query, key, value[..., :0], state=first[1], power=kernel.power)
+    values, numerator = sums(with_features(*rotated), state=first[0], power=1)
+    weights, denominator = sums(with_features(query, key, value[..., :0]), state=first[1], power=kernel.power)
     out = _divided((kernel.division, value.dtype), values, weights)
     return out, LinearState(numerator, denominator)
 
 
-@calls.op(calls.ATTENTION, lambda plan: ("B T N D", "B S K D"))
-def _without_padding(plan, query, key, segment_ids):
-    del plan
-    return tuple(nonfinite.without_padding(segment_ids, query, key))
+@calls.op({"tokens": SEQUENCE}, lambda _: ("B T N D", "B S K D"))
+def _without_padding(_, tokens):
+    return nonfinite.without_padding(tokens)[:2]
 
 
 @functools.partial(jax.jit, static_argnums=0)

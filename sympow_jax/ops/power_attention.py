@@ -10,6 +10,7 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops._recurrent import attend, plan
 from sympow_jax.ops._recurrent import state as power_state
 from sympow_jax.ops._shared import arguments
+from sympow_jax.ops.tokens import Tokens
 
 __all__ = ["Plan", "PowerState", "explain", "power_attention", "power_attention_step"]
 
@@ -99,15 +100,9 @@ def power_attention(
         >>> rest.shape
         (1, 28, 4, 16)
     """
-    query, key, value, log_decay, segment_ids = arguments.to_arrays(
-        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
-    )
+    tokens = Tokens.of(query, key, value, log_decay, segment_ids)
     call_plan = plan.make(
-        query,
-        key,
-        value,
-        log_decay,
-        segment_ids,
+        tokens,
         initial_state,
         power=arguments.check_power(power),
         form=form,
@@ -117,15 +112,7 @@ def power_attention(
         return_state=return_state,
         axis_name=axis_name,
     )
-    out, state = attend.attend(
-        call_plan,
-        query=query,
-        key=key,
-        value=value,
-        log_decay=log_decay,
-        segment_ids=segment_ids,
-        state=initial_state,
-    )
+    out, state = attend.attend(call_plan, tokens=tokens, state=initial_state)
     return (out, state) if return_state else out
 
 
@@ -145,13 +132,10 @@ def explain(query, key, value, **options) -> Plan:
     """
     call = inspect.signature(power_attention).bind(query, key, value, **options)
     call.apply_defaults()
-    arrays = {
-        name: call.arguments.pop(name) for name in ("query", "key", "value", "log_decay", "segment_ids")
-    }
-    query, key, value, log_decay, segment_ids = arguments.to_shapes(**arrays)
+    tokens = Tokens(*arguments.to_shapes(**{name: call.arguments.pop(name) for name in Tokens._fields}))
     state = call.arguments.pop("initial_state")
     call.arguments["power"] = arguments.check_power(call.arguments["power"])
-    return plan.make(query, key, value, log_decay, segment_ids, state, **call.arguments)
+    return plan.make(tokens, state, **call.arguments)
 
 
 def power_attention_step(
@@ -181,25 +165,8 @@ def power_attention_step(
         >>> out.shape, int(state.length[0])
         ((1, 4, 16), 1)
     """
-    query, key, value, log_decay, segment_ids = arguments.to_arrays(
-        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
-    )
+    tokens = Tokens.of(query, key, value, log_decay, segment_ids)
     call_plan = plan.make_step(
-        query,
-        key,
-        value,
-        log_decay,
-        segment_ids,
-        state,
-        power=arguments.check_power(power),
-        implementation=implementation,
+        tokens, state, power=arguments.check_power(power), implementation=implementation
     )
-    return attend.attend_step(
-        call_plan,
-        query=query,
-        key=key,
-        value=value,
-        log_decay=log_decay,
-        segment_ids=segment_ids,
-        state=state,
-    )
+    return attend.attend_step(call_plan, tokens=tokens, state=state)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents, fixed_point
 from sympow_jax.ops._shared import arguments, calls, layout, nonfinite, pairwise, target, time_axis
+from sympow_jax.ops.tokens import SEQUENCE, Tokens
 
 __all__ = ["alibi_slopes", "softmax_attention"]
 
@@ -84,12 +85,9 @@ def softmax_attention(
         >>> ops.softmax_attention(query, key, value, log_decay=jnp.broadcast_to(-slopes, (1, 32, 2))).shape
         (1, 32, 4, 16)
     """
-    plan, arrays = pairwise.prepare(
-        query,
-        key,
-        value,
-        log_decay,
-        segment_ids,
+    tokens = Tokens.of(query, key, value, log_decay, segment_ids)
+    plan, traced_scale = pairwise.prepare(
+        tokens,
         causal=causal,
         scale=scale,
         implementation=implementation,
@@ -98,42 +96,36 @@ def softmax_attention(
         axis_name=axis_name,
         window=window,
     )
-    return _call(plan, **arrays)
+    return _call(plan, tokens=tokens, scale=traced_scale)
 
 
-@calls.op(calls.ATTENTION, lambda plan: "B T N E")
-def _call(plan, query, key, value, log_decay, segment_ids, scale):
+@calls.op({"tokens": SEQUENCE}, lambda plan: "B T N E")
+def _call(plan, tokens, scale):
     attend = functools.partial(_attend_all, plan, plan.scale if scale is None else scale)
-    if plan.axis_name is None:
-        return attend(query, key, value, log_decay, segment_ids)
-    return time_axis.by_heads(attend, query, key, value, log_decay, segment_ids, plan.axis_name)
+    return attend(tokens) if plan.axis_name is None else time_axis.by_heads(attend, tokens, plan.axis_name)
 
 
-def _attend_all(plan, scale, query, key, value, log_decay, segment_ids):
+def _attend_all(plan, scale, tokens):
     """Computes `softmax_attention` on a device that holds the whole time axis."""
-    if plan.window is not None and plan.window >= key.shape[1]:
+    if plan.window is not None and plan.window >= tokens.key.shape[1]:
         plan = plan._replace(window=None)
-    finite = nonfinite.remove(
-        query, key, value, log_decay, segment_ids, causal=plan.causal, window=plan.window
-    )
-    query, key, value, log_decay = finite[:4]
-    out = _attend_finite(plan, scale, query, key, value, log_decay, segment_ids)
-    return nonfinite.restore(out, finite, segment_ids)
+    finite = nonfinite.remove(tokens, causal=plan.causal, window=plan.window)
+    return nonfinite.restore(_attend_finite(plan, scale, finite.tokens), finite)
 
 
-def _attend_finite(plan, scale, query, key, value, log_decay, segment_ids):
-    implementation = plan.implementation
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    dtype, value_dim = value.dtype, value.shape[-1]
-    query, key, value = _same_last_size(query.astype(dtype), key.astype(dtype), value)
-    if implementation != "xla":
+def _attend_finite(plan, scale, tokens):
+    scale = 1 / math.sqrt(tokens.query.shape[-1]) if scale is None else scale
+    dtype, value_dim = tokens.value.dtype, tokens.value.shape[-1]
+    query, key, value = _same_last_size(tokens.query.astype(dtype), tokens.key.astype(dtype), tokens.value)
+    tokens = tokens._replace(query=query, key=key, value=value)
+    if plan.implementation != "xla":
         try:
-            return _cudnn(plan, scale, query, key, value, log_decay, segment_ids)[..., :value_dim]
+            return _cudnn(plan, scale, tokens)[..., :value_dim]
         except NotImplementedError:
-            if implementation == "cudnn":
+            if plan.implementation == "cudnn":
                 raise
     with jax.named_scope("softmax_xla"):
-        return _xla(plan, scale, query, key, value, log_decay, segment_ids)[..., :value_dim]
+        return _xla(plan, scale, tokens)[..., :value_dim]
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -153,8 +145,9 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes + [2.0 ** (-8 * i / (2 * lower)) for i in range(1, 2 * (heads - lower), 2)]
 
 
-def _cudnn(plan, scale: float, query, key, value, log_decay, segment_ids) -> Float[Array, "B T N E"]:
+def _cudnn(plan, scale: float, tokens: Tokens) -> Float[Array, "B T N E"]:
     """Computes attention by cuDNN. Raises NotImplementedError, naming the constraint, for unsupported requests."""
+    query, key, value, log_decay, segment_ids = tokens
     device = target.device()
     capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
     supported = {
@@ -186,8 +179,9 @@ def _cudnn(plan, scale: float, query, key, value, log_decay, segment_ids) -> Flo
         return attend(query, key, value)
 
 
-def _xla(plan, scale: float, query, key, value, log_decay, segment_ids) -> Float[Array, "B T N E"]:
+def _xla(plan, scale: float, tokens: Tokens) -> Float[Array, "B T N E"]:
     """Computes attention block by block, with D = E."""
+    query, key, value, log_decay, segment_ids = tokens
     dtype = value.dtype
     if dtype == jnp.float16 and target.device().platform != "gpu":
         # JAX asks for products of float16 that only GPUs have.

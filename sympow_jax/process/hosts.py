@@ -1,8 +1,8 @@
 """Startup, agreement and shutdown of a run's processes, on one host or several.
 
 Every process runs the same program with the same settings and reads its own rows of a batch. Only the first reports and
-writes files, except for checkpoints, which all write. An error or a signal in one process reaches the others through
-the collectives here, which all processes call in the same order.
+writes files, except for checkpoints. An error or a signal in one process reaches the others through the collectives
+here, which all processes call in the same order.
 """
 
 import collections
@@ -42,18 +42,17 @@ __all__ = [
     "say",
 ]
 
-# Seconds for all processes of a run to connect.
 TIMEOUT = 60
+"""Seconds for all processes of a run to connect."""
 
 # Seconds without a heartbeat after which a process counts as dead, and the others end.
 _HEARTBEAT = 60
-# Seconds that processes with the same error have to end before the first one does.
+# Seconds that processes with the same error have to end before the first one does, at whose end JAX aborts the others.
 _SECONDS_TO_END = 3.0
 # Devices of a host that show that it has TPUs.
 _TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")
-# Words in JAX's errors when another process cannot be reached, and the number of characters that are shown of one.
+# Words in JAX's errors when another process cannot be reached.
 _UNREACHABLE = ("Gloo", "remote process exited", "CoordinationService")
-_LONGEST_REASON = 300
 # Set once `abandon_threads` is called.
 _abandoned = threading.Event()
 
@@ -87,20 +86,20 @@ class Launch:
 def detect(environment: Mapping[str, str], *, timeout: int = TIMEOUT) -> Launch | None:
     """Returns the launch of a process that a cluster started as one of several; None if it is alone.
 
-    JAX's cluster detection then finds coordinator, number and index. It is called only where variables tell of several
-    processes, because in a shell of a SLURM job it would wait for tasks that nobody starts. JAX gives each process of
-    SLURM and Open MPI the device of its index on the host. A process that is alone on its host, or sees only its own
-    devices, takes all instead.
+    JAX's cluster detection then finds coordinator, number and index. In a shell of a SLURM job it would wait for tasks
+    that nobody starts. It gives each process of SLURM and Open MPI the device of its index on the host. A process that
+    is alone on its host, or sees only its own devices, takes all instead.
     """
     if int(environment.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
-        alone = environment["SLURM_STEP_NUM_NODES"] == environment["SLURM_STEP_NUM_TASKS"]
-        sees_own = (
-            "SLURM_GPUS_PER_TASK" in environment or environment.get("CUDA_VISIBLE_DEVICES", "").isdigit()
+        takes_all = (
+            environment["SLURM_STEP_NUM_NODES"] == environment["SLURM_STEP_NUM_TASKS"]
+            or "SLURM_GPUS_PER_TASK" in environment
+            or environment.get("CUDA_VISIBLE_DEVICES", "").isdigit()
         )
-        return Launch(devices=() if alone or sees_own else None, timeout=timeout)
+        return Launch(devices=() if takes_all else None, timeout=timeout)
     if int(environment.get("OMPI_COMM_WORLD_SIZE", 1)) > 1:
-        alone = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
-        return Launch(devices=() if alone else None, timeout=timeout)
+        takes_all = environment.get("OMPI_COMM_WORLD_LOCAL_SIZE") == "1"
+        return Launch(devices=() if takes_all else None, timeout=timeout)
     is_tpu = importlib.util.find_spec("libtpu") and any(map(os.path.exists, _TPU_DEVICES))
     is_pod = {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys()
     if is_tpu or (is_pod and importlib.util.find_spec("kubernetes")):
@@ -109,10 +108,9 @@ def detect(environment: Mapping[str, str], *, timeout: int = TIMEOUT) -> Launch 
 
 
 def join(launch: Launch | None) -> None:
-    """Connects this process to the others; does nothing if `launch` is None.
+    """Connects this process to the others, before any device is used; does nothing if `launch` is None.
 
-    This must be called before any device is used. If not all processes connect within the launch's timeout, exits with
-    one line on stderr, because JAX would abort.
+    If not all processes connect within the launch's timeout, exits with one line on stderr, because JAX would abort.
 
     Raises:
         ValueError: JAX does not connect the processes, or they have different numbers of devices.
@@ -156,11 +154,10 @@ def join(launch: Launch | None) -> None:
         ) from error
     finally:
         watchdog.cancel()
-    numbers = collections.Counter(device.process_index for device in jax.devices())
+    numbers = collections.Counter(x.process_index for x in jax.devices())
     least, most = min(numbers, key=numbers.__getitem__), max(numbers, key=numbers.__getitem__)
     if numbers[least] != numbers[most]:
         if is_first():
-            # JAX aborts processes whose first process has ended: let the others end with this error before.
             time.sleep(_SECONDS_TO_END)
         raise ValueError(
             f"the processes must have the same number of devices; process {least} has {numbers[least]} and process "
@@ -172,8 +169,8 @@ def join(launch: Launch | None) -> None:
 def ending() -> Iterator[None]:
     """Wraps the whole program: waits for the other processes at the end, unless this one fails.
 
-    If it fails, the others end too, as soon as they miss it in a collective, or `_HEARTBEAT` seconds later. A process
-    that fails and has others, or whose threads no longer end (`abandon_threads`), ends without waiting for anything.
+    If it fails, the others end as soon as they miss it in a collective, or `_HEARTBEAT` seconds later. A process that
+    fails and has others, or whose threads no longer end (`abandon_threads`), does not wait for anything.
     """
     _abandoned.clear()
     try:
@@ -184,11 +181,10 @@ def ending() -> Iterator[None]:
         if not code or not (jax.distributed.is_initialized() or _abandoned.is_set()):
             raise
         if isinstance(error, jax.errors.JaxRuntimeError) and any(word in str(error) for word in _UNREACHABLE):
-            reason = spelling.cut(spelling.one_line(error), _LONGEST_REASON)
-            print(
-                f"error: another process of the run has ended or cannot be reached: {reason}; see what the others "
-                f"said, then start all again",
-                file=sys.stderr,
+            streams.say(
+                f"error: another process of the run has ended or cannot be reached: "
+                f"{spelling.cut(spelling.one_line(error), 300)}; see what the others said, then start all again",
+                error=True,
             )
         elif not isinstance(error, SystemExit):
             traceback.print_exc()
@@ -271,8 +267,7 @@ class Vote:
         if jax.process_count() == 1:
             return
         mesh = jax.make_mesh((jax.device_count(),), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
-        self._sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("devices"))
-        replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        self._sharding, replicated = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in (("devices",), ()))
         self._highest = jax.jit(jnp.max, out_shardings=replicated)
         self._before = self._dispatch(0)
 

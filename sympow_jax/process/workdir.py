@@ -27,13 +27,10 @@ from sympow_jax.process import atomic, hosts, streams
 __all__ = [
     "CHECKPOINTS",
     "checkpoint_steps",
-    "holds_run",
     "json_text",
-    "open_run",
     "open_workdir",
     "read_config",
     "read_description",
-    "record_data",
     "record_plan",
     "require_path",
     "revision",
@@ -52,20 +49,30 @@ _held: dict[pathlib.Path, IO[str]] = {}
 _VISIBLE_SECONDS = 60
 
 
-def open_run(workdir: pathlib.Path, settings: config.Config, data: Mapping[str, Any]) -> None:
-    """Calls `open_workdir` and `record_data` in the first process; all processes must call this.
+def open_workdir(
+    workdir: pathlib.Path, settings: config.Config, data: Mapping[str, Any] | None = None
+) -> None:
+    """Creates the folder, or checks that it belongs to these settings, and writes settings, environment and data.
+
+    As long as the folder has no checkpoint, settings and data may change. The folder is locked, so that only this run
+    can train in it until it ends. All processes must call this; the first writes.
+
+    Args:
+        workdir: folder of the run.
+        settings: config of the run.
+        data: description of its data; None for imported weights.
 
     Raises:
-        ValueError: as these functions; or settings, data or packages differ between processes, or the processes do not
-            share the folder.
+        ValueError: the folder cannot be written, another process trains in it, its `config.json` is not a run's, or it
+            holds a run with other settings or data, which the error lists; or settings, data or packages differ between
+            processes, or they do not share the folder.
     """
     packages = {name: importlib.metadata.version(name) for name in _PACKAGES}
     hosts.check_same("settings or packages", packages | serialize.flatten(settings))
-    hosts.check_same("data", data)
+    hosts.check_same("data", data or {})
     with hosts.all_or_none():
         if hosts.is_first():
-            open_workdir(workdir, settings)
-            record_data(workdir, data)
+            _open(workdir, settings, data, packages)
     lock = workdir / _LOCK
     written = hosts.gather(lock.read_text() if hosts.is_first() else "")[0]
     with hosts.all_or_none():
@@ -79,20 +86,14 @@ def open_run(workdir: pathlib.Path, settings: config.Config, data: Mapping[str, 
             time.sleep(1)
 
 
-def open_workdir(workdir: pathlib.Path, settings: config.Config) -> None:
-    """Creates the folder, or checks that it belongs to these settings, and writes settings and environment.
-
-    As long as the folder has no checkpoint, settings may change. The folder is locked, so that only this process can
-    train in it until it ends.
-
-    Raises:
-        ValueError: the folder cannot be written, another process trains in it, its `config.json` is not a run's, or it
-            holds a run with other settings, which the error lists.
-    """
+def _open(
+    workdir: pathlib.Path, settings: config.Config, data: Mapping[str, Any] | None, packages: dict[str, str]
+) -> None:
     path = workdir / "config.json"
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        if holds_run(workdir):
+        resumes = bool(checkpoint_steps(workdir))
+        if resumes:
             before = serialize.flatten(read_config(workdir), fields.Occasion.RESUME)
             if changed := serialize.differences(before, serialize.flatten(settings, fields.Occasion.RESUME)):
                 raise ValueError(
@@ -109,37 +110,34 @@ def open_workdir(workdir: pathlib.Path, settings: config.Config) -> None:
         write_json(path, dataclasses.asdict(settings))
         devices = jax.devices()
         environment = {
-            "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "started": _now(),
             "command": shlex.join(sys.argv),
             "python": platform.python_version(),
             "platform": platform.platform(),
             "cpus": os.cpu_count(),
-            "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+            "packages": packages,
             **revision(),
             "backend": devices[0].platform,
             "devices": [device.device_kind for device in devices],
         }
         write_json(workdir / "environment.json", environment)
+        if data is None:
+            return
+        path, data = workdir / "data.json", json.loads(json.dumps(data))
+        if resumes and path.exists():
+            began = serialize.flatten(serialize.read_object(path))
+            if changed := serialize.differences(began, serialize.flatten(data)):
+                raise ValueError(
+                    f"the data is no longer what the run in {workdir} began with: {changed}; "
+                    f"restore it or use another --workdir"
+                )
+        write_json(path, data)
     except OSError as error:
         raise ValueError(f"cannot write to --workdir {workdir}: {error.strerror or error}") from error
 
 
-def record_data(workdir: pathlib.Path, description: Mapping[str, Any]) -> None:
-    """Writes the description of the data to `data.json`.
-
-    Raises:
-        ValueError: the run in this folder started with other data, so that its batches could not be continued.
-    """
-    path = workdir / "data.json"
-    description = json.loads(json.dumps(description))
-    if holds_run(workdir) and path.exists():
-        before = serialize.read_object(path)
-        if changed := serialize.differences(serialize.flatten(before), serialize.flatten(description)):
-            raise ValueError(
-                f"the data is no longer what the run in {workdir} began with: {changed}; "
-                f"restore it or use another --workdir"
-            )
-    write_json(path, description)
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def read_description(workdir: pathlib.Path) -> dict[str, Any]:
@@ -150,10 +148,9 @@ def read_description(workdir: pathlib.Path) -> dict[str, Any]:
 
 def record_plan(workdir: pathlib.Path, lines: Sequence[str]) -> None:
     """Adds the lines that a run printed at its start to `environment.json`, in the first process."""
-    if not hosts.is_first():
-        return
-    path = workdir / "environment.json"
-    write_json(path, serialize.read_object(path) | {"plan": list(lines)})
+    if hosts.is_first():
+        path = workdir / "environment.json"
+        write_json(path, serialize.read_object(path) | {"plan": list(lines)})
 
 
 def read_config(workdir: pathlib.Path) -> config.Config:
@@ -192,15 +189,9 @@ def _hold(workdir: pathlib.Path) -> None:
             error=True,
         )
     file.truncate(0)
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    file.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}\n")
+    file.write(f"process {os.getpid()} on {socket.gethostname()}, started {_now()}\n")
     file.flush()
     _held[path] = file
-
-
-def holds_run(workdir: pathlib.Path) -> bool:
-    """Returns whether there is a checkpoint in the folder, good or damaged."""
-    return bool(checkpoint_steps(workdir))
 
 
 def checkpoint_steps(workdir: pathlib.Path) -> list[int]:

@@ -76,18 +76,13 @@ def feed_forward(model: config.ModelConfig) -> float:
 def attention(model: config.ModelConfig, layer: int, context_length: int) -> float:
     """Returns the FLOPs per token of a forward pass of a layer's attention with its projections."""
     kernel = kernels.from_config(model, layer)
-    heads, kv_heads = kernel.num_heads, kernel.num_kv_heads
-    columns = 2 * (heads + kv_heads) * kernel.head_dim + _gates(kernel) * kv_heads
-    return 2 * model.width * columns + kernel.flops_per_token(context_length)
-
-
-def _gates(kernel: kernels.Kernel) -> int:
-    """Returns the number of decays and rotation rates of a key/value head that are projections of a token."""
     decay = kernel.attention.decay_kind
-    rates = positions.num_rates(kernel.attention, kernel.position_dim)
-    if decay.source is not attention_lib.DecaySource.DATA:
-        return rates
-    return rates + (kernel.head_dim if decay.per_channel else 1)
+    # Decays and rotation rates of a key/value head that are projections of a token.
+    gates = positions.num_rates(kernel.attention, kernel.position_dim)
+    if decay.source is attention_lib.DecaySource.DATA:
+        gates += kernel.head_dim if decay.per_channel else 1
+    columns = 2 * (kernel.num_heads + kernel.num_kv_heads) * kernel.head_dim + gates * kernel.num_kv_heads
+    return 2 * model.width * columns + kernel.flops_per_token(context_length)
 
 
 def peak_flops(device: jax.Device) -> float | None:

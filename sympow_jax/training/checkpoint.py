@@ -1,16 +1,13 @@
 """Orbax checkpoints of the training state, the position in the data and the settings.
 
-A step `checkpoints/N` holds the state after N updates. It is written atomically, so a run that is killed at any time
-loses at most the updates since the last save. Orbax does not detect a flipped bit, so each step also has a fingerprint
-of its arrays and a digest of its metadata, which include N.
-
-A step whose files can be read, but are not what was saved, is damaged: the run resumes from the one before. Any other
-failure, such as a file that cannot be opened or too little memory, ends the run and leaves all steps as they are.
+A step `checkpoints/N` holds the state after N updates and is written atomically. Orbax does not detect a flipped bit,
+so each step also has a fingerprint of its arrays and a digest of its metadata, which include N. A step whose files can
+be read, but are not what was saved, is damaged: the run resumes from the one before. Any other failure, such as a file
+that cannot be opened or too little memory, ends the run and leaves all steps as they are.
 
 Imported weights are a step 0 without optimizer state and without a position in the data; training initializes both.
 With several processes, each saves the shards of its devices, and Orbax synchronizes them. Each process loads on its
-own, and all agree on which step is damaged, because a process that cannot read its shards would leave the others
-waiting.
+own, because one that cannot read its shards would leave the others waiting.
 """
 
 import contextlib
@@ -26,8 +23,8 @@ import pathlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +36,9 @@ from sympow_jax import spelling
 from sympow_jax.array_types import Array, Int
 from sympow_jax.config import serialize
 from sympow_jax.process import hosts, workdir
-from sympow_jax.training.state import Params, TrainState
+from sympow_jax.training.state import TrainState
 
-__all__ = ["Checkpoints", "require_checkpoint", "restore_arrays"]
+__all__ = ["Checkpoints", "Step", "newest_good", "require_checkpoint"]
 
 _DAMAGED = "damaged_checkpoints"
 # Arrays that a step may have been saved without.
@@ -102,40 +99,22 @@ class Checkpoints:
         Raises:
             ValueError: the two newest checkpoints are damaged, or the only one; or one cannot be read.
         """
-
-        def load(number: int) -> tuple[TrainState, Any]:
-            arrays, damage = _arrays(abstract), ""
-            with hosts.all_or_none():
-                try:
-                    loaded, metadata = _load(self._folder, number, arrays)
-                except _DamagedError as error:
-                    damage = str(error)
-            # Every process must go to the step before if one cannot read its shards.
-            if found := [reason for reason in hosts.gather(damage) if reason]:
-                raise _DamagedError(found[0])
-            _check(loaded, metadata)
-            loaded.setdefault("opt_state", ())
-            at = jax.make_array_from_callback((), abstract.step.sharding, lambda _: np.int32(number))
-            return TrainState(step=at, **loaded), metadata["data"]
-
-        # Process 0 lists the steps for all, because on a network file system they become visible at different times.
+        found = newest_good(self._folder, _arrays(abstract), shared=True)
+        if found is None:
+            return None
         with hosts.all_or_none():
-            listed = json.dumps(workdir.checkpoint_steps(self._folder.parent))
-        numbers = json.loads(hosts.gather(listed)[0])
-        found, damaged = _newest_good(self._folder, lambda: numbers, load)
-        with hosts.all_or_none():
-            if damaged is not None and hosts.is_first():
+            if found.damaged is not None and hosts.is_first():
                 aside = self._folder.with_name(_DAMAGED)
                 aside.mkdir(exist_ok=True)
                 # The same step may have been damaged before.
-                names = itertools.chain(
-                    [str(damaged)], (f"{damaged}.{count}" for count in itertools.count(1))
-                )
-                target = next(aside / name for name in names if not os.path.lexists(aside / name))
-                (self._folder / str(damaged)).rename(target)
-                hosts.say(f"moved the damaged checkpoint of step {damaged} to {target}", error=True)
+                suffixes = itertools.chain([""], (f".{count}" for count in itertools.count(1)))
+                names = (aside / f"{found.damaged}{suffix}" for suffix in suffixes)
+                target = next(name for name in names if not os.path.lexists(name))
+                (self._folder / str(found.damaged)).rename(target)
+                hosts.say(f"moved the damaged checkpoint of step {found.damaged} to {target}", error=True)
         self._orbax.reload()
-        return found
+        at = jax.make_array_from_callback((), abstract.step.sharding, lambda _: np.int32(found.number))
+        return TrainState(step=at, **{"opt_state": (), **found.arrays}), found.position
 
     def save(self, number: int, state: TrainState, position: Any) -> None:
         """Starts to save the state after `number` updates.
@@ -152,12 +131,8 @@ class Checkpoints:
             ValueError: this save cannot start, the previous one failed, or the first one cannot be read.
         """
         arrays = _arrays(state)
-        metadata = {
-            "config": dataclasses.asdict(self._config),
-            "data": position,
-            "fingerprints": jax.tree.map(int, _fingerprints(arrays)),
-            "step": number,
-        }
+        metadata = {"config": dataclasses.asdict(self._config), "data": position, "step": number}
+        metadata["fingerprints"] = jax.tree.map(int, _fingerprints(arrays))
         metadata["digest"] = _digest(metadata)
         self.check(wait=True)
         with self._explained():
@@ -210,70 +185,78 @@ class Checkpoints:
             ) from error
 
 
-def restore_arrays(
-    folder: str | pathlib.Path, abstract: Mapping[str, Params]
-) -> tuple[dict[str, Params], int]:
-    """Restores the arrays of `abstract` by name, with its shardings, in this process only.
+class Step(NamedTuple):
+    """A good step that was loaded.
 
-    Returns:
-        The arrays, without those whose tree is empty, and the step of the newest good checkpoint.
-
-    Raises:
-        ValueError: the folder has no checkpoint, or as `Checkpoints.restore`.
+    Attributes:
+        number: number of updates.
+        arrays: its arrays by name, without those that were not saved and may be missing.
+        position: position in the data; None at its beginning.
+        damaged: a later step that is damaged; None if there is none.
     """
-    folder = pathlib.Path(folder).absolute()
-    checkpoints = folder / workdir.CHECKPOINTS
 
-    def load(number: int) -> tuple[dict[str, Params], int]:
-        loaded, metadata = _load(checkpoints, number, _without_empty(abstract))
-        _check(loaded, metadata)
-        return loaded, number
-
-    found, _ = _newest_good(checkpoints, lambda: workdir.checkpoint_steps(folder), load)
-    if found is None:
-        raise _none_yet(folder)
-    return found
+    number: int
+    arrays: dict[str, Any]
+    position: Any
+    damaged: int | None
 
 
 def require_checkpoint(folder: str | pathlib.Path) -> None:
     """Raises ValueError if a workdir has no checkpoint, good or damaged; loads nothing."""
-    if not workdir.checkpoint_steps(pathlib.Path(folder)):
-        raise _none_yet(pathlib.Path(folder).absolute())
-
-
-def _none_yet(folder: pathlib.Path) -> ValueError:
-    return ValueError(f"{folder} has no checkpoint yet")
+    folder = pathlib.Path(folder).absolute()
+    if not workdir.checkpoint_steps(folder):
+        raise ValueError(f"{folder} has no checkpoint yet")
 
 
 class _DamagedError(ValueError):
     """Error of a checkpoint whose files can be read, but are not what was saved."""
 
 
-def _newest_good[T](
-    folder: pathlib.Path, list_steps: Callable[[], Sequence[int]], load: Callable[[int], T]
-) -> tuple[T | None, int | None]:
-    """Loads the newest step, or the one before if it is damaged.
-
-    Training may save steps in this folder and delete older ones meanwhile, in another process. A step that it deletes
-    while it is loaded is not damaged: the steps are listed again, and the newest is loaded.
+def newest_good(folder: pathlib.Path, abstract: Mapping[str, Any], *, shared: bool) -> Step | None:
+    """Loads the arrays of `abstract`, with its shardings, from the newest step, or the one before if it is damaged.
 
     Args:
         folder: folder of the steps.
-        list_steps: returns the steps in increasing order.
-        load: loads a step; raises _DamagedError if it is damaged.
+        abstract: trees of arrays by name; empty ones are left out.
+        shared: whether all processes of the run load together and agree on which step is damaged. Otherwise another
+            process may train in this folder meanwhile. A step that it deletes while it is loaded is not damaged: the
+            steps are listed again, and the newest is loaded.
 
     Returns:
-        What `load` returned, or None if there are no steps; and the damaged step, if any.
+        The step, or None if there are none.
+
+    Raises:
+        ValueError: the two newest checkpoints are damaged, or the only one; or one cannot be read.
     """
+    arrays = {name: tree for name, tree in abstract.items() if tree}
+    together = hosts.all_or_none if shared else contextlib.nullcontext
+
+    def gather(text: str) -> list[str]:
+        return hosts.gather(text) if shared else [text]
+
+    # Process 0 lists the steps for all, because on a network file system they become visible at different times.
+    with together():
+        listed = workdir.checkpoint_steps(folder.parent)
+    listed = json.loads(gather(json.dumps(listed))[0])
     damaged: int | None = None
-    listed = list_steps()
     while left := [number for number in listed if number != damaged]:
-        before, number = listed, left[-1]
+        number, damage = left[-1], ""
         try:
             with _quiet():
-                return load(number), damaged
+                with together():
+                    try:
+                        loaded, metadata = _load(folder, number, arrays)
+                    except _DamagedError as error:
+                        damage = str(error)
+                # Every process must go to the step before if one cannot read its shards.
+                if reasons := [reason for reason in gather(damage) if reason]:
+                    raise _DamagedError(reasons[0])
+                for name, value in _fingerprints(loaded).items():
+                    if int(value) != metadata["fingerprints"][name]:
+                        raise _DamagedError(f"its {name} are not what was saved")
+                return Step(number, loaded, metadata["data"], damaged)
         except Exception as error:  # Orbax raises many kinds of errors
-            listed = list_steps()
+            before, listed = listed, listed if shared else workdir.checkpoint_steps(folder.parent)
             if number not in listed or listed[-1] > before[-1]:
                 continue
             if not isinstance(error, _DamagedError):
@@ -293,18 +276,13 @@ def _newest_good[T](
             damaged = number
     if damaged is not None:
         raise ValueError(f"the only checkpoint in {folder} is damaged; use another --workdir")
-    return None, None
+    return None
 
 
 def _arrays(state: TrainState) -> dict[str, Any]:
     """Returns the arrays of a state that a checkpoint holds; `step` is the folder's name instead."""
     names = ("params", "opt_state", "statistics", "average", "skips")
-    return _without_empty({name: getattr(state, name) for name in names})
-
-
-def _without_empty(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    # Orbax does not support empty trees.
-    return {name: tree for name, tree in arrays.items() if tree}
+    return {name: tree for name in names if (tree := getattr(state, name))}  # Orbax has no empty trees
 
 
 def _load(
@@ -353,12 +331,6 @@ def _load(
         if _PASSING.match(f"{type(cause).__name__}: {cause}"):
             raise ValueError(_reason(cause)) from error
         raise _DamagedError(_reason(cause)) from error
-
-
-def _check(loaded: dict[str, Any], metadata: dict[str, Any]) -> None:
-    for name, value in _fingerprints(loaded).items():
-        if int(value) != metadata["fingerprints"][name]:
-            raise _DamagedError(f"its {name} are not what was saved")
 
 
 def _require_files(path: pathlib.Path) -> None:

@@ -21,10 +21,7 @@ __all__ = ["begin", "restore_arrays", "restore_exact", "restore_model", "restore
 
 
 def restore_or_begin(program: Program, checkpoints: checkpoint.Checkpoints) -> tuple[TrainState, Any]:
-    """Returns the newest good state of a run, or the state before the first update if there is no checkpoint.
-
-    Returns:
-        The state, and its position in the data, which is None at the beginning of the data.
+    """Returns the newest good state of a run, or that before the first update, and its position in the data, or None.
 
     Raises:
         ValueError: as `Checkpoints.restore` and `begin`.
@@ -40,8 +37,8 @@ def begin(program: Program) -> TrainState:
     """Returns the state before the first update, with the parameters of `task.initial_run` if it is set.
 
     Parameters of the same name as in that run, except a head, and running statistics are those of its newest
-    checkpoint. The attention of a decoder may have other settings than in that run: parameters that only the new model
-    has are initialized, those that only the old one has are dropped, and a message lists both.
+    checkpoint. The original attention of `models.AttentionMatcher` is a copy of the attention there. Parameters that
+    only the new model has are initialized, those that only the old one has are dropped, and a message lists both.
 
     Raises:
         ValueError: the run does not exist or has no good checkpoint, one run is of an encoder and the other of a
@@ -180,11 +177,13 @@ def restore_arrays(program: Program, folder: str | pathlib.Path) -> tuple[dict[s
     arrays = {"params": abstract.params, "statistics": abstract.statistics, "average": abstract.average}
     if program.config.optimizer.name == "schedule_free":
         arrays["opt_state"] = abstract.opt_state
-    found, number = checkpoint.restore_arrays(folder, arrays)
-    state = TrainState(
-        jnp.int32(number), found.pop("params"), found.pop("opt_state", ()), average=found.pop("average", {})
-    )
-    return {"params": program.evaluation_params(state), **found}, number
+    folder, step = pathlib.Path(folder).absolute(), None
+    while step is None:  # training may delete what was there
+        checkpoint.require_checkpoint(folder)
+        step = checkpoint.newest_good(folder / workdir.CHECKPOINTS, arrays, shared=False)
+    state = TrainState(jnp.int32(step.number), **{"opt_state": (), **step.arrays})
+    statistics = {"statistics": state.statistics} if state.statistics else {}
+    return {"params": program.evaluation_params(state), **statistics}, step.number
 
 
 def restore_model(
@@ -207,8 +206,7 @@ def restore_model(
             sizes do not fit the devices or the model.
     """
     config = workdir.read_config(pathlib.Path(folder))
-    model, number = _restore(folder, config, sizes, jax.local_devices())
-    return config, models.cast_weights(model, weights_dtype), number
+    return config, *_restore(folder, config, sizes, jax.local_devices(), weights_dtype)
 
 
 def restore_exact(
@@ -220,20 +218,14 @@ def restore_exact(
 ) -> tuple[config_lib.Config, models.Model, int]:
     """Restores a model as `restore_model` does, but with products in float32 and `implementation=None`.
 
-    At a lower precision, rounding depends on the batch, and so would the tokens sampled from the logits.
-
-    Args:
-        folder: workdir of a run.
-        sizes: mesh shape of this process's devices. None restores the model on one device.
-        weights_dtype: dtype of the matrices (`models.cast_weights`).
-        state_dtype: `model.state_dtype` of the model.
+    At a lower precision, rounding depends on the batch, and so would the tokens sampled from the logits. `state_dtype`
+    is `model.state_dtype` of the model; without `sizes`, it is on one device.
     """
     config = workdir.read_config(pathlib.Path(folder))
     attention = dataclasses.replace(config.model.attention, implementation=None)
     exact = dataclasses.replace(config.model, dtype="float32", state_dtype=state_dtype, attention=attention)
     devices = jax.local_devices()[: None if sizes else 1]
-    model, number = _restore(folder, dataclasses.replace(config, model=exact), sizes, devices)
-    return config, models.cast_weights(model, weights_dtype), number
+    return config, *_restore(folder, dataclasses.replace(config, model=exact), sizes, devices, weights_dtype)
 
 
 def _restore(
@@ -241,8 +233,9 @@ def _restore(
     config: config_lib.Config,
     sizes: config_lib.ShardingConfig | None,
     devices: Sequence[jax.Device],
+    weights_dtype: str,
 ) -> tuple[models.Model, int]:
     config = dataclasses.replace(config, sharding=sizes or config_lib.ShardingConfig())
     program = Program(config, sharding.mesh_of(config.sharding, devices))
     arrays, number = restore_arrays(program, folder)
-    return program.merge(**arrays), number
+    return models.cast_weights(program.merge(**arrays), weights_dtype), number

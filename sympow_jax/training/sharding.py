@@ -3,7 +3,6 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -106,18 +105,11 @@ def place_batch(batch: Mapping[str, np.ndarray], mesh: jax.sharding.Mesh) -> dic
     placed = {name: batch_sharding(mesh, x.ndim) for name, x in batch.items()}
     if jax.process_count() == 1:
         return jax.device_put(dict(batch), placed)
-    share, shares = batch_share(mesh)
-
-    def place(name: str, x: np.ndarray) -> jax.Array:
-        rows = len(x) * shares
-
-        def part(index: Any) -> np.ndarray:
-            start, stop, _ = index[0].indices(rows)
-            return x[start - share * len(x) : stop - share * len(x), *index[1:]]
-
-        return jax.make_array_from_callback((rows, *x.shape[1:]), placed[name], part)
-
-    return {name: place(name, x) for name, x in batch.items()}
+    _, shares = batch_share(mesh)
+    return {
+        name: jax.make_array_from_process_local_data(placed[name], x, (len(x) * shares, *x.shape[1:]))
+        for name, x in batch.items()
+    }
 
 
 def describe(mesh: jax.sharding.Mesh) -> str:

@@ -23,8 +23,6 @@ _SIZES = {
     "head_dim": "head_dim",
     "mlp_width": "intermediate_size",
 }
-# Fields that may be none, whose default the model knows.
-_OPTIONAL = ("kv_heads", "head_dim", "mlp_width")
 _GELU_TANH = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 _ROPE_DEFAULT = 10_000.0
 # Keys of Llama 3's scaling, by field of `config.RopeConfig`.
@@ -89,41 +87,26 @@ class Family:
         """Returns the model that a `config.json` describes, in float32.
 
         Raises:
-            ValueError: values are missing or not supported. The error lists all of them.
+            ValueError: values are not supported. The error lists those of keys that change the function.
         """
         values = dict(self.defaults) | dict(values)
-        sizes: dict[str, Any] = {field: values.get(key) for field, key in self.sizes.items()}
-        problems = [
-            f"{name} is {spelling.shown(value)}, not a positive integer"
-            for field, name, value in (
-                *((field, key, sizes[field]) for field, key in self.sizes.items()),
-                ("", self.length, values.get(self.length)),
-            )
-            if not (_is_size(value) or (field in _OPTIONAL and value is None))
-        ]
         fixed = {"quantization_config": None, "partial_rotary_factor": 1.0} | dict(self.fixed)
-        problems += [
+        problems = [
             f"{name} is {spelling.shown(values[name])}, not {value!r}"
             for name, value in fixed.items()
             if values.get(name, value) != value
         ]
-        problems += [
-            f"{name} is {spelling.shown(values[name])}, not true or false"
-            for name in ("tie_word_embeddings", self.biases)
-            if isinstance(name, str) and not isinstance(values[name], bool)
-        ]
-        epsilon, activation = values[self.epsilon], values[self.activation]
-        if not isinstance(epsilon, int | float):
-            problems.append(f"{self.epsilon} is {spelling.shown(epsilon)}, not a number")
-        if not isinstance(activation, str) or activation not in self.activations:
+        activation = values[self.activation]
+        if activation not in self.activations:
             problems.append(
                 f"{self.activation} is {spelling.shown(activation)}, not one of {', '.join(self.activations)}"
             )
-        rope = _read_rope(values, problems) if self.rope else config.RopeConfig()
+        rope = _read_rope(values, problems) if self.rope else {}
         window = _read_window(values, problems) if self.window else None
         if problems:
             raise ValueError(f"this {self.model_type} is not supported: {'; '.join(problems)}")
         biases = values[self.biases] if isinstance(self.biases, str) else self.biases
+        sizes: dict[str, Any] = {field: values.get(key) for field, key in self.sizes.items()}
         options: dict[str, Any] = {} if self.rope else {"max_document_length": values[self.length]}
         options |= {} if window is None else {"window": window}
         softmax = "softmax" if window is None else "sliding_window"
@@ -131,7 +114,7 @@ class Family:
             **sizes,
             activation=self.activations[activation],
             norm=self.norm,
-            norm_epsilon=epsilon,
+            norm_epsilon=values[self.epsilon],
             embedding_norm=False,
             biases=biases,
             tied_head=values["tie_word_embeddings"],
@@ -141,7 +124,7 @@ class Family:
                 decay="learned" if self.power else "none",
                 decay_bias=0.0 if self.power and biases else None,
                 position="rope" if self.rope else "learned_absolute",
-                rope=rope,
+                rope=config.RopeConfig(**rope),
                 qk_norm=self.qk_norm,
                 qkv_biases=self.qkv_biases,
                 **options,
@@ -200,7 +183,6 @@ class Family:
 
 
 _LLAMA_DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "hidden_act": "silu"}
-# Layers before `max_window_layers` have no window.
 _QWEN_DEFAULTS = _LLAMA_DEFAULTS | {
     "use_sliding_window": False,
     "sliding_window": 4096,
@@ -306,22 +288,29 @@ def settings(values: Values) -> config.Config:
     these settings are defaults.
 
     Raises:
-        ValueError: the family is unknown, or values are missing or not supported. The error lists all of them.
+        ValueError: the family is unknown, or values are missing, of the wrong type or not supported.
     """
     # The first files of GPT-2 do not name it.
     name = values.get("model_type", "gpt2")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"model_type is {spelling.shown(name)}; it must be one of {', '.join(FAMILIES)}")
     family = FAMILIES[name]
-    model, length = family.model(values), values[family.length]
     ends = values.get("eos_token_id")
     # Models that chat have several ends, of which the first ends a document.
     ids = [end for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
-    if not all(isinstance(end, int) and not isinstance(end, bool) for end in ids):
-        raise ValueError(
-            f"eos_token_id is {spelling.shown(ends)}; it must be an id from 0 to {model.vocab_size - 1}, or null"
+    try:
+        model, length = family.model(values), values[family.length]
+        end = next((end for end in ids if 0 <= end < model.vocab_size), None)
+        data = config.DataConfig(
+            source="tokens",
+            paths=(TOKENS,),
+            token_dtype="uint16" if model.vocab_size <= 1 << 16 else "uint32",
+            document_separator=end,
+            context_length=length,
+            batch_tokens=_BATCH_ROWS * length,
         )
-    end = next((end for end in ids if 0 <= end < model.vocab_size), None)
+    except (AttributeError, KeyError, OverflowError, TypeError) as error:
+        raise ValueError(f"a value of this {name} is missing or of the wrong type: {error}") from error
     if ids and end is None:
         # Some files have the default of a class for other vocabularies, such as PowerCoder's.
         hosts.say(
@@ -329,17 +318,7 @@ def settings(values: Values) -> config.Config:
             f"none",
             error=True,
         )
-    return config.Config(
-        model=model,
-        data=config.DataConfig(
-            source="tokens",
-            paths=(TOKENS,),
-            token_dtype="uint16" if model.vocab_size <= 1 << 16 else "uint32",
-            document_separator=end,
-            context_length=length,
-            batch_tokens=_BATCH_ROWS * length,
-        ),
-    )
+    return config.Config(model=model, data=data)
 
 
 def find(settings: config.Config) -> Family:
@@ -395,69 +374,43 @@ def _without_pattern(model: config.ModelConfig) -> config.ModelConfig:
     return dataclasses.replace(model, attention=model.attentions[0], attention_pattern=())
 
 
-def _read_rope(values: Values, problems: list[str]) -> config.RopeConfig:
-    """Returns the rates of rotation, from the keys of versions 4 or 5 of `transformers`; adds to the problems."""
+def _read_rope(values: Values, problems: list[str]) -> dict[str, Any]:
+    """Returns fields of `RopeConfig` from the keys of versions 4 or 5 of `transformers`; adds to the problems."""
     both = [values[key] for key in ("rope_parameters", "rope_scaling") if values.get(key)]
+    nested = both[0] if both else {}
     if len(both) == 2 and both[0] != both[1]:
         problems.append("rope_parameters and rope_scaling differ; leave one of them out")
-        return config.RopeConfig()
-    nested = both[0] if both else {}
-    if not isinstance(nested, dict) or any(isinstance(value, dict) for value in nested.values()):
+    if any(isinstance(value, dict) for value in nested.values()):
         problems.append(f"rope_parameters is {spelling.shown(nested)}, not the same rates for all layers")
-        return config.RopeConfig()
-    base: Any = nested.get("rope_theta", values.get("rope_theta", _ROPE_DEFAULT))
+    if (rotated := nested.get("partial_rotary_factor", 1.0)) != 1.0:
+        problems.append(f"partial_rotary_factor is {spelling.shown(rotated)}, not 1.0")
     kind = nested.get("rope_type", nested.get("type", "default"))
-    if nested.get("partial_rotary_factor", 1.0) != 1.0:
-        problems.append(
-            f"partial_rotary_factor is {spelling.shown(nested['partial_rotary_factor'])}, not 1.0"
-        )
-    if not isinstance(base, int | float) or not 1 < base < 1e30:
-        problems.append(f"rope_theta is {str(base)[:40]}, not a number above 1 and below 1e30")
     if kind not in ("default", "llama3"):
         problems.append(f"rope_type is {spelling.shown(kind)}, not default or llama3")
-    if problems:
-        return config.RopeConfig()
-    scaling: dict[str, Any] = {}
-    if kind == "llama3":
-        scaling = {"scaling": kind} | {field: nested.get(key) for field, key in _LLAMA3.items()}
-        problems += [f"{_LLAMA3[field]} is missing" for field, value in scaling.items() if value is None]
-        if problems:
-            return config.RopeConfig()
-    return config.RopeConfig(base=float(base), layout="halves", **scaling)
+    base: Any = nested.get("rope_theta", values.get("rope_theta", _ROPE_DEFAULT))
+    scaling = {field: nested.get(key) for field, key in _LLAMA3.items()} | {"scaling": kind}
+    # What is no number is refused by `RopeConfig`.
+    base = float(base) if isinstance(base, int) else base
+    return {"base": base, "layout": "halves"} | (scaling if kind == "llama3" else {})
 
 
 def _read_window(values: Values, problems: list[str]) -> int | None:
     """Returns the number of tokens that a query attends to, itself included, if not all; adds to the problems."""
-    slides = values.get("use_sliding_window", True)
-    first = values.get("max_window_layers") or 0
-    if not isinstance(slides, bool) or not isinstance(first, int):
-        problems.append(
-            f"use_sliding_window is {spelling.shown(slides)} and max_window_layers {spelling.shown(first)}, not true "
-            f"or false and an integer"
-        )
-        return None
-    window = values.get("sliding_window") if slides else None
-    types, layers = values.get("layer_types"), values.get("num_hidden_layers")
-    if types is None:
-        # The kinds of layers, once each.
-        below, above = first > 0, isinstance(layers, int) and first < layers
-        types = [_FULL] * below + [_SLIDING] * above if window is not None else [_FULL]
-    if not isinstance(types, list):
-        problems.append(f"layer_types is {spelling.shown(types)}, not a list")
-        return None
-    if values.get("layer_types") and len(types) != layers:
-        problems.append(f"layer_types has {len(types)} items, not one for each of num_hidden_layers")
-    elif unknown := sorted({str(kind) for kind in types or ()} - {_SLIDING, _FULL}):
+    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
+    kinds = set(values.get("layer_types") or ())
+    if not kinds and window is not None:
+        # Layers before `max_window_layers` have no window.
+        first, layers = values.get("max_window_layers") or 0, values["num_hidden_layers"]
+        kinds = {_FULL} if first >= layers else {_FULL, _SLIDING} if first else {_SLIDING}
+    if unknown := sorted(map(str, kinds - {_SLIDING, _FULL})):
         problems.append(f"layer_types has {spelling.listed(unknown)}, not {_FULL} or {_SLIDING}")
-    elif len(set(types or ())) > 1:
+    elif len(kinds) > 1:
         problems.append(
             "some layers have a sliding window and some have none (layer_types or max_window_layers)"
         )
-    elif types and types[0] == _SLIDING:
-        if _is_size(window):
-            return window
-        problems.append(f"sliding_window is {spelling.shown(window)}, not a positive integer")
-    return None
+    elif _SLIDING in kinds and window is None:
+        problems.append("sliding_window is None, not the number of tokens of layer_types")
+    return window if _SLIDING in kinds else None
 
 
 def function(model: config.ModelConfig) -> dict[str, Any]:
@@ -480,7 +433,3 @@ def function(model: config.ModelConfig) -> dict[str, Any]:
     # Only its presence matters to a model that has its parameters.
     flat["model.attention.decay_bias"] = attention.decay_bias is not None
     return {path: value for path, value in flat.items() if path.removeprefix("model.") not in unused}
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and value > 0

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import safetensors
 from flax import nnx
 from jaxtyping import Shaped
 
@@ -67,13 +66,10 @@ def save(
         for name, leaf in named_arrays(model).items()
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with atomic.replace(path) as draft:
-            tensors.save(draft, arrays, format="sympow_jax")
-            with atomic.replace(settings_file) as settings_draft:
-                settings_draft.write_text(description)
-    except safetensors.SafetensorError as error:  # such as a full disk
-        raise OSError(f"cannot write {path}: {error}") from error
+    with atomic.replace(path) as draft:
+        tensors.save(draft, arrays, format="sympow_jax")
+        with atomic.replace(settings_file) as settings_draft:
+            settings_draft.write_text(description)
     return sum(array.size for array in arrays.values())
 
 
@@ -121,10 +117,8 @@ def load(
             tensor, start, transposed = places[name]
             *index, last = (slice(*part) for part in bounds)
             index.append(slice(last.start + start, last.stop + start))
-            if transposed:
-                part = stored.read(tensor, tuple(index[::-1])).T.astype(jnp.dtype(dtype), order="C")
-            else:
-                part = stored.read(tensor, tuple(index)).astype(jnp.dtype(dtype))
+            part = stored[tensor][tuple(index[::-1] if transposed else index)]
+            part = (part.T if transposed else part).astype(jnp.dtype(dtype), order="C")
             if bad := part.size - np.count_nonzero(np.isfinite(part)):
                 raise ValueError(
                     f"{spelling.cut(tensor, 100)} has {bad:,} of {part.size:,} numbers that are NaN or infinite in "
@@ -194,19 +188,19 @@ def _named(tree: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _places(
-    stored: tensors.Tensors, shapes: Mapping[str, tuple[int, ...]], path: pathlib.Path
+    stored: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], path: pathlib.Path
 ) -> dict[str, tuple[str, int, bool]]:
     """Returns the place of each parameter: its tensor, the start along its last axis, and whether it is transposed.
 
     Raises:
         ValueError: the weights do not fit the model.
     """
-    layout, published = layouts.choose(stored.names, shapes)
-    ignored = {name for name in stored.names if published is not None and published.is_ignored(name)}
+    layout, published = layouts.choose(stored, shapes)
+    ignored = {name for name in stored if published is not None and published.is_ignored(name)}
     # The head of a model whose output is its embedding must be a copy of it.
-    copied = published is not None and layouts.HEAD not in layout and layouts.HEAD in stored.names
+    copied = published is not None and layouts.HEAD not in layout and layouts.HEAD in stored
     ignored |= {layouts.HEAD} if copied else set()
-    names = stored.names - ignored
+    names = stored.keys() - ignored
     problems, places = [], {}
     if lacking := sorted(layout.keys() - names):
         problems.append(f"it lacks {spelling.listed(lacking)}")
@@ -219,21 +213,20 @@ def _places(
             size += shapes[part][-1]
         if name in names:
             shape = [*shapes[tensor.parts[0]][:-1], size][:: -1 if tensor.transposed else 1]
-            if stored.shape(name) != shape:
-                problems.append(f"{name} is {stored.shape(name)} and not {shape}")
+            if stored[name].get_shape() != shape:
+                problems.append(f"{name} is {stored[name].get_shape()} and not {shape}")
     for name in sorted((layout.keys() & names) | ({layouts.HEAD} if copied else set())):
-        if stored.dtype(name) not in _READ:
-            problems.append(f"{name} is of dtype {stored.dtype(name)} and not {', '.join(_READ)}")
+        if (dtype := stored[name].get_dtype()) not in _READ:
+            problems.append(f"{name} is of dtype {dtype} and not {', '.join(_READ)}")
     if problems:
         found = spelling.listed(problems, "; ")
         raise ValueError(f"{path} does not fit the model of these settings: {found}")
     if copied:
-        embedding = places["embedding"][0]
-        rows, width = stored.shape(embedding)
-        blocks = (np.s_[start : min(start + _COMPARED, rows), 0:width] for start in range(0, rows, _COMPARED))
-        if stored.shape(layouts.HEAD) != [rows, width] or not all(
-            np.array_equal(stored.read(layouts.HEAD, block), stored.read(embedding, block))
-            for block in blocks
+        head, embedding = stored[layouts.HEAD], stored[places["embedding"][0]]
+        size = shapes["embedding"][0]
+        blocks = [slice(start, min(start + _COMPARED, size)) for start in range(0, size, _COMPARED)]
+        if head.get_shape() != embedding.get_shape() or not all(
+            np.array_equal(head[block], embedding[block]) for block in blocks
         ):
             raise ValueError(
                 f"{layouts.HEAD} of {path} is not the embedding; the output of this model is the embedding's transpose"

@@ -62,7 +62,7 @@ def import_run(path: str | os.PathLike[str], settings: config.Config, folder: st
         ValueError: as `files.load`, or the folder holds a run or cannot be written.
     """
     folder = pathlib.Path(folder)
-    if workdir.holds_run(folder):
+    if workdir.checkpoint_steps(folder):
         raise ValueError(f"{folder} holds a run; import into another workdir")
     published = files.settings_path(path)
     is_published = published.is_file() and families.is_config(serialize.read_object(published))

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from jaxtyping import Shaped
 from sympow_jax import spelling
 from sympow_jax.config import serialize
 
-__all__ = ["INDEX", "SUFFIX", "WHOLE", "Tensors", "opened", "save"]
+__all__ = ["INDEX", "SUFFIX", "WHOLE", "opened", "save"]
 
 SUFFIX = ".safetensors"
 # Names of the files in a folder of Hugging Face's layout: one file, or the index of several.
@@ -28,33 +28,11 @@ _REMEDY = (
 )
 
 
-class Tensors:
-    """Tensors by name, of open files.
-
-    Attributes:
-        names: names of the tensors.
-    """
-
-    def __init__(self, files: Mapping[str, Any]):
-        self._files = files
-        self.names = set(files)
-
-    def shape(self, name: str) -> list[int]:
-        """Returns the shape of a tensor."""
-        return self._files[name].get_slice(name).get_shape()
-
-    def dtype(self, name: str) -> str:
-        """Returns the dtype of a tensor by its name in safetensors, such as `BF16`."""
-        return self._files[name].get_slice(name).get_dtype()
-
-    def read(self, name: str, index: tuple[slice, ...]) -> Shaped[np.ndarray, "..."]:
-        """Returns a slice of a tensor; only that slice is read. Slices have a step of 1, one per axis."""
-        return self._files[name].get_slice(name)[index]
-
-
 @contextlib.contextmanager
-def opened(path: pathlib.Path) -> Iterator[Tensors]:
+def opened(path: pathlib.Path) -> Iterator[dict[str, Any]]:
     """Opens a safetensors file, or those of a folder: `model.safetensors`, or the files that its index names.
+
+    Yields the tensors by name, with the library's methods `get_shape` and `get_dtype`. Only what is indexed is read.
 
     Raises:
         ValueError: a file does not exist, is damaged or is not a safetensors file, or the index names files outside
@@ -64,7 +42,7 @@ def opened(path: pathlib.Path) -> Iterator[Tensors]:
         index = path / INDEX
         if not path.is_dir() or (path / WHOLE).is_file():
             file = stack.enter_context(_open(path / WHOLE if path.is_dir() else path))
-            yield Tensors(dict.fromkeys(file.keys(), file))
+            yield {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return
         if not index.is_file():
             pickles = any((path / name).is_file() for name in _PICKLES)
@@ -88,7 +66,7 @@ def opened(path: pathlib.Path) -> Iterator[Tensors]:
                 f"{INDEX} of {path} names tensors that its files do not have: {spelling.listed(lacking)}; download it "
                 f"again"
             )
-        yield Tensors({name: files[shard] for name, shard in places.items()})
+        yield {name: files[shard].get_slice(name) for name, shard in places.items()}
 
 
 def _open(path: pathlib.Path) -> Any:
@@ -105,8 +83,11 @@ def _open(path: pathlib.Path) -> Any:
 
 
 def save(path: pathlib.Path, arrays: dict[str, Shaped[np.ndarray, "..."]], *, format: str) -> None:
-    """Writes a safetensors file with the permissions of other new files."""
-    safetensors.numpy.save_file(arrays, path, metadata={"format": format})
+    """Writes a safetensors file with the permissions of other new files; raises OSError if that fails."""
+    try:
+        safetensors.numpy.save_file(arrays, path, metadata={"format": format})
+    except safetensors.SafetensorError as error:  # such as a full disk
+        raise OSError(f"cannot write {path.name} in {path.parent.parent}: {error}") from error
     # The library leaves it to its owner alone.
     os.umask(umask := os.umask(0))
     path.chmod(0o666 & ~umask)

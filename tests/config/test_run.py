@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from sympow_jax import config
@@ -31,16 +32,16 @@ task.name=classification               | task.classes is 0; it must be at least 
 task.dual_encoder=true                 | task.dual_encoder is True and task.name 'masked_token'; pairs of texts have
 CLASSES task.dual_encoder=true         | data.source 'text' and data.text_columns (); a dual encoder needs source 'tsv'
 CLASSES LINES task.dual_encoder=true data.text_columns=one | 'tsv' and data.text_columns ('one',); a dual encoder
-CLASSES LINES task.dual_encoder=true data.context_length=1 | data.context_length 1; each of two texts has half of a row
+CLASSES LINES task.dual_encoder=true data.context_length=1 | data.context_length 1; it must be even
 PATCHES                                | arrays of images have patches, and tokens have none
 IMAGES CLASSES                         | arrays of images have patches, and tokens have none
 IMAGES PATCHES                         | images have classes or numbers, not tokens
 IMAGES PATCHES CLASSES data.image_size=10 | data.image_size is 10, model.patch_size 4 and data.context_length 4;
 IMAGES PATCHES CLASSES data.context_length=8 | data.context_length 8; the patches must divide the image
-CLASSES data.heldout_paths=a,b data.heldout_names=x | data.heldout_paths ('a', 'b'); give every path a name, or none
+CLASSES data.heldout_paths=a,b data.heldout_names=x | data.heldout_paths ('a', 'b'); name every path, or none
 CLASSES data.heldout_paths=a,b data.heldout_names=x,x | every name must be another one, of letters, digits and _
 CLASSES data.heldout_paths=a,b data.heldout_names=x,y-z | every name must be another one, of letters, digits and _
-data.heldout_paths=a data.heldout_names=x | parts of held-out data are for
+data.heldout_paths=a data.heldout_names=x | these are for tasks with labels
 data.batch_tokens=40                   | data.batch_tokens is 40; it must be a multiple of data.context_length 16
 data.heldout_fraction=1                | data.heldout_fraction is 1.0; it must be at least 0 and below 1
 data.document_separator=-1             | data.document_separator is -1; it must be at least 0 and below 4294967296
@@ -54,19 +55,19 @@ evaluation.prompts='the',''            | each must have at least one character
 evaluation.prompts=the,the             | each must occur once
 """
 OF_ATTENTION = """
-A.kernel=linear A.decay=channel_learned | 'channel_learned', which the kernel 'power' has and 'linear' has not; use
-A.decay=channel_fixed A.form=attention | which has the chunked form alone, and attention.form 'attention'
+A.kernel=linear A.decay=channel_learned | 'channel_learned', which the kernel 'power' has and 'linear' has not
+A.decay=channel_fixed A.form=attention | but attention.form 'attention'; it is chunked
 A.decay=none A.causal=false            | attention.causal is False, which the kernel 'power' has not; use kernel
 A.decay=none A.causal=false A.kernel=sliding_window | which the kernel 'sliding_window' has not; use kernel
 A.kernel=softmax A.decay=alibi A.causal=false | attention.decay 'alibi'; decays run in one direction: use 'none'
 A.kernel=power A.power=3               | attention.power is 3; it must be positive and even, so that weights are >= 0
 A.kernel=linear A.feature_map=symmetric A.power=0 | attention.power is 0; it must be at least 1
-A.form=recurrent A.chunk_size=64       | attention.chunk_size is 64 and attention.form 'recurrent', which updates
+A.form=recurrent A.chunk_size=64       | attention.chunk_size is 64, but attention.form 'recurrent'
 A.implementation=cudnn                 | attention.implementation is 'cudnn'; it must be one of reference, xla
 A.window=0                             | attention.window is 0; it must be at least 1
 A.decay_bias=101                       | attention.decay_bias is 101.0; it must be at least -100 and at most 100
 A.rope.base=1                          | attention.rope.base is 1.0; it must be above 1
-A.rope.scaling=llama3                  | attention.rope.base None; set the base of the rates that are scaled
+A.rope.scaling=llama3                  | attention.rope.base None; set the base
 A.rope.factor=0.5                      | attention.rope.factor is 0.5; it must be at least 1
 A.rope.low_frequency_factor=4          | attention.rope.high_frequency_factor 4.0; the second must be larger
 A.lrpe.reference_length=0              | attention.lrpe.reference_length is 0; it must be at least 1
@@ -134,6 +135,8 @@ def test_values_of_a_wrong_type_are_one_line():
 def test_an_int_is_a_float_and_a_list_is_a_tuple():
     assert config.OptimizerConfig(learning_rate=1, clip_norm=1).clip_norm == 1.0
     assert config.TrainingConfig(profile_steps=[1, 2]).profile_steps == (1, 2)
+    # A number of NumPy could not be written as JSON.
+    assert type(config.TrainingConfig(steps=np.int64(7)).steps) is int
 
 
 def test_methods_of_the_paper():

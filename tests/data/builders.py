@@ -1,11 +1,12 @@
-"""Small data of every kind on disk, and configs that read it."""
+"""Small data of every kind on disk, configs that read it, and what is read."""
 
 import bz2
+import contextlib
 import gzip
 import json
 import lzma
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import tensorstore
 
 from sympow_jax import config
+from sympow_jax.data import sources
 from sympow_jax.data.sources import zarr
 
 
@@ -25,6 +27,20 @@ def data_config(**changes) -> config.DataConfig:
 def whole(source: str, path: str, **changes) -> config.DataConfig:
     """Returns a config that trains on all of the data at a path."""
     return data_config(source=source, paths=(path,), heldout_fraction=0.0, **changes)
+
+
+def contents(config: config.DataConfig, *, heldout: bool = False) -> list[list[int]]:
+    """Returns the documents of one side of the data."""
+    documents = sources.open_source(config).side(heldout=heldout)
+    return [documents.read(i, 0, int(length)).tolist() for i, length in enumerate(documents.lengths)]
+
+
+@contextlib.contextmanager
+def refused(message: str) -> Iterator[pytest.ExceptionInfo]:
+    """Asserts that a block raises a ValueError of one line that matches a pattern."""
+    with pytest.raises(ValueError, match=message) as raised:
+        yield raised
+    assert "\n" not in str(raised.value)
 
 
 def write_files(folder: pathlib.Path, contents: dict[str, bytes]) -> None:

@@ -31,26 +31,26 @@ def test_folders_files_and_globs(folder):
     assert keys(files.find("data.paths", [f"{folder}/deep/er/c.txt"])) == ["c.txt"]
 
 
-GLOBS = "** * */* **/* **/er/** d**/*.bin [ab].txt ?.txt .* **/.git/* dee*/../*.txt"
+def test_globs_are_those_of_the_standard_library(folder):
+    patterns = "** * */* **/* **/er/** d**/*.bin [ab].txt ?.txt .* **/.git/* dee*/../*.txt"
+    for pattern in patterns.split():
+        paths = glob.glob(f"{folder}/{pattern}", recursive=True)
+        expected = sorted(os.path.realpath(path) for path in paths if os.path.isfile(path))
+        assert expected
+        found = files.find("data.paths", [f"{folder}/{pattern}"])
+        assert sorted(os.path.realpath(file.path) for file in found) == expected
 
 
-@pytest.mark.parametrize("pattern", GLOBS.split())
-def test_globs_are_those_of_the_standard_library(folder, pattern):
-    expected = sorted(
-        os.path.realpath(path)
-        for path in glob.glob(f"{folder}/{pattern}", recursive=True)
-        if os.path.isfile(path)
-    )
-    assert expected
-    found = files.find("data.paths", [f"{folder}/{pattern}"])
-    assert sorted(os.path.realpath(file.path) for file in found) == expected
-
-
-@pytest.mark.parametrize(("path", "count"), [("", 4), ("**", 5), ("**/*.*", 5), ("**/*.txt", 3)])
-def test_loops_of_links_to_folders_are_not_followed(folder, path, count):
+def test_links(folder):
+    os.symlink(folder / "nowhere", folder / "dangling.txt")
+    os.symlink(folder / "a.txt", folder / "link.txt")
+    # A file with two names is read once.
+    assert len(files.find("data.paths", [f"{folder}/*.txt", str(folder / "a.txt"), str(folder)])) == 4
+    # Loops of links to folders are not followed.
     for name in ("x", "y"):
         os.symlink(folder, folder / "deep" / name)
-    assert len(files.find("data.paths", [str(folder / path)])) == count
+    for path, count in (("", 4), ("**", 5), ("**/*.*", 5), ("**/*.txt", 3)):
+        assert len(files.find("data.paths", [str(folder / path)])) == count
 
 
 def test_relative_paths_and_home(folder, monkeypatch):
@@ -62,29 +62,22 @@ def test_relative_paths_and_home(folder, monkeypatch):
     assert keys(files.find("data.paths", ["~/deep"])) == ["d.bin", "er/c.txt"]
 
 
-def test_a_file_named_twice_is_read_once(folder):
-    os.symlink(folder / "a.txt", folder / "link.txt")
-    matches = files.find("data.paths", [f"{folder}/*.txt", str(folder / "a.txt"), str(folder)])
-    assert len(matches) == 4
-
-
-def test_dangling_links_are_left_out(folder):
-    os.symlink(folder / "nowhere", folder / "link.txt")
-    assert len(files.find("data.paths", [str(folder)])) == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_paths_that_cannot_be_read(folder, monkeypatch):
+    (folder / "empty").mkdir()
+    for name, message in (
         ("none.txt", "there is no file or folder .*none.txt'; correct the path"),
         ("*.rst", "no file matches .*rst'; correct the path or the pattern"),
         ("empty", "no .bin file is in .*empty'; correct the path or the pattern"),
-    ],
-)
-def test_no_matching_files(folder, name, message):
-    (folder / "empty").mkdir()
-    with pytest.raises(ValueError, match=f"^data.paths: {message}"):
-        files.find("data.paths", [str(folder / "a.txt"), str(folder / name)], suffix=".bin")
+    ):
+        with builders.refused(f"^data.paths: {message}"):
+            files.find("data.paths", [str(folder / "a.txt"), str(folder / name)], suffix=".bin")
+
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(files, "open_file", refuse)
+    with builders.refused(r"cannot read .*a\.txt: Permission denied; check the file"):
+        files.read(str(folder / "a.txt"))
 
 
 ZERO = np.zeros(1, np.int64)
@@ -115,13 +108,11 @@ def test_hashes_are_uniform(keys):
     assert abs(np.corrcoef(ranks[1:], ranks[:-1])[0, 1]) < 4 / np.sqrt(20_000)
 
 
-@pytest.mark.parametrize(
-    ("key", "position", "value"), [("abc.py", 0, 0.769194722847125), ("abc.py", 1, 0.6525055310607693)]
-)
-def test_the_hash_is_what_existing_runs_were_split_by(key, position, value):
+def test_the_hash_is_what_existing_runs_were_split_by():
     # A change here would move documents from held-out to training in existing runs.
-    masks = [files.held_out([key], np.array([position]), value + change) for change in (-1e-12, 1e-12)]
-    assert np.concatenate(masks).tolist() == [False, True]
+    for position, value in ((0, 0.769194722847125), (1, 0.6525055310607693)):
+        masks = [files.held_out(["abc.py"], np.array([position]), value + x) for x in (-1e-12, 1e-12)]
+        assert np.concatenate(masks).tolist() == [False, True]
 
 
 def test_nothing_and_all_may_be_held_out():

@@ -1,5 +1,6 @@
 """Tests of ListOps against an evaluator of its text, and of its lengths, depths and classes."""
 
+import dataclasses
 import re
 
 import numpy as np
@@ -62,33 +63,27 @@ def test_the_evaluator_on_the_papers_example():
 
 
 def test_examples_in_long_range_arenas_settings():
-    classes, most = np.zeros(10, int), 0
-    for i in range(300):
-        tokens, value = listops.generate((0, i, 1), 500, 2000)
+    examples = [listops.generate((0, i, 1), 500, 2000) for i in range(150)]
+    arguments = []  # numbers of them, of innermost operations
+    for tokens, value in examples:
         assert 500 <= len(tokens) <= 2000
         assert evaluate(text(tokens)) == value
-        classes[value] += 1
-        most = max(most, *depths(tokens))
-        arguments = [
-            text.count(" ") - 1 for text in re.findall(r"\[\w+ [\d ]+ \]", text(tokens))
-        ]  # of innermost operations
-        assert min(arguments) >= 2
-        assert max(arguments) <= 10
-    assert most == 10
-    assert classes.min() >= 5
-    assert classes.max() <= 100
-
-
-def test_nodes_have_the_documented_distribution():
-    tokens = np.concatenate([listops.generate((1, i, 1), 500, 2000)[0] for i in range(100)])
+        arguments += [found.count(" ") - 1 for found in re.findall(r"\[\w+ [\d ]+ \]", text(tokens))]
+    assert (min(arguments), max(arguments)) == (2, 10)
+    classes = np.bincount([value for _, value in examples], minlength=10)
+    assert classes.min() >= 2
+    assert classes.max() <= 50
+    # The distribution of nodes.
+    tokens = np.concatenate([tokens for tokens, _ in examples])
+    depth = np.concatenate([depths(tokens) for tokens, _ in examples])
     counts = np.bincount(tokens, minlength=16)
     digits, operations, ends = counts[1:11], counts[11:15], counts[15]
+    assert depth.max() == 10
     assert counts[0] == 0
     assert ends == operations.sum()
     np.testing.assert_allclose(digits / digits.sum(), 0.1, atol=0.005)
     np.testing.assert_allclose(operations / operations.sum(), 0.25, atol=0.02)
     # Nodes that are neither roots nor at the last depth.
-    depth = np.array([d for i in range(100) for d in depths(listops.generate((1, i, 1), 500, 2000)[0])])
     inner = (depth > 1) & (depth < 10) & (tokens != 15)
     # Trees of these lengths are picked, so that the share is not a quarter exactly.
     assert 0.22 < np.mean(tokens[inner] > 10) < 0.28
@@ -96,18 +91,16 @@ def test_nodes_have_the_documented_distribution():
 
 @pytest.mark.parametrize("lengths", [(4, 4), (4, 60), (17, 17), (50, 60)])
 def test_short_examples(lengths):
-    examples = [listops.generate((2, i, 1), *lengths) for i in range(200)]
+    examples = [listops.generate((2, i, 1), *lengths) for i in range(100)]
     assert {len(tokens) for tokens, _ in examples} <= set(range(lengths[0], lengths[1] + 1))
     assert all(evaluate(text(tokens)) == value for tokens, value in examples)
     assert {value for _, value in examples} == set(range(10))
 
 
 def test_rows():
-    config = settings()
-    dataset = data.train_dataset(config, task=TASK, vocab_size=16)
-    seen = set()
-    for i in range(20):
-        row = dataset[i]
+    dataset = data.train_dataset(settings(), task=TASK, vocab_size=16)
+    rows = [dataset[i] for i in range(40)]
+    for row in rows[:20]:
         assert {name: (value.shape, value.dtype) for name, value in row.items()} == {
             "inputs": ((64,), np.int32),
             "segment_ids": ((64,), np.int32),
@@ -118,22 +111,19 @@ def test_rows():
         assert (row["inputs"][~real] == 0).all()
         assert 10 <= real.sum() <= 60
         assert evaluate(text(row["inputs"][real])) == row["labels"]
-        seen.add(tuple(row["inputs"]))
+    seen, again = ({tuple(row["inputs"]) for row in half} for half in (rows[:20], rows[20:]))
     assert len(seen) == 20
-    assert seen == {tuple(dataset[i]["inputs"]) for i in range(20, 40)}
-    batches = list(data.HeldoutData(config, TASK, vocab_size=16).batches(4))
+    assert seen == again
+    batches = list(data.HeldoutData(settings(), TASK, vocab_size=16).batches(4))
     assert [batch["labels"].shape for batch in batches] == [(4,), (4,)]
     assert (batches[1]["labels"] == -1).tolist() == [False, False, True, True]
     assert not seen & {tuple(inputs) for batch in batches for inputs in batch["inputs"]}
 
 
-def test_an_example_is_a_function_of_its_index_and_the_seed():
+def test_examples_are_a_function_of_the_index_and_the_seed():
     one, again, other = (listops.ListOps(settings(seed=seed), heldout=False) for seed in (0, 0, 1))
     for i in range(10):
         assert one.example(i)[0].tolist() == again.example(i)[0].tolist() != other.example(i)[0].tolist()
-
-
-def test_description():
     description = data.describe(settings())
     assert (description["examples"], description["heldout_examples"]) == (20, 6)
     assert data.describe(settings()) == description
@@ -141,19 +131,19 @@ def test_description():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="must be empty; source 'listops' reads no file"):
+    two = dataclasses.replace(TASK, classes=2)
+    with builders.refused("must be empty; source 'listops' reads no file"):
         settings(paths=("a",))
-    with pytest.raises(ValueError, match=r"data\.context_length is 32, but listops has examples of 60"):
-        data.train_dataset(settings(context_length=32), task=TASK, vocab_size=16)
-    with pytest.raises(ValueError, match=r"task\.classes 2; source 'listops' is a classification into 10"):
-        data.train_dataset(
-            settings(), task=config_lib.TaskConfig(name="classification", classes=2), vocab_size=16
-        )
-    with pytest.raises(ValueError, match=r"model\.vocab_size is 15, but listops has 16 ids"):
-        data.train_dataset(settings(), task=TASK, vocab_size=15)
+    for changes, task, vocab_size, message in (
+        ({"context_length": 32}, TASK, 16, r"data\.context_length is 32, but listops has examples of 60"),
+        ({}, two, 16, r"task\.classes 2; source 'listops' is a classification into 10"),
+        ({}, TASK, 15, r"model\.vocab_size is 15, but listops has 16 ids"),
+    ):
+        with builders.refused(message):
+            data.train_dataset(settings(**changes), task=task, vocab_size=vocab_size)
 
 
 @pytest.mark.slow
 def test_impossible_lengths():
-    with pytest.raises(ValueError, match="of 50000 expressions none has from 90000 to 90001 tokens"):
+    with builders.refused("of 50000 expressions none has from 90000 to 90001 tokens"):
         listops.generate((0,), 90_000, 90_001)

@@ -15,13 +15,16 @@ def task(**changes) -> config_lib.TaskConfig:
     return config_lib.TaskConfig(name="masked_token", **changes)
 
 
-def bin_config(tmp_path, lengths, **changes) -> config_lib.DataConfig:
-    """Writes documents of distinct nonzero tokens; returns their config, with nothing held out by default."""
-    paths = [
-        builders.write_bin(tmp_path / f"{i}.bin", [document])
-        for i, document in enumerate(builders.numbered(lengths))
-    ]
-    return builders.data_config(**{"source": "tokens", "paths": paths, "heldout_fraction": 0.0, **changes})
+def mask(tokens, rng, *, fraction=0.15, mask_token=MASK, vocab_size=1000):
+    return masking.mask(tokens, rng, fraction=fraction, mask_token=mask_token, vocab_size=vocab_size)
+
+
+def opened(folder, lengths, *, vocab_size=1000, of_task=None, **changes):
+    """Writes documents of distinct nonzero tokens; returns their rows, with nothing held out."""
+    for i, document in enumerate(builders.numbered(lengths)):
+        builders.write_bin(folder / f"{i}.bin", [document])
+    config = builders.whole("tokens", str(folder), **changes)
+    return data.train_dataset(config, task=of_task or task(), vocab_size=vocab_size)
 
 
 def unmasked(row):
@@ -30,9 +33,7 @@ def unmasked(row):
 
 def test_fractions_of_shown_tokens():
     tokens = np.arange(100_000, dtype=np.int32) % 900
-    shown, targets = masking.mask(
-        tokens, np.random.default_rng(0), fraction=0.15, mask_token=MASK, vocab_size=1000
-    )
+    shown, targets = mask(tokens, np.random.default_rng(0))
     chosen = targets != -1
     assert chosen.sum() in (15_000, 15_001)
     np.testing.assert_array_equal(targets[chosen], tokens[chosen])
@@ -51,32 +52,25 @@ def test_fractions_of_shown_tokens():
 
 @pytest.mark.parametrize("mask_token", [0, 3, 7])
 def test_random_tokens_are_never_the_mask(mask_token):
-    tokens = np.full(4000, 5, np.int32)
-    shown, targets = masking.mask(
-        tokens, np.random.default_rng(0), fraction=0.9, mask_token=mask_token, vocab_size=8
-    )
+    rng, tokens = np.random.default_rng(0), np.full(4000, 5, np.int32)
+    shown, targets = mask(tokens, rng, fraction=0.9, mask_token=mask_token, vocab_size=8)
     counts = np.bincount(shown[targets != -1], minlength=8)
-    others = np.delete(counts, [mask_token, 5])
     assert len(counts) == 8
     # 3,600 predicted, a tenth random over seven tokens: 51 of each.
-    assert all(25 < count < 85 for count in others)
+    assert all(25 < count < 85 for count in np.delete(counts, [mask_token, 5]))
     assert counts[mask_token] > 2700
 
 
 def test_the_number_of_masks_has_the_right_mean():
-    tokens = np.arange(10, dtype=np.int32)
-    rng = np.random.default_rng(0)
-    counts = [
-        (masking.mask(tokens, rng, fraction=0.15, mask_token=99, vocab_size=100)[1] != -1).sum()
-        for _ in range(2000)
-    ]
+    tokens, rng = np.arange(10, dtype=np.int32), np.random.default_rng(0)
+    counts = [(mask(tokens, rng)[1] != -1).sum() for _ in range(2000)]
     assert set(counts) == {1, 2}
     assert abs(np.mean(counts) - 1.5) < 4 * 0.5 / np.sqrt(2000)
-    assert (masking.mask(tokens[:1], rng, fraction=0.01, mask_token=99, vocab_size=100)[1] == 0).all()
+    assert (mask(tokens[:1], rng, fraction=0.01)[1] == 0).all()
 
 
 def test_windows_are_full_and_have_every_whole_row_once(tmp_path):
-    dataset = data.train_dataset(bin_config(tmp_path, [30, 9, 5]), task=task(), vocab_size=1000)
+    dataset = opened(tmp_path, [30, 9, 5])
     masked = [dataset[i] for i in range(5)]
     assert all(set(row) == {"inputs", "targets"} for row in masked)
     assert all(value.shape == (8,) and value.dtype == np.int32 for row in masked for value in row.values())
@@ -87,8 +81,7 @@ def test_windows_are_full_and_have_every_whole_row_once(tmp_path):
 
 
 def test_documents_have_every_token_once_and_padding_is_not_predicted(tmp_path):
-    config = bin_config(tmp_path, [5, 3, 11, 2], packing="documents")
-    dataset = data.train_dataset(config, task=task(), vocab_size=1000)
+    dataset = opened(tmp_path, [5, 3, 11, 2], packing="documents")
     masked = [dataset[i] for i in range(3)]
     owner = {token: i for i, document in enumerate(builders.numbered([5, 3, 11, 2])) for token in document}
     read = []
@@ -105,8 +98,7 @@ def test_documents_have_every_token_once_and_padding_is_not_predicted(tmp_path):
 
 
 def test_every_epoch_has_new_masks_that_depend_only_on_the_index(tmp_path):
-    config = bin_config(tmp_path, [64])
-    one, other = (data.train_dataset(config, task=task(), vocab_size=1000) for _ in range(2))
+    one, other = (opened(tmp_path, [64]) for _ in range(2))
     epochs = [[one[8 * epoch + i] for i in range(8)] for epoch in range(3)]
     # Rows by their first token, seen through the masks.
     chosen = [
@@ -118,21 +110,19 @@ def test_every_epoch_has_new_masks_that_depend_only_on_the_index(tmp_path):
     for i in reversed(range(24)):
         for name in ("inputs", "targets"):
             np.testing.assert_array_equal(other[i][name], epochs[i // 8][i % 8][name])
-    reseeded = data.train_dataset(bin_config(tmp_path, [64], seed=1), task=task(), vocab_size=1000)
+    reseeded = opened(tmp_path, [64], seed=1)
     assert any((reseeded[i]["targets"] != one[i]["targets"]).any() for i in range(8))
 
 
 def test_the_mask_is_the_last_id_by_default(tmp_path):
-    config = bin_config(tmp_path, [64])
     for changes, expected in (({}, 99), ({"mask_token": 70}, 70)):
-        dataset = data.train_dataset(config, task=task(**changes), vocab_size=100)
-        shown = np.concatenate(
-            [row["inputs"][row["targets"] != -1] for row in map(dataset.__getitem__, range(80))]
-        )
+        dataset = opened(tmp_path, [64], vocab_size=100, of_task=task(**changes))
+        rows = [dataset[i] for i in range(80)]
+        shown = np.concatenate([row["inputs"][row["targets"] != -1] for row in rows])
         assert np.mean(shown == expected) > 0.6
     for mask_token, vocab_size in ((100, 100), (-1, 100), (None, 1)):
-        with pytest.raises(ValueError, match=r"task\.mask_token is .*, but model\.vocab_size is "):
-            data.train_dataset(config, task=task(mask_token=mask_token), vocab_size=vocab_size)
+        with builders.refused(r"task\.mask_token is .*, but model\.vocab_size is "):
+            opened(tmp_path, [64], vocab_size=vocab_size, of_task=task(mask_token=mask_token))
 
 
 def test_an_array_of_rows_is_read_without_the_lead_id(tmp_path):
@@ -146,9 +136,12 @@ def test_an_array_of_rows_is_read_without_the_lead_id(tmp_path):
 
 
 def test_less_than_a_row(tmp_path):
-    config = bin_config(tmp_path, [4, 3])
-    with pytest.raises(ValueError, match=r"have 7 tokens, less than one row of data\.context_length 8;"):
-        data.train_dataset(config, task=task(), vocab_size=1000)
-    assert data.HeldoutData(config, task(), vocab_size=1000).rows is None
-    short = bin_config(tmp_path, [4, 3], packing="documents")
-    assert (data.train_dataset(short, task=task(), vocab_size=1000)[0]["segment_ids"][7:] == -1).all()
+    with builders.refused(r"have 7 tokens, less than one row of data\.context_length 8;"):
+        opened(tmp_path, [4, 3])
+    config = builders.data_config(
+        source="tokens", paths=(f"{tmp_path}/0.bin",), heldout_paths=(str(tmp_path),)
+    )
+    with builders.refused("^held-out data: the documents have 7 tokens, less than one row"):
+        data.HeldoutData(config, task(), vocab_size=1000)
+    short = opened(tmp_path, [4, 3], packing="documents")
+    assert (short[0]["segment_ids"][7:] == -1).all()

@@ -9,13 +9,8 @@ from tests.data import builders
 
 def spans(contents) -> documents.Spans:
     arrays = [np.asarray(content, np.uint16) for content in contents]
-    return documents.Spans(
-        arrays.__getitem__,
-        [f"file{i}" for i in range(len(arrays))],
-        array=np.arange(len(arrays)),
-        starts=np.zeros(len(arrays), np.int64),
-        lengths=np.array([len(array) for array in arrays], np.int64),
-    )
+    lengths = [np.array([len(array)]) for array in arrays] or [np.empty(0, np.int64)]
+    return documents.Spans.consecutive(arrays.__getitem__, [f"file{i}" for i in range(len(arrays))], lengths)
 
 
 def led(contents) -> documents.Spans:
@@ -88,12 +83,7 @@ def test_documents_are_shuffled_by_the_seed_and_not_split():
 def test_lead_shifts_the_row_right():
     contents = [list(range(10, 26)), list(range(30, 46))]
     packed = all_rows(led(contents), length=8, packing="windows")
-    assert [row["targets"].tolist() for row in packed] == [
-        list(range(10, 18)),
-        list(range(18, 26)),
-        list(range(30, 38)),
-        list(range(38, 46)),
-    ]
+    assert [row["targets"].tolist() for row in packed] == np.reshape(contents, (4, 8)).tolist()
     for row in packed:
         assert row["inputs"].tolist() == [99, *row["targets"][:-1]]
 
@@ -108,6 +98,20 @@ def test_lead_precedes_every_document_of_a_row():
     assert packed[1]["segment_ids"].tolist() == [0, 0, -1, -1, -1, -1, -1, -1]
 
 
+def test_whole_rows_are_the_first_ones():
+    for packing, count, whole in (
+        ("windows", 24, 2),
+        ("windows", 25, 3),
+        ("documents", 24, 3),
+        ("documents", 23, 2),
+    ):
+        source = spans([range(count)])
+        packed = rows.Rows(source, builders.data_config(packing=packing), vocab_size=256)
+        assert packed.whole == whole
+        assert all((packed.row(i)["targets"][:-1] != -1).all() for i in range(whole))
+    assert isinstance(source, documents.Documents)
+
+
 def test_rows_that_storage_groups():
     contents = builders.numbered([16] * 6)
     config = builders.data_config()
@@ -116,17 +120,11 @@ def test_rows_that_storage_groups():
     assert everything.together == len(everything) == 12
 
 
-@pytest.mark.parametrize("packing", ["windows", "documents"])
-def test_id_outside_the_vocabulary_names_the_file(packing):
-    with pytest.raises(ValueError, match=r"file1 \(document at token 0\) holds id 40, but model.vocab_size"):
-        all_rows(spans([[1, 2, 3], [4, 40, 5]]), length=8, packing=packing, vocab_size=40)
-    all_rows(spans([[1, 2, 3], [4, 40, 5]]), length=8, packing=packing, vocab_size=41)
-
-
-@pytest.mark.parametrize(
-    ("contents", "packing"), [([[1]], "windows"), ([[1], [2]], "documents"), ([], "windows")]
-)
-def test_nothing_to_predict(contents, packing):
-    config = builders.data_config(packing=packing)
-    with pytest.raises(ValueError, match=r"nothing to predict; name more data in data\.paths"):
-        rows.Rows(spans(contents), config, vocab_size=10)
+def test_what_cannot_be_packed():
+    for packing in ("windows", "documents"):
+        with builders.refused(r"file1 \(document at token 0\) holds id 40, but model.vocab_size"):
+            all_rows(spans([[1, 2, 3], [4, 40, 5]]), length=8, packing=packing, vocab_size=40)
+        all_rows(spans([[1, 2, 3], [4, 40, 5]]), length=8, packing=packing, vocab_size=41)
+    for contents, packing in (([[1]], "windows"), ([[1], [2]], "documents"), ([], "windows")):
+        with builders.refused(r"nothing to predict; name more data in data\.paths"):
+            all_rows(spans(contents), length=8, packing=packing)

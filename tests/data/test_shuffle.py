@@ -60,3 +60,8 @@ def test_blocks_are_whole_and_in_shuffled_order():
         inside = {tuple(row % 10 for row in sequence[start : start + 10]) for start in range(0, 80, 10)}
         assert len(inside) == 8
         assert tuple(range(10)) not in inside
+
+
+def test_the_order_is_that_of_existing_runs():
+    order = [shuffle.Shuffle(10, block=3, seed=7)(draw) for draw in range(20)]
+    assert order == [1, 2, 0, 8, 7, 6, 4, 5, 3, 9, 5, 4, 3, 8, 6, 7, 2, 0, 1, 9]

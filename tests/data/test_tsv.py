@@ -41,89 +41,73 @@ def epoch(config, task, count, vocab_size=256):
     return sorted(examples)
 
 
-def test_columns_by_name_in_the_layout_of_glue(tmp_path):
-    # A UTF-8 byte order mark, Windows line ends, a literal quote and no newline after the last line.
-    path = write(tmp_path, '\ufeffid\tsentence\tlabel\r\n0\tgood "one\t1\r\n1\tbád\t0')
-    assert epoch(settings(path), BINARY, 2) == [("bád".encode(), 0), (b'good "one', 1)]
+def test_columns_and_labels(tmp_path):
+    classes = ("entailment", "neutral", "contradiction")
+    for content, changes, task, expected in (
+        # A UTF-8 byte order mark, Windows line ends, a literal quote and no newline after the last line.
+        (
+            '\ufeffid\tsentence\tlabel\r\n0\tgood "one\t1\r\n1\tbád\t0',
+            {},
+            BINARY,
+            [("bád".encode(), 0), (b'good "one', 1)],
+        ),
+        # Without a header.
+        (
+            "src\t1\t\tfine\nsrc\t0\t*\twrong is\n",
+            {"text_columns": ("4",), "label_column": "2"},
+            BINARY,
+            [(b"fine", 1), (b"wrong is", 0)],
+        ),
+        # A number is a name in the header, unless all are numbers.
+        ("2\tlabel\na\t1\n", {"text_columns": ("2",)}, BINARY, [(b"a", 1)]),
+        # A repeated name that is not asked for.
+        ("id\tid\tsentence\tlabel\n0\t1\ta\t1\n", {}, BINARY, [(b"a", 1)]),
+        (
+            "sentence\tgold\na\tneutral\nb\tcontradiction\nc\tentailment\n",
+            {"label_column": "gold", "labels": classes},
+            dataclasses.replace(BINARY, classes=3),
+            [(b"a", 1), (b"b", 2), (b"c", 0)],
+        ),
+        (
+            "sentence\tlabel\na\t2.25\nb\t-1e-3\n",
+            {},
+            NUMBER,
+            [(b"a", 2.25), (b"b", np.float32(-1e-3))],
+        ),
+        # A long text is truncated.
+        (f"sentence\tlabel\n{'ab' * 40}\t1\n", {}, BINARY, [(b"ab" * 8, 1)]),
+    ):
+        config = settings(write(tmp_path, content), **changes)
+        assert epoch(config, task, len(expected)) == expected
+        labels = data.train_dataset(config, task=task, vocab_size=256)[0]["labels"]
+        assert labels.dtype == (np.float32 if task is NUMBER else np.int32)
 
 
-def test_columns_by_number_without_a_header(tmp_path):
-    path = write(tmp_path, "src\t1\t\tfine\nsrc\t0\t*\twrong is\n")
-    config = settings(path, text_columns=("4",), label_column="2")
-    assert epoch(config, BINARY, 2) == [(b"fine", 1), (b"wrong is", 0)]
-
-
-def test_a_number_is_a_name_in_the_header_unless_all_are_numbers(tmp_path):
-    path = write(tmp_path, "2\tlabel\na\t1\n")
-    assert epoch(settings(path, text_columns=("2",)), BINARY, 1) == [(b"a", 1)]
-
-
-def test_named_classes(tmp_path):
-    path = write(tmp_path, "sentence\tgold\na\tneutral\nb\tcontradiction\nc\tentailment\n")
-    names = ("entailment", "neutral", "contradiction")
-    config = settings(path, label_column="gold", labels=names)
-    task = config_lib.TaskConfig(name="classification", classes=3)
-    assert epoch(config, task, 3) == [(b"a", 1), (b"b", 2), (b"c", 0)]
-
-
-def test_numbers(tmp_path):
-    path = write(tmp_path, "sentence\tlabel\na\t2.25\nb\t-1e-3\n")
-    assert epoch(settings(path), NUMBER, 2) == [(b"a", 2.25), (b"b", np.float32(-1e-3))]
-    assert data.train_dataset(settings(path), task=NUMBER, vocab_size=256)[0]["labels"].dtype == np.float32
-
-
-@pytest.mark.parametrize(
-    ("one", "two", "expected"),
-    [
-        ("abc", "xyz", "abc\0xyz"),
-        ("abcdef", "xyz", "abcd\0xyz"),
-        ("abc", "uvwxyz", "abc\0uvwx"),
-        ("abcdef", "uvwxyz", "abcd\0uvw"),
-        ("abcdefghij", "x", "abcdef\0x"),
-        ("", "uvwxyzuvw", "\0uvwxyzu"),
-    ],
-)
-def test_of_two_texts_the_longer_is_cut_first(tmp_path, one, two, expected):
-    path = write(tmp_path, f"one\ttwo\tlabel\n{one}\t{two}\t1\n")
-    config = settings(path, text_columns=("one", "two"), context_length=8)
-    assert epoch(config, BINARY, 1) == [(expected.encode(), 1)]
-    swapped = settings(path, text_columns=("two", "one"), context_length=64)
-    assert epoch(swapped, BINARY, 1) == [(f"{two}\0{one}".encode(), 1)]
-
-
-@pytest.mark.parametrize(
-    ("one", "two", "inputs", "ids"),
-    [
-        ("abc", "xyz", b"abcxyz\0\0", [0, 0, 0, 1, 1, 1, -1, -1]),
-        ("abcdef", "x", b"abcdx\0\0\0", [0, 0, 0, 0, 1, -1, -1, -1]),
-        ("abcdef", "uvwxyz", b"abcduvwx", [0, 0, 0, 0, 1, 1, 1, 1]),
-        ("", "uvwxyz", b"uvwx\0\0\0\0", [1, 1, 1, 1, -1, -1, -1, -1]),
-    ],
-)
-def test_a_dual_encoder_reads_half_a_row_of_each_text(tmp_path, one, two, inputs, ids):
-    path = write(tmp_path, f"one\ttwo\tlabel\n{one}\t{two}\t1\n")
-    config = settings(path, text_columns=("one", "two"), context_length=8)
-    task = dataclasses.replace(BINARY, dual_encoder=True)
-    row = data.train_dataset(config, task=task, vocab_size=256)[0]
-    assert (bytes(row["inputs"].astype(np.uint8)), row["labels"]) == (inputs, 1)
-    assert row["segment_ids"].tolist() == ids
-
-
-def test_the_texts_of_a_dual_encoder_need_no_separator_but_a_vocabulary(tmp_path):
-    path = write(tmp_path, "one\ttwo\tlabel\na\tz\t1\n")
-    task = dataclasses.replace(BINARY, dual_encoder=True)
+def test_two_texts(tmp_path):
+    """The longer text is truncated first, or each to half a row for a dual encoder."""
+    dual = dataclasses.replace(BINARY, dual_encoder=True)
+    for one, two, joined, halves in (
+        ("abc", "xyz", "abc\0xyz", ("abc", "xyz")),
+        ("abcdef", "xyz", "abcd\0xyz", ("abcd", "xyz")),
+        ("abc", "uvwxyz", "abc\0uvwx", ("abc", "uvwx")),
+        ("abcdef", "uvwxyz", "abcd\0uvw", ("abcd", "uvwx")),
+        ("abcdefghij", "x", "abcdef\0x", ("abcd", "x")),
+        ("", "uvwxyzuvw", "\0uvwxyzu", ("", "uvwx")),
+    ):
+        path = write(tmp_path, f"one\ttwo\tlabel\n{one}\t{two}\t1\n")
+        config = settings(path, text_columns=("one", "two"), context_length=8)
+        assert epoch(config, BINARY, 1) == [(joined.encode(), 1)]
+        swapped = settings(path, text_columns=("two", "one"), context_length=64)
+        assert epoch(swapped, BINARY, 1) == [(f"{two}\0{one}".encode(), 1)]
+        row = data.train_dataset(config, task=dual, vocab_size=256)[0]
+        assert bytes(row["inputs"].astype(np.uint8)) == "".join(halves).encode().ljust(8, b"\0")
+        ids = [0] * len(halves[0]) + [1] * len(halves[1])
+        assert row["segment_ids"].tolist() == ids + [-1] * (8 - len(ids))
     plain = builders.write_words(tmp_path / "plain.json", {"[UNK]": 0})
     config = settings(path, text_columns=("one", "two"), tokenizer=plain)
-    assert data.train_dataset(config, task=task, vocab_size=1)[0]["segment_ids"].tolist()[:3] == [0, 1, -1]
-    with pytest.raises(ValueError, match=r"a\.tsv \(line 2\) holds id 122, but model\.vocab_size is 122"):
-        data.train_dataset(dataclasses.replace(config, tokenizer="byte"), task=task, vocab_size=122)[0]
-
-
-def test_a_long_text_is_cut(tmp_path):
-    path = write(tmp_path, f"sentence\tlabel\n{'ab' * 40}\t1\n")
-    row = data.train_dataset(settings(path), task=BINARY, vocab_size=256)[0]
-    assert bytes(row["inputs"].astype(np.uint8)) == b"ab" * 8
-    assert (row["segment_ids"] == 0).all()
+    assert data.train_dataset(config, task=dual, vocab_size=1)[0]["segment_ids"].tolist()[:2] == [1, -1]
+    with builders.refused(r"a\.tsv \(line 2\) holds id 122, but model\.vocab_size is 122"):
+        data.train_dataset(dataclasses.replace(config, tokenizer="byte"), task=dual, vocab_size=122)[0]
 
 
 @pytest.fixture
@@ -150,26 +134,18 @@ def test_several_files_and_a_fraction_held_out(tmp_path):
     config = settings(tmp_path / "train", heldout_fraction=0.1)
     mask = np.concatenate([files.held_out([f"{name}.tsv"], np.arange(500), 0.1) for name in "ab"])
     description = data.describe(config)
-    assert (description["files"], description["examples"], description["heldout_examples"]) == (
-        2,
-        1000 - mask.sum(),
-        mask.sum(),
-    )
+    counts = [description[name] for name in ("files", "examples", "heldout_examples")]
+    assert counts == [2, 1000 - mask.sum(), mask.sum()]
     train = epoch(config, BINARY, description["examples"])
     expected = {f"{'ab'[i // 500]}{i % 500}".encode(): out for i, out in enumerate(mask)}
     assert [text for text, _ in train] == sorted(text for text, out in expected.items() if not out)
     assert all(int(text[1:]) % 2 == label for text, label in train)
-    heldout = list(data.HeldoutData(config, BINARY, vocab_size=256).batches(32))
-    assert all(batch["inputs"].shape == (32, 16) for batch in heldout)
-    counted = [batch["labels"] != -1 for batch in heldout]
-    assert sum(map(np.sum, counted)) == mask.sum()
-    assert all(rows.all() for rows in counted[:-1])
+    (heldout,) = data.HeldoutData(config, BINARY, vocab_size=256).batches(mask.sum())
     texts = [
-        bytes(inputs[ids == 0].astype(np.uint8))
-        for batch, rows in zip(heldout, counted)
-        for inputs, ids in zip(batch["inputs"][rows], batch["segment_ids"][rows])
+        bytes(row[ids == 0].astype(np.uint8)) for row, ids in zip(heldout["inputs"], heldout["segment_ids"])
     ]
     assert texts == [text for text, out in expected.items() if out]
+    assert (heldout["labels"] >= 0).all()
 
 
 def test_held_out_files_may_have_other_columns(tmp_path):
@@ -198,28 +174,23 @@ def test_named_held_out_files_are_parts(tmp_path):
     unnamed = data.HeldoutData(settings(train, heldout_paths=(str(near),)), BINARY, vocab_size=256)
     assert unnamed.parts == {"": unnamed}
     gone = settings(train, heldout_paths=(str(near), f"{tmp_path}/gone.tsv"), heldout_names=("near", "far"))
-    with pytest.raises(ValueError, match=r"^data\.heldout_paths: there is no file or folder") as e:
+    with builders.refused(r"^data\.heldout_paths: there is no file or folder"):
         data.HeldoutData(gone, BINARY, vocab_size=256)
-    assert "\n" not in str(e.value)
 
 
-def test_another_tokenizer_at_the_same_path_is_another_description(tmp_path):
-    path = write(tmp_path, "sentence\tlabel\na b\t1\n")
-    found = []
+def test_description_is_of_the_contents_and_the_tokenizer(tmp_path):
+    path, found = write(tmp_path, "sentence\tlabel\na b\t1\n"), []
     for vocabulary in ({"[UNK]": 0, "a": 1, "b": 2}, {"[UNK]": 0, "a": 2, "b": 1}):
         words = builders.write_words(tmp_path / "words.json", vocabulary)
         found.append(data.describe(settings(path, tokenizer=words)))
     assert found[0]["tokenizer"] != found[1]["tokenizer"]
     assert found[0]["digest"] == found[1]["digest"]
+    assert (found[0]["bytes"], found[0]["examples"]) == (21, 1)
+    write(tmp_path, "sentence\tlabel\na b\t0\n")
+    assert data.describe(settings(path))["digest"] != found[0]["digest"]
 
 
-def test_description_is_of_the_contents(tmp_path):
-    path = write(tmp_path, "sentence\tlabel\na\t1\n")
-    description = data.describe(settings(path))
-    assert data.describe(settings(path)) == description
-    assert (description["bytes"], description["examples"]) == (19, 1)
-    write(tmp_path, "sentence\tlabel\na\t0\n")
-    assert data.describe(settings(path))["digest"] != description["digest"]
+HEAD, TWO = "sentence\tlabel\n", {"text_columns": ("sentence", "two")}
 
 
 @pytest.mark.parametrize(
@@ -227,92 +198,64 @@ def test_description_is_of_the_contents(tmp_path):
     [
         ("", {}, r"a\.tsv is empty; it must hold lines of columns"),
         ("\ufeff", {}, r"a\.tsv is empty; it must hold lines of columns"),
-        ("sentence\tlabel\n", {}, r"a\.tsv has no examples, only a header"),
+        (HEAD, {}, r"a\.tsv has no examples, only a header"),
         ("text\tlabel\na\t1\n", {}, r"a\.tsv has no column 'sentence': there are 'text', 'label'; correct"),
         ("sentence\tgold\na\t1\n", {}, r"no column 'label': there are 'sentence', 'gold'; correct"),
         ("sentence\tid\tsentence\tlabel\na\t0\tb\t1\n", {}, r"a\.tsv has 2 columns named 'sentence': there"),
         ("a\t1\n", {"text_columns": ("1",), "label_column": "3"}, r"no column '3': there are columns 1 to"),
-        ("sentence\tlabel\na\t1\nb\t0\tc\n", {}, r"a\.tsv \(line 3\) has another number of columns, 3,"),
-        ("sentence\tlabel\na\t1\nb\n", {}, r"a\.tsv \(line 3\) has another number of columns, 1, than"),
-        ("sentence\tlabel\na\t1\nb\t2\n", {}, r"a\.tsv \(line 3\): label '2' is not an integer from 0 to 1 "),
-        ("sentence\tlabel\na\tyes\n", {}, r"\(line 2\): label 'yes' is not an integer from 0 to 1"),
-        ("sentence\tlabel\na\t-1\n", {}, r"\(line 2\): label '-1' is not an integer"),
-        ("sentence\tlabel\na\tYes\n", {"labels": ("no", "yes")}, r"\(line 2\): label 'Yes' is not one of"),
-        ("sentence\tlabel\na\tyes\n", {"labels": ("no", "yes", "maybe")}, r"data\.labels names 3 classes,"),
-        ("sentence\tlabel\na\t1\n\t0\n", {}, r"a\.tsv \(line 3\) has no text; leave the line out"),
+        (HEAD + "a\t1\nb\t0\tc\n", {}, r"a\.tsv \(line 3\) has another number of columns, 3,"),
+        (HEAD + "a\t1\nb\n", {}, r"a\.tsv \(line 3\) has another number of columns, 1, than"),
+        (HEAD + "a\t1\nb\t2\n", {}, r"a\.tsv \(line 3\): label '2' is not an integer from 0 to 1 "),
+        (HEAD + "a\t-1\n", {}, r"\(line 2\): label '-1' is not an integer"),
+        (HEAD + "a\tYes\n", {"labels": ("no", "yes")}, r"\(line 2\): label 'Yes' is not one of"),
+        (HEAD + "a\tyes\n", {"labels": ("no", "yes", "maybe")}, r"data\.labels names 3 classes,"),
+        (HEAD + "a\t1\n\t0\n", {}, r"a\.tsv \(line 3\) has no text; leave the line out"),
+        ("sentence\ttwo\tlabel\na\t\t1\n\t\t0\n", TWO, r"a\.tsv \(line 3\) has no text; leave the line"),
+        (HEAD + "a\t1\n", {"tokenizer": "gone.json"}, r"data\.tokenizer=gone\.json: there is no"),
         (
-            "sentence\ttwo\tlabel\na\t\t1\n\t\t0\n",
-            {"text_columns": ("sentence", "two")},
-            r"a\.tsv \(line 3\) has no text; leave the line out",
+            HEAD + "a\t1\n",
+            {"text_columns": ()},
+            r"data\.text_columns is \(\); source 'tsv' needs the names of one",
         ),
-        ("sentence\tlabel\na\t1\n", {"tokenizer": "gone.json"}, r"data\.tokenizer=gone\.json: there is no"),
+        (HEAD + "a\t1\n", {"labels": ("a", "a")}, r"data\.labels is \('a', 'a'\); every class must be named"),
+        (
+            "sentence\ttwo\tlabel\na\tb\t1\n",
+            TWO | {"document_separator": 256},
+            "between two texts is 256, but",
+        ),
+        ("sentence\ttwo\tlabel\na\tb\t1\n", TWO | {"context_length": 2}, "two texts and a separator need"),
     ],
 )
 def test_bad_files(tmp_path, content, changes, message):
     path = write(tmp_path, content)
-    with pytest.raises(ValueError, match=message) as raised:
+    with builders.refused(message):
         data.train_dataset(settings(path, **changes), task=BINARY, vocab_size=256)
-    assert "\n" not in str(raised.value)
 
 
-def test_a_repeated_name_that_is_not_asked_for_is_allowed(tmp_path):
-    path = write(tmp_path, "id\tid\tsentence\tlabel\n0\t1\ta\t1\n")
-    assert epoch(settings(path), BINARY, 1) == [(b"a", 1)]
-
-
-@pytest.mark.parametrize("label", ["", "high", "nan", "inf"])
-def test_labels_that_are_not_numbers(tmp_path, label):
-    path = write(tmp_path, f"sentence\tlabel\na\t1.5\nb\t{label}\n")
-    with pytest.raises(ValueError, match=rf"a\.tsv \(line 3\): label '{label}' is not a finite number"):
-        data.train_dataset(settings(path), task=NUMBER, vocab_size=256)
+def test_labels_that_are_not_numbers(tmp_path):
+    for label in ("", "high", "nan", "inf"):
+        path = write(tmp_path, f"sentence\tlabel\na\t1.5\nb\t{label}\n")
+        with builders.refused(rf"a\.tsv \(line 3\): label '{label}' is not a finite number"):
+            data.train_dataset(settings(path), task=NUMBER, vocab_size=256)
 
 
 def test_bad_tokens(tmp_path, words):
     path = write(tmp_path, "sentence\tlabel\n\u00ff\t1\n")
-    with pytest.raises(ValueError, match=r"a\.tsv \(line 2\) holds id 195, but model\.vocab_size is 128"):
+    with builders.refused(r"a\.tsv \(line 2\) holds id 195, but model\.vocab_size is 128"):
         data.train_dataset(settings(path), task=BINARY, vocab_size=128)[0]
     builders.write_files(tmp_path, {"latin.tsv": b"sentence\tlabel\n\xff\t1\n"})
     latin = settings(tmp_path / "latin.tsv", tokenizer=words)
-    with pytest.raises(ValueError, match=r"latin\.tsv \(line 2\) is not UTF-8 at byte 0; leave it out, conv"):
+    with builders.refused(r"latin\.tsv \(line 2\) is not UTF-8 at byte 0; leave it out, conv"):
         data.train_dataset(latin, task=BINARY, vocab_size=128)[0]
-    blank = settings(write(tmp_path, "sentence\tlabel\n \t1\n"), tokenizer=words)
-    with pytest.raises(ValueError, match=r"\(line 2\): the tokenizer finds no token in the text"):
-        data.train_dataset(blank, task=BINARY, vocab_size=128)[0]
     path = write(tmp_path, "one\ttwo\tlabel\n \t \t1\n \tfilm\t1\n")
     pairs = settings(path, text_columns=("one", "two"), tokenizer=words)
     for dual_encoder, expected in ((False, [3, 2]), (True, [2])):
         task = dataclasses.replace(BINARY, dual_encoder=dual_encoder)
         examples = tsv.Source(pairs).side(task, vocab_size=128, heldout=False)
-        with pytest.raises(ValueError, match=r"\(line 2\): the tokenizer finds no token in the text; leave"):
+        with builders.refused(r"\(line 2\): the tokenizer finds no token in the text; leave"):
             examples.row(0, ())
         row = examples.row(1, ())
         assert row["inputs"][row["segment_ids"] >= 0].tolist() == expected
-
-
-def test_bad_separators(tmp_path):
-    path = write(tmp_path, "one\ttwo\tlabel\na\tb\t1\n")
-    both = ("one", "two")
-    with pytest.raises(ValueError, match=r"between two texts is 256, but model\.vocab_size is 256; raise"):
-        data.train_dataset(
-            settings(path, text_columns=both, document_separator=256), task=BINARY, vocab_size=256
-        )
-    with pytest.raises(ValueError, match=r"data\.context_length is 2; two texts and a separator need"):
-        data.train_dataset(settings(path, text_columns=both, context_length=2), task=BINARY, vocab_size=256)
-    words = builders.write_words(tmp_path / "plain.json", {"[UNK]": 0, "x": 1})
-    plain = settings(path, text_columns=both, tokenizer=words)
-    with pytest.raises(ValueError, match=r"names no end of text; set data\.document_separator to an id"):
-        data.train_dataset(plain, task=BINARY, vocab_size=256)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"text_columns": ()}, r"data\.text_columns is \(\); source 'tsv' needs the name of one column"),
-        ({"text_columns": ("a", "b", "c")}, r"data\.text_columns is \('a', 'b', 'c'\)"),
-        ({"labels": ("a", "a")}, r"data\.labels is \('a', 'a'\); every class must be named once"),
-        ({"paths": ()}, r"data\.paths is empty; source 'tsv' needs the path of its data"),
-    ],
-)
-def test_settings(changes, message):
-    with pytest.raises(ValueError, match=message):
-        settings("a.tsv", **changes)
+    plain = builders.write_words(tmp_path / "plain.json", {"[UNK]": 0, "x": 1})
+    with builders.refused(r"names no end of text; set data\.document_separator to an id"):
+        data.train_dataset(dataclasses.replace(pairs, tokenizer=plain), task=BINARY, vocab_size=256)

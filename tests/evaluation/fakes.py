@@ -1,9 +1,11 @@
-"""A model whose loss at every position is known."""
+"""Models whose loss at every position is known, or depends visibly on the whole context."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+from sympow_jax import config, models
 
 VOCABULARY = 11
 
@@ -12,6 +14,7 @@ class CountingModel(nnx.Module):
     """Model that predicts x + 1 after token x, with a logit of position / 100: its confidence grows with position."""
 
     def __init__(self):
+        self.config = config.ModelConfig(vocab_size=VOCABULARY, layers=1, width=8, heads=2)
         self.scale = nnx.Param(jnp.float32(0.01))
 
     def init_state(self, batch, *, max_length):
@@ -37,3 +40,14 @@ def expected_loss(position):
     """Returns the loss of `CountingModel` at a token predicted from `position` tokens."""
     logit = np.asarray(position) / 100
     return np.log(np.exp(logit) + VOCABULARY - 1) - logit
+
+
+def decoder(vocab_size, preset="softmax", **options):
+    """Returns a decoder whose outputs depend visibly on the whole context."""
+    attention = config.preset(preset, **options)
+    settings = config.ModelConfig(
+        vocab_size=vocab_size, layers=1, width=16, heads=2, dtype="float32", attention=attention
+    )
+    model = models.DecoderLM(settings, rngs=nnx.Rngs(0))
+    nnx.update(model, jax.tree.map(lambda x: 5 * x, nnx.state(model)))
+    return model

@@ -34,85 +34,73 @@ def test_standard_error_is_that_of_the_document_means():
     assert single.standard_error is None
 
 
-def test_sums_are_float64():
-    losses = np.full((1, 1 << 16), 0.1, np.float32)
-    (mean,) = buckets.bucket_means(losses, (1 << 16,), first_position=1)
-    assert mean.loss == pytest.approx(float(np.float32(0.1)), rel=1e-13)
-
-
-def test_a_nonfinite_loss_affects_only_its_bucket():
-    losses = np.ones((2, 4))
-    losses[0, 3] = np.inf
-    first, last = buckets.bucket_means(losses, (2, 4), first_position=1)
-    assert first.loss == 1
+def test_sums_are_float64_and_a_nonfinite_loss_affects_only_its_bucket():
+    losses = np.full((2, 1 << 16), 0.1, np.float32)
+    losses[0, -1] = np.inf
+    first, last = buckets.bucket_means(losses, (1 << 15, 1 << 16), first_position=1)
+    assert first.loss == pytest.approx(float(np.float32(0.1)), rel=1e-13)
     assert last.loss == math.inf
 
 
-@pytest.mark.parametrize(
-    ("text", "lengths"),
-    [
-        ("64", (64,)),
-        ("64,128,4096", (64, 128, 4096)),
-        ("64, 128", (64, 128)),
-        ("64,...,1024", (64, 128, 256, 512, 1024)),
-        ("100,...,800,900", (100, 200, 400, 800, 900)),
-        ("32,64,...,256", (32, 64, 128, 256)),
-        ("64,...,128", (64, 128)),
-    ],
-)
-def test_parse_lengths(capsys, text, lengths):
-    assert buckets.parse_lengths(text) == lengths
-    assert capsys.readouterr().err == ""
+PARSED = {
+    "64": (64,),
+    "64, 128,4096": (64, 128, 4096),
+    "64,...,1024": (64, 128, 256, 512, 1024),
+    "100,...,800,900": (100, 200, 400, 800, 900),
+    "32,64,...,256": (32, 64, 128, 256),
+    "64,...,128": (64, 128),
+    # The last length is rounded down to a doubling.
+    "64,...,100": (64,),
+    "64,...,1000": (64, 128, 256, 512),
+    "3,...,13,100": (3, 6, 12, 100),
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "lengths"),
-    [
-        ("64,...,100", (64,)),
-        ("64,...,1000", (64, 128, 256, 512)),
-        ("3,...,13,100", (3, 6, 12, 100)),
-    ],
-)
-def test_parse_lengths_rounds_the_last_length_to_a_doubling(capsys, text, lengths):
-    assert buckets.parse_lengths(text) == lengths
-    warning = capsys.readouterr().err
-    assert warning.count("\n") == 1
-    assert "is rounded down to" in warning
+def test_lengths_of_a_text(capsys):
+    for text, lengths in PARSED.items():
+        assert buckets.parse_lengths(text) == lengths
+        warning = capsys.readouterr().err
+        rounded = text.replace(" ", "").rpartition("...,")[2].split(",")[0] not in map(str, lengths)
+        assert warning.count("\n") == warning.count("is rounded down to") == rounded
+    for text in (
+        "",
+        "64,,128",
+        "a",
+        "64,-128",
+        "6.4",
+        "64,...",
+        "...,64",
+        "64,...,64",
+        "64,...,32",
+        "0,...,64",
+    ):
+        with pytest.raises(ValueError, match="context lengths"):
+            buckets.parse_lengths(text)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "64,,128", "a", "64,-128", "6.4", "64,...", "...,64", "64,...,64", "64,...,32", "0,...,64"]
-)
-def test_parse_lengths_rejects(text):
-    with pytest.raises(ValueError, match="context lengths"):
-        buckets.parse_lengths(text)
-
-
-@pytest.mark.parametrize(
-    ("documents", "longest", "lengths"),
-    [
+def test_chosen_lengths_are_those_that_documents_reach():
+    for documents, longest, lengths in (
         ([5000] * 30, 4096, (64, 128, 256, 512, 1024, 2048, 4096)),
         ([5000] * 19 + [100] * 30, 4096, (2, 4, 8, 16, 32, 64)),  # twenty documents reach 100
         ([300, 5000], 4096, (4, 8, 16, 32, 64, 128, 256)),
         ([300], 100, (2, 4, 8, 16, 32, 64)),
         ([1], 100, ()),
-    ],
-)
-def test_chosen_lengths_are_those_that_documents_reach(documents, longest, lengths):
-    found = buckets.choose_lengths(np.array(documents), longest, few=20, first_position=2)
-    assert found == lengths
-    assert not lengths or buckets.check_lengths(found, first_position=2) is None
+    ):
+        found = buckets.choose_lengths(np.array(documents), longest, few=20, first_position=2)
+        assert found == lengths
 
 
-def test_check_lengths():
+def test_lengths_without_predictions_are_errors():
     buckets.check_lengths((1, 2, 64), first_position=1)
-    with pytest.raises(ValueError, match="no context lengths"):
-        buckets.check_lengths((), first_position=1)
-    for lengths in [(64, 64), (64, 32), (0, 64), (-1,)]:
-        with pytest.raises(ValueError, match="positive and increasing"):
-            buckets.check_lengths(lengths, first_position=1)
-    with pytest.raises(ValueError, match="context length 1 holds no prediction"):
-        buckets.check_lengths((1, 2), first_position=2)
+    for lengths, first_position, message in (
+        ((), 1, "no context lengths"),
+        ((64, 64), 1, "positive and increasing"),
+        ((64, 32), 1, "positive and increasing"),
+        ((0, 64), 1, "positive and increasing"),
+        ((1, 2), 2, "context length 1 holds no prediction"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            buckets.check_lengths(lengths, first_position=first_position)
 
 
 def test_documents_are_long_enough_distinct_and_spread_over_the_corpus():
@@ -122,14 +110,8 @@ def test_documents_are_long_enough_distinct_and_spread_over_the_corpus():
     assert (lengths[chosen] >= 50).all()
     assert chosen[0] < 50
     assert chosen[-1] > 950
-    np.testing.assert_array_equal(chosen, buckets.select_documents(lengths.copy(), 50, 64))
-
-
-def test_fewer_documents_than_requested_are_all_used():
     np.testing.assert_array_equal(buckets.select_documents(np.array([5, 9, 3, 7]), 5, 64), [0, 1, 3])
-
-
-def test_documents_that_storage_groups_are_read_together():
+    # Those that storage groups are read together.
     lengths = np.full(1000, 50)
     chosen = buckets.select_documents(lengths, 50, 30, together=100)
     assert len(set(chosen.tolist())) == 30
@@ -138,13 +120,11 @@ def test_documents_that_storage_groups_are_read_together():
     assert set((buckets.select_documents(lengths, 50, 130, together=100) // 100).tolist()) == {0, 1}
 
 
-def test_a_count_below_one_is_an_error():
-    with pytest.raises(ValueError, match="number of documents is 0"):
-        buckets.select_documents(np.array([5]), 5, 0)
-
-
-def test_a_length_beyond_every_document_names_the_longest():
-    with pytest.raises(ValueError, match=r"context length 64 .* the longest has 63 tokens"):
-        buckets.select_documents(np.array([1, 63, 20]), 64, 8)
-    with pytest.raises(ValueError, match="the longest has 0 tokens"):
-        buckets.select_documents(np.array([], np.int64), 64, 8)
+def test_a_selection_of_no_documents_is_an_error():
+    for lengths, longest, count, message in (
+        ([5], 5, 0, "number of documents is 0"),
+        ([1, 63, 20], 64, 8, r"context length 64 .* the longest has 63 tokens"),
+        ([], 64, 8, "the longest has 0 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            buckets.select_documents(np.array(lengths, np.int64), longest, count)

@@ -2,45 +2,29 @@
 
 import csv
 import json
-import pathlib
+import shutil
 
 import numpy as np
 import pytest
 
+from sympow_jax import data, evaluation, training
 from sympow_jax.commands import evaluate as eval_program
 from sympow_jax.commands import launch
 from sympow_jax.evaluation import over_runs
 from tests import mistakes
 
-ROOT = pathlib.Path(__file__).parents[2]
-
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Makes two tiny runs, `a` and `b`, that differ in preset and training context, and an untrained `c`."""
+def runs(trained, tmp_path_factory):
+    """Copies the run `a`, and to `b` with another training context; `c` has no checkpoint."""
     folder = tmp_path_factory.mktemp("runs")
-    for index in range(60):
-        (folder / f"{index:02}.txt").write_text(
-            "the quick brown fox jumps over the lazy dog. " * (1 + index % 3)
-        )
-    for name, preset, context in (("a", "softmax", 16), ("b", "linear", 8)):
-        arguments = [
-            f"--config={ROOT}/configs/quickstart.py:{preset}",
-            f"--workdir={folder / name}",
-            f"--config.data.paths={folder}/*.txt",
-            f"--config.data.context_length={context}",
-            "--config.data.batch_tokens=32",
-            "--config.data.heldout_fraction=0.5",
-            "--config.model.layers=1",
-            "--config.model.width=16",
-            "--config.model.heads=2",
-            "--config.training.steps=2",
-            "--config.evaluation.context_lengths=8,16,32",
-        ]
-        assert launch.main(arguments) == 0
-    untrained = folder / "c"
-    untrained.mkdir()
-    (untrained / "config.json").write_text((folder / "a" / "config.json").read_text())
+    for name in "ab":
+        shutil.copytree(trained, folder / name)
+    values = json.loads((trained / "config.json").read_text())
+    values["data"] |= {"context_length": 8}
+    for name in "bc":
+        (folder / name).mkdir(exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(values))
     return folder
 
 
@@ -49,8 +33,8 @@ def read(path):
         return list(csv.DictReader(file))
 
 
-def test_two_runs_end_to_end(trained, tmp_path, capsys):
-    workdirs, out = f"--workdir={trained}/a,{trained}/b/", f"--out={tmp_path}/new/folder"
+def test_two_runs_end_to_end(runs, tmp_path, capsys):
+    workdirs, out = f"--workdir={runs}/a,{runs}/b/", f"--out={tmp_path}/new/folder"
     assert eval_program.main([workdirs, "--context_lengths=4,...,32", out]) == 0
     printed, error = capsys.readouterr()
     assert error == ""
@@ -66,8 +50,8 @@ def test_two_runs_end_to_end(trained, tmp_path, capsys):
     assert (tmp_path / "new" / "folder" / "context_loss.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_remote_data_of_a_stranger_is_not_opened(trained, tmp_path, capsys):
-    values = json.loads((trained / "a" / "config.json").read_text())
+def test_remote_data_of_a_stranger_is_not_opened(runs, tmp_path, capsys):
+    values = json.loads((runs / "a" / "config.json").read_text())
     values["data"] |= {"source": "jsonl", "paths": ["http://127.0.0.1:9/x\x1b[2J.jsonl"]}
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(SystemExit):
@@ -82,27 +66,27 @@ def test_remote_data_of_a_stranger_is_not_opened(trained, tmp_path, capsys):
     assert not (tmp_path / "new").exists()
 
 
-def test_training_ends_with_the_evaluation_of_its_config(trained, tmp_path):
-    records = read(trained / "a" / "context_loss.csv")
+def test_training_ends_with_the_evaluation_of_its_config(runs, tmp_path):
+    records = read(runs / "a" / "context_loss.csv")
     assert [record["context_length"] for record in records] == ["8", "16", "32"]
-    assert eval_program.main([f"--workdir={trained}/a", f"--out={tmp_path}"]) == 0
+    assert eval_program.main([f"--workdir={runs}/a", f"--out={tmp_path}"]) == 0
     assert read(tmp_path / "context_loss.csv") == records
 
 
-def test_results_are_in_the_first_workdir_by_default(trained, capsys):
-    record = (trained / "b" / "context_loss.csv").read_text()
-    assert eval_program.main([f"--workdir={trained}/b,{trained}/a", "--context_lengths=4,...,20"]) == 0
+def test_results_are_in_the_first_workdir_by_default(runs, capsys):
+    record = (runs / "b" / "context_loss.csv").read_text()
+    assert eval_program.main([f"--workdir={runs}/b,{runs}/a", "--context_lengths=4,...,20"]) == 0
     out, err = capsys.readouterr()
-    assert out.endswith(f"the results are in {trained}/b/evaluation\n")
+    assert out.endswith(f"the results are in {runs}/b/evaluation\n")
     assert "20 is rounded down to 16" in err
-    records = read(trained / "b" / "evaluation" / "context_loss.csv")
+    records = read(runs / "b" / "evaluation" / "context_loss.csv")
     assert [record["context_length"] for record in records] == ["4", "8", "16"] * 2
-    assert (trained / "b" / "context_loss.csv").read_text() == record
+    assert (runs / "b" / "context_loss.csv").read_text() == record
 
 
-def test_tasks_of_two_runs_are_written_next_to_the_losses(trained, tmp_path, capsys, monkeypatch):
+def test_tasks_of_two_runs_are_written_next_to_the_losses(runs, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(over_runs, "_LINE_SECONDS", 0.0)
-    arguments = [f"--workdir={trained}/a,{trained}/b", f"--out={tmp_path}", "--trials=2"]
+    arguments = [f"--workdir={runs}/a,{runs}/b", f"--out={tmp_path}", "--trials=2"]
     assert eval_program.main([*arguments, "--tasks=copy,recall", "--context_lengths=128"]) == 0
     out, err = capsys.readouterr()
     assert "answers that are right" in out
@@ -111,23 +95,24 @@ def test_tasks_of_two_runs_are_written_next_to_the_losses(trained, tmp_path, cap
     found = [(record["run"], record["task"], record["questions"]) for record in records]
     assert found == [(run, *row) for run in "ab" for row in (("copy", "2"), ("recall", "8"))]
     assert {record["context_length"] for record in records} == {"128"}
-    for record in records:
-        quarters = [record[f"exact_match_{25 * i}_{25 * i + 25}"] for i in range(4)]
-        if record["task"] == "recall":
-            assert np.mean(list(map(float, quarters))) == float(record["exact_match"])
-        else:
-            assert quarters == [""] * 4
+    quarters = [[record[f"exact_match_{25 * i}_{25 * i + 25}"] for i in range(4)] for record in records[:2]]
+    assert quarters[0] == [""] * 4
+    assert np.mean(list(map(float, quarters[1]))) == float(records[1]["exact_match"])
     content = json.loads((tmp_path / "tasks.json").read_text())
     assert [str(row["loss"]) for row in content["rows"]] == [record["loss"] for record in records]
     assert content["tasks"].keys() == {"copy", "recall"}
     assert (tmp_path / "tasks.png").read_bytes().startswith(b"\x89PNG")
     assert not (tmp_path / "context_loss.csv").exists()
-
-
-@pytest.mark.parametrize("name", ["nothing", "c"])
-def test_a_mistake_creates_no_folder(trained, capsys, name):
-    mistakes.line(eval_program.main, [f"--workdir={trained}/{name}"], capsys)
-    assert not (trained / name / "evaluation").exists()
+    # Only the contexts of `recall` do not depend on the held-out text.
+    settings, model, _ = training.restore_model(runs / "a")
+    material = evaluation.Material(np.zeros(1, np.int32), data.codec_of_run(settings))
+    (recall,) = evaluation.context_task_results(model, material, ["recall"], [128], trials=2)
+    assert (float(records[1]["loss"]), int(records[1]["answer_tokens"])) == (
+        recall.loss,
+        recall.answer_tokens,
+    )
+    # The chance loss of a copy is the logarithm of its alphabet's size: letters, three signs and six digits.
+    assert np.exp(float(records[0]["chance_loss"])) == pytest.approx(35)
 
 
 MISTAKES = """
@@ -139,8 +124,8 @@ MISTAKES = """
 --workdir={runs}/a --tasks=                                | --tasks is empty; it must be of the form A[,B,...]
 --context_lengths=8,x --workdir={runs}/a                   | 'x' is not a positive integer
 --context_lengths=8,4 --workdir={runs}/a                   | must be positive and increasing
---context_lengths=8,136 --workdir={runs}/a                 | context length 136 is longer than any held-out
---context_lengths=8 --workdir={runs}/a --out={runs}/00.txt | cannot write the results
+--context_lengths=8,999 --workdir={runs}/a                 | context length 999 is longer than any held-out
+--context_lengths=8 --workdir={runs}/a --out={runs}/c/config.json | cannot write the results
 --context_lengths=8 --workdir={runs}/a --documents=0       | number of documents is 0
 --context_lengths=8 --workdir={runs}/a --documents=many    | see sympow eval --help
 --context_lengths=8                                        | --workdir
@@ -159,25 +144,18 @@ MISTAKES = """
 --workdir={runs}/a --config.data.path=x                    | did you mean --config.data.paths?
 --workdir={runs}/a --config.data.heldout_fraction=0.9      | it was trained on what is held out
 --workdir={runs}/a --config.data.heldout_paths={runs}/none | there is no file or folder
+--workdir={runs}/c                                         | has no checkpoint
 """
 
 
-def test_a_mistake_is_one_line_and_exit_code_1(trained, tmp_path, capsys):
-    for line in MISTAKES.format(runs=trained).strip().splitlines():
+def test_a_mistake_is_one_line_and_exit_code_1(runs, tmp_path, capsys):
+    before = sorted(runs.iterdir())
+    for line in MISTAKES.format(runs=runs).strip().splitlines():
         arguments, message = line.split(" | ")
         # Some are found once the data is open, of which a line tells.
         error = mistakes.line(
             eval_program.main, [f"--out={tmp_path}", *arguments.split()], capsys, at_once=False
         )
         assert message in error
-
-
-def test_help_names_every_flag(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        eval_program.main(["--help"])
-    assert stopped.value.code == 0
-    text = capsys.readouterr().out
-    assert all(
-        flag in text
-        for flag in ("--workdir", "--context_lengths", "--out", "--documents", "--config.data.paths")
-    )
+    assert sorted(runs.iterdir()) == before
+    assert not (runs / "c" / "evaluation").exists()

@@ -4,7 +4,6 @@ import json
 import math
 import pathlib
 import re
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sympow_jax import config, evaluation, models, tasks, training
+from sympow_jax import config, data, evaluation, models, tasks, training
 from sympow_jax.commands import evaluate as eval_program
-from sympow_jax.commands import launch
+from sympow_jax.evaluation import over_runs
 from sympow_jax.process import workdir
+from sympow_jax.training import sharding
 from tests import mistakes
 
 MODEL = {"layers": 1, "width": 16, "heads": 2, "dtype": "float32"}
@@ -81,132 +81,107 @@ def read(folder: pathlib.Path) -> dict:
     return json.loads((folder / "heldout.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def masked(tmp_path_factory) -> pathlib.Path:
-    """Trains a short run that predicts masked tokens of texts; next to it is `tokens`, an unstarted decoder."""
-    folder = tmp_path_factory.mktemp("encoders")
+@pytest.fixture
+def masked(tmp_path, monkeypatch) -> pathlib.Path:
+    """Makes a run that predicts masked tokens, as if of a new model at step 2, and next to it `tokens`, a decoder."""
     for index in range(20):
-        (folder / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps over the lazy dog. " * 2)
-    settings = {f"model.{name}": value for name, value in MODEL.items()}
-    settings |= {"model.attention.causal": "false", "task.name": "masked_token", "training.steps": 2}
-    settings |= {"data.paths": f"{folder}/*.txt", "data.context_length": 16, "data.batch_tokens": 64}
-    settings |= {"data.heldout_fraction": 0.4, "evaluation.context_lengths": "()"}
-    arguments = [f"--config.{name}={value}" for name, value in settings.items()]
-    run = ["--config=configs/quickstart.py:softmax", f"--workdir={folder / 'masked'}", *arguments]
-    assert launch.main(run) == 0
-    workdir.open_workdir(folder / "tokens", config.load("configs/quickstart.py"))
-    return folder / "masked"
+        (tmp_path / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps over the lazy dog. " * 2)
+    attention = config.preset("softmax", causal=False)
+    settings = config.Config(
+        model=config.ModelConfig(vocab_size=256, attention=attention, **MODEL),
+        task=config.TaskConfig(name="masked_token"),
+        data=config.DataConfig(
+            paths=(f"{tmp_path}/*.txt",), context_length=16, batch_tokens=64, heldout_fraction=0.4
+        ),
+    )
+    workdir.open_workdir(tmp_path / "masked", settings)
+    workdir.open_workdir(tmp_path / "tokens", config.load("configs/quickstart.py"))
+    model = models.make(settings.model, settings.task, rngs=nnx.Rngs(0))
+    monkeypatch.setattr(over_runs.training, "restore_model", lambda path: (settings, model, 2))
+    monkeypatch.setattr(over_runs.checkpoint, "require_checkpoint", lambda path: None)
+    return tmp_path / "masked"
 
 
-def test_masked_tokens_of_held_out_rows_are_the_same_every_time(masked, tmp_path):
-    (run,) = read(masked)["runs"]
+def test_masked_tokens_of_held_out_rows_are_the_same_every_time(masked):
+    for name in "ab":
+        assert eval_program.main([f"--workdir={masked}", f"--out={masked}/{name}"]) == 0
+    (run,), (again,) = (read(masked / name)["runs"] for name in "ab")
     assert (run["run"], run["step"], run["config"]["task"]["name"]) == ("masked", 2, "masked_token")
     assert run["metrics"]["perplexity"] == pytest.approx(math.exp(run["metrics"]["loss"]))
-    assert eval_program.main([f"--workdir={masked}", f"--out={tmp_path}"]) == 0
-    assert read(tmp_path)["runs"][0]["metrics"] == run["metrics"]
+    assert again["metrics"] == run["metrics"]
 
 
-def test_nothing_held_out_is_an_error(masked, tmp_path):
-    folder = tmp_path / "run"
-    shutil.copytree(masked, folder)
-    written = (folder / "config.json").read_text()
-    (folder / "config.json").write_text(written.replace('"heldout_fraction": 0.4', '"heldout_fraction": 0.0'))
-    with pytest.raises(ValueError, match=r"no example is held out .*heldout_fraction is 0\.0, .*; name"):
-        evaluation.evaluate_heldout([folder], out=tmp_path)
+MISTAKES = """
+{folder}/masked,{folder}/tokens           | masked and .*tokens cannot be compared: .*'masked_token' and 'next_token'
+{folder}/tokens,{folder}/masked           | tokens and .*masked cannot be compared: .*'next_token' and 'masked_token'
+{folder}/masked --context_lengths=8       | --context_lengths and --documents are for runs that predict the next
+{folder}/masked --documents=3             | --context_lengths and --documents are for runs
+{folder}/masked --config.data.heldout_fraction=0 | no example is held out .*heldout_fraction is 0
+"""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["masked,{}/tokens"],
-            "the runs are of different tasks: .*masked .masked_token., .*tokens .next_token.",
-        ),
-        (
-            ["masked", "--context_lengths=8"],
-            "--context_lengths and --documents are for runs that predict the next",
-        ),
-        (["masked", "--documents=3"], "--context_lengths and --documents are for runs"),
-    ],
-)
-def test_mistakes_are_one_line(masked, tmp_path, arguments, message, capsys):
-    names, *others = arguments
-    folders = f"{masked.parent}/{names.format(masked.parent)}"
-    line = mistakes.line(eval_program.main, [f"--workdir={folders}", f"--out={tmp_path}", *others], capsys)
-    assert re.search(message, line)
+def test_mistakes_are_one_line(masked, capsys):
+    for line in MISTAKES.format(folder=masked.parent).strip().splitlines():
+        arguments, message = line.split(" | ")
+        arguments = f"--out={masked} --workdir={arguments}".split()
+        assert re.search(message.strip(), mistakes.line(eval_program.main, arguments, capsys, at_once=False))
 
 
 CLASSES = ("entailment", "neutral", "contradiction")
 
 
-@pytest.fixture(scope="module")
-def mnli(tmp_path_factory) -> pathlib.Path:
-    """Makes files of MNLI, a run `whole` of `configs/glue.py` on them, and its like `halves`, which is resumed."""
-    folder = tmp_path_factory.mktemp("mnli")
+def test_mnli_is_measured_on_both_files(tmp_path, monkeypatch, capsys):
+    """At the end of a run, by the program, and in each evaluation during training."""
     labels = {"train": [0, 1, 2] * 8, "matched": [0, 0, 0, 0, 1, 1, 2], "mismatched": [0, 1, 2, 2, 2]}
     for name, numbers in labels.items():
         lines = [f"{name} {i}\tis {i % 4}\t{CLASSES[label]}" for i, label in enumerate(numbers)]
-        (folder / f"{name}.tsv").write_text("\n".join(["sentence1\tsentence2\tgold_label", *lines]) + "\n")
-    settings = {f"model.{name}": value for name, value in MODEL.items()}
-    settings |= {"model.vocab_size": 256, "data.tokenizer": "byte", "evaluation.every": 2}
-    settings |= {"data.context_length": 32, "data.batch_tokens": 256, "data.paths": f"{folder}/train.tsv"}
-    settings |= {"data.heldout_paths": f"{folder}/matched.tsv,{folder}/mismatched.tsv"}
-    # A schedule that falls would depend on the number of steps.
-    settings |= {
-        "optimizer.schedule": "constant",
-        "optimizer.warmup_steps": 0,
-        "optimizer.learning_rate": 0.01,
+        (tmp_path / f"{name}.tsv").write_text("\n".join(["sentence1\tsentence2\tgold_label", *lines]) + "\n")
+    changes = {f"model.{name}": str(value) for name, value in MODEL.items()}
+    changes |= {
+        "model.vocab_size": "256",
+        "data.tokenizer": "byte",
+        "evaluation.every": "2",
+        "training.steps": "5",
     }
-    arguments = ["--config=configs/glue.py:mnli,softmax", *(f"--config.{k}={v}" for k, v in settings.items())]
-    for name, steps in (("whole", 4), ("halves", 2), ("halves", 4)):
-        run = [f"--config.training.steps={steps}", f"--workdir={folder / name}"]
-        assert launch.main([*arguments, *run]) == 0
-    return folder
+    changes |= {
+        "data.context_length": "32",
+        "data.batch_tokens": "256",
+        "data.paths": f"{tmp_path}/train.tsv",
+    }
+    changes |= {"data.heldout_paths": f"{tmp_path}/matched.tsv,{tmp_path}/mismatched.tsv"}
+    settings = config.override(config.load("configs/glue.py:mnli,softmax"), changes)
+    workdir.open_workdir(tmp_path / "run", settings)
+    program = training.Program(settings, sharding.whole_mesh())
+    state = program.init_state()
+    model = program.model(state)
+    monkeypatch.setattr(over_runs.training, "restore_model", lambda path: (settings, model, 4))
+    monkeypatch.setattr(over_runs.checkpoint, "require_checkpoint", lambda path: None)
 
-
-def lines_of(folder: pathlib.Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_mnli_is_measured_on_both_files(mnli, tmp_path, capsys):
-    _, model, _ = training.restore_model(mnli / "whole")
-    expected = {}
-    for name in ("matched", "mismatched"):
-        examples = [line.split("\t") for line in (mnli / f"{name}.tsv").read_text().splitlines()[1:]]
-        right = [
-            CLASSES[int(model.classify(jnp.asarray([[*f"{one}\0{two}".encode()]]))[0].argmax())] == label
-            for one, two, label in examples
-        ]
-        expected[name] = (np.mean(right), len(right))
-    assert expected["matched"][0] != expected["mismatched"][0]
-    (run,) = read(mnli / "whole")["runs"]
-    for name, (accuracy, count) in expected.items():
-        assert run["metrics"][f"{name}_accuracy"] == accuracy
-        assert run["metrics"][f"{name}_count"] == count
-    names = ("loss", "accuracy", "matthews", "count")
-    assert list(run["metrics"]) == [f"{part}_{name}" for part in expected for name in names]
-    assert eval_program.main([f"--workdir={mnli}/whole,{mnli}/halves", f"--out={tmp_path}"]) == 0
+    opened = data.HeldoutData(settings.data, settings.task, vocab_size=256)
+    assert evaluation.finish(settings, tmp_path / "run", opened) == {
+        "table": tmp_path / "run" / "heldout.json"
+    }
+    (run,) = read(tmp_path / "run")["runs"]
+    classify = jax.jit(lambda texts: model.classify(texts).argmax(-1))
     printed = capsys.readouterr().out
-    for name, (accuracy, _) in expected.items():
-        assert f" {name} accuracy " in printed
-        assert f" {accuracy:.4f} " in printed
-    assert [found["metrics"] for found in read(tmp_path)["runs"]] == [run["metrics"]] * 2
-
-
-def test_mnli_is_measured_on_both_files_during_training(mnli):
-    lines = lines_of(mnli / "whole")
-    assert [line["step"] for line in lines if "heldout_matched_accuracy" in line] == [2, 4]
-    # A batch of 8 rows has all lines of a file.
-    (run,) = read(mnli / "whole")["runs"]
+    accuracies = []
     for name in ("matched", "mismatched"):
-        assert lines[-1][f"heldout_{name}_accuracy"] == pytest.approx(run["metrics"][f"{name}_accuracy"])
-        assert lines[-1][f"heldout_{name}_loss"] == pytest.approx(run["metrics"][f"{name}_loss"], rel=1e-5)
-    exact = (
-        "loss",
-        "accuracy",
-        *(f"heldout_{part}_{name}" for part in ("matched", "mismatched") for name in ("loss", "accuracy")),
-    )
-    resumed = lines_of(mnli / "halves")
-    assert [[line.get(name) for name in exact] for line in resumed] == [
-        [line.get(name) for name in exact] for line in lines
-    ]
+        examples = [line.split("\t") for line in (tmp_path / f"{name}.tsv").read_text().splitlines()[1:]]
+        # All texts of a file have one length; 2 is the separator of the config.
+        texts = jnp.asarray([[*f"{one}\2{two}".encode()] for one, two, _ in examples])
+        right = [CLASSES[x] == label for x, (*_, label) in zip(classify(texts).tolist(), examples)]
+        accuracies.append(np.mean(right))
+        assert run["metrics"][f"{name}_accuracy"] == accuracies[-1]
+        assert run["metrics"][f"{name}_count"] == len(right)
+        assert f" {name} accuracy " in printed
+        assert f" {accuracies[-1]:.4f} " in printed
+    assert accuracies[0] != accuracies[1]
+    names = ("loss", "accuracy", "matthews", "count")
+    assert list(run["metrics"]) == [f"{part}_{name}" for part in ("matched", "mismatched") for name in names]
+    assert eval_program.main([f"--workdir={tmp_path}/run", f"--out={tmp_path}"]) == 0
+    assert [found["metrics"] for found in read(tmp_path)["runs"]] == [run["metrics"]]
+    # A batch of 8 rows has all lines of a file.
+    periodic = evaluation.Periodic(program, opened)
+    assert [step for step in range(1, 6) if periodic.is_due(step)] == [2, 4, 5]
+    for name, value in periodic.metrics(state).items():
+        assert value == pytest.approx(run["metrics"][name], rel=1e-5)

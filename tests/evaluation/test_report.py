@@ -1,10 +1,7 @@
 """Tests of the table, the CSV, the JSON and the plot."""
 
-import csv
-import dataclasses
 import io
 import itertools
-import json
 import math
 
 import pytest
@@ -37,42 +34,6 @@ def printed(rows):
     return file.getvalue()
 
 
-def test_perplexity_and_bits_follow_from_the_loss():
-    row, *_ = make_rows("a", [2.0, 1.0, 1.0])
-    assert row.perplexity == pytest.approx(math.e**2, rel=1e-15)
-    assert row.bits_per_token == pytest.approx(2 / math.log(2), rel=1e-15)
-
-
-def test_csv_has_exactly_the_columns_of_the_contract(tmp_path):
-    rows = make_rows("a", [2.0, 1.5, 1.25]) + make_rows("b", [2.5, 800.0, math.nan], train_context=64)
-    report.write_csv(tmp_path / "x.csv", map(dataclasses.asdict, rows), report.COLUMNS)
-    text = (tmp_path / "x.csv").read_text()
-    header = "run,context_length,loss,perplexity,bits_per_token,tokens,documents,train_context"
-    assert text.splitlines()[0] == header
-    records = list(csv.DictReader(io.StringIO(text)))
-    assert [record["run"] for record in records] == ["a"] * 3 + ["b"] * 3
-    assert [int(record["context_length"]) for record in records] == [*LENGTHS, *LENGTHS]
-    assert [float(record["loss"]) for record in records[:5]] == [2.0, 1.5, 1.25, 2.5, 800.0]
-    assert records[4]["perplexity"] == "inf"
-    assert records[5]["loss"] == "nan"
-    assert [int(record["train_context"]) for record in records] == [256] * 3 + [64] * 3
-
-
-def test_json_has_the_rows_and_is_valid_for_nonfinite_losses(tmp_path):
-    report.write_json(tmp_path / "x.json", make_rows("a", [2.0, 1.5, math.nan]), note=[1, 2])
-
-    def reject(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    content = json.loads((tmp_path / "x.json").read_text(), parse_constant=reject)
-    assert content["note"] == [1, 2]
-    assert [row["loss"] for row in content["rows"]] == [2.0, 1.5, None]
-    assert set(content["rows"][0]) == {
-        *report.COLUMNS,
-        *(field.name for field in dataclasses.fields(report.Row)),
-    }
-
-
 def test_table_of_one_run_shows_its_perplexity_and_marks_the_training_context():
     text = printed(make_rows("a", [2.0, 1.5, 1.25]))
     assert text.isascii()
@@ -96,31 +57,34 @@ def test_table_on_a_terminal_does_not_read_a_name_as_markup_or_control():
     assert r"[bold]\x1b[2J" in file.getvalue()
 
 
-def drawn(monkeypatch, tmp_path, rows):
-    """Returns the axes that `write_plot` saved."""
+def drawn(monkeypatch, tmp_path, rows, *, saved=False):
+    """Returns the axes that `write_plot` saves; `saved` writes the files, which takes a second."""
     figures = []
-    save = plotting.matplotlib.figure.Figure.savefig
-
-    def record(figure, *args, **kwargs):
-        figures.append(figure)
-        save(figure, *args, **kwargs)
-
-    monkeypatch.setattr(plotting.matplotlib.figure.Figure, "savefig", record)
+    save = plotting.save
+    monkeypatch.setattr(plotting, "save", lambda figure, path: figures.append((figure, path)))
     report.write_plot(tmp_path / "x.png", rows)
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-    return figures[0].axes[0]
+    if saved:
+        save(*figures[0])
+    else:
+        figures[0][0].draw_without_rendering()
+    return figures[0][0].axes[0]
 
 
 def test_plot_overlays_the_runs_with_a_marker_per_bucket_and_their_training_contexts(monkeypatch, tmp_path):
-    rows = make_rows("a", [2.0, 1.5, 1.25]) + make_rows("b", [2.5, 2.25, 2.75], train_context=1024)
-    axes = drawn(monkeypatch, tmp_path, rows)
+    rows = make_rows("a", [2.0, 1.5, 1.25]) + make_rows("b", [2.5, 2.25, math.inf], train_context=1024)
+    axes = drawn(monkeypatch, tmp_path, rows + make_rows("c", [math.nan] * 3))
     curves = [line for line in axes.lines if line.get_marker() != "None"]
-    assert [line.get_xdata().tolist() for line in curves] == [list(LENGTHS)] * 2
-    assert [line.get_ydata().tolist() for line in curves] == [[2.0, 1.5, 1.25], [2.5, 2.25, 2.75]]
+    assert [line.get_xdata().tolist() for line in curves] == [list(LENGTHS)] * 3
+    assert [line.get_ydata().tolist()[:2] for line in curves[:2]] == [[2.0, 1.5], [2.5, 2.25]]
     dashed = [line for line in axes.lines if line.get_marker() == "None"]
     assert [line.get_xdata()[0] for line in dashed] == [256, 1024]
-    texts = [text.get_text() for text in axes.texts]
-    assert {"a\ntrained at 256", "b\ntrained at 1,024", "trained at 256", "trained at 1,024"} <= set(texts)
+    assert {
+        "a\ntrained at 256",
+        "b\ntrained at 1,024\nnot finite at 1,024",
+        "c\ntrained at 256\nnot finite at 64, 256, 1,024",
+        "trained at 256",
+        "trained at 1,024",
+    } <= {text.get_text() for text in axes.texts}
     assert axes.get_xscale() == "log"
     assert "nats per token" in axes.get_ylabel()
     assert "tokens" in axes.get_xlabel()
@@ -141,58 +105,58 @@ def test_plot_separates_labels_of_lines_that_end_together(monkeypatch, tmp_path)
 def test_plot_shows_what_differs_in_training_and_one_color_per_preset(monkeypatch, tmp_path):
     losses = [2.0, 1.5, 1.25]
     rows = make_rows("a", losses, preset="sympow") + make_rows("b", losses, updates=4, data="unknown")
-    axes = drawn(monkeypatch, tmp_path, rows)
+    axes = drawn(monkeypatch, tmp_path, rows, saved=True)
     assert {"a\n8 updates, data 0a1b2c3d", "b\n4 updates, data unknown"} <= {x.get_text() for x in axes.texts}
     curves = [line.get_color() for line in axes.lines if line.get_marker() != "None"]
     assert curves == [color for color, _ in plotting.styles(["sympow", "conformal"])]
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "x.pdf").read_bytes().startswith(b"%PDF")
     assert report.training_differences(make_rows("a", losses) + make_rows("b", losses)) == {}
 
 
-@pytest.mark.parametrize("titles", [{"title": "Panel"}, {"title": "Whole", "subtitle": "Part"}])
-def test_a_pdf_has_no_title_of_the_figure(tmp_path, titles):
-    figure, (axes,) = plotting.make()
-    plotting.style(axes, x_label="", y_label="", **titles)
-    plotting.save(figure, tmp_path / "x.png")
-    shown = [
-        text for text in (axes.title, axes._left_title, *axes.texts) if text.get_text() and text.get_visible()
-    ]
-    assert len(shown) == ("subtitle" not in titles)
+def test_a_pdf_has_no_title_of_the_figure(tmp_path):
+    for titles in ({"title": "Panel"}, {"title": "Whole", "subtitle": "Part"}):
+        figure, (axes,) = plotting.make()
+        plotting.style(axes, x_label="", y_label="", **titles)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(figure, "savefig", lambda path, **options: path.touch())
+            plotting.save(figure, tmp_path / "x.png")
+        texts = (axes.title, axes._left_title, *axes.texts)
+        shown = [text for text in texts if text.get_text() and text.get_visible()]
+        assert len(shown) == ("subtitle" not in titles)
 
 
 def test_styles_of_presets_stay_and_others_differ():
-    (conformal, black), ours = (
-        plotting.styles(["conformal", "softmax"]),
-        plotting.styles(["softmax", "x", "conformal", "conformal", "y"]),
-    )
+    conformal, black = plotting.styles(["conformal", "softmax"])
+    ours = plotting.styles(["softmax", "x", "conformal", "conformal", "y"])
     assert (ours[0], ours[2]) == (black, conformal)
     assert len(set(ours)) == 5
 
 
-def test_plot_marks_nonfinite_losses(monkeypatch, tmp_path):
-    axes = drawn(monkeypatch, tmp_path, make_rows("a", [2.0, 1.5, math.inf]) + make_rows("b", [math.nan] * 3))
-    texts = [text.get_text() for text in axes.texts]
-    assert "a\nnot finite at 1,024" in texts
-    assert "b\nnot finite at 64, 256, 1,024" in texts
+NAMES = {
+    "$\\frac{$": "$\\frac{$",
+    "a$b": "a$b",
+    "_hidden": " _hidden",
+    "\U0001f9e0\x1b漢": "\\U0001f9e0\\x1b\\u6f22",
+    "x" * 255: "x" * 20 + " ... " + "x" * 35,
+}
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    ("name", "shown"),
-    [
-        ("$\\frac{$", "$\\frac{$"),
-        ("a$b", "a$b"),
-        ("_hidden", " _hidden"),
-        ("\U0001f9e0\x1b漢", "\\U0001f9e0\\x1b\\u6f22"),
-        ("x" * 255, "x" * 20 + " ... " + "x" * 35),
-    ],
-)
-def test_plot_shows_a_name_as_it_is(monkeypatch, tmp_path, name, shown):
-    axes = drawn(monkeypatch, tmp_path, make_rows(name, [2.0, 1.5, 1.25]) + make_rows("b", [2.5, 2.25, 2.75]))
-    (text,) = (text for text in axes.texts if text.get_text() == plotting.plain(name))
-    assert text._preprocess_math(text.get_text()) == (shown, False)
+def test_plot_shows_names_as_they_are(monkeypatch, tmp_path):
+    axes = drawn(
+        monkeypatch,
+        tmp_path,
+        [row for name in NAMES for row in make_rows(name, [2.0, 1.5, 1.25])],
+        saved=True,
+    )
+    for name, shown in NAMES.items():
+        (text,) = (text for text in axes.texts if text.get_text() == plotting.plain(name))
+        assert text._preprocess_math(text.get_text()) == (shown, False)
     figure = plotting.blank(width=4.0, height=3.0)
-    figure.subplots().plot([0, 1], label=plotting.plain(name))
+    panel = figure.subplots()
+    for name in NAMES:
+        panel.plot([0, 1], label=plotting.plain(name))
     legend = figure.legend()
-    plotting.save(figure, tmp_path / "legend.png")
-    assert [text.get_text() for text in legend.texts] == [plotting.plain(name)]
+    figure.savefig(tmp_path / "legend.png")
+    assert [text.get_text() for text in legend.texts] == list(map(plotting.plain, NAMES))

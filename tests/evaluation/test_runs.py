@@ -12,7 +12,7 @@ import tensorstore
 
 from sympow_jax import config, data, evaluation
 from sympow_jax.data.sources import zarr
-from sympow_jax.evaluation import context_length, over_runs, report
+from sympow_jax.evaluation import over_runs, report
 from sympow_jax.process import workdir
 from tests.evaluation import fakes
 
@@ -78,14 +78,6 @@ def test_a_run_is_evaluated_with_the_settings_of_its_config(corpus, tmp_path):
     assert {row.train_context for row in rows} == {16}
 
 
-def test_a_begin_token_makes_position_1_a_prediction():
-    documents = fakes.counting_documents(3, 40)  # the leading token, then positions 1 to 39
-    means = evaluation.context_loss(fakes.CountingModel(), documents, (1, 8), first_position=1)
-    assert [mean.tokens for mean in means] == [3, 21]
-    expected = [fakes.expected_loss(1), fakes.expected_loss(np.arange(2, 9)).mean()]
-    np.testing.assert_allclose([mean.loss for mean in means], expected, rtol=1e-6)
-
-
 def test_longcrawl64_predicts_position_1_from_the_lead_id(corpus, tmp_path):
     rows, length = 22, 40
     path = str(tmp_path / "heldout.zarr")
@@ -110,31 +102,6 @@ def test_longcrawl64_predicts_position_1_from_the_lead_id(corpus, tmp_path):
         evaluate([run], (41,), out=tmp_path / "out")
 
 
-def test_every_length_is_a_mean_over_the_same_documents(corpus, tmp_path, monkeypatch):
-    seen = []
-    token_losses = context_length.scores.token_losses
-
-    def recorded(model, tokens, **kwargs):
-        seen.append(tokens)
-        return token_losses(model, tokens, **kwargs)
-
-    monkeypatch.setattr(context_length.scores, "token_losses", recorded)
-    workdirs = [make_run(corpus, "a"), make_run(corpus, "b", train_context=8)]
-    rows, _ = evaluate(workdirs, (2, 8, 60), out=tmp_path / "out")
-    assert [tokens.shape for tokens in seen] == [(5, 60)] * 2
-    np.testing.assert_array_equal(seen[0], seen[1])
-    assert {row.documents for row in rows} == {5}
-    content = json.loads((tmp_path / "out" / "context_loss.json").read_text())
-    assert content["document_indices"] == [25, 26, 27, 28, 29]
-
-
-def test_a_document_as_long_as_the_longest_length_counts(corpus, tmp_path):
-    rows, _ = evaluate([make_run(corpus, "a")], (68,), out=tmp_path / "out")
-    assert [(row.documents, row.tokens) for row in rows] == [(1, 67)]
-    with pytest.raises(ValueError, match=r"context length 69 .* the longest has 68 tokens"):
-        evaluate([corpus / "a"], (69,), out=tmp_path / "out")
-
-
 def test_runs_are_overlaid_in_every_file(corpus, tmp_path):
     workdirs = [make_run(corpus, "a"), make_run(corpus, "b", preset="softmax", train_context=4)]
     rows, text = evaluate(workdirs, (4, 32), out=tmp_path / "deep" / "out")
@@ -147,7 +114,8 @@ def test_runs_are_overlaid_in_every_file(corpus, tmp_path):
     ]
     with (folder / "context_loss.csv").open() as file:
         records = list(csv.DictReader(file))
-    assert tuple(records[0]) == report.COLUMNS
+    columns = "run,context_length,loss,perplexity,bits_per_token,tokens,documents,train_context"
+    assert ",".join(records[0]) == columns
     assert [(record["run"], record["context_length"], record["train_context"]) for record in records] == [
         ("a", "4", "16"),
         ("a", "32", "16"),
@@ -162,7 +130,8 @@ def test_runs_are_overlaid_in_every_file(corpus, tmp_path):
     assert [(run["run"], run["step"]) for run in content["runs"]] == [("a", 7), ("b", 7)]
     assert content["runs"][1]["config"]["model"]["attention"]["kernel"] == "softmax"
     assert content["first_position"] == 2
-    assert len(content["rows"]) == 4
+    assert content["document_indices"] == list(range(11, 30))
+    assert [row["loss"] for row in content["rows"]] == [row.loss for row in rows]
     assert "a: step 7, " in text
 
 
@@ -188,12 +157,17 @@ def test_few_documents_are_a_warning(corpus, tmp_path):
     assert "warning" not in text
     _, text = evaluate([corpus / "a"], (4, 16), out=tmp_path / "out", documents=1)
     assert "warning: 1 held-out document of" in text
+    # A document as long as the longest length counts.
+    rows, _ = evaluate([corpus / "a"], (68,), out=tmp_path / "out")
+    assert [(row.documents, row.tokens) for row in rows] == [(1, 67)]
+    with pytest.raises(ValueError, match=r"context length 69 .* the longest has 68 tokens"):
+        evaluate([corpus / "a"], (69,), out=tmp_path / "out")
 
 
 def test_data_that_changed_since_training_is_a_warning(corpus, tmp_path):
     run = make_run(corpus, "a")
     settings = workdir.read_config(run)
-    workdir.record_data(run, data.describe(settings.data))
+    workdir.write_json(run / "data.json", data.describe(settings.data))
     _, text = evaluate([run], (4,), out=tmp_path / "out")
     assert "has changed" not in text
     np.arange(101, dtype=np.uint16).tofile(tmp_path / "train.bin")
@@ -213,42 +187,34 @@ def test_other_data_than_the_runs_is_evaluated(corpus, tmp_path, capsys):
     assert "has changed" not in text
     assert not capsys.readouterr().err
     # A trained run, whose data is gone, may have been trained on anything.
-    workdir.record_data(run, {})
+    workdir.write_json(run / "data.json", {})
     evaluate([run], (4,), out=tmp_path / "out", changes=changes)
     assert f"not trained on by {run}, whose data/train.bin cannot be read" in capsys.readouterr().err
 
 
-def test_labels_are_those_of_the_training(corpus, tmp_path):
-    with pytest.raises(ValueError, match=r"data\.labels cannot be changed"):
-        evaluate([make_run(corpus, "a")], (4,), out=tmp_path / "out", changes={"data.labels": "1,0"})
-
-
-@pytest.mark.parametrize(
-    ("data", "changes"),
-    [
-        ({}, {"data.heldout_paths": "{}/train.bin"}),
-        ({}, {"data.heldout_paths": ""}),
-        ({"heldout_paths": (), "heldout_fraction": 0.1}, {"data.heldout_fraction": "0.2"}),
-        ({"heldout_paths": ()}, {"data.document_separator": "3"}),
-    ],
+TRAINED_ON = (
+    ({}, {"data.heldout_paths": "{}/train.bin"}),
+    ({}, {"data.heldout_paths": ""}),
+    ({"heldout_paths": (), "heldout_fraction": 0.1}, {"data.heldout_fraction": "0.2"}),
+    ({"heldout_paths": ()}, {"data.document_separator": "3"}),
 )
-@pytest.mark.parametrize("initial", [False, True])
-def test_what_a_run_or_its_initial_run_was_trained_on_is_not_evaluated(
-    corpus, tmp_path, data, changes, initial
-):
-    run, trained = make_run(corpus, "a", **data), corpus / "a"
-    if initial:
-        other = {"paths": (str(corpus / "heldout00.bin"),), "heldout_paths": (str(corpus / "heldout01.bin"),)}
-        run = make_run(corpus, "b", **other)
-        settings = workdir.read_config(run)
-        task = dataclasses.replace(settings.task, initial_run=str(trained))
-        workdir.open_workdir(run, dataclasses.replace(settings, task=task))
-        changes = {"data.paths": "{}/train.bin", "data.heldout_paths": "", **changes}
+
+
+@pytest.mark.parametrize(("data", "changes"), TRAINED_ON)
+def test_what_a_run_or_its_initial_run_was_trained_on_is_not_evaluated(corpus, tmp_path, data, changes):
+    trained = make_run(corpus, "a", **data)
+    other = {"paths": (str(corpus / "heldout00.bin"),), "heldout_paths": (str(corpus / "heldout01.bin"),)}
+    run = make_run(corpus, "b", **other)
+    settings = workdir.read_config(run)
+    task = dataclasses.replace(settings.task, initial_run=str(trained))
+    workdir.open_workdir(run, dataclasses.replace(settings, task=task))
     changes = {name: text.format(corpus) for name, text in changes.items()}
-    with pytest.raises(
-        ValueError, match=rf"^data\.paths of {trained} and .* share 1 .*train\.bin; it was trained"
-    ):
-        evaluate([run], (4,), out=tmp_path / "out", changes=changes)
+    of_initial_run = {"data.paths": f"{corpus}/train.bin", "data.heldout_paths": "", **changes}
+    for evaluated, change in ((trained, changes), (run, of_initial_run)):
+        with pytest.raises(
+            ValueError, match=rf"^data\.paths of {trained} and .* share 1 .*train\.bin; it was trained"
+        ):
+            evaluate([evaluated], (4,), out=tmp_path / "out", changes=change)
 
 
 def test_a_diverged_model_is_reported_not_hidden(corpus, tmp_path, monkeypatch):
@@ -260,49 +226,37 @@ def test_a_diverged_model_is_reported_not_hidden(corpus, tmp_path, monkeypatch):
     rows, text = evaluate([make_run(corpus, "a")], out=tmp_path / "out")
     assert all(math.isnan(row.loss) for row in rows)
     assert "warning: numbers of a are not finite" in text
+    assert "nan" in (tmp_path / "out" / "context_loss.csv").read_text()
+    content = (tmp_path / "out" / "context_loss.json").read_text()
+    assert [row["loss"] for row in json.loads(content)["rows"]] == [None] * 3
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"vocabulary": 12}, r"model\.vocab_size is 11 and 12"),
-        ({"heldout_paths": ()}, r"data\.heldout_paths"),
-        ({"document_separator": 3}, r"data\.document_separator is None and 3"),
-    ],
-)
-def test_runs_over_other_data_cannot_be_compared(corpus, tmp_path, change, message):
-    with pytest.raises(ValueError, match=f"cannot be compared: {message}"):
-        evaluate([make_run(corpus, "a"), make_run(corpus, "b", **change)], (4,), out=tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("change", "lengths", "message"),
-    [
-        ({}, (), "no context lengths"),
-        ({}, (1, 8), "context length 1 holds no prediction"),
-        (
-            {"heldout_paths": (), "heldout_fraction": 0.0},
-            (8,),
-            r"no document is held out: .*heldout_fraction is 0\.0, .*; name",
-        ),
-        (
-            {"shortest_document": 1 << 20},
-            (8,),
-            r"no document is held out: data\.heldout_paths has nothing with data",
-        ),
-    ],
-)
-def test_errors_come_before_the_work(corpus, tmp_path, monkeypatch, change, lengths, message):
+def test_errors_come_before_the_work(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(over_runs.training, "restore_model", lambda path: pytest.fail("restored"))
-    with pytest.raises(ValueError, match=message):
-        evaluate([make_run(corpus, "a", **change)], lengths, out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    run = make_run(corpus, "a")
+    nothing, short = {"heldout_paths": (), "heldout_fraction": 0.0}, {"shortest_document": 1 << 20}
+    for index, (change, lengths, message) in enumerate(
+        (
+            ({}, (), "no context lengths"),
+            ({}, (1, 8), "context length 1 holds no prediction"),
+            (nothing, (8,), r"no document is held out: .*heldout_fraction is 0\.0, .*; name"),
+            (short, (8,), r"no document is held out: data\.heldout_paths has nothing with data"),
+        )
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluate([make_run(corpus, f"x{index}", **change)], lengths, out=tmp_path / "out")
+    # Runs over other data cannot be compared.
+    for name, change, message in (
+        ("b", {"vocabulary": 12}, r"model\.vocab_size is 11 and 12"),
+        ("c", {"heldout_paths": ()}, r"data\.heldout_paths"),
+        ("d", {"document_separator": 3}, r"data\.document_separator is None and 3"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot be compared: {message}"):
+            evaluate([run, make_run(corpus, name, **change)], (4,), out=tmp_path / "out")
+    with pytest.raises(ValueError, match=r"data\.labels cannot be changed"):
+        evaluate([run], (4,), out=tmp_path / "out", changes={"data.labels": "1,0"})
     with pytest.raises(ValueError, match="no workdir is given"):
         evaluate([], (4,), out=tmp_path / "out")
-
-
-def test_documents_must_reach_the_longest_length():
-    with pytest.raises(
-        ValueError, match="context length 11 needs documents of 11 tokens; the shortest has 10"
-    ):
+    with pytest.raises(ValueError, match="needs documents of 11 tokens; the shortest has 10"):
         evaluation.context_loss(fakes.CountingModel(), fakes.counting_documents(2, 10), (4, 11))
+    assert not (tmp_path / "out").exists()

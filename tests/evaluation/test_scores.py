@@ -6,50 +6,31 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sympow_jax import config, evaluation, models
+from sympow_jax import evaluation
 from sympow_jax.evaluation import scores
 from tests.evaluation import fakes
 
 VOCABULARY = 13
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def compile_anew():
-    """Clears the compiled programs, since tests change bounds that are read while tracing, and count programs."""
+    """Clears the compiled programs, for tests that change a bound that is read while tracing, or count programs."""
     scores._score.clear_cache()
     scores._score_and_advance.clear_cache()
 
 
 def decoder(preset, **options):
-    """Returns a decoder whose outputs depend visibly on the whole context."""
-    settings = config.ModelConfig(
-        vocab_size=VOCABULARY,
-        layers=1,
-        width=16,
-        heads=2,
-        dtype="float32",
-        attention=config.preset(preset, **options),
-    )
-    model = models.DecoderLM(settings, rngs=nnx.Rngs(0))
-    for parameter in jax.tree.leaves(nnx.state(model), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
-        parameter[...] = 5 * parameter[...]
-    return model
+    return fakes.decoder(VOCABULARY, preset, **options)
 
 
-def draw_cases():
-    """Draws ragged cases: one token of context, several questions, no prompt, and rows of several segments."""
+def draw_cases(*shapes):
+    """Draws cases from the numbers of tokens of their contexts, and of their questions' prompts and answers."""
     rng = np.random.default_rng(0)
 
     def tokens(size):
         return rng.integers(0, VOCABULARY, size).tolist()
 
-    shapes = [
-        (1, [(0, 3)]),
-        (7, [(2, 1), (0, 4), (5, 2)]),
-        (40, [(2, 3), (0, 1)]),
-        (45, [(3, 2), (1, 1), (4, 5)]),
-        (6, [(1, 70)]),
-    ]
     return [
         scores.Case(
             tokens(context),
@@ -57,6 +38,12 @@ def draw_cases():
         )
         for context, questions in shapes
     ]
+
+
+# Ragged: one token of context, several questions, and no prompt.
+SHORT = [(1, [(0, 3)]), (7, [(2, 1), (0, 4), (5, 2)]), (12, [(2, 3), (0, 1)])]
+# Rows of several segments too.
+LONG = [*SHORT, (40, [(2, 3), (0, 1)]), (45, [(3, 2), (1, 1), (4, 5)]), (6, [(1, 70)])]
 
 
 def reference(model, cases):
@@ -76,18 +63,18 @@ def reference(model, cases):
 
 
 @pytest.mark.parametrize(
-    ("preset", "call_tokens", "share"),
+    ("preset", "call_tokens", "share", "shapes"),
     [
-        pytest.param("conformal", 32, None, marks=pytest.mark.slow),
-        pytest.param("softmax", 32, True, marks=pytest.mark.slow),
-        ("conformal", 16_384, True),
-        ("softmax", 16_384, False),
+        pytest.param("conformal", 32, None, LONG, marks=pytest.mark.slow),
+        pytest.param("softmax", 32, True, LONG, marks=pytest.mark.slow),
+        ("linear", 16_384, True, SHORT),
+        ("softmax", 16, False, SHORT),
     ],
 )
-def test_scores_equal_one_pass_over_each_row(monkeypatch, preset, call_tokens, share):
+def test_scores_equal_one_pass_over_each_row(monkeypatch, preset, call_tokens, share, shapes):
     # Long rows are several segments, or every row is one.
     monkeypatch.setattr(scores, "CALL_TOKENS", call_tokens)
-    model, cases = decoder(preset), draw_cases()
+    model, cases = decoder(preset), draw_cases(*shapes)
     found = evaluation.answer_scores(model, cases, share=share)
     assert [len(of_case) for of_case in found] == [len(case.questions) for case in cases]
     for score, (losses, correct) in zip((x for of_case in found for x in of_case), reference(model, cases)):
@@ -96,7 +83,7 @@ def test_scores_equal_one_pass_over_each_row(monkeypatch, preset, call_tokens, s
 
 
 def test_a_context_is_processed_once_where_that_needs_fewer_tokens():
-    model, done = decoder("softmax"), []
+    model, done = fakes.CountingModel(), []
     long = scores.Case([1] * 200, [scores.Question([2], [3])] * 4)
     evaluation.answer_scores(model, [long], on_call=done.append)
     assert done == [256, 16, 16, 16, 16]
@@ -115,13 +102,12 @@ def test_a_context_that_is_processed_once_is_not_copied_for_each_question():
 
     context = Context([1] * 200)
     case = scores.Case(context, [scores.Question([2], [3])] * 4)
-    ((first, *_),) = evaluation.answer_scores(decoder("softmax"), [case])
+    ((first, *_),) = evaluation.answer_scores(fakes.CountingModel(), [case])
     assert len(first.losses) == 1
     assert context.reads == 1  # to check its ids
 
 
-@pytest.mark.parametrize(("share", "calls"), [(True, 8), (False, 7)])
-def test_segments_reuse_the_memory_of_the_state(monkeypatch, share, calls):
+def test_segments_reuse_the_memory_of_the_state(monkeypatch):
     monkeypatch.setattr(scores, "CALL_TOKENS", 32)
     score_and_advance, states = scores._score_and_advance, []
 
@@ -131,55 +117,44 @@ def test_segments_reuse_the_memory_of_the_state(monkeypatch, share, calls):
 
     monkeypatch.setattr(scores, "_score_and_advance", recorded)
     case = scores.Case([1] * 100, [scores.Question([2], [3] * 100)])
-    evaluation.answer_scores(decoder("conformal"), [case], share=share)
-    assert len(states) == calls
+    evaluation.answer_scores(decoder("softmax"), [case], share=True)
+    assert len(states) == 8
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(states))
 
 
-@pytest.mark.parametrize("share", [None, True, False])
-def test_a_case_without_questions_has_no_scores(share):
+def test_a_case_without_questions_has_no_scores():
     cases = [scores.Case([1, 2], []), scores.Case([1, 2], [scores.Question([], [3])])]
-    none, one = evaluation.answer_scores(decoder("softmax"), cases, share=share)
-    assert (len(none), len(one)) == (0, 1)
+    for share in (None, True):
+        none, one = evaluation.answer_scores(fakes.CountingModel(), cases, share=share)
+        assert (len(none), len(one)) == (0, 1)
 
 
-def test_rows_of_similar_lengths_share_their_program():
-    model = decoder("softmax")
+def test_rows_of_similar_lengths_share_their_program(compile_anew):
     cases = [scores.Case([1] * size, [scores.Question([], [3] * (1 + size % 5))]) for size in range(17, 29)]
-    evaluation.answer_scores(model, cases)
+    evaluation.answer_scores(fakes.CountingModel(), cases)
     assert scores._score._cache_size() == 1
 
 
 def test_states_of_a_call_are_bounded(monkeypatch):
-    model = decoder("softmax")
     cases = [scores.Case([1] * 50, [scores.Question([2], [3])] * 4)] * 3
     monkeypatch.setattr(scores, "_STATE_BYTES", 1)
     done = []
-    evaluation.answer_scores(model, cases, on_call=done.append)
+    evaluation.answer_scores(fakes.CountingModel(), cases, on_call=done.append)
     assert done == [64, 16, 16, 16, 16] * 3
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (scores.Case([], [scores.Question([1], [2])]), "a context is empty"),
-        (scores.Case([1], [scores.Question([1], [])]), "an answer is empty"),
-        (
-            scores.Case([1, 99], [scores.Question([1], [2])]),
-            "token id 99 is outside the model's vocabulary of 13; use the model's tokenizer",
-        ),
-        (scores.Case([1], [scores.Question([-1], [2])]), "token id -1 is outside"),
-        (scores.Case([1], [scores.Question([1], [2, 13])]), "token id 13 is outside"),
-        (
-            scores.Case([1] * 6, [scores.Question([1], [2, 3])]),
-            "has 8 tokens .* learned positions end at 7",
-        ),
-    ],
-)
-def test_a_case_that_cannot_be_scored_is_an_error(case, message):
+def test_a_case_that_cannot_be_scored_is_an_error():
     model = decoder("softmax", position="learned_absolute", max_document_length=7)
-    with pytest.raises(ValueError, match=message):
-        evaluation.answer_scores(model, [case])
+    for context, prompt, answer, message in (
+        ([], [1], [2], "a context is empty"),
+        ([1], [1], [], "an answer is empty"),
+        ([1, 99], [1], [2], "token id 99 is outside the model's vocabulary of 13; use the model's tokenizer"),
+        ([1], [-1], [2], "token id -1 is outside"),
+        ([1], [1], [2, 13], "token id 13 is outside"),
+        ([1] * 6, [1], [2, 3], "has 8 tokens .* learned positions end at 7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            evaluation.answer_scores(model, [scores.Case(context, [scores.Question(prompt, answer)])])
 
 
 def test_padding_beyond_learned_positions_changes_nothing():
@@ -190,15 +165,9 @@ def test_padding_beyond_learned_positions_changes_nothing():
         np.testing.assert_allclose(score.losses, losses, rtol=0, atol=1e-5)
 
 
-def test_every_token_is_predicted_from_those_before_it():
-    losses = evaluation.token_losses(fakes.CountingModel(), fakes.counting_documents(3, 50))
-    assert losses.shape == (3, 49)
-    np.testing.assert_allclose(losses, np.tile(fakes.expected_loss(np.arange(1, 50)), (3, 1)), rtol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("count", "length", "call"),
-    [(1, 2, 16_384), (5, 98, 16), (5, 98, 200), (2, 129, 32), (7, 33, 64), (3, 34, 32), (2, 3, 1)],
+    [(3, 50, 16_384), (1, 2, 16_384), (5, 98, 16), (5, 98, 200), (2, 129, 32), (3, 34, 32), (2, 3, 1)],
 )
 def test_segments_batches_and_padding_change_nothing(monkeypatch, count, length, call):
     monkeypatch.setattr(scores, "CALL_TOKENS", call)
@@ -229,7 +198,7 @@ def test_all_calls_share_one_shape_and_one_compilation(monkeypatch, documents, l
     assert done == [np.prod(shape)] * calls
 
 
-def test_a_small_bound_on_the_logits_changes_nothing(monkeypatch):
+def test_a_small_bound_on_the_logits_changes_nothing(monkeypatch, compile_anew):
     monkeypatch.setattr(scores, "_LOGIT_BYTES", 4 * fakes.VOCABULARY * 10)  # ten tokens at once
     losses = evaluation.token_losses(fakes.CountingModel(), fakes.counting_documents(3, 50))
     np.testing.assert_allclose(losses, np.tile(fakes.expected_loss(np.arange(1, 50)), (3, 1)), rtol=1e-6)
@@ -257,7 +226,7 @@ def test_the_logits_of_a_large_vocabulary_are_never_held_for_a_whole_call():
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 4 * scores._LOGIT_BYTES
 
 
-@pytest.mark.parametrize("preset", ["conformal", "softmax", "linear"])
+@pytest.mark.parametrize("preset", ["conformal", "softmax", pytest.param("linear", marks=pytest.mark.slow)])
 def test_streaming_a_decoder_equals_one_call(monkeypatch, preset):
     model = decoder(preset, exact_window=4)
     tokens = np.random.default_rng(0).integers(0, 13, (3, 45))

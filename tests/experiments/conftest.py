@@ -5,7 +5,23 @@ from collections.abc import Iterator
 
 import pytest
 
+from experiments import _shared
 from tests import programs
+
+# Of a run at test scale, without its plan and variants.
+OPTIONS = _shared.Options(
+    scale="tiny",
+    paper="wikitext103:base",
+    plan=_shared.Plan(seeds=(0,), steps=2),
+    variants=(),
+    power=2,
+    results=pathlib.Path("results"),
+    runs=pathlib.Path("runs"),
+    data=(),
+    heldout=(),
+    more={},
+    command="",
+)
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -7,13 +7,11 @@ import json
 import math
 import pathlib
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from experiments import _shared, context_scaling, evaluation_context, gating, lrpe, overhead, powers
 from sympow_jax import config
+from tests.experiments.conftest import OPTIONS
 
 pytestmark = pytest.mark.robust
 
@@ -36,8 +34,8 @@ def experiment(corpus, tmp_path_factory):
     return call
 
 
-def test_evaluation_context(experiment):
-    rows, content = experiment("evaluation_context", "--variants=softmax,sympow", "--seeds=3")
+def test_experiments_share_runs(experiment, capsys):
+    rows, content = experiment("evaluation_context", "--variants=softmax,sympow", "--seeds=3", "--steps=3")
     assert [(row["variant"], row["context_length"]) for row in rows] == [
         (variant, length) for variant in ("softmax", "sympow") for length in ("8", "16", "32")
     ]
@@ -45,36 +43,30 @@ def test_evaluation_context(experiment):
     assert content["settings"]["model.attention.kernel"] == "softmax"
     assert content["settings"]["data.seed"] == content["settings"]["training.seed"] == 3
     assert content["runs"] == {
-        "softmax_context16_steps2_seed3": {},
-        "sympow_p2_context16_steps2_seed3": {"model.attention.kernel": "power"},
+        "softmax_context16_steps3_seed3": {},
+        "sympow_p2_context16_steps3_seed3": {"model.attention.kernel": "power"},
     }
     assert {"jax", "python", "sympow-jax"} <= set(content["versions"])
-    assert [dict(row) for row in content["rows"]] == [
-        row | {name: type(content["rows"][0][name])(row[name]) for name in row if name != "variant"}
-        for row in rows
-    ]
+    assert [float(row["loss"]) for row in rows] == [row["loss"] for row in content["rows"]]
     assert content["command"].startswith("python -m experiments.evaluation_context --scale=tiny")
 
-
-def test_experiments_share_runs(experiment, capsys):
-    flags = "--variants=softmax", "--seeds=3"
-    experiment("evaluation_context", *flags)
     capsys.readouterr()
-    rows, content = experiment("context_scaling", *flags)
+    rows, content = experiment("context_scaling", "--variants=softmax", "--seeds=3", "--steps=3")
     printed = capsys.readouterr().out
-    assert "softmax_context8_steps2_seed3\n" in printed
-    assert "softmax_context16_steps2_seed3, done before" in printed
+    assert "softmax_context8_steps3_seed3\n" in printed
+    assert "softmax_context16_steps3_seed3, done before" in printed
     assert [row["context"] for row in rows] == ["8", "16"]
-    # The final loss is averaged over the last tenth of the updates, at least one: here, the second of two.
+    # The final loss is averaged over the last tenth of the updates, at least one: here, the last of three.
     curves = [point["loss"] for point in content["curves"]]
-    assert curves[1::2] == pytest.approx([float(row["loss"]) for row in rows], abs=1e-6)
+    assert curves[2::3] == pytest.approx([float(row["loss"]) for row in rows], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_powers(experiment):
-    rows, content = experiment("powers", "--variants=softmax,p=4", "--seeds=3")
+    rows, content = experiment("powers", "--variants=softmax,p=4", "--seeds=3", "--steps=3")
     losses = {row["variant"]: float(row["loss"]) for row in rows}
     assert float(rows[1]["relative_loss"]) == pytest.approx(losses["p=4"] / losses["softmax"], abs=2e-6)
-    assert content["runs"]["even_power_p4_context16_steps2_seed3"]["model.attention.form"] == "attention"
+    assert content["runs"]["even_power_p4_context16_steps3_seed3"]["model.attention.form"] == "attention"
 
 
 def test_state_sizes_are_the_articles():
@@ -94,42 +86,15 @@ def test_parameters_of_gate_and_learned_rotary_are_the_papers():
 
 @pytest.mark.slow
 def test_rotation_rates(experiment):
-    rows, content = experiment("rotation_rates", "--variants=gated,conformal,conformal 0.1")
+    rows, content = experiment("rotation_rates", "--variants=gated,conformal 0.1")
     assert [(row["variant"], row["seed"]) for row in rows] == [
-        (variant, seed) for seed in "01" for variant in ("gated", "conformal", "conformal 0.1")
+        (variant, seed) for seed in "01" for variant in ("gated", "conformal 0.1")
     ]
-    assert content["runs"]["conformal_p2_context16_tokens32_steps2_seed0"] == {
-        "model.attention.position": "learned_rope"
-    }
     assert content["runs"]["conformal_0.1_p2_context16_tokens32_steps2_seed0"] == {
         "model.attention.position": "learned_rope",
         "optimizer.learning_rate_factors": ["*.attention.rate.kernel=0.1"],
     }
-    for column in ("training", "heldout_16", "heldout_32"):
-        by_seed = [float(rows[i + 2][column]) - float(rows[i][column]) for i in (0, 3)]
-        found = _shared.differences(content["rows"], None, column, [("conformal 0.1", "gated")])
-        ((mean, error),) = found.values()
-        assert mean == pytest.approx(sum(by_seed) / 2, abs=2e-6)
-        # Of two numbers, half of their distance.
-        assert error == pytest.approx(abs(by_seed[0] - by_seed[1]) / 2, abs=2e-6)
-
-
-@pytest.mark.slow
-def test_lrpe(experiment):
-    rows, content = experiment("lrpe", "--variants=base,rope")
-    assert [(row["variant"], row["seed"]) for row in rows] == [
-        (variant, seed) for seed in "01" for variant in ("base", "rope")
-    ]
-    assert float(rows[1]["perplexity"]) == pytest.approx(math.exp(float(rows[1]["loss"])), rel=2e-6)
-    assert content["relative_speed"]["base"] == 1
-    assert list(content["relative_speed"]) == ["base", "rope"]
-    methods, _, differences, _ = lrpe.tables(content)
-    assert [row[0] for row in methods.rows] == ["base", "rope"]
-    by_seed = [float(rows[i + 1]["loss"]) - float(rows[i]["loss"]) for i in (0, 2)]
-    ((name, difference),) = differences.rows
-    assert name == "rope - base"
-    # The standard error of two numbers is half of their distance.
-    assert difference.strip("*") == f"{sum(by_seed) / 2:+.3f} ± {abs(by_seed[0] - by_seed[1]) / 2:.3f}"
+    assert list(rows[0]) == ["variant", "seed", "training", "heldout_16", "heldout_32"]
 
 
 def test_lrpe_has_the_cells_of_the_papers_tables():
@@ -143,22 +108,18 @@ def test_lrpe_has_the_cells_of_the_papers_tables():
     assert len(found) == len(set(found.values())) == 18
 
 
-def test_speeds_of_lrpe_are_those_of_an_encoder():
-    plan = _shared.Plan(seeds=(0,), steps=2, contexts=(16,))
-    folder = pathlib.Path()
-    options = _shared.Options(
-        scale="tiny",
-        paper="wikitext103:base",
-        plan=plan,
-        variants=("base",),
-        power=2,
-        results=folder,
-        runs=folder,
-        data=(),
-        heldout=(),
-        more={},
-        command="",
+def test_speeds_of_lrpe_are_relative_to_the_baseline(monkeypatch):
+    options = dataclasses.replace(
+        OPTIONS, plan=lrpe.PLANS["tiny"], variants=("base", "rope", "rope unrotated")
     )
+    seconds = {"base": [1.0, 20.0], "rope": [2.0, 40.0]}
+    monkeypatch.setattr(_shared, "update", lambda settings: None)
+    monkeypatch.setattr(_shared, "alternate", lambda calls, rounds: {name: seconds[name] for name in calls})
+    assert lrpe._speeds(options) == {"base": 1, "rope": 0.5}
+
+
+def test_speeds_of_lrpe_are_those_of_an_encoder():
+    options = dataclasses.replace(OPTIONS, plan=lrpe.PLANS["tiny"])
     found = lrpe.encoder_settings(options, "type2")
     paper = config.load("roberta_wikibook:type2")
     assert found.model.attention == paper.model.attention
@@ -186,66 +147,6 @@ def test_gating_keeps_the_other_half_of_its_base():
     assert set(gating.VARIANTS) <= set(found)
 
 
-def test_arrays_are_restored_as_they_were_saved(tmp_path):
-    path, state = tmp_path / "state.npz", {"w": jnp.arange(3.0), "n": jnp.array(2)}
-    assert _shared.restore_arrays(path, state) == ({}, state)
-    _shared.save_arrays(path, state, {"step": 3})
-    about, found = _shared.restore_arrays(path, jax.tree.map(jnp.zeros_like, state))
-    assert about == {"step": 3}
-    assert jax.tree.all(jax.tree.map(np.array_equal, found, state))
-    for other in ({"w": jnp.arange(4.0), "n": jnp.array(2)}, {"w": jnp.arange(3), "n": jnp.array(2)}):
-        with pytest.raises(
-            ValueError, match=r"state\.npz has the arrays of another training; delete it, or use"
-        ):
-            _shared.restore_arrays(path, other)
-    with pytest.raises(
-        ValueError, match=r"state\.npz is not a saved training or is damaged; delete it, or use"
-    ):
-        _shared.restore_arrays(path, [*state.values(), 1])
-
-
-def test_a_damaged_file_of_arrays_is_one_line(tmp_path):
-    path, state = tmp_path / "state.npz", {"w": jnp.arange(3000.0)}
-    _shared.save_arrays(path, state, {"step": 3})
-    content = bytearray(path.read_bytes())
-    content[500] ^= 255
-    for damaged in (content[: len(content) // 2], b"", content, b"text"):
-        path.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"state\.npz is not a saved training or is damaged; delete it"):
-            _shared.restore_arrays(path, state)
-
-
-def test_means_are_over_what_is_not_named():
-    rows = [
-        {"a": name, "b": 1, "loss": loss} for name, loss in (("x", 3.0), ("y", 4.0), ("x", 8.0), ("x", 1.0))
-    ]
-    means = _shared.means(rows, ("a", "b"), "loss")
-    assert means["x", 1] == pytest.approx((4.0, math.sqrt(13 / 3)))
-    assert means["y", 1].value == 4
-    assert (str(means["x", 1]), str(means["y", 1])) == ("4.000 ± 2.082", "4.000")
-
-
-def test_differences_are_seed_by_seed():
-    losses = {"x": {0: 1.0, 1: 5.0}, "y": {1: 4.5, 0: 0.25}, "z": {0: 1.0}}
-    rows = [
-        {"variant": name, "seed": seed, "at": 8, "loss": loss}
-        for name, of_seeds in losses.items()
-        for seed, loss in of_seeds.items()
-    ]
-    pairs = [("x", "y"), ("z", "x"), ("x", "w")]
-    found = _shared.differences(rows, "at", "loss", pairs)
-    assert found["x", "y", 8] == pytest.approx((0.625, 0.125))
-    assert list(found) == [("x", "y", 8), ("z", "x", 8)]
-    table = _shared.difference_table("", rows, "at", pairs)
-    # Bold beyond two standard errors, which one seed does not have.
-    assert table.markdown().splitlines() == [
-        "|  | 8 |",
-        "| --- | --- |",
-        "| x - y | **+0.625 ± 0.125** |",
-        "| z - x | +0.000 |",
-    ]
-
-
 def test_times_are_taken_in_turns():
     made = []
     calls = {name: lambda name=name: made.append(name) for name in "ab"}
@@ -270,6 +171,7 @@ def test_every_variant(experiment, name):
     rows, content = experiment(name)
     assert all(math.isfinite(float(row["loss"])) for row in rows)
     if name == "lrpe":
+        assert float(rows[1]["perplexity"]) == pytest.approx(math.exp(float(rows[1]["loss"])), rel=2e-6)
         assert content["relative_speed"]["base"] == 1
         assert len(content["relative_speed"]) == 8
 

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from experiments import nt_tasks
-from sympow_jax import ops
-from tests import mistakes
 
 pytestmark = pytest.mark.robust
 
@@ -46,8 +44,9 @@ def reference(setting, parameters, symbols):
     return x.ravel() @ parameters["readout"] + parameters["readout_bias"]
 
 
-@pytest.mark.parametrize("attention", ["expressive", "softmax"])
-@pytest.mark.parametrize(("heads", "layers", "beta"), [(1, 1, 1.0), (2, 2, 0.5)])
+@pytest.mark.parametrize(
+    ("attention", "heads", "layers", "beta"), [("expressive", 1, 1, 1.0), ("softmax", 2, 2, 0.5)]
+)
 def test_outputs_and_loss_are_the_papers_formulas(attention, heads, layers, beta):
     """In float64, with the loss summed over the outputs and averaged over the predictions of a series."""
     with jax.enable_x64(True):
@@ -81,24 +80,13 @@ def test_parameters_are_the_papers():
     assert 3.9e5 < count(nt_tasks.Setting(context=128)) < 4.1e5
 
 
-@pytest.mark.parametrize(("initial", "scale"), [("small", 0.1), ("normal", 1.0)])
-def test_initial_matrices(initial, scale):
+def test_initial_matrices():
     """All matrices of n inputs have `scale` / sqrt(n) except the readout, which has 1 / sqrt(n)."""
-    parameters = nt_tasks.initial(nt_tasks.Setting(initial=initial), jax.random.key(0))
-    spread = {name: float(x.std() * np.sqrt(x.shape[-2])) for name, x in parameters.items() if x.ndim > 1}
-    expected = {"attention": scale, "hidden": scale, "output": scale, "readout": 1, "norm_bias": 0}
-    assert spread == pytest.approx(expected, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("attention", "op"), [("expressive", ops.expressive_attention), ("softmax", ops.softmax_attention)]
-)
-def test_attention_is_that_of_the_op(attention, op):
-    random = np.random.default_rng(0)
-    query, key, value = (jnp.asarray(random.standard_normal((9, 5)), jnp.float32) for _ in range(3))
-    weights = nt_tasks.attention_weights(attention, query @ key.T)
-    expected = op(*(x[None, :, None] for x in (query, key, value)), scale=1.0)[0, :, 0]
-    np.testing.assert_allclose(weights @ value, expected, rtol=1e-4, atol=1e-5)
+    for initial, scale in (("small", 0.1), ("normal", 1.0)):
+        parameters = nt_tasks.initial(nt_tasks.Setting(initial=initial), jax.random.key(0))
+        spread = {name: float(x.std() * np.sqrt(x.shape[-2])) for name, x in parameters.items() if x.ndim > 1}
+        expected = {"attention": scale, "hidden": scale, "output": scale, "readout": 1, "norm_bias": 0}
+        assert spread == pytest.approx(expected, rel=0.03)
 
 
 def trained(tmp_path, seeds=(0,), name="run", **changes):
@@ -151,9 +139,6 @@ def test_a_stopped_training_is_resumed(tmp_path, monkeypatch, capsys):
     assert "epoch 2 of 4" not in (printed := capsys.readouterr().out)
     assert "epoch 4 of 4" in printed
     assert resumed["curve"] == whole["curve"]
-    assert trained(tmp_path)["curve"] == whole["curve"]  # nothing is left to do
-    assert capsys.readouterr().out == ""
-    assert trained(tmp_path, rate=0.5)["curve"] != whole["curve"]  # other settings begin again
 
 
 @pytest.mark.slow
@@ -180,52 +165,13 @@ def test_the_command(tmp_path, capsys):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_figures_are_the_papers():
-    found = {figure: [x.label for x in settings] for figure, settings in nt_tasks.FIGURES.items()}
-    robustness = found.pop("robustness")
-    assert found == {
-        "figure3": ["N16T2, 32", "N16T2, 52", "N16T2, 56"],
-        "figure4": ["N2T5, 16"],
-        "figure5": ["N16T5, 128"],
-        "figure6": ["N16T2 + N16T2-S, 32"],
-        "figure7": ["N16T2-R, 64", "N16T2-R, 128"],
-    }
-    assert len(set(robustness)) == len(robustness) == 9
-    assert len(nt_tasks.PLANS["toy"].seeds) == len(nt_tasks.PLANS["paper"].seeds) == 16
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--base=1"], "base is 1; it must be from 2 to 1,024"),
-        (["--delay=0"], "delay is 0; it must be from 1 to 1,024"),
-        (["--task=XOR"], "argument --task: invalid choice: 'XOR'"),
-        (["--heads=3"], "heads is 3; it must divide the width, which is the base, 16"),
-        (["--context=2"], "context is 2; with delay 2"),
-        (["--initial=large"], "argument --initial: invalid choice: 'large'"),
-        (["--momentum=-1"], "momentum is -1.0; it must be at least 0"),
-        (["--momentum=1"], "momentum is 1.0; it must be at least 0 and below 1"),
-        (["--layers=100000"], "layers is 100000; it must be from 1 to 128"),
-        (["--variants=figure8"], "there is no 'figure8'; there are figure3, figure4"),
-        (["--epochs=3"], "unknown option '--epochs'"),
-    ],
-)
-def test_wrong_flags_are_one_line(flags, message, tmp_path, capsys):
-    arguments = ["--variants=figure3", f"--out={tmp_path}", *flags]
-    assert message in mistakes.line(nt_tasks.main, arguments, capsys)
-
-
-@pytest.fixture(scope="module")
-def ends():
-    """Returns the rows of the committed results at the ends of training, by (setting, task, attention)."""
-    rows = json.loads((EXPERIMENTS / "results/nt_tasks/nt_tasks.json").read_text())["rows"]
-    return [row for row in rows if row["solved"] is not None]
-
-
-def test_claims_of_rank_are_beyond_two_standard_errors(ends):
+def test_claims_of_rank_are_beyond_two_standard_errors():
     """Softmax is below expressive attention, or both solve the task, and it is level with the readout on N16T2."""
+    rows = json.loads((EXPERIMENTS / "results/nt_tasks/nt_tasks.json").read_text())["rows"]
     by = {
-        (row["setting"], row["task"], row["attention"]): row for row in ends if row["figure"] != "robustness"
+        (row["setting"], row["task"], row["attention"]): row
+        for row in rows
+        if row["solved"] is not None and row["figure"] != "robustness"
     }
 
     def above(setting, task, *attentions):

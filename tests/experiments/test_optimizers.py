@@ -1,5 +1,6 @@
 """Tests of the learning rates that the experiment of optimizers tries, and of rates at which training diverges."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -8,22 +9,11 @@ import pytest
 
 from experiments import _shared, optimizers
 from sympow_jax.evaluation import report
+from tests.experiments.conftest import OPTIONS
 
 pytestmark = pytest.mark.robust
 
-OPTIONS = _shared.Options(
-    scale="tiny",
-    paper="gpt2_124m:conformal",
-    plan=optimizers.PLANS["tiny"],
-    variants=("sgd",),
-    power=2,
-    results=pathlib.Path("results"),
-    runs=pathlib.Path("runs"),
-    data=(),
-    heldout=(),
-    more={},
-    command="",
-)
+TINY = dataclasses.replace(OPTIONS, plan=optimizers.PLANS["tiny"], variants=("sgd",))
 
 
 @pytest.mark.parametrize(
@@ -52,7 +42,7 @@ def test_rates_go_on_until_the_best_is_inside(monkeypatch, best, tried):
     monkeypatch.setattr(_shared, "train_all", train)
     monkeypatch.setattr(optimizers, "_report", lambda *_: None)
     monkeypatch.setattr(_shared, "print_tables", lambda *_: None)
-    optimizers._run(OPTIONS)
+    optimizers._run(TINY)
     first = [rate for rate, seed in trained if seed == 0]
     assert first == pytest.approx([3.0**exponent for exponent in tried])
     expected = first[-1] if best == math.inf else min(first, key=lambda rate: abs(math.log(rate / best)))
@@ -76,6 +66,8 @@ def test_a_rate_that_diverges_is_not_the_best(tmp_path, monkeypatch):
     good = write_losses(tmp_path / "good", 2.5, [{"step": 1, "loss": 3.0}])
     folders = {("sgd", 1.0, 0): diverged, ("sgd", 0.3, 0): good, ("lion", 1.0, 0): diverged}
     assert optimizers._best(folders, "sgd") == 0.3
+    # Lower rates are tried if all diverge.
+    assert optimizers._best({("sgd", rate, 0): diverged for rate in (0.3, 0.1, 0.9)}, "sgd") == 0.1
     written = {}
 
     def write(_, rows, folders, **more) -> pathlib.Path:
@@ -84,7 +76,7 @@ def test_a_rate_that_diverges_is_not_the_best(tmp_path, monkeypatch):
 
     monkeypatch.setattr(_shared, "write", write)
     monkeypatch.setattr(optimizers, "state_bytes", lambda *_: 4.0)
-    optimizers._report(OPTIONS, folders)
+    optimizers._report(TINY, folders)
     assert (tmp_path / "optimizers.png").exists()
     assert [row["training_loss"] for row in written["rows"]] == [None, 3.0, None]
     best, tried = optimizers.tables(written)
@@ -95,15 +87,4 @@ def test_a_rate_that_diverges_is_not_the_best(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match="the runs in runs were trained on different data; use another --out"
     ):
-        optimizers._report(OPTIONS, folders)
-
-
-def test_lower_rates_are_tried_if_all_diverge(tmp_path):
-    diverged = write_losses(tmp_path / "diverged", None, [{"step": 1}])
-    folders = {("sgd", rate, 0): diverged for rate in (0.3, 0.1, 0.9)}
-    assert optimizers._best(folders, "sgd") == 0.1
-
-
-def test_the_mean_over_a_run_that_diverged_is_nan():
-    assert str(_shared.mean([math.nan, 2.0])) == "nan"
-    assert str(_shared.mean([1.0, 2.0])) == "1.500 ± 0.500"
+        optimizers._report(TINY, folders)

@@ -13,7 +13,7 @@ from flax import nnx
 from sympow_jax import generation
 from tests.generation import small
 
-GREEDY = generation.Sampling(temperature=0)
+GREEDY, SAMPLED = generation.Sampling(temperature=0), generation.Sampling(temperature=0.9)
 
 
 def prompts(*lengths):
@@ -28,71 +28,41 @@ def generated(model, rows, *, max_tokens, sampling, block=8, **settings):
     return np.concatenate(blocks, axis=1)
 
 
-def test_greedy_tokens_are_those_of_the_model_without_a_state(monkeypatch):
-    """The first 25 positions stay in the KV cache (`test_decoding`); then the recurrent state is updated with them."""
-    folds = []
+@pytest.mark.parametrize(("preset", "block", "folds"), [("conformal", 4, 1), ("sliding_window", 8, 0)])
+def test_greedy_tokens_are_those_of_the_model_without_a_state(monkeypatch, preset, block, folds):
+    """Positions of the first stay in the KV cache (`test_decoding`) until it is folded; a window bounds the other's."""
+    folded = []
     fold = generation.Program.fold
-    monkeypatch.setattr(generation.Program, "fold", lambda *arguments: folds.append(1) or fold(*arguments))
+    monkeypatch.setattr(generation.Program, "fold", lambda *arguments: folded.append(1) or fold(*arguments))
     # Shapes are those of `test_decoding`, whose programs these are.
-    model, rows = small.model("conformal"), prompts(21, 3, 11)
-    actual = generated(model, rows, max_tokens=30, sampling=GREEDY, block=4)
-    assert actual.shape == (3, 30)
-    assert len(folds) == 1
-    for index in range(30):
-        tokens = np.zeros((3, 200), np.int32)
-        for row, prompt in enumerate(rows):
-            tokens[row, : len(prompt) + index] = [*prompt, *actual[row, :index]]
-        logits = np.asarray(small.whole(model, tokens))
-        for row, prompt in enumerate(rows):
-            assert logits[row, len(prompt) + index - 1].argmax() == actual[row, index]
-    assert len(np.unique(actual)) > 5
-
-
-def test_padding_of_prompts_changes_nothing():
-    model, rows = small.model("softmax"), prompts(9, 4)
-    draw = functools.partial(generated, model, rows, max_tokens=20, sampling=GREEDY)
-    np.testing.assert_array_equal(draw(prompt_length=16), draw())
-    with pytest.raises(ValueError, match="prompt_length is 8; it must be at least 9, the longest prompt"):
-        draw(prompt_length=8)
-
-
-def test_a_window_bounds_the_cache_and_not_the_text():
-    model, rows = small.model("sliding_window"), prompts(21, 3, 11)
-    actual = generated(model, rows, max_tokens=40, sampling=GREEDY)
+    model, rows = small.model(preset), prompts(21, 3, 11)
+    actual = generated(model, rows, max_tokens=30, sampling=GREEDY, block=block)
+    assert (actual.shape, len(folded)) == ((3, 30), folds)
     tokens = np.zeros((3, 200), np.int32)
     for row, prompt in enumerate(rows):
-        tokens[row, : len(prompt) + 40] = [*prompt, *actual[row]]
+        tokens[row, : len(prompt) + 30] = [*prompt, *actual[row]]
     expected = np.asarray(small.whole(model, tokens)).argmax(-1)
     for row, prompt in enumerate(rows):
-        np.testing.assert_array_equal(expected[row, len(prompt) - 1 :][:40], actual[row])
+        np.testing.assert_array_equal(expected[row, len(prompt) - 1 :][:30], actual[row])
     assert len(np.unique(actual)) > 5
 
 
-def test_drawn_tokens_do_not_depend_on_the_batch():
-    model, rows = small.model("softmax"), prompts(9, 4, 9)
-    draw = functools.partial(generated, model, sampling=generation.Sampling(temperature=0.9), seed=3)
-    together = draw([*rows, rows[0]], max_tokens=20)
-    np.testing.assert_array_equal(together[0], together[3])
-    for row in (0, 2):
-        np.testing.assert_array_equal(draw([rows[row]], max_tokens=20)[0], together[row])
-    # It does not depend on where the prompt ends and the sampled tokens begin either.
-    longer = [*rows[1], *together[1, :5].tolist()]
-    np.testing.assert_array_equal(draw([longer], max_tokens=20)[0, :15], together[1, 5:])
-    assert (draw([rows[0]], max_tokens=20, seed=4)[0] != together[0]).any()
-
-
-def test_samples_are_the_texts_of_successive_seeds():
+def test_drawn_tokens_depend_on_the_prompt_and_the_seed_alone():
     """The last seed is followed by 0."""
     model, rows = small.model("softmax"), prompts(9, 4)
-    draw = functools.partial(
-        generated, model, sampling=generation.Sampling(temperature=0.9), max_tokens=20, block=10
-    )
-    together = draw(rows, samples=3, seed=2**32 - 2)
+    draw = functools.partial(generated, model, sampling=SAMPLED, max_tokens=20)
+    together = draw([*rows, rows[0]], samples=2, seed=2**32 - 1)
     assert together.shape == (6, 20)
-    for sample, seed in enumerate((2**32 - 2, 2**32 - 1, 0)):
-        np.testing.assert_array_equal(together[sample::3], draw(rows, seed=seed))
-    assert (together[0] != together[1]).any()
-    assert (together[3] != together[4]).any()
+    np.testing.assert_array_equal(together[:2], together[4:])
+    for sample, seed in enumerate((2**32 - 1, 0)):
+        for row, prompt in enumerate(rows):
+            # Padding of the prompt changes nothing either.
+            alone = draw([prompt], seed=seed, prompt_length=9)
+            np.testing.assert_array_equal(alone[0], together[2 * row + sample])
+    assert all((together[row] != together[row + 1]).any() for row in (0, 2))
+    # They do not depend on where the prompt ends and the sampled tokens begin.
+    longer = [*rows[1], *together[2, :5].tolist()]
+    np.testing.assert_array_equal(draw([longer], seed=2**32 - 1)[0, :15], together[2, 5:])
 
 
 def test_repeated_tokens_are_penalized():
@@ -100,24 +70,25 @@ def test_repeated_tokens_are_penalized():
     model, rows = small.model("softmax"), prompts(9, 4)
     sampling = generation.Sampling(temperature=0, repetition_penalty=3.0)
     actual = generated(model, rows, max_tokens=16, sampling=sampling)
-    assert (actual != generated(model, rows, max_tokens=16, sampling=GREEDY)).any()
-    for prompt, tokens in zip(rows, actual):
-        logits = np.asarray(small.whole(model, np.array([[*prompt, *tokens]])), np.float64)[0]
+    whole = [[*prompt, *tokens] for prompt, tokens in zip(rows, actual)]
+    padded = np.array([np.pad(row, (0, 25 - len(row))) for row in whole])
+    changed = False
+    for prompt, tokens, logits in zip(rows, actual, np.asarray(small.whole(model, padded), np.float64)):
         for index, token in enumerate(tokens):
             row = logits[len(prompt) + index - 1]
+            likeliest = row.argmax()
             for used in {*prompt, *tokens[:index]}:
                 row[used] *= 1 / 3 if row[used] > 0 else 3
             assert row.argmax() == token
-    # A text that is cut anywhere continues as before, and alone as in a batch.
-    cut = [*rows[1], *actual[1, :5].tolist()]
-    np.testing.assert_array_equal(generated(model, [cut], max_tokens=11, sampling=sampling)[0], actual[1, 5:])
+            changed |= likeliest != token
+    assert changed
 
 
 def test_logits_that_are_not_finite():
     model = nnx.clone(small.model("softmax"))
     model.final_norm.bias[...] = np.nan
     with pytest.raises(ValueError, match="logits of prompt 1 are not finite"):
-        generated(model, prompts(9), max_tokens=20, sampling=generation.Sampling(temperature=0.9))
+        generated(model, prompts(9), max_tokens=20, sampling=SAMPLED)
 
 
 def test_mistakes():
@@ -131,6 +102,7 @@ def test_mistakes():
         "samples is 1.5": {"samples": 1.5},
         "block is 0": {"block": 0},
         "max_tokens is 1000000000000000000000000000000; it must be": {"max_tokens": 10**30},
+        "prompt_length is 1; it must be at least 2, the longest": {"prompts": [[1, 2]], "prompt_length": 1},
         "seed is -1": {"seed": -1},
         "samples is 0": {"samples": 0},
         "token 64 at position 1 of row 0": {"prompts": [[1, 64]]},

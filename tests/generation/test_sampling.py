@@ -1,6 +1,7 @@
 """Tests of sampling: the drawn tokens, the eligible tokens, and the dependence on the key."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -32,37 +33,6 @@ def close(counts, expected):
     np.testing.assert_array_less(np.abs(counts - expected), bound + 1e-9)
 
 
-def test_probabilities():
-    close(frequencies(), PROBABILITIES)
-    squared = PROBABILITIES**2 / (PROBABILITIES**2).sum()
-    close(frequencies(temperature=0.5), squared)
-    assert (draws(temperature=0) == 0).all()
-
-
-def test_the_likeliest_alone():
-    close(frequencies(top_k=2), [2 / 3, 1 / 3, 0, 0])
-    close(frequencies(top_k=9), PROBABILITIES)
-    close(frequencies(top_k=10**30), PROBABILITIES)
-    close(frequencies(top_p=0.8), [5 / 9, 2.5 / 9, 1.5 / 9, 0])
-    close(frequencies(top_p=0.5), [1, 0, 0, 0])
-    # top_p is applied after top_k, which leaves the first token with 2/3, more than top_p.
-    close(frequencies(top_k=2, top_p=0.6), [1, 0, 0, 0])
-    # top_p is applied after the temperature.
-    close(frequencies(top_p=0.7, temperature=0.5), [1, 0, 0, 0])
-    assert (draws(top_p=1e-9) == 0).all()
-
-
-def test_min_p():
-    close(frequencies(min_p=0.3), [5 / 9, 2.5 / 9, 1.5 / 9, 0])
-    close(frequencies(min_p=0.29), [5 / 9, 2.5 / 9, 1.5 / 9, 0])
-    close(frequencies(min_p=0.6), [1, 0, 0, 0])
-    close(frequencies(min_p=1.0), [1, 0, 0, 0])
-    # min_p is applied after the temperature: 0.25 / 0.5 becomes 0.25.
-    close(frequencies(min_p=0.4, temperature=0.5), [1, 0, 0, 0])
-    # top_p counts probabilities of all tokens, also of those that min_p excludes.
-    close(frequencies(top_p=0.74, min_p=0.4), [2 / 3, 1 / 3, 0, 0])
-
-
 def eligible(logits, seen, *, temperature, top_k, top_p, min_p, repetition_penalty):
     """Returns the probabilities of a row in float64, with each option as its paper states it, one after another."""
     logits = logits.astype(np.float64)
@@ -79,16 +49,26 @@ def eligible(logits, seen, *, temperature, top_k, top_p, min_p, repetition_penal
     return weights / weights.sum()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"min_p": 0.1},
-        {"repetition_penalty": 1.7},
-        {"repetition_penalty": 0.6, "temperature": 0.7},
-        {"repetition_penalty": 1.3, "temperature": 1.4, "top_k": 9, "top_p": 0.9, "min_p": 0.2},
-    ],
-)
-def test_probabilities_in_float64(options):
+OPTIONS = [
+    {},
+    {"temperature": 0.5},
+    {"top_k": 2},
+    {"top_k": 10**30},
+    {"top_p": 0.8},
+    {"top_p": 1e-9},
+    {"top_p": 0.7, "temperature": 0.5},
+    {"top_k": 3, "top_p": 0.6},
+    {"min_p": 0.1},
+    {"min_p": 1.0},
+    {"min_p": 0.4, "temperature": 0.5},
+    {"top_p": 0.74, "min_p": 0.4},
+    {"repetition_penalty": 1.7},
+    {"repetition_penalty": 0.6, "temperature": 0.7},
+    {"repetition_penalty": 1.3, "temperature": 1.4, "top_k": 9, "top_p": 0.9, "min_p": 0.2},
+]
+
+
+def test_probabilities_in_float64():
     """Logits of both signs; every row has seen other tokens."""
     everything = {"temperature": 1.0, "top_k": 12, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
     rows = 3
@@ -96,18 +76,19 @@ def test_probabilities_in_float64(options):
     seen = np.asarray(jax.random.bernoulli(jax.random.key(2), 0.5, (rows, 12)))
     assert (logits[seen] > 0).any()
     assert (logits[seen] < 0).any()
-    tokens = generation.sample(
-        jnp.repeat(logits, DRAWS, axis=0),
-        generation.Sampling(**options),
-        seed=np.uint32(0),
-        position=jnp.arange(rows * DRAWS),
-        seen=jnp.repeat(seen, DRAWS, axis=0),
-    )
-    for row, drawn in enumerate(np.asarray(tokens).reshape(rows, DRAWS)):
-        expected = eligible(logits[row], seen[row], **everything | options)
-        counts = np.bincount(drawn, minlength=12) / DRAWS
-        assert (counts[expected == 0] == 0).all()
-        close(counts, expected)
+    for options in OPTIONS:
+        tokens = generation.sample(
+            jnp.repeat(logits, DRAWS, axis=0),
+            generation.Sampling(**options),
+            seed=np.uint32(0),
+            position=jnp.arange(rows * DRAWS),
+            seen=jnp.repeat(seen, DRAWS, axis=0),
+        )
+        for row, drawn in enumerate(np.asarray(tokens).reshape(rows, DRAWS)):
+            expected = eligible(logits[row], seen[row], **everything | options)
+            counts = np.bincount(drawn, minlength=12) / DRAWS
+            assert (counts[expected == 0] == 0).all()
+            close(counts, expected)
 
 
 def test_a_penalty_of_the_likeliest_token():
@@ -130,11 +111,10 @@ def test_ids_that_are_never_drawn():
     assert (draws(probabilities=PROBABILITIES[::-1], temperature=0, vocab_size=3) == 2).all()
 
 
-@pytest.mark.parametrize("temperature", [0, 1e-45, 1e-30, 1e-10])
-def test_a_temperature_that_is_nearly_0_is_greedy(temperature):
+def test_a_temperature_that_is_nearly_0_is_greedy():
     logits = jnp.array([[1.0, 5.0, 4.999, -3.0], [2.0, -jnp.inf, 9.0, 8.0], [-1e30, 1e30, 3e38, -3e38]])
-    sampling = generation.Sampling(temperature=temperature)
-    for seed in range(4):
+    for temperature, seed in itertools.product((0, 1e-45, 1e-30, 1e-10), range(2)):
+        sampling = generation.Sampling(temperature=temperature)
         tokens = generation.sample(logits, sampling, seed=jnp.uint32(seed), position=jnp.arange(3))
         assert tokens.tolist() == [1, 2, 2]
 
@@ -173,29 +153,24 @@ def test_a_seed_per_row():
         assert sample(seed=seeds[row], position=position)[row] == together[row]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"temperature": -0.1}, "temperature is -0.1"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"temperature": float("inf")}, "temperature is inf"),
-        ({"top_k": 0}, "top_k is 0"),
-        ({"top_p": 0.0}, "top_p is 0"),
-        ({"top_p": 1.5}, "top_p is 1.5"),
-        ({"top_p": float("nan")}, "top_p is nan"),
-        ({"min_p": -0.1}, "min_p is -0.1"),
-        ({"min_p": 1.5}, "min_p is 1.5"),
-        ({"min_p": float("nan")}, "min_p is nan"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0"),
-        ({"repetition_penalty": float("inf")}, "repetition_penalty is inf"),
-        ({"repetition_penalty": 1e-300}, "repetition_penalty is 1e-300"),
+def test_mistakes():
+    nan, inf = float("nan"), float("inf")
+    for name, values in {
+        "temperature": (-0.1, nan, inf),
+        "top_k": (0,),
+        "top_p": (0.0, 1.5, nan),
+        "min_p": (-0.1, 1.5, nan),
+        "repetition_penalty": (0.0, inf, 1e-300),
+        "vocab_size": (-3,),
+    }.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"{name} is {value:g}; it must be"):
+                generation.Sampling(**{name: value})
+    for settings, message in (
         ({"temperature": 10**400}, "temperature is inf"),
         ({"temperature": jnp.ones(3)}, "temperature is Array.*; it must be a number"),
         ({"temperature": True}, "temperature is True; it must be a number"),
-        ({"top_k": 2.5}, r"top_k is 2.5; it must be an integer"),
-        ({"vocab_size": -3}, "vocab_size is -3"),
-    ],
-)
-def test_mistakes(settings, message):
-    with pytest.raises(ValueError, match=message):
-        generation.Sampling(**settings)
+        ({"top_k": 2.5}, "top_k is 2.5; it must be an integer"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generation.Sampling(**settings)

@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
-import itertools
 import math
 
 import jax
@@ -36,65 +34,6 @@ def on_mesh(model: models.DecoderLM, sizes: dict) -> models.DecoderLM:
     return nnx.merge(graph, jax.tree_util.tree_map_with_path(place, nnx.to_pure_dict(params)))
 
 
-@functools.cache
-def with_heads(preset: str, kv_heads: int) -> models.DecoderLM:
-    model = small.model(preset)
-    settings = dataclasses.replace(model.config, kv_heads=kv_heads)
-    return model if settings == model.config else models.DecoderLM(settings, rngs=0)
-
-
-def compare(preset: str, kv_heads: int, rows: int, sizes: dict) -> dict:
-    one = with_heads(preset, kv_heads)
-    model = on_mesh(one, sizes)
-    program = generation.Program(model)
-    prompts = [row[:length].tolist() for row, length in zip(small.tokens(rows, 40), LENGTHS)]
-    sampling = generation.Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.1)
-    options = {"max_tokens": 24, "sampling": sampling, "samples": 2, "block": 8}
-    expected, actual = (
-        np.concatenate(list(generation.generate(x, prompts, **options)), axis=1) for x in (one, model)
-    )
-    # A KV cache where there is one.
-    states = [program.init_state(rows, max_length=24)]
-    lengths = np.array(LENGTHS[:rows])
-    logits, state = program.prefill(small.tokens(rows, 21), lengths, initial_state=states[0])
-    states += [state, program.decode(state, logits.argmax(-1))[1]]
-    if None not in model.kv_cache_lengths:
-        states.append(program.fold(state))
-    specs = [
-        {jax.tree_util.keystr(path[2:]): spec(x) for path, x in jax.tree_util.tree_leaves_with_path(state)}
-        for state in states
-    ]
-    return {"equal": bool((actual == expected).all()), "varied": len(np.unique(actual)), "specs": specs}
-
-
-def move_rows() -> list:
-    """Returns a case, the types of its results, and whether these equal those of one device, for each kind of mesh."""
-    tree = {"logits": np.arange(32, dtype=np.float32).reshape(4, 8), "position": np.arange(4, dtype=np.int32)}
-    calls = {
-        "fork": lambda x: generation.fork(x, 2),
-        "take": lambda x: generation.take(x, 2),
-        "take_traced": lambda x: generation.take(x, jnp.int32(2)),
-        "insert": lambda x: generation.insert(x, 2, generation.take(x, 1)),
-        "insert_from_host": lambda x: generation.insert(x, 2, jax.tree.map(lambda y: y[1:2], tree)),
-    }
-    results = []
-    for kind, (name, call) in itertools.product(jax.sharding.AxisType.__members__.values(), calls.items()):
-        if kind is jax.sharding.AxisType.Manual:
-            continue
-        mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2)
-        shardings = {"logits": jax.P("data", "tensor"), "position": jax.P("data")}
-        placed = {
-            field: jax.device_put(x, jax.NamedSharding(mesh, shardings[field])) for field, x in tree.items()
-        }
-        expected = call(tree)
-        for scope, jitted in itertools.product((contextlib.nullcontext(), jax.set_mesh(mesh)), (False, True)):
-            with scope:
-                actual = (jax.jit(call) if jitted else call)(placed)
-            equal = all(np.array_equal(actual[field], expected[field]) for field in tree)
-            results.append([kind.name, name, [str(jax.typeof(x)) for x in actual.values()], equal])
-    return results
-
-
 def spec(x: jax.Array) -> list:
     """Returns the axes that shard each dimension, without a tail of None."""
     axes = list(x.sharding.spec)
@@ -118,31 +57,64 @@ def axes(rows, heads):
     )
 
 
-def check(preset, kv_heads, prompts, sizes, rows, heads):
+def check(preset, kv_heads, rows, sizes, row_axis, head_axis):
     """Checks tokens and states, whose rows and key/value heads should be sharded over these axes."""
-    result = compare(preset, kv_heads, prompts, sizes)
-    assert result["equal"]
-    assert result["varied"] > 10
-    cache, recurrent = axes(rows, heads)
-    # A cache at first, and a recurrent state once it is folded.
-    for specs, expected in zip(result["specs"], [cache, cache, cache, recurrent]):
-        assert {name: spec for name, spec in specs.items() if name in expected} == expected
+    one = small.model(preset)
+    if one.config.kv_heads != kv_heads:
+        one = models.DecoderLM(dataclasses.replace(one.config, kv_heads=kv_heads), rngs=0)
+    model = on_mesh(one, sizes)
+    program = generation.Program(model)
+    prompts = [row[:length].tolist() for row, length in zip(small.tokens(rows, 40), LENGTHS)]
+    sampling = generation.Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.1)
+    options = {"max_tokens": 24, "sampling": sampling, "samples": 2, "block": 8}
+    expected, actual = (
+        np.concatenate(list(generation.generate(x, prompts, **options)), axis=1) for x in (one, model)
+    )
+    np.testing.assert_array_equal(actual, expected)
+    assert len(np.unique(actual)) > 10
+    # A KV cache at first, and a recurrent state once it is folded.
+    states = [program.init_state(rows, max_length=24)]
+    lengths = np.array(LENGTHS[:rows])
+    logits, state = program.prefill(small.tokens(rows, 21), lengths, initial_state=states[0])
+    states += [state, program.decode(state, logits.argmax(-1))[1]]
+    if None not in model.kv_cache_lengths:
+        states.append(program.fold(state))
+    cache, recurrent = axes(row_axis, head_axis)
+    for state, wanted in zip(states, [cache, cache, cache, recurrent]):
+        leaves = jax.tree_util.tree_leaves_with_path(state)
+        specs = {jax.tree_util.keystr(path[2:]): spec(x) for path, x in leaves}
+        assert {name: specs[name] for name in wanted if name in specs} == wanted
         if ".position.whole" in specs:
-            assert specs[".position.whole"] == [axis for axis in (rows, heads) if axis]
+            assert specs[".position.whole"] == [axis for axis in (row_axis, head_axis) if axis]
 
 
 def test_rows_are_moved_on_every_kind_of_mesh():
-    results = move_rows()
-    assert len(results) == 2 * 5 * 2 * 2
+    tree = {"logits": np.arange(32, dtype=np.float32).reshape(4, 8), "position": np.arange(4, dtype=np.int32)}
+    calls = {
+        "fork": lambda x: generation.fork(x, 2),
+        "take": lambda x: generation.take(x, 2),
+        "take traced": lambda x: generation.take(x, jnp.int32(2)),
+        "insert": lambda x: generation.insert(x, 2, generation.take(x, 1)),
+        "insert from the host": lambda x: generation.insert(x, 2, jax.tree.map(lambda y: y[1:2], tree)),
+    }
     types = {
         "fork": ["float32[8@data,8@tensor]", "int32[8@data]"],
         "take": ["float32[1,8@tensor]", "int32[1]"],
         "insert": ["float32[4@data,8@tensor]", "int32[4@data]"],
     }
-    for kind, name, actual, equal in results:
-        assert equal, (kind, name)
-        if kind == "Explicit":
-            assert actual == types[name.partition("_")[0]]
+    shardings = {"logits": jax.P("data", "tensor"), "position": jax.P("data")}
+    for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
+        mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind,) * 2)
+        placed = {
+            name: jax.device_put(x, jax.NamedSharding(mesh, shardings[name])) for name, x in tree.items()
+        }
+        for name, call in calls.items():
+            for scope, jitted in ((contextlib.nullcontext(), False), (jax.set_mesh(mesh), True)):
+                with scope:
+                    actual = (jax.jit(call) if jitted else call)(placed)
+                jax.tree.map(np.testing.assert_array_equal, actual, call(tree))
+                if kind is jax.sharding.AxisType.Explicit:
+                    assert [str(jax.typeof(x)) for x in actual.values()] == types[name.split()[0]]
 
 
 @pytest.mark.slow

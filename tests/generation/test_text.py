@@ -20,46 +20,42 @@ def model():
     return models.DecoderLM(settings, rngs=0)
 
 
+PROMPTS = ["def ", "é"]
+TOKENS = [np.array([*prompt.encode()]) for prompt in PROMPTS]
+OPTIONS = {"max_tokens": 40, "samples": 2, "seed": 3}
+
+
 def complete(prompts, **options):
-    options = {"sampling": SAMPLING, "max_tokens": 40} | options
-    return generation.complete(model(), BYTES, prompts, **options)
+    return generation.complete(model(), BYTES, prompts, **{"sampling": SAMPLING, **OPTIONS, **options})
 
 
 def test_texts_are_the_decoded_tokens():
-    texts = complete(["def ", "é"], samples=2, seed=3)
-    assert len(texts) == 4
-    for number, prompt in enumerate(["def ", "é"]):
-        for sample in range(2):
-            blocks = generation.generate(
-                model(), [list(prompt.encode())], max_tokens=40, sampling=SAMPLING, seed=3 + sample
-            )
-            data = b"".join(bytes(block[0].tolist()) for block in blocks)
-            assert texts[2 * number + sample] == data.decode(errors="replace")
+    texts = complete(PROMPTS)
+    blocks = list(generation.generate(model(), TOKENS, sampling=SAMPLING, **OPTIONS))
+    assert texts == [bytes(row.tolist()).decode(errors="replace") for row in np.concatenate(blocks, axis=1)]
     assert len(set(texts)) == 4
-
-
-def test_a_text_ends_before_a_stop():
-    (text,) = complete(["def "])
-    stop = text[20:23]
-    assert complete(["def "], stops=[stop]) == [text[: text.index(stop)]]
-
-
-def test_pieces_make_the_texts():
-    prompts = [list(b"def "), list(b"class ")]
-    pieces = list(generation.stream(model(), BYTES, prompts, max_tokens=40, sampling=SAMPLING))
-    assert len(pieces) == 2  # blocks of 32 tokens
-    texts = ["".join(piece.text for piece in row) for row in zip(*pieces)]
-    assert texts == complete(["def ", "class "])
-    assert [[piece.done for piece in row] for row in pieces] == [[False, False], [True, True]]
+    pieces = list(generation.stream(model(), BYTES, TOKENS, sampling=SAMPLING, **OPTIONS))
+    assert [[piece.done for piece in row] for row in pieces] == [
+        [False] * 4,
+        [True] * 4,
+    ]  # blocks of 32 tokens
+    assert ["".join(piece.text for piece in row) for row in zip(*pieces)] == texts
+    # A text ends before a stop. Prompts and stops may be arrays.
+    stop = texts[0][20:23]
+    assert complete(np.array(PROMPTS), stops=np.array([stop]))[0] == texts[0][: texts[0].index(stop)]
+    stopped = generation.stream(
+        model(), BYTES, [row.tolist() for row in TOKENS], sampling=SAMPLING, **OPTIONS
+    )
+    assert list(stopped) == pieces
 
 
 def test_ids_that_the_codec_does_not_have_are_not_sampled():
-    codec = data.Codec(data.tokenizer.load("byte"), vocab_size=100)
-    for sampling in (SAMPLING, generation.Sampling(vocab_size=200)):
-        (text,) = generation.complete(model(), codec, ["a"], max_tokens=100, sampling=sampling)
-        assert max(text) < chr(100)
-    (text,) = complete(["a"], sampling=generation.Sampling(vocab_size=50))
-    assert max(text) < chr(50)
+    codec, sampling = (
+        data.Codec(data.tokenizer.load("byte"), vocab_size=100),
+        generation.Sampling(vocab_size=200),
+    )
+    (text,) = generation.complete(model(), codec, ["abca"], max_tokens=64, sampling=sampling)
+    assert max(text) < chr(100)
 
 
 def test_mistakes():
@@ -74,30 +70,29 @@ def test_mistakes():
         generation.complete(small.model("softmax"), codec, ["def "], max_tokens=1)
 
 
-def test_prompts_and_stops_may_be_arrays():
-    prompts = ["def ", "cla "]
-    assert complete(np.array(prompts), stops=np.array(["zzzz"])) == complete(prompts)
-    tokens = np.array([list(prompt.encode()) for prompt in prompts])
-    options = {"max_tokens": 40, "sampling": SAMPLING}
-    pieces = generation.stream(model(), BYTES, tokens, stops=iter(["zzzz"]), **options)
-    assert ["".join(piece.text for piece in row) for row in zip(*pieces)] == complete(prompts)
+def test_prompts_and_stops_that_are_no_texts():
+    for wrong in ("def", b"ab", [b"ab"], [5], None, 5, [["a"]], np.array("ab")):
+        with pytest.raises(ValueError, match=r"prompts is .*; it must be a list of texts"):
+            complete(wrong)
+        with pytest.raises(ValueError, match=r"stops is .*; it must be a list of texts"):
+            complete(["a"], stops=wrong)
 
 
-@pytest.mark.parametrize("prompts", ["def", b"ab", [b"ab"], [5], None, 5, [["a"]], np.array("ab")])
-def test_prompts_and_stops_that_are_no_texts(prompts):
-    with pytest.raises(ValueError, match=r"prompts is .*; it must be a list of texts"):
-        complete(prompts)
-    with pytest.raises(ValueError, match=r"stops is .*; it must be a list of texts"):
-        complete(["a"], stops=prompts)
-
-
-@pytest.mark.parametrize(
-    "prompts",
-    ["ab", ["ab"], [1, 2], np.array([1, 2]), [[1.5]], np.zeros((1, 2, 2), int), [None], None, [[1, [2]]]],
-)
-def test_prompts_that_are_no_tokens(prompts):
+def test_prompts_that_are_no_tokens():
     options = {"max_tokens": 4, "sampling": SAMPLING}
-    with pytest.raises(ValueError, match=r"prompts is .*; it must have the tokens of each prompt"):
-        generation.generate(model(), prompts, **options)
-    with pytest.raises(ValueError, match=r"prompts is .*; it must have the tokens of each prompt"):
-        generation.stream(model(), BYTES, prompts, **options)
+    wrong = (
+        "ab",
+        ["ab"],
+        [1, 2],
+        np.array([1, 2]),
+        [[1.5]],
+        np.zeros((1, 2, 2), int),
+        [None],
+        None,
+        [[1, [2]]],
+    )
+    for prompts in wrong:
+        with pytest.raises(ValueError, match=r"prompts is .*; it must have the tokens of each prompt"):
+            generation.generate(model(), prompts, **options)
+        with pytest.raises(ValueError, match=r"prompts is .*; it must have the tokens of each prompt"):
+            generation.stream(model(), BYTES, prompts, **options)

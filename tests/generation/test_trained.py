@@ -60,29 +60,19 @@ def by_steps(model, tokens):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_forms_and_steps_agree_over_4096_tokens(trained, text):
+def test_forms_steps_and_greedy_text_agree(trained, text):
     tokens = jnp.asarray(text)
-    expected = small.whole(in_form(trained, "attention"), tokens[None])[0]
+    attention = in_form(trained, "attention")
+    expected = small.whole(attention, tokens[None])[0]
     assert (expected.argmax(-1)[:-1] == text[1:]).mean() > 0.2  # it has learned something
     for actual in (small.whole(in_form(trained, "chunked"), tokens[None])[0], by_steps(trained, tokens)):
         assert cases.error(actual, expected) <= BOUND
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_greedy_text_is_identical(trained, text):
-    """One prompt is in the recurrent state; the other stays in the KV cache until it is folded."""
-    model = in_form(trained, "attention")
-    lengths, count = (40, 380, 2000), 96
-    longest = max(lengths)
-    for length in lengths:
-        prompt = text[:length]
-        blocks = generation.generate(
-            trained, [prompt.tolist()], max_tokens=count, sampling=generation.Sampling(temperature=0)
-        )
+    # A prompt in the recurrent state, one that stays in the KV cache until it is folded, and a short one.
+    for length in (40, 380, 2000):
+        prompts, greedy = [text[:length].tolist()], generation.Sampling(temperature=0)
+        blocks = generation.generate(trained, prompts, max_tokens=96, sampling=greedy)
         actual = np.concatenate(list(blocks), axis=1)[0]
-        # Each token is the likeliest after those before it, so the other form's greedy text is the same.
-        # Padding, which no token before it sees, spares compilations.
-        tokens = np.pad(np.concatenate([prompt, actual]), (0, longest - length))
-        logits = small.whole(model, tokens[None])[0]
-        np.testing.assert_array_equal(actual, logits[length - 1 : length + count - 1].argmax(-1))
+        # Each token is the likeliest after those before it. Padding is to one length for all.
+        row = np.pad(np.concatenate([text[:length], actual]), (0, TIME - length - 96))
+        logits = small.whole(attention, row[None])[0]
+        np.testing.assert_array_equal(actual, logits[length - 1 : length + 95].argmax(-1))

@@ -105,33 +105,6 @@ def input_of_first_layer(model, tokens):
     return x
 
 
-def test_weights_are_the_formulas_of_a_power_model():
-    model = model_of("sympow_gated", kv_heads=1)
-    tokens = list(TEXT.encode())
-    (layer_maps,) = attention_maps.attention_maps(model, tokens, [0])
-    np.testing.assert_allclose(layer_maps.weights.sum(-1), 1, atol=1e-6)
-
-    attention, x = model.blocks[0].attention, input_of_first_layer(model, tokens)
-    query = (x @ exactly(attention.query.kernel)).reshape(len(tokens), HEADS, -1)
-    key = x @ exactly(attention.key.kernel)
-    log_decay = -np.log1p(np.exp(-(x @ exactly(attention.decay.kernel))))
-    theta = 2 * np.pi * 65_536.0 ** (-2 * np.arange(4) / 8)
-
-    def rope(x):
-        angles = np.arange(len(tokens))[:, None] * theta
-        angles = angles if x.ndim == 2 else angles[:, None]
-        even, odd = x[..., 0::2], x[..., 1::2]
-        turned = [even * np.cos(angles) - odd * np.sin(angles), even * np.sin(angles) + odd * np.cos(angles)]
-        return np.stack(turned, -1).reshape(x.shape)
-
-    scores = np.einsum("tnd,sd->nts", rope(query), rope(key)) ** 2
-    total = np.cumsum(log_decay[:, 0])
-    scores *= np.tril(np.exp(np.minimum(total[:, None] - total, 0)))
-    expected = scores / scores.sum(-1, keepdims=True)
-    assert np.linalg.norm(layer_maps.weights - expected) < 1e-5 * np.linalg.norm(expected)
-    np.testing.assert_allclose(layer_maps.half_life, math.log(2) / -log_decay.T, rtol=1e-5)
-
-
 def test_json_has_the_numbers_of_the_run(runs, written):
     assert written["run"] == "a"
     assert written["step"] == 2
@@ -157,15 +130,6 @@ def test_json_has_the_numbers_of_the_run(runs, written):
     assert written["theta"][0] == pytest.approx(2 * math.pi)
 
 
-def test_figures_are_written(runs, written):
-    for name in ("attention", "half_life", "rotation"):
-        with PIL.Image.open(runs / "out" / f"{name}.png") as picture:
-            width, height = picture.size
-            assert width > 500
-            assert height > 200
-            assert len(picture.convert("RGB").getcolors(2**24)) > 20
-
-
 def test_one_layer(runs, capsys):
     assert command.main([f"--workdir={runs}/a", f"--text={TEXT}", "--layer=1"]) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -175,6 +139,12 @@ def test_one_layer(runs, capsys):
         "half_life.png",
         "rotation.png",
     ]
+    for name in ("attention", "half_life", "rotation"):
+        with PIL.Image.open(runs / "a" / "inspect" / f"{name}.png") as picture:
+            width, height = picture.size
+            assert width > 500
+            assert height > 200
+            assert len(picture.convert("RGB").getcolors(2**24)) > 20
     layer_maps = json.loads((runs / "a" / "inspect" / "inspect.json").read_text())
     assert [layer["layer"] for layer in layer_maps["layers"]] == [1]
 
@@ -225,15 +195,12 @@ def test_figures_of_all_sizes(heads, time, numbers, tmp_path):
     assert draw([layer_maps], tokens[:time], tmp_path) == {"attention", "half_life", "rotation"}
 
 
+VECTORS = {"decay": "channel_learned", "position": "learned_rope_pairs"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("preset", "changes"),
-    [
-        *(pytest.param(name, {}, id=name) for name in config.PRESETS),
-        pytest.param(
-            "conformal", {"decay": "channel_learned", "position": "learned_rope_pairs"}, id="vectors"
-        ),
-    ],
+    ("preset", "changes"), [*((name, {}) for name in config.PRESETS), ("conformal", VECTORS)]
 )
 def test_every_preset_can_be_drawn(preset, changes, tmp_path):
     model = model_of(preset, layers=2, heads=4, **changes)

@@ -1,8 +1,11 @@
 """Inputs for testing and timing every implementation of power attention, and error measures."""
 
 import dataclasses
+import functools
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 GRADIENTS = ("query", "key", "value", "log_decay")
@@ -10,7 +13,10 @@ GRADIENTS = ("query", "key", "value", "log_decay")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Combination of options of `power_attention`; `arrays` draws its arrays."""
+    """Combination of options of `power_attention`; `arrays` draws its arrays.
+
+    decay: none, mixed (0 to -1e4) or gentle, per key head; channels (mixed) or gentle channels, per value channel.
+    """
 
     power: int = 2
     head_dim: int = 16
@@ -45,13 +51,12 @@ def arrays(case: Case, *, batch=2, kv_heads=1, seed=0, dtype="float32") -> dict[
         "segment_ids": None,
         "dout": normal(heads, case.value_dim),
     }
-    if case.decay == "mixed":
+    shape = (batch, time, kv_heads) + (case.value_dim,) * ("channels" in case.decay)
+    if case.decay in ("mixed", "channels"):
         steps = np.array([0, -1e-4, -0.3, -20, -1e4], "float32")
-        drawn["log_decay"] = random.choice(steps, size=(batch, time, kv_heads)).astype("float64")
-    elif case.decay == "gentle":
-        drawn["log_decay"] = (
-            -random.exponential(0.01, (batch, time, kv_heads)).astype("float32").astype("float64")
-        )
+        drawn["log_decay"] = random.choice(steps, size=shape).astype("float64")
+    elif case.decay in ("gentle", "gentle channels"):
+        drawn["log_decay"] = -random.exponential(0.01, shape).astype("float32").astype("float64")
     if case.segments != "none":
         drawn["segment_ids"] = _segments(case.segments, batch, time, random)
     return drawn
@@ -85,6 +90,61 @@ def pairwise(factors: dict[str, tuple], keep=lambda case: True) -> list[Case]:
         chosen.append(candidates[best])
         wanted -= pairs[best]
     return chosen
+
+
+def cast(drawn, dtype):
+    """Returns arguments in a dtype; decays of bfloat16 arguments in float32."""
+    decay_dtype = "float32" if dtype == "bfloat16" else dtype
+    return {
+        name: x
+        if x is None or name == "segment_ids"
+        else jnp.asarray(x, decay_dtype if name == "log_decay" else dtype)
+        for name, x in drawn.items()
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("op", "options"))
+def compiled(drawn, *, op, options):
+    """Returns the output of an op and its gradients for the cotangent `dout`, leaving out arguments that are None.
+
+    options: a tuple of names and values.
+    """
+    given = {name: x for name, x in drawn.items() if x is not None and name != "dout"}
+    fixed = {name: given.pop(name) for name in ("segment_ids",) if name in given}
+
+    def loss(given):
+        out = op(**given, **fixed, **dict(options))
+        return (out * drawn["dout"]).sum(dtype=jnp.promote_types(out.dtype, jnp.float32)), out
+
+    gradients, out = jax.grad(loss, has_aux=True)(given)
+    return {"out": out} | gradients
+
+
+def outputs_and_gradients(op, drawn, dtype, **options):
+    with jax.enable_x64(dtype == "float64"):
+        return jax.device_get(compiled(cast(drawn, dtype), op=op, options=tuple(options.items())))
+
+
+def errors(actual, expected, drawn):
+    assert actual.keys() == expected.keys()
+    return {name: error(actual[name], expected[name], natural_size(name, drawn)) for name in expected}
+
+
+def check(actual, expected, drawn, dtype, plain=None):
+    """Checks errors of the output and of gradients.
+
+    plain: returns the results of the plain formula in float32. It overflows if p-th powers of long queries do, which
+        implementations must not; where a score is all but zero, its gradients lose precision too, which implementations
+        may.
+    """
+    lost = functools.cache(lambda: errors(plain(), expected, drawn))
+    for name, value in errors(actual, expected, drawn).items():
+        bound = {"float64": 1e-10, "bfloat16": 1e-2 if name == "out" else 2e-2}.get(
+            dtype, 2e-6 if name == "out" else 1e-5
+        )
+        if not value <= bound and plain is not None and dtype == "float32" and np.isfinite(lost()[name]):
+            bound = max(bound, 4 * lost()[name])
+        assert value <= bound, (name, value, bound)
 
 
 def error(actual, expected, natural=0.0) -> float:

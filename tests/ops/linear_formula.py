@@ -36,7 +36,7 @@ def attention(
     rotated = (query, key) if rotate is None else (rotate(query), rotate(key))
     if normalizer == "rotated":
         query, key = rotated
-    seen = _seen(batch, time, segment_ids)
+    seen = same_document(batch, time, segment_ids)
     decay = jnp.ones((batch, time, time, heads))
     if causal:
         seen &= jnp.tri(time, dtype=bool)
@@ -59,8 +59,8 @@ def attention(
     return jnp.where(some, numerator / jnp.where(some, denominator, 1), 0)
 
 
-def _seen(batch, time, segment_ids):
-    """Returns a mask of the pairs within one document, [B, T, T]."""
+def same_document(batch, time, segment_ids):
+    """Returns a mask of the pairs within one document, [B, T, T]; a loop, so that it can be checked by inspection."""
     if segment_ids is None:
         return jnp.ones((batch, time, time), bool)
     document, current = [], jnp.full(batch, -1)

@@ -1,4 +1,4 @@
-"""Tests that mistakes in arguments give one clear line, raised before anything is traced."""
+"""Tests that mistakes in arguments of any function give one clear line, raised before anything is traced."""
 
 import functools
 import re
@@ -15,7 +15,10 @@ from sympow_jax import ops
 from sympow_jax.ops import documents, feature_maps, lrpe, rotary, spe
 
 X = jnp.ones((1, 4, 1, 4))
+TOKEN, POSITIONS = X[:, 0], jnp.zeros((1, 4), jnp.int32)
 STATE = ops.PowerState.zeros(1, 1, 4, 4, power=2, exact_window=3)
+PER_CHANNEL = ops.PowerState.zeros(1, 1, 4, 4, power=2, exact_window=3, per_channel=True)
+LINEAR_STATE = ops.LinearState.zeros(1, 1, 4, 4, rotated_dim=8)
 WHOLE = {
     "power": ops.power_attention,
     "linear": ops.linear_attention,
@@ -31,53 +34,37 @@ def raises_one_line(message, call, *arrays, error=ValueError, **options):
     assert "\n" not in str(raised.value)
 
 
+def three(x):
+    return dict.fromkeys(("query", "key", "value"), x)
+
+
 EVERY_OP = {
     "query is a list; it must be an array; pass jnp.asarray(query)": {"query": np.asarray(X).tolist()},
-    "query is a NoneType; it must be an array; pass jnp.asarray(query)": {"query": None},
+    "query is a NoneType; it must be an array": {"query": None},
     "value is a NoneType; it must be an array": {"value": None},
-    "query has shape (4, 1, 4); it must be [B, T, N, D]; add the batch axis with query[None]": {
-        "query": X[0]
-    },
+    "query has shape (4, 1, 4); it must be [B, T, N, D]; add the batch axis with": {"query": X[0]},
     "key has shape (4, 1, 4); it must be [B, S, K, D]": {"key": X[0]},
     "value has shape (1, 1, 4, 1, 4); it must be [B, S, K, E]": {"value": X[None]},
-    "shapes do not fit: query (1, 4, 1, 4), key (1, 4, 1, 3), value (1, 4, 1, 4); they must be query [B, T, N, D], "
-    "key [B, S, K, D], value [B, S, K, E]": {"key": X[..., :3]},
+    "shapes do not fit: query (1, 4, 1, 4), key (1, 4, 1, 3), value (1, 4, 1, 4);": {"key": X[..., :3]},
     "shapes do not fit: query (1, 4, 1, 4), key (1, 3, 1, 4), value (1, 4, 1, 4)": {"key": X[:, 1:]},
     "shapes are query (1, 0, 1, 4), key (1, 4, 1, 4)": {"query": X[:, :0]},
-    "key has 3 tokens and query 4; there must be a key for each query": {
-        "key": X[:, 1:],
-        "value": X[:, 1:],
-    },
-    "query has 3 heads and key 2; N must be a multiple of K": {
-        "query": jnp.repeat(X, 3, 2),
-        "key": jnp.repeat(X, 2, 2),
-        "value": jnp.repeat(X, 2, 2),
-    },
-    "dtypes are query float32, key bfloat16, value float32; they must be equal and one of float16, bfloat16, float32, "
-    "float64; convert with astype": {"key": X.astype("bfloat16")},
-    "dtypes are query int32, key int32, value int32": dict.fromkeys(
-        ("query", "key", "value"), X.astype("int32")
-    ),
-    "dtypes are query complex64, key complex64, value complex64": dict.fromkeys(
-        ("query", "key", "value"), X.astype("complex64")
-    ),
-    "dtypes are query bool, key bool, value bool": dict.fromkeys(("query", "key", "value"), X.astype("bool")),
-    "dtypes are query float8_e4m3fn": dict.fromkeys(("query", "key", "value"), X.astype("float8_e4m3fn")),
+    "key has 3 tokens and query 4; there must be a key for each": {"key": X[:, 1:], "value": X[:, 1:]},
+    "query has 3 heads and key 2; N must be": three(jnp.repeat(X, 2, 2)) | {"query": jnp.repeat(X, 3, 2)},
+    "dtypes are query float32, key bfloat16, value float32; they must be": {"key": X.astype("bfloat16")},
+    "dtypes are query int32, key int32, value int32": three(X.astype("int32")),
+    "dtypes are query complex64, key complex64": three(X.astype("complex64")),
+    "dtypes are query bool, key bool": three(X.astype("bool")),
+    "dtypes are query float8_e4m3fn": three(X.astype("float8_e4m3fn")),
     "segment_ids is a list; it must be an array": {"segment_ids": [[0] * 4]},
     "segment_ids has shape (4,); it must be (1, 4), one per token": {"segment_ids": jnp.zeros(4, int)},
-    "segment_ids has dtype float32; it must be a signed integer dtype, such as int32; negative ids are padding": {
-        "segment_ids": X[..., 0, 0]
-    },
-    "segment_ids has dtype uint32; it must be a signed integer dtype": {
-        "segment_ids": X[..., 0, 0].astype("uint32")
-    },
-    "segment_ids holds 4294967296; it must fit in int32": {"segment_ids": np.array([[0, 0, 2**32, 2**32]])},
+    "segment_ids has dtype float32; it must be a signed integer dtype": {"segment_ids": X[..., 0, 0]},
+    "segment_ids has dtype uint32; it must be": {"segment_ids": X[..., 0, 0].astype("uint32")},
+    "segment_ids holds 4294967296; it must fit in": {"segment_ids": np.array([[0, 0, 2**32, 2**32]])},
     "log_decay is a float; it must be an array": {"log_decay": -0.1},
     "implementation is 'cuda'; it must be one of None, ": {"implementation": "cuda"},
     "implementation is 3; it must be one of None, ": {"implementation": 3},
-    "axis_name is 'nope', which is not a manual mesh axis here; it must name an axis of the jax.shard_map in which the "
-    "op is called, or be left out": {"axis_name": "nope"},
-    "axis_name is 3; it must name an axis of the jax.shard_map in which the op is called": {"axis_name": 3},
+    "axis_name is 'nope', which is not a manual mesh axis here; it must name an": {"axis_name": "nope"},
+    "axis_name is 3; it must name an axis of the jax.shard_map in which the op is": {"axis_name": 3},
 }
 
 
@@ -88,7 +75,7 @@ def test_every_op_refuses(name):
             continue  # per-channel gates do not support it, whatever its value
         if name == "channel_gated" and message.startswith(("key has 3 tokens", "query has 3 heads")):
             wrong = wrong | {"log_decay": wrong["value"]}
-        raises_one_line(message, WHOLE[name], **{"query": X, "key": X, "value": X} | wrong)
+        raises_one_line(message, WHOLE[name], **three(X) | wrong)
 
 
 POWER = {
@@ -98,47 +85,111 @@ POWER = {
     "power is True; it must be an integer": {"power": True},
     "exact_window is -1; it must be at least 0": {"exact_window": -1},
     "exact_window is 8.0; it must be an integer of at least 0": {"exact_window": 8.0},
-    "exact_window is True; it must be an integer of at least 0": {"exact_window": True},
-    "exact_window is None; it must be an integer of at least 0": {"exact_window": None},
+    "exact_window is True; it must be an integer": {"exact_window": True},
+    "exact_window is None; it must be an integer": {"exact_window": None},
     "chunk_size is 0; it must be at least 1": {"chunk_size": 0},
     "chunk_size is 16.0; it must be an integer of at least 1": {"chunk_size": 16.0},
-    "chunk_size is 64 and form 'recurrent', which updates the state one token at a time; leave out chunk_size": {
-        "chunk_size": 64,
-        "form": "recurrent",
-    },
+    "chunk_size is 64 and form 'recurrent', which": {"chunk_size": 64, "form": "recurrent"},
     "form is 'chunk'; it must be one of None, 'attention', 'chunked', 'recurrent'": {"form": "chunk"},
     "form is an array of shape () and dtype int32; it must be one of None": {"form": jnp.int32(1)},
     "return_state is 2; it must be True or False": {"return_state": 2},
-    "log_decay has shape (1, 4); it must be (1, 4, 1), one per token and key head": {
-        "log_decay": X[..., 0, 0]
-    },
+    "log_decay has shape (1, 4); it must be (1, 4, 1), one per token and key": {"log_decay": X[..., 0, 0]},
+    "log_decay has shape (1, 4, 1, 3); it must be": {"log_decay": X[..., :3]},
     "log_decay has dtype int32; it must be one of float16": {"log_decay": X[..., 0].astype("int32")},
-    "the state is a LinearState; make it with PowerState.zeros(1, 1, 4, 4, power=2, exact_window=64)": {
-        "initial_state": ops.LinearState.zeros(1, 1, 4, 4)
-    },
+    "the state is a LinearState; make it with PowerState.zeros(1, 1, 4,": {"initial_state": LINEAR_STATE},
     "exact_window is 64 and the state has 3; pass exact_window=3": {"initial_state": STATE},
-    "the state's kv has shape (1, 1, 10, 4); power 4 and these inputs need (1, 1, 35, 4)": {
-        "initial_state": STATE,
-        "power": 4,
-    },
+    "the state's kv has shape (1, 1, 10, 4); power 4 and these": {"initial_state": STATE, "power": 4},
     # Both have 15 features.
-    "the state's keys have shape (1, 6, 1, 2); these inputs need (1, 6, 1, 5); make it with PowerState.zeros(1, 1, 5, "
-    "4, power=2, exact_window=3)": {
+    "the state's keys have shape (1, 6, 1, 2); these inputs need (1, 6, 1, 5)": {
         "query": jnp.ones((1, 4, 1, 5)),
         "key": jnp.ones((1, 4, 1, 5)),
         "initial_state": ops.PowerState.zeros(1, 1, 2, 4, power=14, exact_window=3),
         "exact_window": 3,
     },
-    "the state has dtype float16; it must be float32, in which inputs of this dtype accumulate, or bfloat16": {
-        "initial_state": STATE.astype("float16")
-    },
+    "the state has dtype float16; it must be float32, in": {"initial_state": STATE.astype("float16")},
+    "zeros(..., per_channel=True)": {"initial_state": STATE, "exact_window": 3, "log_decay": X},
+    "the state has 3; pass exact_window=3": {"initial_state": PER_CHANNEL, "log_decay": X},
 }
 
 
 @pytest.mark.parametrize("call", [ops.power_attention, ops.explain])
 def test_power_attention_refuses(call):
     for message, wrong in POWER.items():
-        raises_one_line(message, call, **{"query": X, "key": X, "value": X} | wrong)
+        raises_one_line(message, call, **three(X) | wrong)
+
+
+CHANNELS = {"log_decay": X}
+UNSUPPORTED = {
+    "form 'attention' has one decay per key head": (ops.explain, CHANNELS | {"form": "attention"}),
+    "form 'recurrent' has one decay per key head": (ops.explain, CHANNELS | {"form": "recurrent"}),
+    "'recurrent' of the reference": (
+        ops.explain,
+        CHANNELS | {"form": "recurrent", "implementation": "reference"},
+    ),
+    "'mosaic_gpu' has one decay per key head": (ops.explain, CHANNELS | {"implementation": "mosaic_gpu"}),
+    "'context', which needs one decay per key head": (ops.explain, CHANNELS | {"axis_name": "context"}),
+    "only implementation='reference' supports both": (ops.power_attention, CHANNELS | {"query": X[:, 1:]}),
+    "which does not support log_decay": (ops.linear_attention, {"causal": False, "log_decay": X[..., 0]}),
+    "does not support initial_state": (
+        ops.linear_attention,
+        {"causal": False, "initial_state": LINEAR_STATE},
+    ),
+    "which does not support return_state": (ops.linear_attention, {"causal": False, "return_state": True}),
+    "which does not support axis_name": (ops.linear_attention, {"causal": False, "axis_name": "context"}),
+    "False, which does not support form": (ops.linear_attention, {"causal": False, "form": "chunked"}),
+    "not 'mosaic_gpu'": (ops.linear_attention, {"causal": False, "implementation": "mosaic_gpu"}),
+    "'cudnn' needs a GPU, not cpu": (ops.softmax_attention, {"implementation": "cudnn"}),
+}
+
+
+def test_unsupported_requests_are_named():
+    for message, (call, wrong) in UNSUPPORTED.items():
+        error = (NotImplementedError, ValueError) if call is ops.linear_attention else NotImplementedError
+        raises_one_line(message, call, error=error, **three(X) | wrong)
+    out = ops.power_attention(X[:, 1:], X, X, log_decay=X, implementation="reference")
+    assert out.shape == (1, 3, 1, 4)
+
+
+OTHERS = [
+    (ops.linear_attention, {"feature_map": "cosine"}, "it must be one of 'elu', 'relu', 'identity',"),
+    (ops.linear_attention, {"feature_map": "tensor", "power": 0}, "power is 0; it must be at least 1"),
+    (ops.linear_attention, {"normalizer": "none"}, "it must be one of 'unrotated', 'rotated'"),
+    (ops.linear_attention, {"rotate": lambda x: x[:, 1:]}, "only their length may change"),
+    (
+        ops.linear_attention,
+        {"rotate": lambda x: x[..., : 5 - x.shape[2]], "query": jnp.ones((1, 4, 2, 4))},
+        "rotate returns 3 features for queries and 4 for keys",
+    ),
+    (ops.linear_attention, {"rotate": 3}, "rotate is 3; it must be a function"),
+    (ops.linear_attention, {"rotate": lambda x: None}, "result of rotate is a NoneType; it must be an array"),
+    (ops.linear_attention, {"initial_state": STATE}, "is a PowerState; make it with LinearState.zeros"),
+    (ops.linear_attention, {"initial_state": LINEAR_STATE}, "the state has a denominator of its own,"),
+    (
+        ops.linear_attention,
+        {"initial_state": LINEAR_STATE, "rotate": lambda x: x},
+        "these inputs need (1, 1, 4, 4)",
+    ),
+    (ops.linear_attention, {"causal": False, "query": X[:, 1:]}, "key has 4 tokens and query 3; they must"),
+    *(
+        (op, {"log_decay": decay, "causal": causal}, message)
+        for op in (ops.softmax_attention, ops.expressive_attention)
+        for decay, causal, message in (
+            (X[..., 0, 0], True, "log_decay has shape (1, 4); it must be (1, 4, 1)"),
+            (X[..., 0], False, "decays run in one direction"),
+        )
+    ),
+    (ops.expressive_attention, {"implementation": "cudnn"}, "it must be one of None, 'reference', 'xla'"),
+    (ops.expressive_attention, {"block_size": 0}, "block_size is 0; it must be at least 1"),
+    (ops.expressive_attention, {"scale": None}, "scale is None; it must be a number"),
+    (ops.softmax_attention, {"window": 0}, "window is 0; it must be at least 1"),
+    (ops.softmax_attention, {"window": 4, "causal": False}, "only causal attention has a window"),
+    (ops.softmax_attention, {"implementation": "mosaic_gpu"}, "it must be one of None, 'xla', 'cudnn'"),
+]
+
+
+def test_other_attention_refuses():
+    for op, wrong, message in OTHERS:
+        raises_one_line(message, op, **three(X) | wrong)
 
 
 @pytest.mark.parametrize("op", [ops.softmax_attention, ops.expressive_attention])
@@ -156,10 +207,9 @@ def test_a_scale_that_is_no_number(op):
 
 
 @pytest.mark.parametrize("op", [ops.softmax_attention, ops.expressive_attention])
-@pytest.mark.parametrize("scale", [np.nan, np.inf])
-def test_a_learned_scale_that_diverges_shows(op, scale):
-    out = jax.jit(lambda scale: op(X, X, X, scale=scale))(jnp.float32(scale))
-    assert np.isnan(out).all()
+def test_a_learned_scale_that_diverges_shows(op):
+    call = jax.jit(lambda scale: op(X, X, X, scale=scale))
+    assert all(np.isnan(call(jnp.float32(scale))).all() for scale in (np.nan, np.inf))
 
 
 def test_states_refuse_sizes_that_are_none():
@@ -174,6 +224,11 @@ def test_states_refuse_sizes_that_are_none():
     raises_one_line("kv_heads is -1; it must be at least 0", rotary.RotaryState.zeros, 1, -1)
     raises_one_line("pairs is 2.0; it must be an integer of at least 0", rotary.RotaryState.zeros, 1, 1, 2.0)
     raises_one_line("per_channel is 2; it must be", ops.PowerState.zeros, 1, 1, 4, 4, power=2, per_channel=2)
+    raises_one_line("power is 3; it must be positive and even", ops.PowerState.zeros, 1, 1, 4, 4, power=3)
+    for state in (functools.partial(ops.PowerState.zeros, power=2), ops.LinearState.zeros):
+        raises_one_line("exact_window is -1; it must be at least 0", state, 1, 1, 4, 4, exact_window=-1)
+    with pytest.raises(ValueError, match=r"the state takes [\d,]+ bytes .* the device has [\d,]+"):
+        ops.PowerState.zeros(64, 12, 64, 64, power=6)
 
 
 @pytest.mark.parametrize(
@@ -226,24 +281,13 @@ def test_a_traced_option_is_one_line():
         raises_one_line(f"{name} is traced; it must be", call, jnp.int32(2))
 
 
-def test_a_state_refuses_odd_powers_and_windows():
-    sizes = (1, 1, 4, 4)
-    raises_one_line("power is 3; it must be positive and even", ops.PowerState.zeros, *sizes, power=3)
-    for state in (functools.partial(ops.PowerState.zeros, power=2), ops.LinearState.zeros):
-        raises_one_line("exact_window is -1; it must be at least 0", state, *sizes, exact_window=-1)
-
-
 def test_a_step_names_its_own_axes():
-    token = X[:, 0]
+    step, token = ops.power_attention_step, [TOKEN] * 3
+    raises_one_line("query has shape (1, 4, 1, 4); it must be [B, N, D]", step, X, X, X, STATE)
     raises_one_line(
-        "query has shape (1, 4, 1, 4); it must be [B, N, D]", ops.power_attention_step, X, X, X, STATE
+        "log_decay has shape (1, 4); it must be (1, 1)", step, *token, STATE, log_decay=TOKEN[:, 0]
     )
-    raises_one_line(
-        "log_decay has shape (1, 4); it must be (1, 1), one per token and key head",
-        ops.power_attention_step,
-        *(token, token, token, STATE),
-        log_decay=token[:, 0],
-    )
+    raises_one_line("per_channel=True", step, *token, STATE, log_decay=TOKEN)
 
 
 def test_numpy_arguments_are_as_good_as_those_of_jax():
@@ -285,14 +329,18 @@ LARGE_IDS = np.repeat(
 @pytest.mark.parametrize(
     "call",
     [
-        *(
-            functools.partial(ops.power_attention, implementation=implementation, form=form)
-            for implementation, form in (("xla", "attention"), ("xla", "chunked"), ("reference", "recurrent"))
-        ),
-        ops.linear_attention,
-        functools.partial(ops.linear_attention, causal=False),
+        functools.partial(ops.power_attention, form="chunked"),
         ops.softmax_attention,
-        ops.expressive_attention,
+        *(
+            pytest.param(call, marks=pytest.mark.slow)
+            for call in (
+                functools.partial(ops.power_attention, form="attention"),
+                functools.partial(ops.power_attention, implementation="reference", form="recurrent"),
+                ops.linear_attention,
+                functools.partial(ops.linear_attention, causal=False),
+                ops.expressive_attention,
+            )
+        ),
     ],
 )
 def test_traced_ids_of_64_bits_are_right_or_refused(call):
@@ -300,8 +348,8 @@ def test_traced_ids_of_64_bits_are_right_or_refused(call):
     small = np.repeat(np.array([[0, 1, 2]], np.int32), 8, axis=1)
     with jax.enable_x64(True):
         arrays = np.random.default_rng(0).normal(size=(3, 1, 24, 2, 4)).astype("float32")
-        actual = jax.jit(lambda ids: call(*arrays, segment_ids=ids))(LARGE_IDS)
-        np.testing.assert_array_equal(actual, jax.jit(lambda ids: call(*arrays, segment_ids=ids))(small))
+        traced = jax.jit(lambda ids: call(*arrays, segment_ids=ids))
+        np.testing.assert_array_equal(traced(LARGE_IDS), traced(small))
         raises_one_line("segment_ids holds 4294967301", call, *arrays, segment_ids=jnp.asarray(LARGE_IDS))
 
 
@@ -321,62 +369,40 @@ def test_a_state_of_32_bits_refuses_ids_of_64():
     raises_one_line("segment_ids holds 4294967301", cache.append, X, X, None, LARGE_IDS[:, 6:10])
 
 
-@pytest.mark.parametrize("form", ["attention", "chunked", "recurrent"])
-@pytest.mark.parametrize("implementation", ["xla", "reference"])
-def test_a_state_keeps_its_dtypes_with_float64_inputs(form, implementation):
-    if (form, implementation) == ("chunked", "reference"):
-        pytest.skip("the reference has no chunked form")
+@pytest.mark.parametrize(
+    ("implementation", "form"),
+    [
+        ("xla", "attention"),
+        ("xla", "chunked"),
+        ("xla", "recurrent"),
+        ("reference", "attention"),
+        ("reference", "recurrent"),
+    ],
+)
+def test_a_state_keeps_its_dtypes_with_float64_inputs(implementation, form):
     with jax.enable_x64(True):
         x, state = X.astype("float64"), STATE.astype("bfloat16")
         options = {"form": form, "implementation": implementation, "exact_window": 3, "return_state": True}
-        out, after = ops.power_attention(x, x, x, initial_state=state, **options)
+        call = functools.partial(ops.power_attention, x, x, x, **options)
+        out, after = jax.eval_shape(lambda state: call(initial_state=state), state)
         assert out.dtype == jnp.float64
         assert jax.tree.map(jnp.result_type, after) == jax.tree.map(jnp.result_type, state)
-
-
-@pytest.mark.parametrize("return_state", [False, True])
-def test_a_window_longer_than_the_sequence_costs_the_same(return_state):
-    x = jax.ShapeDtypeStruct((1, 20, 2, 4), jnp.float32)
-
-    def loss(x, exact_window):
-        out = ops.power_attention(
-            x, x, x, exact_window=exact_window, form="chunked", return_state=return_state
-        )
-        return sum(leaf.sum() for leaf in jax.tree.leaves(out) if leaf.dtype == jnp.float32)
-
-    def memory(exact_window):
-        compiled = jax.jit(jax.grad(functools.partial(loss, exact_window=exact_window))).lower(x).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    slots = 2 * (20_000 - 20) * 2 * (4 + 4 + 1) * 4 if return_state else 0
-    assert memory(20_000) <= memory(20) + 4 * slots + 1024
 
 
 def test_a_window_longer_than_the_sequence_changes_nothing():
     arrays = jnp.asarray(np.random.default_rng(0).normal(size=(3, 1, 40, 2, 4)), jnp.float32)
     segments = jnp.asarray(np.repeat([[0, 0, -1, 1]], 10, axis=1))
-    for options in ({}, {"segment_ids": segments}):
-        (far, far_state), (near, near_state) = (
-            ops.power_attention(
-                *arrays, exact_window=exact_window, form="chunked", chunk_size=8, return_state=True, **options
-            )
-            for exact_window in (300, 40)
-        )
-        np.testing.assert_allclose(far, near, rtol=1e-6)
-        assert far_state.keys.shape == (1, 600, 2, 4)
-        np.testing.assert_array_equal(far_state.keys[:, :40], near_state.keys[:, :40])
-        # Both states lead to the same result.
-        (a, _), (b, _) = (
-            ops.power_attention(
-                *arrays,
-                exact_window=state.exact_window,
-                form="chunked",
-                initial_state=state,
-                return_state=True,
-            )
-            for state in (far_state, near_state)
-        )
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+    def run(exact_window, state=None):
+        options = {"exact_window": exact_window, "form": "chunked", "chunk_size": 8, "return_state": True}
+        return ops.power_attention(*arrays, segment_ids=segments, initial_state=state, **options)
+
+    (far, far_state), (near, near_state) = run(300), run(40)
+    np.testing.assert_allclose(far, near, rtol=1e-6)
+    assert far_state.keys.shape == (1, 600, 2, 4)
+    np.testing.assert_array_equal(far_state.keys[:, :40], near_state.keys[:, :40])
+    # Both states lead to the same result.
+    np.testing.assert_allclose(run(300, far_state)[0], run(40, near_state)[0], rtol=2e-5, atol=2e-6)
 
 
 HEADS_FIRST = jnp.ones((2, 3, 50, 8))
@@ -388,7 +414,7 @@ def test_heads_before_time_warns_once(name):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(3):
-            call(HEADS_FIRST, HEADS_FIRST, HEADS_FIRST)
+            jax.eval_shape(lambda x: call(x, x, x), HEADS_FIRST)
     assert [str(x.message) for x in caught] == [
         "query has shape (2, 3, 50, 8), which is 3 tokens of 50 heads; if axes 1 and 2 are heads and time, as in "
         "[2, 3, T, 8], swap them with jnp.swapaxes(x, 1, 2)"
@@ -415,7 +441,7 @@ def test_fewer_keys_than_queries_hints_at_heads_before_time():
 def test_other_shapes_do_not_warn(arrays):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ops.power_attention(*arrays)
+        jax.eval_shape(ops.power_attention, *arrays)
 
 
 @pytest.mark.robust
@@ -437,74 +463,139 @@ jax.eval_shape(lambda tokens: model(tokens), jnp.zeros((1, 3), jnp.int32))
     assert done.stderr.count("LayoutWarning: query has shape (1, 3, 8, 4)") == 1, done.stderr
 
 
+def llama3(**wrong):
+    right = {"factor": 8, "low_frequency_factor": 1, "high_frequency_factor": 4, "original_length": 64}
+    return rotary.llama3_rates(**{"theta": rotary.rope_rates(4)} | right | wrong)
+
+
+def encode(**wrong):
+    right = {"core": "orthogonal", "basis": "householder", "rates": np.ones(2)}
+    return lrpe.encode(**{"x": jnp.ones((1, 4, 2, 4)), "positions": POSITIONS} | right | wrong)
+
+
+def permuted(permutation, **wrong):
+    rates = {"core": "permutation", "basis": "identity", "rates": None}
+    return encode(**rates, permutation=permutation, **wrong)
+
+
+def spectral(**wrong):
+    sines = jnp.ones((1, 4, 2))
+    right = {"frequencies": sines, "phases": sines, "gains": sines, "noise": jnp.ones((1, 4, 4, 3))}
+    return spe.encode(**{"query": X, "key": X, "positions": POSITIONS} | right | wrong)
+
+
+def learned(rate=X[..., 0], **wrong):
+    return rotary.learned_angles(rate, **{"head_dim": 4} | wrong)
+
+
+def cache_step(**wrong):
+    arrays = three(TOKEN) | dict.fromkeys(("log_decay", "segment_ids"))
+    return CACHE.step(**arrays | wrong, weigh=lambda scores, decay: scores)
+
+
+CACHE = ops.KVCache.zeros(1, 4, 1, 4, 4)
+RATES = "it must be 2 rates from 0 to 2 pi; make it with rope_rates(4)"
+FUNCTIONS = [
+    (lambda: feature_maps.symmetric_power(X, 0), "power is 0; it must be at least 1"),
+    (lambda: feature_maps.tensor_power(X, 0), "power is 0; it must be at least 1"),
+    (lambda: feature_maps.symmetric_power_dim(3, -1), "power is -1"),
+    (lambda: feature_maps.tensor_power(X, 1.5), "power is 1.5; it must be an integer"),
+    (lambda: feature_maps.symmetric_power(X.astype("int32"), 2), "x has dtype int32"),
+    (lambda: ops.elu_plus_one(np.array(["a"])), "x has dtype <U1; it must be an array of numbers"),
+    (lambda: ops.symmetric_power_rotation(X[0, 0, 0, 0], 2), "rotation has shape (); it must be square"),
+    (lambda: ops.symmetric_power_rotation(jnp.ones((2, 3)), 2), "rotation has shape (2, 3); it must be"),
+    (lambda: ops.symmetric_power_rotation(jnp.eye(2, dtype=int), 2), "rotation has dtype int32"),
+    *(
+        (functools.partial(f, jnp.ones(size), power), message)
+        for f in (
+            ops.tensor_power,
+            ops.symmetric_power,
+            feature_maps.monomials,
+            lambda x, p: feature_maps.multiplicities(len(x), p),
+        )
+        for size, power, message in (
+            (4, 10**6, "power is 1000000 and the vectors have 4 elements; the factors of"),
+            (64, 12, "the features of power 12 of vectors of 64 elements take "),
+        )
+    ),
+    (
+        lambda: documents.positions(POSITIONS, documents.PositionState.zeros(1), axis_name="nope"),
+        "not a manual mesh",
+    ),
+    (lambda: learned(axis_name="nope"), "axis_name is 'nope', which is not a manual mesh axis here"),
+    (lambda: learned(initial_state=STATE), "the state is a PowerState"),
+    (lambda: learned(None), "rate is a NoneType; it must be an array"),
+    (lambda: learned(jnp.ones((1, 2, 3, 5))), "(1, 2, 3, 5); it must be [B, T, K]"),
+    (
+        lambda: learned(jnp.ones((1, 2, 3, 2)), initial_state=rotary.RotaryState.zeros(1, 3)),
+        "positions (1, 3); make",
+    ),
+    *(
+        (lambda theta=theta: learned(theta=np.array(theta)), RATES)
+        for theta in ([1.0], [1, 7.0], [1, np.nan])
+    ),
+    (lambda: rotary.rope(X[0], POSITIONS), "x has shape (4, 1, 4); it must be [B, T, N, D]"),
+    (lambda: rotary.rope(X[..., :3], POSITIONS), "head size is 3; it must be even"),
+    (lambda: rotary.rope(X, POSITIONS.astype("float32")), "positions has dtype float32"),
+    (lambda: rotary.rope(X, POSITIONS[:, :3]), "angles has shape (1, 3, 1, 2) and x (1, 4, 1, 4)"),
+    (lambda: rotary.rope(X, POSITIONS[0]), "positions has shape (4,); it must be [B, T]"),
+    (lambda: rotary.rotate(X, jnp.ones((1, 4, 1, 3))), "angles has shape (1, 4, 1, 3) and x (1, 4, 1, 4)"),
+    (lambda: rotary.rotate(X, X[..., :2], layout="thirds"), "layout is 'thirds'; it must be one of"),
+    (lambda: rotary.rope_rates(4, base=np.nan), "base is nan; it must be a finite number above 1"),
+    (lambda: rotary.rope_rates(64, base=1), "base is 1; it must be a finite number above 1"),
+    (lambda: rotary.rope_rates(4, base="10"), "base is '10'; it must be a finite number"),
+    (lambda: llama3(factor=0), "factor is 0; it must be a finite number above 0"),
+    (lambda: llama3(high_frequency_factor=1), "high_frequency_factor is 1; it must be a finite"),
+    (lambda: llama3(theta=[0.1, 0.2]), "theta is a list"),
+    (lambda: spectral(gains=None), "gains is a NoneType; it must be an array"),
+    (lambda: spectral(gains=jnp.ones((1, 4, 1))), "gains has shape (1, 4, 1); it must be [1, 4, 2]"),
+    (lambda: spectral(noise=jnp.ones((1, 4, 2, 3))), "noise has shape (1, 4, 2, 3); it must be [1, 4, 4,"),
+    (lambda: spectral(key_positions=POSITIONS[:, 1:]), "key_positions has shape (1, 3); it must be (1, 4)"),
+    (lambda: spectral(query=X[..., :2]), "query has 1 heads of size 2 and key 1 of size 4"),
+    (lambda: spectral(query=jnp.ones((1, 4, 3, 4)), key=jnp.ones((1, 4, 2, 4))), "query has 3 heads"),
+    (lambda: CACHE.append(X[..., :3], X, None, None), "and the cache 1 heads of 4 and 4 in 1 rows"),
+    (lambda: CACHE.append(X, X, X, None), "log_decay has shape (1, 4, 1, 4)"),
+    (lambda: CACHE.append(X, X, None, X[..., 0, 0]), "segment_ids has dtype float32"),
+    (lambda: CACHE.newest(5), "capacity is 5; the cache has 4 slots; append tokens to it first"),
+    (lambda: cache_step(value=X), "value has shape (1, 4, 1, 4); it must be [B, K, E]"),
+    (lambda: encode(positions=POSITIONS[..., None]), "positions has shape (1, 4, 1); it must be [B, T]"),
+    (lambda: encode(core="orthogonl"), "it must be one of 'orthogonal', 'unitary', 'permutation', 'mixed'"),
+    (lambda: encode(basis="dct"), "it must be one of 'identity', 'householder', 'odd_even', 'fourier'"),
+    (lambda: encode(identity_dim=12), "identity_dim is 12; it must be between 0 and the head size 4"),
+    (lambda: encode(identity_dim=-2), "identity_dim is -2; it must be between 0"),
+    (lambda: encode(identity_dim=3), "head size is 4 and identity_dim 3"),
+    (lambda: encode(core="unitary", identity_dim=2), "only core 'orthogonal' has an identity part, not"),
+    (lambda: encode(rates=np.ones(3)), "rates has shape (3,); it must be [2], or [K, 2]"),
+    (lambda: encode(rates=None), "rates is None, but core 'orthogonal' needs rates; make them with"),
+    (lambda: encode(rates=[1.0] * 2), "rates is a list; it must be an array; pass jnp.asarray(rates)"),
+    (lambda: encode(rates=jnp.ones((3, 2))), "[K, 2] with a K that divides the 2 heads"),
+    (lambda: encode(rates=np.ones((0, 2))), "rates has shape (0, 2); it must be [2], or [K, 2]"),
+    (lambda: encode(rates=np.ones(2, complex)), "rates has dtype complex128; it must be one of float16"),
+    (lambda: encode(rates=np.array([1, np.nan])), "rates are [1.0, nan]; they must be finite"),
+    (lambda: encode(householder=jnp.ones(3)), "householder has shape (3,); it must be [4]"),
+    (lambda: encode(householder=[1.0] * 4), "householder is a list; it must be an array"),
+    (lambda: encode(householder=np.ones(4, int)), "householder has dtype int64; it must be one of float16"),
+    (lambda: encode(householder=np.zeros(4)), "householder is [0.0, 0.0, 0.0, 0.0]; it must be finite"),
+    (lambda: encode(basis="identity", householder=lrpe.householder(4)), "leave it out, or use basis"),
+    (lambda: encode(permutation=np.arange(3)), "leave it out, or use core 'permutation'"),
+    (lambda: permuted(np.zeros(4, int)), "must hold each of 0 to 3 once"),
+    (lambda: permuted(np.array([range(4), [0] * 4])), "must hold each of 0 to 3 once"),
+    (lambda: permuted(lrpe.permutation(4, heads=3)), "it must be [4], or [K, 4] with a K that divides the"),
+    (lambda: permuted([*range(4)]), "permutation is a list; it must be an array"),
+    (lambda: permuted(np.arange(4.0)), "permutation has dtype float64; it must be an integer dtype"),
+    (lambda: permuted(jnp.arange(4.0)), "permutation has dtype float32; it must be an integer dtype"),
+    (
+        lambda: lrpe.encode(X, POSITIONS, core="permutation", basis="identity", rates=np.ones(2)),
+        "rates are given, but",
+    ),
+    (lambda: lrpe.rates("orthogonal", 7, kind="a"), "head size is 7"),
+    (lambda: lrpe.rates("mixed", 2, kind="a"), "head size is 2; core 'mixed' needs at least 3"),
+    (lambda: lrpe.rates("orthogonal", 8, kind="d"), "it must be one of 'a', 'b', 'c', 'rope', 'cosine'"),
+    (lambda: lrpe.rates("orthogonal", 8, kind="b", reference_length=0), "reference_length is 0; it must"),
+    (lambda: lrpe.rates("orthogonal", 8, kind="rope", max_document_length=0), "max_document_length is 0;"),
+]
+
+
 def test_other_functions_refuse_odd_arguments():
-    positions = jnp.zeros((1, 4), jnp.int32)
-    cache, token, sines = ops.KVCache.zeros(1, 4, 1, 4, 4), X[:, 0], jnp.ones((1, 4, 2))
-
-    def llama3(**wrong):
-        right = {"factor": 8, "low_frequency_factor": 1, "high_frequency_factor": 4, "original_length": 64}
-        return rotary.llama3_rates(**{"theta": rotary.rope_rates(4)} | right | wrong)
-
-    def encoded(v):
-        rates = lrpe.rates("orthogonal", 4, kind="rope")
-        return lrpe.encode(X, positions, core="orthogonal", basis="householder", rates=rates, householder=v)
-
-    def spectral(**wrong):
-        right = {"frequencies": sines, "phases": sines, "gains": sines, "noise": jnp.ones((1, 4, 4, 3))}
-        return spe.encode(**{"query": X, "key": X, "positions": positions} | right | wrong)
-
-    def step(**wrong):
-        arrays = dict.fromkeys(("query", "key", "value"), token) | dict.fromkeys(("log_decay", "segment_ids"))
-        return cache.step(**arrays | wrong, weigh=lambda scores, decay: scores)
-
-    for message, call in (
-        ("power is 0; it must be at least 1", lambda: feature_maps.symmetric_power(X, 0)),
-        ("power is 1.5; it must be an integer", lambda: feature_maps.tensor_power(X, 1.5)),
-        ("x has dtype int32", lambda: feature_maps.symmetric_power(X.astype("int32"), 2)),
-        ("x has shape (4, 1, 4); it must be [B, T, N, D]", lambda: rotary.rope(X[0], positions)),
-        (
-            "axis_name is 'nope', which is not a manual mesh axis here",
-            lambda: rotary.learned_angles(X[..., 0], 4, axis_name="nope"),
-        ),
-        (
-            "axis_name is 'nope', which is not a manual mesh axis here",
-            lambda: documents.positions(positions, documents.PositionState.zeros(1), axis_name="nope"),
-        ),
-        ("positions has dtype float32", lambda: rotary.rope(X, positions.astype("float32"))),
-        ("angles has shape (1, 3, 1, 2) and x (1, 4, 1, 4)", lambda: rotary.rope(X, positions[:, :3])),
-        ("base is nan; it must be a finite number above 1", lambda: rotary.rope_rates(4, base=np.nan)),
-        ("base is '10'; it must be a finite number", lambda: rotary.rope_rates(4, base="10")),
-        ("factor is 0; it must be a finite number above 0", lambda: llama3(factor=0)),
-        ("high_frequency_factor is 1; it must be a finite", lambda: llama3(high_frequency_factor=1)),
-        ("theta is a list", lambda: llama3(theta=[0.1, 0.2])),
-        ("the state is a PowerState", lambda: rotary.learned_angles(X[..., 0], 4, initial_state=STATE)),
-        ("rate is a NoneType; it must be an array", lambda: rotary.learned_angles(None, 4)),
-        ("householder is [0.0, 0.0, 0.0, 0.0]; it must be finite", lambda: encoded(np.zeros(4))),
-        ("x has dtype <U1; it must be an array of numbers", lambda: ops.elu_plus_one(np.array(["a"]))),
-        ("rotation has shape (); it must be square", lambda: ops.symmetric_power_rotation(X[0, 0, 0, 0], 2)),
-        ("rotate is 3; it must be a function", lambda: ops.linear_attention(X, X, X, rotate=3)),
-        (
-            "the result of rotate is a NoneType; it must be an array",
-            lambda: ops.linear_attention(X, X, X, rotate=lambda x: None),
-        ),
-        ("scale is None; it must be a number", lambda: ops.expressive_attention(X, X, X, scale=None)),
-        ("gains is a NoneType; it must be an array", lambda: spectral(gains=None)),
-        (
-            "key_positions has shape (1, 3); it must be (1, 4)",
-            lambda: spectral(key_positions=positions[:, 1:]),
-        ),
-        ("and the cache 1 heads of 4 and 4 in 1 rows", lambda: cache.append(X[..., :3], X, None, None)),
-        ("log_decay has shape (1, 4, 1, 4)", lambda: cache.append(X, X, X, None)),
-        ("segment_ids has dtype float32", lambda: cache.append(X, X, None, X[..., 0, 0])),
-        ("value has shape (1, 4, 1, 4); it must be [B, K, E]", lambda: step(value=X)),
-        ("positions has shape (4,); it must be [B, T]", lambda: rotary.rope(X, positions[0])),
-        (
-            "angles has shape (1, 4, 1, 3) and x (1, 4, 1, 4)",
-            lambda: rotary.rotate(X, jnp.ones((1, 4, 1, 3))),
-        ),
-        (
-            "positions has shape (1, 4, 1); it must be [B, T]",
-            lambda: lrpe.encode(X, positions[..., None], core="mixed", basis="identity"),
-        ),
-    ):
+    for call, message in FUNCTIONS:
         raises_one_line(message, call)

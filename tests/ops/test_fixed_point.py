@@ -1,12 +1,15 @@
-"""Tests of exact running sums against Python's integers."""
+"""Tests of running sums: exact ones against Python's integers, and those of decays against float64."""
 
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from sympow_jax.ops import fixed_point
+from sympow_jax.ops._shared import decay as decays
+from tests.ops import cases
 
 SCALE = 2**32
 
@@ -56,3 +59,25 @@ def test_sums_of_float64_are_exact_to_64_bits():
     # A float64 of at least 2^-11 is a multiple of 2^-64.
     exact = np.cumsum([[[int(number * 2.0**64) for number in row] for row in x[0]]], axis=1)
     np.testing.assert_array_equal(whole.astype(object) * 2**64 + fraction.astype(object), exact)
+
+
+def test_a_running_sum_loses_precision_that_the_split_sum_keeps():
+    """A float32 sum past -1e4 rounds later steps to 1e-3.
+
+    The difference of split sums is right to rounding.
+    """
+    random = np.random.default_rng(0)
+    steps = random.choice([-1e-4, -0.3, -1e4], size=192, p=[0.7, 0.25, 0.05]).astype(np.float32)
+    exact = np.array(
+        [[steps[j + 1 : i + 1].astype(np.float64).sum() for j in range(192)] for i in range(192)]
+    )
+    visible = np.tri(192, dtype=bool) & (exact > -87)
+
+    running = np.cumsum(steps)
+    naive = np.exp(np.where(visible, running[:, None] - running, 0))
+    bounded = decays.bounded(jnp.asarray(steps), False)
+    coarse, fine = decays.split(bounded)
+    split = decays.exp((coarse[:, None] - coarse) + (fine[:, None] - fine))
+    expected = np.exp(np.where(visible, exact, 0))
+    assert cases.error(naive[visible], expected[visible]) >= 1e-4
+    assert cases.error(np.asarray(split)[visible], expected[visible]) <= 2e-7

@@ -51,14 +51,26 @@ def _without_decay(op):
     return lambda *x, log_decay, **options: op(*x, causal=False, **options)
 
 
-# Tokens that a bad token reaches, if fewer than its document has after it.
-WINDOWS = {"softmax, window": 7}
 BIDIRECTIONAL = {
     "linear, bidirectional": _without_decay(functools.partial(ops.linear_attention, chunk_size=8)),
     "softmax, bidirectional": _without_decay(OTHERS["softmax"]),
     "expressive, bidirectional": _without_decay(OTHERS["expressive"]),
 }
 EVERY = POWER | OTHERS | BIDIRECTIONAL
+# Those that share most of their code with another of them.
+RARE = {
+    "power reference attention",
+    "linear",
+    "linear step",
+    "linear, rotated",
+    "softmax, bidirectional",
+    "expressive reference",
+    "expressive, bidirectional",
+}
+
+
+def rare_are_slow(names):
+    return [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in names]
 
 
 def drawn() -> dict[str, np.ndarray]:
@@ -83,16 +95,6 @@ def changed(array, place, number) -> np.ndarray:
 
 
 @functools.cache
-def run(name):
-    """Returns the compiled op for one document, which is no `segment_ids`."""
-    return jax.jit(
-        lambda arrays: EVERY[name](
-            *(arrays[x] for x in ("query", "key", "value")), log_decay=arrays["log_decay"]
-        )
-    )
-
-
-@functools.cache
 def outputs_and_gradients(name):
     """Returns the compiled op for documents, with gradients of a weighted sum of its outputs."""
 
@@ -107,23 +109,14 @@ def outputs_and_gradients(name):
     return jax.jit(jax.grad(loss, has_aux=True))
 
 
-@pytest.mark.parametrize(
-    ("name", "packed"),
-    [
-        *((name, True) for name in EVERY),
-        *(
-            pytest.param(name, False, marks=() if name == "power xla chunked" else pytest.mark.slow)
-            for name in EVERY
-        ),
-    ],
-)
+@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", rare_are_slow(EVERY))
 def test_nonfinite_tokens_reach_only_tokens_that_attend_to_them(name, packed):
-    def outputs(arrays):
-        if packed:
-            return np.asarray(outputs_and_gradients(name)(arrays, SEGMENTS)[1])
-        return np.asarray(run(name)(arrays))
+    arrays, segments = drawn(), SEGMENTS if packed else None
 
-    arrays = drawn()
+    def outputs(arrays):
+        return np.asarray(outputs_and_gradients(name)(arrays, segments)[1])
+
     clean = outputs(arrays)
     end = -(-BAD // DOCUMENT) * DOCUMENT if packed else TIME
     begin = BAD if name not in BIDIRECTIONAL else end - DOCUMENT if packed else 0
@@ -136,13 +129,17 @@ def test_nonfinite_tokens_reach_only_tokens_that_attend_to_them(name, packed):
             out = outputs(arrays | {array: changed(arrays[array], (0, BAD, 1), number)})
             heads = slice(1, 2) if array == "query" else slice(2, 4)
             seen = np.zeros((2, TIME, 4), bool)
-            last = BAD + 1 if array == "query" else min(end, BAD + WINDOWS.get(name, TIME))
+            last = BAD + 1 if array == "query" else min(end, BAD + (7 if "window" in name else TIME))
             seen[0, BAD if array == "query" else begin : last, heads] = True
             assert np.isnan(out[seen]).all(), (array, number)
             np.testing.assert_allclose(out[~seen], clean[~seen], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", EVERY)
+def test_nonfinite_tokens_of_one_document():
+    test_nonfinite_tokens_reach_only_tokens_that_attend_to_them("power xla chunked", packed=False)
+
+
+@pytest.mark.parametrize("name", rare_are_slow(EVERY))
 def test_padding_may_hold_anything(name):
     """Outputs and gradients are bitwise identical to those with zeros at padding."""
     segments = SEGMENTS.copy()
@@ -161,30 +158,39 @@ def test_padding_may_hold_anything(name):
         jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+def by_steps(step):
+    """Returns an op from a state to a state that takes one step per token."""
+
+    def op(query, key, value, *, initial_state, return_state, **options):
+        def advance(state, token):
+            out, state = step(*token[0], state, **token[1])
+            return state, out
+
+        tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), ((query, key, value), options))
+        state, out = jax.lax.scan(advance, initial_state, tokens)
+        return jnp.moveaxis(out, 0, 1), state
+
+    return op
+
+
+SIZES = {"exact_window": 4, "chunk_size": 8}
+POWER_STATE = ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4)
+LINEAR_STATE = ops.LinearState.zeros(2, 2, 4, 3, exact_window=4)
+CHANNEL_STATE = ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4, per_channel=True)
 # Ops with their empty states.
 RECURRENT = {
-    "power attention": (
-        functools.partial(ops.power_attention, form="attention", exact_window=4),
-        ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4),
-    ),
-    "power chunked": (
-        functools.partial(ops.power_attention, form="chunked", exact_window=4, chunk_size=8),
-        ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4),
-    ),
-    "linear": (
-        functools.partial(ops.linear_attention, exact_window=4, chunk_size=8),
-        ops.LinearState.zeros(2, 2, 4, 3, exact_window=4),
-    ),
-    "channels": (
-        OTHERS["channels"],
-        ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4, per_channel=True),
-    ),
+    "attention": (functools.partial(ops.power_attention, form="attention", **SIZES), POWER_STATE),
+    "chunked": (functools.partial(ops.power_attention, form="chunked", **SIZES), POWER_STATE),
+    "step": (by_steps(ops.power_attention_step), POWER_STATE),
+    "channels": (OTHERS["channels"], CHANNEL_STATE),
+    "linear": (functools.partial(ops.linear_attention, **SIZES), LINEAR_STATE),
+    "linear step": (by_steps(ops.linear_attention_step), LINEAR_STATE),
 }
 
 
 @functools.cache
 def with_state(name):
-    """Returns the compiled op from a state or None to outputs and a state."""
+    """Returns the compiled op from a state to outputs and a state."""
 
     @jax.jit
     def call(arrays, segments, state):
@@ -200,80 +206,58 @@ def with_state(name):
 
 
 @pytest.mark.parametrize("array", ["key", "value"])
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", rare_are_slow(RECURRENT))
 def test_nan_stays_in_the_state_until_its_document_ends(name, array):
     arrays, half = drawn(), TIME // 2
     # The second document continues in the second half, so that both halves are one compiled function.
     begin, end = half - 6, half + 6
     segments = (SEGMENTS + (np.arange(TIME) % DOCUMENT >= DOCUMENT // 2)).astype(np.int32)
 
-    def part(arrays, begin, end, state=None):
-        cut = {k: x[:, begin:end] for k, x in arrays.items()}
-        out, state = with_state(name)(cut, segments[:, begin:end], state)
-        return np.asarray(out), state
+    def outputs(arrays):
+        """Returns the outputs of both halves, and the state after them."""
+        state, halves = RECURRENT[name][1], []
+        for part in (slice(0, half), slice(half, None)):
+            cut = {k: x[:, part] for k, x in arrays.items()}
+            out, state = with_state(name)(cut, segments[:, part], state)
+            halves.append(out)
+        return np.concatenate(halves, 1), state
 
-    clean, _ = part(arrays, 0, TIME)
+    clean, _ = outputs(arrays)
     for bad_token in (half - 1, half - 5):
-        bad = arrays | {array: changed(arrays[array], (0, bad_token, 1, 2), np.nan)}
-        whole, last = part(bad, 0, TIME)
+        out, last = outputs(arrays | {array: changed(arrays[array], (0, bad_token, 1, 2), np.nan)})
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(last))
-        first, state = part(bad, 0, half, RECURRENT[name][1])
-        rest, _ = part(bad, half, TIME, state)
-        np.testing.assert_allclose(np.concatenate([first, rest], 1), whole, rtol=1e-5, atol=1e-6)
-        nan = np.isnan(whole)
+        nan = np.isnan(out)
         assert begin < bad_token < end
-        assert nan[0, bad_token:end, 2:].all()
-        assert nan.sum() == nan[0, bad_token:end, 2:].size
-        np.testing.assert_allclose(whole[~nan], clean[~nan], rtol=1e-5, atol=1e-6)
+        # A step keeps the NaN of a value in its channel.
+        channels = slice(2, 3) if (name, array) == ("step", "value") else slice(None)
+        assert nan[0, bad_token:end, 2:, channels].all()
+        assert nan.sum() == nan[0, bad_token:end, 2:, channels].size
+        np.testing.assert_allclose(out[~nan], clean[~nan], rtol=1e-5, atol=1e-6)
 
 
-STEPS = {
-    "power": (ops.power_attention_step, ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4)),
-    "linear": (ops.linear_attention_step, ops.LinearState.zeros(2, 2, 4, 3, exact_window=4)),
-}
-
-
-@pytest.mark.parametrize("name", STEPS)
-def test_steps_give_nan_until_the_document_ends(name):
-    arrays = drawn()
-    arrays["key"] = changed(arrays["key"], (0, BAD, 1, 2), np.nan)
-    step, state = STEPS[name]
-
-    def advance(state, token):
-        arrays, segments = token
-        out, state = step(
-            *(arrays[k] for k in ("query", "key", "value")),
-            state,
-            log_decay=arrays["log_decay"],
-            segment_ids=segments,
-        )
-        return state, out
-
-    by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (arrays, jnp.asarray(SEGMENTS)))
-    _, out = jax.jit(lambda: jax.lax.scan(advance, state, by_time))()
-    nan = np.isnan(np.moveaxis(np.asarray(out), 0, 1))
-    assert nan[0, BAD:24, 2:].all()
-    assert nan.sum() == nan[0, BAD:24, 2:].size
-
-
-def test_more_keys_than_queries():
+@pytest.mark.parametrize(
+    "name", rare_are_slow(["power xla attention", "softmax", "expressive", "expressive reference"])
+)
+def test_more_keys_than_queries(name):
     arrays = drawn()
     arrays["key"] = changed(arrays["key"], (0, BAD, 1), np.nan)
-    for name in ("power xla attention", "softmax", "expressive", "expressive reference"):
-        out = run(name)(arrays | {"query": arrays["query"][:, -40:]})
-        nan = np.isnan(out)
-        assert nan[0, BAD - 8 :, 2:].all()
-        assert nan.sum() == nan[0, BAD - 8 :, 2:].size
+    log_decay = arrays.pop("log_decay")
+    query = arrays.pop("query")[:, -40:]
+    nan = np.isnan(jax.jit(EVERY[name])(query, *arrays.values(), log_decay=log_decay))
+    assert nan[0, BAD - 8 :, 2:].all()
+    assert nan.sum() == nan[0, BAD - 8 :, 2:].size
 
 
-def test_minus_infinity_is_a_decay():
+@pytest.mark.parametrize("name", ["power xla attention", "power xla chunked", "power reference recurrent"])
+def test_minus_infinity_is_a_decay(name):
     arrays = drawn()
-    for name in ("power xla attention", "power xla chunked", "power reference recurrent"):
-        forgets, starts = (
-            run(name)(arrays | {"log_decay": changed(arrays["log_decay"], (0, BAD), number)})
-            for number in (-np.inf, -1e4)
-        )
-        np.testing.assert_allclose(forgets, starts, rtol=1e-5)
+    forgets, starts = (
+        outputs_and_gradients(name)(
+            arrays | {"log_decay": changed(arrays["log_decay"], (0, BAD), number)}, SEGMENTS
+        )[1]
+        for number in (-np.inf, -1e4)
+    )
+    np.testing.assert_allclose(forgets, starts, rtol=1e-5)
 
 
 def test_a_nonfinite_state_does_not_affect_other_rows():
@@ -285,7 +269,7 @@ def test_a_nonfinite_state_does_not_affect_other_rows():
     )
     arrays = {name: x[:, : TIME // 2] for name, x in drawn().items()}
     # The program that also continues states in the tests above.
-    out, _ = with_state("power chunked")(arrays, SEGMENTS[:, : TIME // 2], state)
+    out, _ = with_state("chunked")(arrays, SEGMENTS[:, : TIME // 2], state)
     nan = np.isnan(out)
     assert nan[0, :DOCUMENT, 2:].all()
     assert nan.sum() == nan[0, :DOCUMENT, 2:].size

@@ -59,60 +59,23 @@ def scores_of(query, key):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("float64", 1e-12)])
 def test_second_moments_are_the_formula_at_any_position(dtype, tolerance):
-    query, key = normal(1, len(POSITIONS), HEADS, DIM), normal(1, len(POSITIONS), KV_HEADS, DIM, seed=5)
-    params = parameters()
-    with jax.enable_x64(dtype == "float64"):
-        encoded = encode(
-            query.astype(dtype),
-            key.astype(dtype),
-            POSITIONS[None],
-            **parameters(dtype),
-            noise=whitened_noise(dtype),
-        )
-    assert {x.dtype.name for x in encoded} == {dtype}
-    assert cases.error(scores_of(*encoded), formula(query, key, params)) < tolerance
-
-
-def test_mean_over_realizations_is_the_formula():
-    query, key = normal(1, 2, HEADS, DIM), normal(1, 2, KV_HEADS, DIM, seed=5)
-    positions, realizations = np.int32([3, 40]), 100_000
-    noise = normal(KV_HEADS, DIM, 2 * SINES, realizations, seed=6).astype("float32")
-    q, k = encode(
-        query.astype("float32"), key.astype("float32"), positions[None], **parameters("float32"), noise=noise
-    )
-    expected = formula(query, key, parameters(), positions, positions)
-    k = np.repeat(np.asarray(k, np.float64), HEADS // KV_HEADS, axis=2)
-    products = np.einsum("btnr,bunr->bntur", np.asarray(q, np.float64), k) * realizations
-    deviation = products.std(-1) / np.sqrt(realizations)
-    assert np.all(np.abs(products.mean(-1) - expected) < 4 * deviation)
-    assert deviation.max() < 0.1 * np.abs(expected).max()
-
-
-def test_a_split_sequence_equals_one_call():
-    query, key = (
-        normal(1, 40, HEADS, DIM).astype("float32"),
-        normal(1, 40, KV_HEADS, DIM, seed=5).astype("float32"),
-    )
-    params = parameters("float32") | {"noise": whitened_noise("float32")}
-    positions = np.arange(2**20, 2**20 + 40, dtype=np.int32)[None]
-    whole = encode(query, key, positions, **params)
-    parts = [encode(query[:, a:b], key[:, a:b], positions[:, a:b], **params) for a, b in ((0, 7), (7, 40))]
-    for x, *split in zip(whole, *parts):
-        np.testing.assert_allclose(np.concatenate(split, 1), x, rtol=2e-6, atol=2e-6)
-
-
-def test_keys_may_have_their_own_positions():
-    query, key = normal(1, 1, HEADS, DIM), normal(1, 4, KV_HEADS, DIM, seed=5)
-    positions = np.int32([9]), np.int32([2, 9, 2**20, 11])
-    encoded = encode(
-        query.astype("float32"),
-        key.astype("float32"),
-        positions[0][None],
-        positions[1][None],
-        **parameters("float32"),
-        noise=whitened_noise("float32"),
-    )
-    assert cases.error(scores_of(*encoded), formula(query, key, parameters(), *positions)) < 2e-6
+    """Keys have the positions of queries, or their own. The mean over noise is that of its second moments."""
+    for queries, keys in ((POSITIONS, None), (np.int32([9]), np.int32([2, 9, 2**20, 11]))):
+        key_positions = queries if keys is None else keys
+        query = normal(1, len(queries), HEADS, DIM)
+        key = normal(1, len(key_positions), KV_HEADS, DIM, seed=5)
+        with jax.enable_x64(dtype == "float64"):
+            encoded = encode(
+                query.astype(dtype),
+                key.astype(dtype),
+                queries[None],
+                None if keys is None else keys[None],
+                **parameters(dtype),
+                noise=whitened_noise(dtype),
+            )
+        assert {x.dtype.name for x in encoded} == {dtype}
+        expected = formula(query, key, parameters(), queries, key_positions)
+        assert cases.error(scores_of(*encoded), expected) < tolerance
 
 
 def test_gradients_are_those_of_the_formula():
@@ -141,21 +104,3 @@ def test_gradients_are_those_of_the_formula():
     for a, b, c in zip(*map(jax.tree.leaves, (single, double, expected))):
         assert cases.error(a, c) < 2e-6
         assert cases.error(b, c) < 1e-12
-
-
-def test_mistakes_are_one_line():
-    query, key = np.ones((1, 2, HEADS, DIM), "float32"), np.ones((1, 2, KV_HEADS, DIM), "float32")
-    params = parameters("float32") | {"noise": whitened_noise("float32")}
-    for q, changes, message in (
-        (query[..., :2], {}, "query has 4 heads of size 2 and key 2 of size 3"),
-        (query[:, :, :3], {}, "query has 3 heads"),
-        (query, {"gains": params["gains"][..., :1]}, r"gains has shape \(2, 3, 1\); it must be \[2, 3, 2\]"),
-        (
-            query,
-            {"noise": params["noise"][:, :, :2]},
-            r"noise has shape \(2, 3, 2, 12\); it must be \[2, 3, 4, real",
-        ),
-    ):
-        with pytest.raises(ValueError, match=message) as raised:
-            spe.encode(q, key, jnp.zeros((1, 2), jnp.int32), **params | changes)
-        assert "\n" not in str(raised.value)

@@ -52,56 +52,14 @@ def over_time(f, devices, arrays, out=None):
     )
 
 
-def outputs_and_gradients(f, arrays, dout):
-    """Returns f's output and gradients with respect to all arrays except segment ids."""
-    fixed = {name: x for name, x in arrays.items() if name == "segment_ids"}
-    varied = {name: x for name, x in arrays.items() if name not in fixed and x is not None}
-    return jax.device_get(_compiled(f)(varied, fixed, dout))
-
-
 @functools.cache
-def _compiled(f):
-    def loss(varied, fixed, dout):
-        out = f(varied | fixed)
-        return (out * dout).sum(dtype=jnp.promote_types(out.dtype, jnp.float32)), out
+def sharded(op, devices):
+    """Returns the op with time sharded over devices."""
 
-    @jax.jit
-    def run(varied, fixed, dout):
-        gradients, out = jax.grad(loss, has_aux=True)(varied, fixed, dout)
-        return {"out": out} | gradients
+    def call(**arrays):
+        return over_time(lambda axis_name, arrays: op(**arrays, axis_name=axis_name), devices, arrays)(arrays)
 
-    return run
-
-
-@functools.cache
-def _on_devices(op, devices, names):
-    """Returns the op as a function of the named arrays, with time sharded over devices if there are several."""
-
-    def call(axis_name, arrays):
-        return op(**arrays, axis_name=axis_name)
-
-    return (
-        functools.partial(call, None) if devices == 1 else over_time(call, devices, dict.fromkeys(names, 0))
-    )
-
-
-def compare(drawn, formula, op, devices, dtype):
-    """Compares the op with time over devices with the formula on one device in float64."""
-
-    def run(op, devices, dtype):
-        arrays = {name: x if name == "segment_ids" else jnp.asarray(x, dtype) for name, x in present.items()}
-        f = _on_devices(op, devices, tuple(arrays))
-        return outputs_and_gradients(f, arrays, jnp.asarray(drawn["dout"], dtype))
-
-    present = {name: x for name, x in drawn.items() if x is not None and name != "dout"}
-    with jax.enable_x64(True):
-        expected = run(formula, 1, "float64")
-    with jax.enable_x64(dtype == "float64"):
-        result = run(op, devices, dtype)
-    for name, x in expected.items():
-        bound = 1e-10 if dtype == "float64" else 2e-6 if name == "out" else 1e-5
-        error = cases.error(result[name], x, cases.natural_size(name, drawn))
-        assert error <= bound, (name, error)
+    return call
 
 
 def drawn_for(ids=None, **options):
@@ -110,7 +68,7 @@ def drawn_for(ids=None, **options):
     return arrays | {"segment_ids": ids}
 
 
-def rotated_linear(*, axis_name, **arguments):
+def rotated_linear(*, axis_name=None, **arguments):
     """Computes linear attention whose features are rotated by their positions on all devices."""
     time = arguments["query"].shape[1]
     begin = 0 if axis_name is None else time * jax.lax.axis_index(axis_name)
@@ -161,15 +119,14 @@ SINGLE, DOUBLE = ("float32",), ("float64", "float32")
 # What is drawn, the formula, the op, and the numbers of devices and dtypes.
 OFTEN = {
     "extreme": (EXTREME, FORMULA, CHUNKED, (8,), ("float64",)),
-    "gentle": (GENTLE, FORMULA, CHUNKED, (4,), SINGLE),
     "pairs": (GENTLE, FORMULA, ATTENTION, (4,), SINGLE),
-    # One document whose tokens weigh to its end: the last of four devices needs the state of the first.
-    "linear": (PLAIN, OF_LINEAR, LINEAR, (4,), SINGLE),
     "softmax": (alibi, SOFTMAX, SOFTMAX, (8,), SINGLE),
     "window": (alibi, WINDOW, WINDOW, (4,), SINGLE),
     "expressive": (EXTREME, OF_EXPRESSIVE, EXPRESSIVE, (4,), SINGLE),
 }
 RARE = {
+    # One document whose tokens weigh to its end: the last of four devices needs the state of the first.
+    "linear": (PLAIN, OF_LINEAR, LINEAR, (4,), SINGLE),
     "extreme chunked": (EXTREME, FORMULA, CHUNKED, (2, 4, 8), DOUBLE),
     "extreme pairs": (EXTREME, FORMULA, ATTENTION, (2, 4, 8), DOUBLE),
     "gentle chunked": (GENTLE, FORMULA, CHUNKED, (2, 4, 8), DOUBLE),
@@ -198,9 +155,12 @@ RARE = {
 @pytest.mark.parametrize("name", OFTEN)
 def test_an_op_over_devices_is_that_of_one(name):
     draw, formula, op, devices, dtypes = (OFTEN | RARE)[name]
+    drawn = draw()
+    expected = cases.outputs_and_gradients(formula, drawn, "float64")
     for number in devices:
         for dtype in dtypes:
-            compare(draw(), formula, op, number, dtype)
+            actual = cases.outputs_and_gradients(sharded(op, number), drawn, dtype)
+            cases.check(actual, expected, drawn, dtype)
 
 
 @pytest.mark.slow
@@ -210,7 +170,18 @@ def test_every_op_over_devices_is_that_of_one(name):
     test_an_op_over_devices_is_that_of_one(name)
 
 
-def check_angles(ids, devices, pairs=()):
+@pytest.mark.parametrize(
+    ("ids", "devices", "pairs"),
+    [
+        (segment_ids(), 8, ()),
+        *(
+            pytest.param(ids, devices, pairs, marks=pytest.mark.slow)
+            for ids in (segment_ids(), None)
+            for devices, pairs in ((2, ()), (4, (4,)), (8, ()))
+        ),
+    ],
+)
+def test_learned_angles(ids, devices, pairs):
     """Checks that positions and angles are bitwise those of one device, and gradients of rates to rounding."""
     random = np.random.default_rng(0)
     rate = (1 + np.tanh(random.standard_normal((3, TIME, 2, *pairs)))).astype(np.float32)
@@ -245,46 +216,30 @@ def check_angles(ids, devices, pairs=()):
     assert cases.error(many[0], one[0]) <= 1e-5
 
 
-def test_learned_angles():
-    check_angles(segment_ids(), 8)
+CANNOT = {
+    "does not support states; leave out": (ops.power_attention, 8, {"return_state": True}),
+    "support states": (ops.power_attention, 8, {"exact_window": 4, "initial_state": 4}),
+    "use implementation='xla'": (ops.power_attention, 8, {"implementation": "reference"}),
+    "equal numbers of keys and queries": (ops.power_attention, 7, {}),
+    "equal numbers of keys and queries, not 8 and 7": (ops.softmax_attention, 7, {}),
+    "numbers of keys and queries, not 8 and 7": (ops.expressive_attention, 7, {}),
+    "8 of 16 positions, fewer than the window of 9": (ops.power_attention, 8, {"exact_window": 9}),
+}
 
 
-@pytest.mark.slow
-def test_all_learned_angles():
-    for devices in (2, 4, 8):
-        check_angles(segment_ids(), devices)
-        check_angles(None, devices)
-    check_angles(segment_ids(), 4, pairs=(4,))
-
-
-@pytest.mark.parametrize(
-    ("op", "queries", "options", "error", "message"),
-    [
-        (ops.power_attention, 16, {"return_state": True}, NotImplementedError, "does not support states; leave out"),
-        (ops.power_attention, 16, {"exact_window": 4, "initial_state": 4}, NotImplementedError, "support states"),
-        (ops.power_attention, 16, {"implementation": "reference"}, NotImplementedError, "use implementation='xla'"),
-        (ops.power_attention, 14, {}, NotImplementedError, "equal numbers of keys and queries"),
-        (ops.softmax_attention, 14, {}, NotImplementedError, "equal numbers of keys and queries, not 8 and 7"),
-        (ops.expressive_attention, 14, {}, NotImplementedError, "equal numbers of keys and queries, not 8 and 7"),
-        (
-            ops.power_attention,
-            16,
-            {"form": "chunked", "exact_window": 9},
-            ValueError,
-            "holds 8 of 16 positions, fewer than the window of 9; use a longer",
-        ),
-    ],
-)  # fmt: skip
-def test_refused(op, queries, options, error, message):
+def test_unsupported_requests_are_named():
     x = jnp.ones((1, 16, 1, 8))
-    if "initial_state" in options:
-        options = options | {"initial_state": ops.PowerState.zeros(1, 1, 8, 8, power=2, exact_window=4)}
+    for message, (op, queries, options) in CANNOT.items():
+        if "initial_state" in options:
+            options = options | {"initial_state": ops.PowerState.zeros(1, 1, 8, 8, power=2, exact_window=4)}
+        form = {"form": "chunked"} if options.get("exact_window") == 9 else {}
+        attempt = functools.partial(op, **options, **form)
 
-    def attempt(axis, x):
-        return op(x[:, : queries // 2], x, x, axis_name=axis, **options)
+        def shard(axis, x, attempt=attempt, queries=queries):
+            return attempt(x[:, :queries], x, x, axis_name=axis)
 
-    with pytest.raises(error, match=message):
-        jax.eval_shape(over_time(attempt, 2, x), x)
+        with pytest.raises(ValueError if form else NotImplementedError, match=message):
+            jax.eval_shape(over_time(shard, 2, x), x)
 
 
 IDS = np.repeat(segment_ids()[:2], 2, axis=1)
@@ -304,31 +259,22 @@ def test_kernels_over_devices_are_as_exact_as_plain_jax_on_one(name):
     case, segments, devices = KERNELS[name]
     case = dataclasses.replace(case, time=2 * TIME)
     drawn = cases.arrays(case, batch=2, dtype="bfloat16") | {"segment_ids": segments}
-    present = {name: x for name, x in drawn.items() if x is not None and name != "dout"}
-    short = {
-        name: jnp.asarray(x, {"log_decay": "float32", "segment_ids": "int32"}.get(name, "bfloat16"))
-        for name, x in present.items()
-    }
 
-    def run(arrays, devices, **options):
-        def f(axis_name, arrays):
-            return ops.power_attention(**arrays, power=case.power, axis_name=axis_name, **options)
-
-        f = functools.partial(f, None) if devices == 1 else over_time(f, devices, arrays)
-        return outputs_and_gradients(f, arrays, jnp.asarray(drawn["dout"], arrays["query"].dtype))
-
-    def errors(result):
-        return {
-            name: cases.error(result[name], x, cases.natural_size(name, drawn))
-            for name, x in expected.items()
-        }
+    def errors(implementation, devices):
+        op = functools.partial(
+            ops.power_attention,
+            power=case.power,
+            implementation=implementation,
+            form="chunked",
+            chunk_size=64,
+        )
+        op = op if devices == 1 else sharded(op, devices)
+        return cases.errors(cases.outputs_and_gradients(op, drawn, "bfloat16"), expected, drawn)
 
     with target.interpreted(object()), plain.kernels(), plain_quartic.kernels():
-        with jax.enable_x64(True):
-            expected = run(present, 1, implementation="reference")
-        kernel = run(short, devices, implementation="mosaic_gpu", form="chunked", chunk_size=64)
-        xla = run(short, 1, implementation="xla", form="chunked", chunk_size=64)
-    interpreted.check(errors(kernel), errors(xla))
+        formula = functools.partial(FORMULA, power=case.power)
+        expected = cases.outputs_and_gradients(formula, drawn, "float64")
+        interpreted.check(errors("mosaic_gpu", devices), errors("xla", 1))
 
 
 def exchanged(op, with_documents):
@@ -368,7 +314,10 @@ def test_collectives_of_states(with_documents):
 
 @pytest.mark.parametrize(
     "op",
-    [functools.partial(ops.power_attention, form="attention"), pytest.param(SOFTMAX, marks=pytest.mark.slow)],
+    [
+        pytest.param(functools.partial(ops.power_attention, form="attention"), marks=pytest.mark.slow),
+        pytest.param(SOFTMAX, marks=pytest.mark.slow),
+    ],
     ids=["power", "softmax"],
 )
 def test_collectives_of_pairs(op):
@@ -391,8 +340,7 @@ def test_conformal_attention_over_65536_tokens():
     # One head remembers most of the sequence, the other about 2,000 tokens.
     gates = np.array([12, 8]) + random.standard_normal(shape)
     arrays["log_decay"] = -np.log1p(np.exp(-gates))
-    arrays = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
-    dout = jnp.asarray(random.standard_normal((*shape, 32)), jnp.float32)
+    arrays["dout"] = random.standard_normal((*shape, 32))
 
     def f(axis_name, arrays):
         angles, _ = rotary.learned_angles(arrays["rate"], 32, axis_name=axis_name)
@@ -401,7 +349,12 @@ def test_conformal_attention_over_65536_tokens():
             query, key, arrays["value"], log_decay=arrays["log_decay"], form="chunked", axis_name=axis_name
         )
 
-    one = outputs_and_gradients(functools.partial(f, None), arrays, dout)
-    many = outputs_and_gradients(over_time(f, 8, arrays), arrays, dout)
-    for name, x in one.items():
-        assert cases.error(many[name], x) <= 2e-5, name
+    def many(**arrays):
+        return over_time(f, 8, arrays)(arrays)
+
+    def one(**arrays):
+        return f(None, arrays)
+
+    actual, expected = (cases.outputs_and_gradients(g, arrays, "float32") for g in (many, one))
+    for name, x in expected.items():
+        assert cases.error(actual[name], x) <= 2e-5, name

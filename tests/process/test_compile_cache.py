@@ -48,28 +48,22 @@ def test_jax_may_be_told_otherwise(config, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_home_that_cannot_be_written_needs_no_cache(config, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    compile_cache.cache_programs()
-    assert config.jax_compilation_cache_dir is None
-
-
-def test_a_user_without_a_home_needs_no_cache(config, monkeypatch):
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.delenv("HOME", raising=False)
-    # A user id that has no account.
-    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)
-    compile_cache.cache_programs()
-    assert config.jax_compilation_cache_dir is None
-
-
-def test_a_cache_that_cannot_be_written_is_not_used(config, tmp_path, monkeypatch):
-    compile_cache.cache_programs()
-    config.update("jax_compilation_cache_dir", None)
-    (folder,) = (tmp_path / "sympow-jax").iterdir()
-    # In place of its mode, which does not stop root.
-    monkeypatch.setattr(os, "access", lambda path, mode: path != folder or not mode & os.W_OK)
+@pytest.mark.parametrize("cause", ["a file in its place", "no home", "not writable"])
+def test_a_cache_that_cannot_be_is_not_used(config, tmp_path, monkeypatch, cause):
+    if cause == "a file in its place":
+        (tmp_path / "file").write_text("")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    elif cause == "no home":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.delenv("HOME", raising=False)
+        # A user id that has no account.
+        monkeypatch.setattr(os, "getuid", lambda: 2**31 - 2)
+    else:
+        compile_cache.cache_programs()
+        config.update("jax_compilation_cache_dir", None)
+        (folder,) = (tmp_path / "sympow-jax").iterdir()
+        # In place of its mode, which does not stop root.
+        monkeypatch.setattr(os, "access", lambda path, mode: path != folder or not mode & os.W_OK)
     compile_cache.cache_programs()
     assert config.jax_compilation_cache_dir is None
 

@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import functools
-import json
 import os
 import pathlib
 import resource
@@ -17,9 +16,11 @@ import numpy as np
 import pytest
 
 from sympow_jax import config, data, evaluation
-from sympow_jax.commands import command_line
+from sympow_jax.commands import command_line, launch
 from sympow_jax.process import hosts, signals, workdir
 from sympow_jax.training import sharding
+from tests import programs
+from tests.training import small
 from tools import launching
 
 
@@ -70,19 +71,14 @@ def start(tmp_path, arguments, compilation_cache):
 @pytest.fixture(scope="module")
 def alone(arguments, compilation_cache, tmp_path_factory) -> pathlib.Path:
     """Returns the workdir of the run with one process."""
-    folder = tmp_path_factory.mktemp("alone")
-    (one,) = launching.start(
-        [*arguments, EVALUATION, f"--workdir={folder / 'run'}"], folder / "says", cache=compilation_cache
-    )
-    assert one.wait() == 0, one.errors()
-    return folder / "run"
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    with programs.kept_in(compilation_cache):
+        assert launch.main([*arguments, EVALUATION, f"--workdir={folder}"]) == 0
+    return folder
 
 
-def _losses(folder: pathlib.Path, name: str = "loss") -> dict[int, float]:
-    path = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    assert len({line["step"] for line in lines}) == len(lines)
-    return {line["step"]: line[name] for line in lines}
+def _losses(folder: pathlib.Path) -> dict[int, float]:
+    return small.losses(folder) if (folder / "metrics.jsonl").exists() else {}
 
 
 def _saved(folder: pathlib.Path) -> list[int]:
@@ -119,7 +115,9 @@ def test_two_processes_equal_one(start, alone, arguments, tmp_path):
     started = start(EVALUATION, processes=2, before_start=functools.partial(_record_rows, rows))
     assert [one.wait() for one in started] == [0, 0]
     _assert_same_run(tmp_path / "run", alone)
-    heldout, expected = (_losses(folder, "heldout_loss") for folder in (tmp_path / "run", alone))
+    heldout, expected = (
+        [line["heldout_loss"] for line in small.lines(folder)] for folder in (tmp_path / "run", alone)
+    )
     assert heldout == pytest.approx(expected, rel=1e-5)
     assert _evaluated(tmp_path / "run") == pytest.approx(_evaluated(alone), rel=1e-5)
     assert _saved(tmp_path / "run") == [4, 8, 10]
@@ -228,35 +226,31 @@ def test_a_save_that_fails_in_one_process_ends_both(start, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_one_process_cannot_read(start, alone, tmp_path):
+@pytest.mark.parametrize("damaged", [True, False])
+def test_a_checkpoint_that_one_process_cannot_read(start, alone, tmp_path, damaged):
+    """Damage is moved away by all; a file that cannot be opened ends both, and moves nothing."""
     folder, sharded = tmp_path / "run", "--config.sharding.fsdp=2"
     started = start(sharded, "--config.training.steps=8", processes=2)
     assert [one.wait() for one in started] == [0, 0]
     (path,) = folder.glob("checkpoints/8/params/ocdbt.process_1/d/*")
-    path.write_bytes(path.read_bytes()[:10])
+    if damaged:
+        path.write_bytes(path.read_bytes()[:10])
+    else:
+        path.unlink()
+        path.symlink_to(path)
     started = start(sharded, processes=2)
-    assert [one.wait() for one in started] == [0, 0]
+    assert [one.wait() for one in started] == [not damaged] * 2
     first, second = (one.errors() for one in started)
-    assert "the checkpoint of step 8" in first[0]
-    assert "moved the damaged checkpoint of step 8" in first[1]
-    assert second == []
-    assert any(line.startswith("training: step 4 of 10") for line in started[0].said())
-    _assert_same_run(folder, alone)
-
-
-@pytest.mark.slow
-def test_a_file_that_one_process_cannot_open_ends_both_and_moves_nothing(start, tmp_path):
-    folder, sharded = tmp_path / "run", "--config.sharding.fsdp=2"
-    started = start(sharded, "--config.training.steps=8", processes=2)
-    assert [one.wait() for one in started] == [0, 0]
-    (path,) = folder.glob("checkpoints/8/params/ocdbt.process_1/d/*")
-    path.unlink()
-    path.symlink_to(path)
-    started = start(sharded, processes=2)
-    assert [one.wait() for one in started] == [1, 1]
-    for one in started:
+    if damaged:
+        assert "the checkpoint of step 8" in first[0]
+        assert "moved the damaged checkpoint of step 8" in first[1]
+        assert second == []
+        assert any(line.startswith("training: step 4 of 10") for line in started[0].said())
+        _assert_same_run(folder, alone)
+        return
+    for lines in (first, second):
         # JAX may add lines of its own, when it misses the other process.
-        (line,) = (line for line in one.errors() if line.startswith("error: "))
+        (line,) = (line for line in lines if line.startswith("error: "))
         assert f"{path}: Too many levels of symbolic links" in line
     assert _saved(folder) == [4, 8]
     assert not (folder / "damaged_checkpoints").exists()
@@ -281,30 +275,19 @@ def test_processes_that_do_not_meet(start):
     assert "Address already in use" in line
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--process_count=2"], "--coordinator_address and --process_id must be given too"),
-        (["--coordinator_address=a", "--process_count=2", "--process_id=0"], "it must be HOST:PORT"),
-        (["--coordinator_address=a:99999", "--process_count=2", "--process_id=0"], "it must be HOST:PORT"),
-    ],
-)
-def test_flags_that_say_too_little(more, message):
-    with pytest.raises(ValueError, match=message):
-        command_line.parse_training(["--config=configs/quickstart.py", "--workdir=unused", *more])
-
-
 def test_flags_of_a_process():
-    _, _, launch = command_line.parse_training(
-        [
-            "--config=configs/quickstart.py",
-            "--workdir=unused",
-            "--coordinator_address=[::1]:1234",
-            "--process_count=2",
-            "--process_id=1",
-        ]
-    )
-    assert launch == hosts.Launch(coordinator="[::1]:1234", count=2, index=1, timeout=60)
+    def parse(flags: str) -> hosts.Launch | None:
+        return command_line.parse_training(["--config=quickstart", "--workdir=unused", *flags.split()])[2]
+
+    found = parse("--coordinator_address=[::1]:1234 --process_count=2 --process_id=1")
+    assert found == hosts.Launch(coordinator="[::1]:1234", count=2, index=1, timeout=60)
+    for flags, message in (
+        ("--process_count=2", "--coordinator_address and --process_id must be given too"),
+        ("--coordinator_address=a --process_count=2 --process_id=0", "it must be HOST:PORT"),
+        ("--coordinator_address=a:99999 --process_count=2 --process_id=0", "it must be HOST:PORT"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse(flags)
 
 
 _SLURM = {"SLURM_JOB_ID": "5000", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
@@ -314,9 +297,9 @@ _ALL = hosts.Launch(devices=(), timeout=9)
 _CHOSEN = hosts.Launch(timeout=9)
 
 
-@pytest.mark.parametrize(
-    ("environment", "packages", "launch"),
-    [
+def test_clusters(monkeypatch, tmp_path):
+    monkeypatch.setattr(hosts, "_TPU_DEVICES", (str(tmp_path),))
+    for environment, packages, expected in (
         ({}, (), None),
         ({"SLURM_JOB_ID": "5000", "SLURM_NTASKS": "2"}, (), None),  # not started by srun
         (_SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, (), None),
@@ -331,12 +314,9 @@ _CHOSEN = hosts.Launch(timeout=9)
         (_POD, ("kubernetes",), _CHOSEN),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, ("kubernetes",), None),  # not of an indexed job
         ({}, ("libtpu",), _CHOSEN),
-    ],
-)
-def test_clusters(monkeypatch, tmp_path, environment, packages, launch):
-    monkeypatch.setattr(hosts.importlib.util, "find_spec", lambda name: name in packages)
-    monkeypatch.setattr(hosts, "_TPU_DEVICES", (str(tmp_path),))
-    assert hosts.detect(environment, timeout=9) == launch
+    ):
+        monkeypatch.setattr(hosts.importlib.util, "find_spec", lambda name, found=packages: name in found)
+        assert hosts.detect(environment, timeout=9) == expected, environment
 
 
 def _have_devices(number: int) -> None:
@@ -386,20 +366,6 @@ def test_an_error_of_any_type_while_connecting_is_one_line(monkeypatch):
         hosts.join(hosts.Launch())
     begun = [thread for thread in threading.enumerate() if thread not in before]
     assert all(timer.finished.is_set() for timer in begun)
-
-
-def _use_devices() -> None:
-    hosts.jax.device_count()
-
-
-@pytest.mark.robust
-def test_a_config_that_uses_devices(start):
-    port = launching.free_port()
-    flags = f"--coordinator_address=localhost:{port}", "--process_count=1", "--process_id=0"
-    (one,) = start(*flags, before_start=_use_devices)
-    assert one.wait() == 1
-    (line,) = one.errors()
-    assert "must be called before any JAX calls" in line
 
 
 def test_texts_that_are_not_utf8_reach_all_processes(monkeypatch):

@@ -40,23 +40,17 @@ def test_names_do_not_change_what_a_terminal_shows(capsys):
 @pytest.mark.parametrize(("flush", "unbuffered"), [(True, ""), (False, ""), (True, "1")])
 def test_the_reader_of_stdout_ends_first(flush, unbuffered):
     """The program ends as of SIGPIPE, without a word, as before `| head -1`."""
-    code = f"""
-from sympow_jax.process import signals
-with signals.user_errors():
-    print("first", flush=True)
-    input()
-    print("second", flush={flush})
-"""
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env={**os.environ, UNBUFFERED: unbuffered},
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-    ) as program:
+    lines = (
+        "from sympow_jax.process import signals",
+        "with signals.user_errors():",
+        "    print('first', flush=True)",
+        "    input()",
+        f"    print('second', flush={flush})",
+    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    environment = {**os.environ, UNBUFFERED: unbuffered}
+    command = [sys.executable, "-c", "\n".join(lines)]
+    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes) as program:
         assert program.stdout.readline() == "first\n"
         program.stdout.close()
         program.stdin.write("\n")
@@ -67,11 +61,10 @@ with signals.user_errors():
 
 @linux
 @pytest.mark.robust
-@pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize(
-    "command",
-    [PRINTING, [*SYMPOW, "--help"], [*SYMPOW, "--version"], [*SYMPOW, "prepare", "--help"]],
-    ids=["printing", "help", "version", "prepare"],
+    ("command", "unbuffered"),
+    [(PRINTING, ""), (PRINTING, "1"), ([*SYMPOW, "--version"], ""), ([*SYMPOW, "prepare", "--help"], "")],
+    ids=["printing", "unbuffered", "version", "prepare"],
 )
 def test_stdout_is_full(command, unbuffered):
     with open("/dev/full", "w") as full:

@@ -79,21 +79,23 @@ def test_another_model_is_an_error_that_lists_the_fields(tmp_path):
 
 
 def test_settings_may_be_corrected_before_the_first_checkpoint(tmp_path):
-    workdir.open_workdir(tmp_path, _settings(seed=1))
-    workdir.record_data(tmp_path, {"digest": "a"})
-    workdir.open_workdir(tmp_path, _settings(seed=2))
-    workdir.record_data(tmp_path, {"digest": "b"})
+    workdir.open_workdir(tmp_path, _settings(seed=1), {"digest": "a"})
+    workdir.open_workdir(tmp_path, _settings(seed=2), {"digest": "b"})
     assert workdir.read_config(tmp_path) == _settings(seed=2)
     assert json.loads((tmp_path / "data.json").read_text()) == {"digest": "b"}
 
 
 def test_other_data_is_an_error(tmp_path):
+    described = {"source": "text", "files": 3, "digest": "a"}
+    workdir.open_workdir(tmp_path, _settings(), described)
     _pretend_a_checkpoint(tmp_path)
-    workdir.record_data(tmp_path, {"source": "text", "files": 3, "digest": "a"})
-    workdir.record_data(tmp_path, {"source": "text", "files": 3, "digest": "a"})
+    workdir.open_workdir(tmp_path, _settings(), described)
     with pytest.raises(ValueError, match="digest was 'a' and is 'b'"):
-        workdir.record_data(tmp_path, {"source": "text", "files": 3, "digest": "b"})
-    assert json.loads((tmp_path / "data.json").read_text())["digest"] == "a"
+        workdir.open_workdir(tmp_path, _settings(), described | {"digest": "b"})
+    assert workdir.read_description(tmp_path) == described
+    (tmp_path / "data.json").write_text('{"a": ' * 100_000)
+    with pytest.raises(ValueError, match=r"data\.json: its JSON has too many levels"):
+        workdir.open_workdir(tmp_path, _settings(), described)
 
 
 def test_unwritable(tmp_path):
@@ -104,24 +106,23 @@ def test_unwritable(tmp_path):
         workdir.open_workdir(workdir.pathlib.Path("/proc/run"), _settings())
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "{}",
-        '{"hidden_size": 768}',
-        '{"model": {"vocab_size": "x", "layers": 1}}',
-        "[1, 2]",
-        "name: mine",
-        "\xff",
-    ],
-)
-def test_settings_of_another_program_are_not_overwritten(tmp_path, content):
-    (tmp_path / "config.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(
-        ValueError, match=r"config\.json is not the settings of a run and would be overwritten"
+def test_settings_of_another_program_are_not_overwritten(tmp_path):
+    path = tmp_path / "config.json"
+    for content in (
+        b"{}",
+        b'{"hidden_size": 768}',
+        b'{"model": {"vocab_size": "x", "layers": 1}}',
+        b"[1, 2]",
+        b"name: mine",
+        b"\xff",
     ):
-        workdir.open_workdir(tmp_path, _settings())
-    assert (tmp_path / "config.json").read_bytes() == content.encode("latin-1")
+        path.write_bytes(content)
+        with pytest.raises(
+            ValueError, match=r"config\.json is not the settings of a run and would be overwr"
+        ):
+            workdir.open_workdir(tmp_path, _settings())
+        assert path.read_bytes() == content
+        assert list(tmp_path.iterdir()) == [path]
 
 
 def test_not_a_workdir(tmp_path):
@@ -135,9 +136,8 @@ def test_not_a_workdir(tmp_path):
         workdir.read_config(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
+def test_settings_that_no_run_can_have(tmp_path):
+    for path, value, message in (
         ("model.layers", "100000", "model.layers is 100000; it must be at least 1 and at most 1024"),
         ("model.layers", "1.0", "model.layers is 1.0, a float; it must be an int: write 1"),
         ("model.layers", "NaN", "model.layers is nan"),
@@ -149,29 +149,18 @@ def test_not_a_workdir(tmp_path):
         ("optimizer.learning_rate", "NaN", "optimizer.learning_rate is nan; it must be a finite number"),
         ("optimizer.clip_norm", "Infinity", "optimizer.clip_norm is inf; it must be a finite number"),
         ("model.attention", "[" * 100_000, "its JSON has too many levels"),
-    ],
-)
-def test_settings_that_no_run_can_have(tmp_path, path, value, message):
-    values = dataclasses.asdict(_settings())
-    group, name = path.split(".")
-    values[group][name] = "here"
-    (tmp_path / "config.json").write_text(json.dumps(values).replace('"here"', value))
-    for read in (
-        lambda: workdir.read_config(tmp_path),
-        lambda: weights.read_settings(tmp_path / "config.json"),
     ):
-        with pytest.raises(ValueError, match=re.escape(f"config.json: {message}")) as caught:
-            read()
-        assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="is not the settings of a run and would be overwritten"):
-        workdir.open_workdir(tmp_path, _settings())
-
-
-def test_data_that_cannot_be_read(tmp_path):
-    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
-    (tmp_path / "data.json").write_text('{"a": ' * 100_000)
-    with pytest.raises(ValueError, match=r"data\.json: its JSON has too many levels"):
-        workdir.record_data(tmp_path, {"digest": "a"})
+        values = dataclasses.asdict(_settings())
+        group, name = path.split(".")
+        values[group][name] = "here"
+        (tmp_path / "config.json").write_text(json.dumps(values).replace('"here"', value))
+        for read in (
+            lambda: workdir.read_config(tmp_path),
+            lambda: weights.read_settings(tmp_path / "config.json"),
+        ):
+            with pytest.raises(ValueError, match=re.escape(f"config.json: {message}")) as caught:
+                read()
+            assert "\n" not in str(caught.value)
 
 
 def test_files_of_the_user_are_not_overwritten_through_links(tmp_path):
@@ -180,8 +169,7 @@ def test_files_of_the_user_are_not_overwritten_through_links(tmp_path):
     folder.mkdir()
     for name in ("config.json", "config.json.tmp", "environment.json", "data.json"):
         (folder / name).symlink_to(target)
-    workdir.open_workdir(folder, _settings())
-    workdir.record_data(folder, {"digest": "a"})
+    workdir.open_workdir(folder, _settings(), {"digest": "a"})
     assert target.read_text() == "the user's"
     assert (folder / "config.json.tmp").is_symlink()
     assert workdir.read_config(folder) == _settings()
@@ -198,10 +186,3 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path, exists):
         workdir.open_workdir(folder, _settings())
     assert target.exists() == exists
     assert not exists or target.read_text() == "the user's"
-
-
-def test_a_folder_that_is_refused_is_left_as_it_was(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not the settings of a run"):
-        workdir.open_workdir(tmp_path, _settings())
-    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

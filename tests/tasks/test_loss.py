@@ -1,13 +1,18 @@
 """Tests of the sums of the loss of tokens against float64."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sympow_jax import config
 from sympow_jax.tasks import loss
+from sympow_jax.training import sharding
+from tests import devices
 
-ROWS, TIME, WIDTH, VOCABULARY = 2, 7, 5, 11
+ROWS, TIME, WIDTH, VOCABULARY = 4, 7, 6, 12
 
 
 def _arrays() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -34,8 +39,12 @@ def _expected(hidden, embedding, targets):
     return sums, (grads @ embedding, np.einsum("btv,btm->vm", grads, hidden))
 
 
-@pytest.mark.parametrize("logits_bytes", [1 << 28, 4 * ROWS * VOCABULARY * 3], ids=["whole", "slices"])
-def test_z_loss_and_its_gradient(monkeypatch, logits_bytes):
+@pytest.mark.parametrize(
+    ("logits_bytes", "sizes"),
+    [(1 << 28, {}), (4 * ROWS * VOCABULARY * 3, {}), (1 << 28, {"data": 2, "fsdp": 2, "tensor": 2})],
+    ids=["whole", "slices", "devices"],
+)
+def test_z_loss_and_its_gradient(monkeypatch, logits_bytes, sizes):
     monkeypatch.setattr(loss, "_LOGITS_BYTES", logits_bytes)
     hidden, embedding, targets = _arrays()
     expected, expected_grads = _expected(hidden, embedding, targets)
@@ -45,7 +54,11 @@ def test_z_loss_and_its_gradient(monkeypatch, logits_bytes):
         return sums[0] + 0.3 * sums[1], sums
 
     arrays = jnp.asarray(hidden, jnp.float32), jnp.asarray(embedding, jnp.float32)
-    grads, found = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))(*arrays)
+    with devices.seen(math.prod(sizes.values())):
+        mesh = sharding.mesh_of(config.ShardingConfig(**sizes), jax.devices())
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        differentiate = jax.jit(jax.grad(total, argnums=(0, 1), has_aux=True))
+        grads, found = differentiate(*jax.device_put(arrays, sharding.replicated(mesh)))
     np.testing.assert_allclose(found, expected, rtol=2e-6)
     for grad, wanted in zip(grads, expected_grads):
         np.testing.assert_allclose(grad, wanted, rtol=1e-4, atol=1e-5)

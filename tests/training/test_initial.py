@@ -1,4 +1,4 @@
-"""Tests of a decoder that starts from the parameters of one with another attention."""
+"""Tests of runs that start from the parameters of another: a decoder of other attention, an encoder of another task."""
 
 import dataclasses
 
@@ -7,57 +7,74 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sympow_jax import config, training
+from sympow_jax import config, loop, models, training
 from sympow_jax.process import workdir
 from sympow_jax.training import checkpoint, restore, sharding
 from tests import devices
+from tests.training import small
 
 
-def with_attention(settings: config.Config, preset: str, initial_run=None, **model) -> config.Config:
-    return dataclasses.replace(
-        settings,
-        model=dataclasses.replace(settings.model, attention=config.preset(preset, exact_window=4), **model),
-        task=config.TaskConfig(initial_run=initial_run),
+def _save(folder, settings, state) -> None:
+    workdir.open_workdir(folder, settings)
+    with checkpoint.Checkpoints(folder, settings) as checkpoints:
+        checkpoints.save(7, state, None)
+
+
+def _decoder(settings: config.Config, preset: str, initial_run=None, **model) -> config.Config:
+    attention = config.preset(preset, exact_window=4)
+    return small.changed(
+        settings, model={"attention": attention, **model}, task=config.TaskConfig(initial_run=initial_run)
     )
 
 
-def _program(settings: config.Config) -> training.Program:
-    return training.Program(settings, sharding.whole_mesh())
+def _encoder(task="classification", initial_run=None, dual=False, **model) -> config.Config:
+    of = small.encoder(task, vocab_size=256, **model)
+    columns = ("text", "other") if dual else ("text",)
+    data = {"source": "text"} if task == "masked_token" else {"text_columns": columns}
+    return small.changed(of, task={"initial_run": initial_run, "dual_encoder": dual}, data=data)
 
 
-@pytest.fixture
-def first(settings, tmp_path):
+@pytest.fixture(scope="module")
+def first(settings, tmp_path_factory):
     """Makes a run of GPT-2's attention at step 7; returns its workdir and parameters."""
-    settings = with_attention(settings, "gpt2", biases=True)
-    params = _program(settings).init_state().params
-    params = jax.tree.map(lambda x: x + 1, params)
-    folder = tmp_path / "first"
-    workdir.open_workdir(folder, settings)
-    with checkpoint.Checkpoints(folder, settings) as checkpoints:
-        checkpoints.save(7, training.TrainState(jnp.int32(7), params, ()), None)
-    return folder, params
+    folder = tmp_path_factory.mktemp("first") / "run"
+    settings = _decoder(settings, "gpt2", biases=True)
+    params = jax.tree.map(lambda x: x + 1, small.program(settings).init_state().params)
+    _save(folder, settings, training.TrainState(jnp.int32(7), params, ()))
+    return str(folder), jax.tree.map(np.array, params)
+
+
+@pytest.fixture(scope="module")
+def masked(tmp_path_factory):
+    """Makes a run of masked tokens at step 7, without updates; returns its workdir and parameters."""
+    folder = tmp_path_factory.mktemp("masked") / "run"
+    settings = _encoder("masked_token", norm="batch")
+    state = small.program(settings).init_state()
+    _save(folder, settings, state)
+    return str(folder), jax.tree.map(np.array, state.params)
 
 
 def test_a_decoder_starts_from_another_with_other_attention(settings, first, capsys):
     folder, params = first
-    program = _program(with_attention(settings, "sympow_gated", str(folder), biases=True))
+    changed = _decoder(settings, "sympow_gated", folder, biases=True)
+    program = small.program(small.changed(changed, optimizer={"ema_decay": 0.9}))
     state, new = restore.begin(program), program.init_state()
+    small.assert_same(state.average, state.params)
     printed = capsys.readouterr().out
     assert f"the model is that of step 7 of {folder}, a run of the task 'next_token'\n" in printed
     assert "\nnew: blocks.*.attention.decay.kernel\n" in printed
     assert "\ndropped: position_embedding\n" in printed
     gate = state.params["stacked_blocks"][0]["attention"].pop("decay")
-    jax.tree.map(np.testing.assert_array_equal, gate, new.params["stacked_blocks"][0]["attention"]["decay"])
-    del params["position_embedding"]
-    jax.tree.map(np.testing.assert_array_equal, state.params, params)
+    small.assert_same(gate, new.params["stacked_blocks"][0]["attention"]["decay"])
+    kept = {name: tree for name, tree in params.items() if name != "position_embedding"}
+    small.assert_same(state.params, kept)
     assert int(state.step) == 0
     assert all(not leaf.any() for leaf in jax.tree.leaves(state.opt_state))
 
 
 def test_the_beginning_is_placed_as_the_update_takes_it(settings, first):
-    folder, _ = first
     with devices.seen(4):
-        changed = with_attention(settings, "sympow_gated", str(folder), biases=True)
+        changed = _decoder(settings, "sympow_gated", first[0], biases=True)
         changed = dataclasses.replace(changed, sharding=config.ShardingConfig(fsdp=2, tensor=2))
         program = training.Program(changed, sharding.make_mesh(changed))
         state = restore.begin(program)
@@ -67,26 +84,75 @@ def test_the_beginning_is_placed_as_the_update_takes_it(settings, first):
             assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), jax.tree_util.keystr(path)
 
 
-def test_what_does_not_fit(settings, first):
-    folder, _ = first
-    with pytest.raises(
-        ValueError, match=r"model\.biases was True and is False; use the same settings or another"
-    ):
-        restore.begin(_program(with_attention(settings, "conformal", str(folder))))
-    longer = with_attention(settings, "gpt2", str(folder), biases=True)
-    attention = dataclasses.replace(longer.model.attention, max_document_length=2048)
-    longer = dataclasses.replace(longer, model=dataclasses.replace(longer.model, attention=attention))
-    with pytest.raises(
-        ValueError, match=r"position_embedding was \[1024, 16\] and is \[2048, 16\]; use the settings"
-    ):
-        restore.begin(_program(longer))
-    encoder = dataclasses.replace(
-        settings,
-        model=dataclasses.replace(settings.model, attention=config.preset("softmax", causal=False)),
-        task=config.TaskConfig(name="masked_token", initial_run=str(folder)),
+@pytest.mark.parametrize("dual", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_encoder_starts_from_that_of_another_task(masked, dual):
+    folder, params = masked
+    program = small.program(_encoder(initial_run=folder, norm="batch", dual=dual))
+    state, new = restore.begin(program), program.init_state()
+    assert set(state.params) - set(params) == {"head"}
+    small.assert_same(state.params, params | {"head": new.params["head"]})
+    assert int(state.step) == 0
+    assert isinstance(program.model(state), models.DualEncoder if dual else models.Encoder)
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_an_average(tmp_path, settings):
+    average = small.changed(settings, optimizer=config.OptimizerConfig(name="adam", ema_decay=0.9))
+    state = small.program(average).init_state()
+    _save(
+        tmp_path / "first",
+        average,
+        dataclasses.replace(state, average=jax.tree.map(lambda x: x + 1, state.params)),
     )
-    with pytest.raises(
-        ValueError,
-        match="a run of the task 'next_token', whose attention is causal; name a run of an encoder",
+    expected = jax.tree.map(np.array, small.arrays(average, tmp_path / "first")[0]["params"])
+    assert not np.array_equal(expected["embedding"], state.params["embedding"])
+    for options in ({"name": "schedule_free"}, {"name": "adamw", "ema_decay": 0.9}):
+        task = config.TaskConfig(initial_run=str(tmp_path / "first"))
+        program = small.program(
+            small.changed(settings, optimizer=config.OptimizerConfig(**options), task=task)
+        )
+        begun = restore.begin(program)
+        small.assert_same(begun.params, expected)
+        # The average of schedule-free is computed from two arrays that are equal.
+        found = program.model(begun).embedding[...]
+        np.testing.assert_allclose(found, expected["embedding"], rtol=1e-6)
+        program.update(begun, small.tokens(settings))
+
+
+@pytest.mark.slow
+def test_a_run_that_has_begun_no_longer_needs_what_it_started_from(tmp_path, settings, finished):
+    first = finished.copy(tmp_path / "first")
+    task = config.TaskConfig(initial_run=str(first))
+    second = small.changed(settings, task=task, training={"steps": 2})
+    assert loop.train(second, tmp_path / "second") == 0
+    first.rename(tmp_path / "gone")
+    assert loop.train(small.changed(second, training={"steps": 3}), tmp_path / "second") == 0
+
+
+def test_what_does_not_fit(settings, first, masked, tmp_path):
+    (decoder, _), (encoder, _) = first, masked
+    longer = _decoder(settings, "gpt2", decoder, biases=True)
+    attention = dataclasses.replace(longer.model.attention, max_document_length=2048)
+    (tmp_path / "new").mkdir()
+    workdir.open_workdir(tmp_path / "new", longer)
+    for changed, message in (
+        (
+            _decoder(settings, "conformal", decoder),
+            "model.biases was True and is False; use the same settings",
+        ),
+        (
+            small.changed(longer, model={"attention": attention}),
+            "position_embedding was [1024, 16] and is [2048, 16]; use the settings",
+        ),
+        (
+            _encoder("masked_token", decoder),
+            "'next_token', whose attention is causal; name a run of an encoder",
+        ),
+        (_encoder(initial_run=encoder, width=8), "model.head_dim was 8 and is 4, "),
+        (_encoder(initial_run=encoder), "model.norm was 'batch' and is 'layer'"),
+        (_encoder(initial_run=str(tmp_path / "nowhere")), "nowhere is not the workdir of a run"),
+        (_decoder(settings, "gpt2", str(tmp_path / "new"), biases=True), "new has no checkpoint yet"),
     ):
-        restore.begin(_program(encoder))
+        with pytest.raises(ValueError, match=r"^task\.initial_run: ") as caught:
+            restore.begin(small.program(changed))
+        assert message in str(caught.value)

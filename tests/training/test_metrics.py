@@ -1,17 +1,19 @@
 """Tests of the metrics that a run writes."""
 
 import dataclasses
-import json
 import pathlib
 import time
 import types
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tensorboardX.event_file_writer import EventsWriter
 
 from sympow_jax.tasks import flops
 from sympow_jax.training import metrics, writers
+from tests.training import small
 
 
 def _scalars(loss: float = 1.0, **changes) -> dict[str, jnp.ndarray]:
@@ -34,26 +36,24 @@ CPU = (_device(),)
 
 @pytest.fixture
 def report(tmp_path, with_training):
-    """Reports the steps from `start` + 1 with the given losses."""
+    """Reports the steps from `start` + 1 with the given losses, or metrics and held-out metrics."""
 
-    def run(losses, *, start=0, steps=6, devices=CPU, wait=0.0, writes=True, **training) -> None:
+    def run(losses, *, start=0, steps=6, devices=CPU, wait=0.0, writes=True, held_out=(), **training) -> None:
         settings = with_training(steps=steps, **{"log_every": 4, **training})
+        rows = dict(enumerate(held_out, start + 1))
         with metrics.Reporter(tmp_path, settings, start=start, devices=devices, writes=writes) as reporter:
             for number, loss in enumerate(losses, start + 1):
                 with reporter.reading(number):
                     time.sleep(wait)
-                reporter.report(number, _scalars(loss))
+                scalars = loss if isinstance(loss, dict) else _scalars(loss)
+                reporter.report(number, scalars, rows.get(number))
 
     return run
 
 
-def _lines(folder) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_an_object_a_step(tmp_path, report, capsys):
     report(range(1, 7))
-    lines = _lines(tmp_path)
+    lines = small.lines(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["loss"] for line in lines] == [1, 2, 3, 4, 5, 6]
     # A CPU has no known peak and does not say what memory is in use.
@@ -76,7 +76,7 @@ def test_rates_are_of_the_step(tmp_path, report, settings, capsys):
     kinds = [_device("NVIDIA H100 80GB HBM3"), _device("NVIDIA H200", process=1)]
     report([1] * 4, devices=kinds)
     a_token = flops.model_flops_per_token(settings.model, settings.data.context_length)
-    for line in _lines(tmp_path):
+    for line in small.lines(tmp_path):
         assert line["tokens_per_second"] == pytest.approx(64 / line["step_seconds"])
         assert line["model_flops_per_second"] == pytest.approx(a_token * line["tokens_per_second"])
         assert line["mfu"] == pytest.approx(line["model_flops_per_second"] / (2 * 989e12))
@@ -85,30 +85,27 @@ def test_rates_are_of_the_step(tmp_path, report, settings, capsys):
 
 def test_one_unknown_peak_leaves_mfu_out(tmp_path, report):
     report([1], devices=[_device("NVIDIA H200"), _device()])
-    assert "mfu" not in _lines(tmp_path)[0]
+    assert "mfu" not in small.lines(tmp_path)[0]
 
 
-def test_the_wait_for_data(tmp_path, report, capsys):
+def test_the_wait_for_data_is_shown_if_it_is_long(tmp_path, report, capsys, monkeypatch):
     report([1] * 4, wait=0.02)
-    for line in _lines(tmp_path):
+    for line in small.lines(tmp_path):
         assert 0.02 <= line["data_wait_seconds"] <= line["step_seconds"]
     assert "% waiting for data" in capsys.readouterr().out
-
-
-def test_a_short_wait_is_not_shown(report, capsys, monkeypatch):
     monkeypatch.setattr(metrics, "_SHOWN_WAIT", 1.0)
     report([1] * 4)
     assert "waiting" not in capsys.readouterr().out
 
 
 def test_memory_of_the_fullest_device_of_this_process(tmp_path, report):
+    stats = [(5, 7, 0), (4, 9, 0), (100, 100, 1)]  # in use, peak, process
     devices = [
-        _device(stats={"bytes_in_use": 5, "peak_bytes_in_use": 7}),
-        _device(stats={"bytes_in_use": 4, "peak_bytes_in_use": 9}),
-        _device(stats={"bytes_in_use": 100, "peak_bytes_in_use": 100}, process=1),
+        _device(stats={"bytes_in_use": used, "peak_bytes_in_use": peak}, process=process)
+        for used, peak, process in stats
     ]
     report([1], devices=devices)
-    (line,) = _lines(tmp_path)
+    (line,) = small.lines(tmp_path)
     assert (line["memory_bytes"], line["peak_memory_bytes"]) == (5, 9)
 
 
@@ -120,7 +117,7 @@ def test_tensorboard_has_the_same_metrics(tmp_path, report, monkeypatch):
 
     monkeypatch.setattr(EventsWriter, "write_event", record)
     report(range(1, 7))
-    for line in _lines(tmp_path):
+    for line in small.lines(tmp_path):
         step = line.pop("step")
         for name, value in line.items():
             if step in (4, 6):
@@ -160,7 +157,7 @@ def test_steps_after_the_restored_one_are_cut(tmp_path, report):
         file.write(f'"no object"\n{{}}\n{{"step": null}}\n{"[" * 1000}\n')  # by another program
         file.write('{"step": 6, "lo')  # killed while writing
     report([2] * 3, start=3)
-    assert [(line["step"], line["loss"]) for line in _lines(tmp_path)] == [
+    assert [(line["step"], line["loss"]) for line in small.lines(tmp_path)] == [
         (1, 1),
         (2, 1),
         (3, 1),
@@ -170,15 +167,10 @@ def test_steps_after_the_restored_one_are_cut(tmp_path, report):
     ]
 
 
-def test_held_out_metrics_are_written_and_printed_at_their_step(tmp_path, with_training, capsys):
-    settings = with_training(steps=3, log_every=3)
+def test_held_out_metrics_are_written_and_printed_at_their_step(tmp_path, report, capsys):
     means = {"near_accuracy": 0.25, "near_loss": 1.5, "far_accuracy": 0.75, "far_loss": 0.5}
-    with metrics.Reporter(tmp_path, settings, start=0, devices=CPU) as reporter:
-        for number, held_out in enumerate([means, {}, {}], 1):
-            with reporter.reading(number):
-                pass
-            reporter.report(number, _scalars(), held_out)
-    written = [{k: v for k, v in line.items() if k.startswith("heldout_")} for line in _lines(tmp_path)]
+    report([1] * 3, steps=3, log_every=3, held_out=[means])
+    written = [{k: v for k, v in line.items() if k.startswith("heldout_")} for line in small.lines(tmp_path)]
     assert written == [{f"heldout_{name}": value for name, value in means.items()}, {}, {}]
     shown, last = (line for line in capsys.readouterr().out.splitlines() if line.startswith("step "))
     assert (
@@ -190,20 +182,53 @@ def test_held_out_metrics_are_written_and_printed_at_their_step(tmp_path, with_t
 
 @pytest.mark.parametrize("name", ["loss", "grad_norm", "parameter_norm"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_an_error(tmp_path, settings, name, value):
-    with metrics.Reporter(tmp_path, settings, start=0, devices=[_device()]) as reporter:
-        for number, changes in enumerate([{}, {name: value}], 1):
-            with reporter.reading(number):
-                pass
-            if not changes:
-                reporter.report(number, _scalars())
-                continue
-            with pytest.raises(ValueError, match=f"{name} is {value} at step 2"):
-                reporter.report(number, _scalars(**changes))
-    assert [line["step"] for line in _lines(tmp_path)] == [1]
+def test_what_is_not_finite_is_an_error(tmp_path, report, name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value} at step 2"):
+        report([1, _scalars(**{name: value})])
+    assert [line["step"] for line in small.lines(tmp_path)] == [1]
 
 
-@pytest.mark.parametrize("steps", [(2,), (0, 2), (3, 2), (1, 2, 3)])
-def test_profile_steps_are_a_first_and_a_last(settings, steps):
-    with pytest.raises(ValueError, match=r"training.profile_steps is .* such as 11,13, or empty"):
-        dataclasses.replace(settings.training, profile_steps=steps)
+def test_the_run_ends_after_several_skipped_updates_in_a_row_and_names_the_step(tmp_path, report):
+    steps = []
+    for number, in_a_row in enumerate([1, 2, 0, 1, 2, 3], 1):
+        skipped = {"loss": np.nan, "grad_norm": np.inf} if in_a_row else {}
+        steps.append(_scalars(**skipped, skipped_updates=number, skipped_in_a_row=in_a_row))
+    with pytest.raises(ValueError, match=r"the last 3 updates up to step 6 were skipped") as raised:
+        report(steps, skip_nonfinite=True, max_skips=3)
+    assert "\n" not in str(raised.value)
+    lines = small.lines(tmp_path)
+    assert ["loss" in line for line in lines] == [False, False, True, False, False]
+    assert [line["skipped_updates"] for line in lines] == [1, 2, 3, 4, 5]
+
+
+def test_profile_steps_are_a_first_and_a_last(settings):
+    for steps in ((2,), (0, 2), (3, 2), (1, 2, 3)):
+        with pytest.raises(ValueError, match=r"training.profile_steps is .* such as 11,13, or empty"):
+            dataclasses.replace(settings.training, profile_steps=steps)
+
+
+def test_a_trace_is_from_the_first_to_the_last_of_its_steps(tmp_path, monkeypatch):
+    calls: list = []
+    monkeypatch.setattr(jax.profiler, "start_trace", lambda folder: calls.append(folder.name))
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: calls.append("stop"))
+    for steps, start, expected in (
+        ((), 0, [1, 2, 3, 4, 5]),
+        ((2, 3), 0, [1, "profile", 2, 3, 4, "stop", 5]),
+        ((2, 2), 0, [1, "profile", 2, 3, "stop", 4, 5]),
+        ((4, 9), 0, [1, 2, 3, "profile", 4, 5, "stop"]),
+        # A resumed run: the first of the steps to be traced, or all of them, are already done.
+        ((2, 4), 2, ["profile", 3, 4, 5, "stop"]),
+        ((1, 2), 2, [3, 4, 5]),
+        ((7, 8), 0, [1, 2, 3, 4, 5]),
+    ):
+        calls.clear()
+        trace = metrics.StepTrace(tmp_path / "profile", steps, start=start)
+        # As in training, where a step's metrics arrive after the next one is dispatched.
+        for number in range(start + 1, 6):
+            trace.before(number)
+            calls.append(number)
+            if number > start + 1:
+                trace.after(number - 1)
+        trace.after(5)
+        trace.stop()
+        assert calls == expected

@@ -9,29 +9,25 @@ import pytest
 from sympow_jax import config, training
 from sympow_jax.training import sharding
 from tests.ops import cases
-from tests.training import sharded, test_tasks
+from tests.training import sharded, small
 
 
 def settings(task: str, arrangement: dict) -> config.Config:
-    """Returns the config of `test_tasks`, with divisible head, vocabulary and width."""
-    of = test_tasks.make("classification", norm="batch")
+    """Returns the config of `small.encoder`, with divisible head, vocabulary and width."""
+    of = small.encoder(norm="batch")
     if task == "dual_encoder":
-        data = dataclasses.replace(of.data, text_columns=("one", "two"))
-        of = dataclasses.replace(of, task=dataclasses.replace(of.task, dual_encoder=True), data=data)
+        of = small.changed(of, task={"dual_encoder": True}, data={"text_columns": ("one", "two")})
     if task == "masked_token":
-        of = dataclasses.replace(
-            of,
-            task=config.TaskConfig(name=task),
-            data=dataclasses.replace(of.data, source="text"),
-            model=dataclasses.replace(of.model, norm="layer"),
+        of = small.changed(
+            of, task=config.TaskConfig(name=task), data={"source": "text"}, model={"norm": "layer"}
         )
-    optimizer = config.OptimizerConfig(name="sgd", learning_rate=0.1)
-    return dataclasses.replace(of, sharding=config.ShardingConfig(**arrangement), optimizer=optimizer)
+    made = config.OptimizerConfig(name="sgd", learning_rate=0.1)
+    return small.changed(of, sharding=config.ShardingConfig(**arrangement), optimizer=made)
 
 
 def batch(task: str) -> dict[str, np.ndarray]:
-    """Returns the batch of `test_tasks`, as pairs of texts, or with every third token to be predicted."""
-    rows = test_tasks.batch()
+    """Returns the batch of `small.labeled`, as pairs of texts, or with every third token to be predicted."""
+    rows = small.labeled()
     if task == "dual_encoder":
         second = (np.arange(8) > np.arange(4)[:, None]) & (rows["segment_ids"] >= 0)
         return {**rows, "segment_ids": rows["segment_ids"] + second}

@@ -1,7 +1,6 @@
 """Tests that training over simulated devices equals training on one, with the designed collectives."""
 
 import collections
-import dataclasses
 import re
 import types
 
@@ -11,7 +10,7 @@ import pytest
 from sympow_jax import config
 from sympow_jax.config import optimizer as config_optimizer
 from sympow_jax.training import optimizer, sharding
-from tests.training import sharded
+from tests.training import sharded, small
 
 AXES = ("data", "fsdp", "context", "tensor")
 # All choices of four sizes whose product is 8.
@@ -29,32 +28,30 @@ MIXES = [
 ]
 
 
-def test_there_are_twenty_factorizations():
-    assert len({tuple(x.items()) for x in FACTORIZATIONS}) == 20
-
-
 @pytest.mark.slow
-def test_scanned_layers_of_conformal_over_devices():
-    arrangement = {"fsdp": 2, "context": 2, "tensor": 2, "remat": "full", "layers": 2, "scan_layers": True}
-    sharded.check("conformal", [arrangement])
-
-
-@pytest.mark.slow
-def test_scanned_layers_of_a_hybrid_over_devices():
-    arrangement = {"fsdp": 2, "context": 2, "tensor": 2, "layers": 4, "scan_layers": True}
-    sharded.check("conformal", [arrangement | {"attention_pattern": ["conformal", "softmax"]}])
-
-
-@pytest.mark.slow
-def test_matching_of_attention_over_devices():
-    arrangement = {"fsdp": 2, "context": 2, "tensor": 2, "layers": 2, "scan_layers": True}
-    pattern = {"attention_pattern": ["sympow_gated", "shared"], "task": "match_attention"}
-    sharded.check("softmax", [arrangement | pattern])
-
-
-@pytest.mark.slow
-def test_softmax_over_devices():
-    sharded.check("softmax_alibi", [{"data": 2, "context": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    ("preset", "arrangement"),
+    [
+        ("softmax_alibi", {"data": 2}),
+        ("conformal", {"fsdp": 2, "remat": "full", "layers": 2, "scan_layers": True}),
+        # A hybrid.
+        (
+            "conformal",
+            {"fsdp": 2, "layers": 4, "scan_layers": True, "attention_pattern": ["conformal", "softmax"]},
+        ),
+        (
+            "softmax",
+            {
+                **{"fsdp": 2, "layers": 2, "scan_layers": True, "task": "match_attention"},
+                "attention_pattern": ["sympow_gated", "shared"],
+            },
+        ),
+        # RMSNorm, SwiGLU, norms of queries and keys, and an untied head.
+        ("qwen3", {"fsdp": 2, "remat": "elementwise", "layers": 2, "scan_layers": True}),
+    ],
+)
+def test_models_over_devices(preset, arrangement):
+    sharded.check(preset, [{"context": 2, "tensor": 2} | arrangement])
 
 
 OPTIMIZED = {"data": 2, "fsdp": 2, "tensor": 2, "layers": 2, "scan_layers": True}
@@ -64,7 +61,7 @@ OPTIMIZED = {"data": 2, "fsdp": 2, "tensor": 2, "layers": 2, "scan_layers": True
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("adafactor", "muon") else pytest.mark.slow)
+        pytest.param(name, marks=() if name == "adafactor" else pytest.mark.slow)
         for name in config_optimizer.OPTIMIZERS
     ],
 )
@@ -73,57 +70,35 @@ def test_every_optimizer_over_devices(name, monkeypatch):
     sharded.check_optimizer("sympow_gated", OPTIMIZED, name)
 
 
-def test_updates_of_a_program_over_devices():
-    sharded.check_program("softmax", OPTIMIZED)
-
-
 @pytest.mark.slow
-def test_the_body_of_qwen3_over_devices():
-    """RMSNorm, SwiGLU, norms of queries and keys, and an untied head."""
-    arrangement = {
-        "fsdp": 2,
-        "context": 2,
-        "tensor": 2,
-        "remat": "elementwise",
-        "layers": 2,
-        "scan_layers": True,
-    }
-    sharded.check("qwen3", [arrangement])
+def test_updates_of_a_program_over_devices():
+    sharded.check_program("softmax", {"data": 2, "fsdp": 2, "tensor": 2})
 
 
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        (
-            {"data": 3},
-            r"sharding data 3 x fsdp 1 x tensor 1 x context 1 does not multiply to the 8 devices there are",
-        ),
+def test_a_mesh_that_does_not_fit(monkeypatch, settings):
+    devices = 8 * sharding.jax.devices()[:1]
+    monkeypatch.setattr(sharding.jax, "devices", lambda: devices)
+    settings = small.changed(settings, data={"context_length": 18, "batch_tokens": 72})
+    for sizes, message in (
+        ({"data": 3}, "sharding data 3 x fsdp 1 x tensor 1 x context 1 does not multiply to the 8 devices"),
         (
             {"context": 3},
-            r"data \? x fsdp 1 x tensor 1 x context 3 does not multiply to the 8 devices there are",
+            "data ? x fsdp 1 x tensor 1 x context 3 does not multiply to the 8 devices there are",
         ),
         ({"data": 1}, "leave sharding.data unset to take what the others leave"),
         (
             {"fsdp": 2},
-            r"4 rows, which sharding.data 4 x sharding.fsdp 2 do not divide; change data.batch_tokens",
+            "4 rows, which sharding.data 4 x sharding.fsdp 2 do not divide; change data.batch_tokens",
         ),
-    ],
-)
-def test_a_mesh_that_does_not_fit(monkeypatch, settings, sizes, message):
-    devices = 8 * sharding.jax.devices()[:1]
-    monkeypatch.setattr(sharding.jax, "devices", lambda: devices)
-    settings = dataclasses.replace(
-        settings,
-        data=dataclasses.replace(settings.data, context_length=18, batch_tokens=72),
-        sharding=config.ShardingConfig(**sizes),
-    )
-    with pytest.raises(ValueError, match=message):
-        sharding.make_mesh(settings)
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            sharding.make_mesh(small.changed(settings, sharding=config.ShardingConfig(**sizes)))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "model", "message"),
-    [
+def test_sizes_that_an_axis_does_not_divide(settings):
+    reference = config.preset("conformal", implementation="reference")
+    by_channel = config.preset("conformal", decay="channel_learned")
+    for sizes, model, message in (
         (
             {"tensor": 4},
             {},
@@ -136,25 +111,17 @@ def test_a_mesh_that_does_not_fit(monkeypatch, settings, sizes, message):
             "sharding.context is 3 and does not divide data.context_length 16; use a divisor",
         ),
         (
-            {"context": 2},
-            {"attention": config.preset("conformal", implementation="reference")},
+            *({"context": 2}, {"attention": reference}),
             "'reference', which cannot divide the sequence over devices; leave it unset or set sharding.context=1",
         ),
         (
-            {"context": 2},
-            {"attention": config.preset("conformal", decay="channel_learned")},
+            *({"context": 2}, {"attention": by_channel}),
             "gates by channel cannot divide the sequence over devices: set sharding.context=1, or use decay 'learned'",
         ),
         ({"fsdp": 0}, {}, "sharding.fsdp is 0; it must be at least 1"),
-    ],
-)
-def test_sizes_that_an_axis_does_not_divide(settings, sizes, model, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        dataclasses.replace(
-            settings,
-            model=dataclasses.replace(settings.model, **model),
-            sharding=config.ShardingConfig(**sizes),
-        )
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            small.changed(settings, model=model, sharding=config.ShardingConfig(**sizes))
 
 
 def test_the_parts_of_a_batch_that_a_process_reads(monkeypatch):
@@ -177,6 +144,7 @@ def test_the_parts_of_a_batch_that_a_process_reads(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_conformal_over_every_factorization():
+    assert len({tuple(x.items()) for x in FACTORIZATIONS}) == 20
     sharded.check("conformal", [{"layers": 2} | x for x in FACTORIZATIONS + MIXES[1:]])
 
 

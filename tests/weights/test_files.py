@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 
 import jax
 import jax.numpy as jnp
@@ -78,18 +77,6 @@ def test_a_round_trip_is_exact(tmp_path, name):
         np.testing.assert_array_equal(actual[key], leaf)
 
 
-@pytest.mark.parametrize("name", ["conformal", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_logits_are_the_same_to_the_bit(tmp_path, name):
-    settings, path = RUNS[name], tmp_path / "model.safetensors"
-    model = make_model(settings)
-    weights.save(path, settings, model)
-    run = nnx.jit(lambda model, tokens: model(tokens))
-    tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 32)
-    expected = run(model, tokens)
-    np.testing.assert_array_equal(run(weights.load(path, settings), tokens), expected)
-    assert np.std(expected) > 0.1
-
-
 def test_names(tmp_path):
     """Compares with the names in the documentation."""
     settings = decoder("conformal", layers=1, biases=True)
@@ -130,39 +117,18 @@ def test_bfloat16_rounds(tmp_path):
     assert path.stat().st_size < 0.7 * full.stat().st_size
 
 
-def test_all_mismatches_are_listed(tmp_path):
-    path = tmp_path / "model.safetensors"
-    weights.save(path, decoder(layers=1), make_model(decoder(layers=1)))
-    tensors = safetensors.numpy.load_file(path)
-    tensors["extra"] = tensors.pop("final_norm.scale")
-    tensors["blocks.0.mlp.up.kernel"] = tensors["blocks.0.mlp.up.kernel"].T.copy()
-    tensors["embedding"] = tensors["embedding"].astype(np.int32)
-    safetensors.numpy.save_file(tensors, path)
-    with pytest.raises(ValueError) as raised:  # noqa: PT011
-        weights.load(path, decoder(layers=1))
-    assert str(raised.value) == (
-        f"{path} does not fit the model of these settings: it lacks final_norm.scale; the model has no extra; "
-        "blocks.0.mlp.up.kernel is [64, 16] and not [16, 64]; embedding is of dtype I32 and not F32, F16, BF16"
-    )
-
-
 _DEEP = b'{"a":' * 100_000 + b"0" + b"}" * 100_000
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"text", b"\x00" * 64, len(_DEEP).to_bytes(8, "little") + _DEEP, None],
-    ids=["empty", "text", "zeros", "deep", "cut"],
-)
-def test_a_file_that_is_not_safetensors(tmp_path, content):
+def test_a_file_that_is_not_safetensors(tmp_path):
     path = tmp_path / "model.safetensors"
-    if content is None:
-        weights.save(path, decoder(), make_model(decoder()))
-        content = path.read_bytes()[:-100]
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="is not a safetensors file, or is damaged") as raised:
-        weights.load(path, decoder())
-    assert "\n" not in str(raised.value)
+    weights.save(path, decoder(), make_model(decoder()))
+    header = len(_DEEP).to_bytes(8, "little") + _DEEP
+    for content in (b"", b"text", b"\x00" * 64, header, path.read_bytes()[:-100]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="is not a safetensors file, or is damaged") as raised:
+            weights.load(path, decoder())
+        assert "\n" not in str(raised.value)
 
 
 def test_missing_and_existing_files(tmp_path):
@@ -183,45 +149,36 @@ def test_missing_and_existing_files(tmp_path):
 def test_invalid_settings(tmp_path):
     path = tmp_path / "settings.json"
     values = dataclasses.asdict(decoder())
+
+    def changed(group, **settings):
+        return json.dumps(values | {group: values[group] | settings})
+
     for content, message in (
         (None, "cannot read the settings"),
         ("{", "is not JSON"),
         ("[1]", "it has no JSON object"),
-        (json.dumps(values | {"model": [1]}), r"ModelConfig is \[1\]; it must have fields"),
-        (json.dumps(values | {"model": values["model"] | {"layers": 10**5}}), "layers is 100000; it must be"),
         ("{}", "Config lacks model"),
         (json.dumps({"model": {"layers": 1}}), "ModelConfig lacks width, heads"),
-        (json.dumps(values | {"modle": {}}), "Config has no modle"),
+        (json.dumps(values | {"model": [1]}), r"ModelConfig is \[1\]; it must have fields"),
         (json.dumps(values | {str(x): 0 for x in range(10**5)}), "Config has no 0, .* more; it has model"),
-        (
-            json.dumps(values | {"model": values["model"] | {"heads": "x" * 10**5}}),
-            "model.heads is 'xxx.* an int",
-        ),
-        (
-            json.dumps(values | {"model": values["model"] | {"head_dim": 10**9}}),
-            "head_dim is 1000000000; it must",
-        ),
-        (
-            json.dumps(values | {"data": values["data"] | {"document_separator": -1}}),
-            "separator is -1; it must be",
-        ),
-        (json.dumps(values | {"model": values["model"] | {"layers": "two"}}), "settings.json: .*str.*int"),
-        (json.dumps(values | {"model": values["model"] | {"heads": 3}}), "model.heads is 3"),
+        (changed("model", layers=10**5), "layers is 100000; it must be"),
+        (changed("model", layers="two"), "settings.json: .*str.*int"),
+        (changed("model", heads="x" * 10**5), "model.heads is 'xxx.* an int"),
+        (changed("data", document_separator=-1), "separator is -1; it must be"),
     ):
         if content is not None:
             path.write_text(content)
         with pytest.raises(ValueError, match=message) as raised:
             weights.read_settings(path)
-        assert re.search(str(path), str(raised.value))
+        assert str(path) in str(raised.value)
         assert len(str(raised.value)) < len(str(path)) + 600
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_weights_that_are_not_finite(tmp_path, value):
+def test_weights_that_are_not_finite(tmp_path):
     settings, path = RUNS["conformal"], tmp_path / "model.safetensors"
     weights.save(path, settings, make_model(settings))
     tensors = safetensors.numpy.load_file(path)
-    tensors["blocks.1.mlp.up.kernel"][3, :2] = value
+    tensors["blocks.1.mlp.up.kernel"][3, :2] = np.nan, np.inf
     safetensors.numpy.save_file(tensors, path)
     with pytest.raises(
         ValueError, match=r"blocks\.1\.mlp\.up\.kernel has 2 of 1,024 numbers that are NaN or infinite"

@@ -54,12 +54,14 @@ def copy(folder: pathlib.Path, name: str = "llama", **changes) -> pathlib.Path:
 
 @EACH
 def test_logits_are_those_of_transformers(name):
-    """In one pass, and token by token after a prompt."""
+    """In one pass, and token by token after a prompt for each kind of positions and memory."""
     _, model = weights.from_pretrained(originals.FIXTURES / name)
     program = generation.Program(model)
     tokens, original = expected(name)
     assert np.std(original) > 0.5
     assert cases.error(logits(model, tokens), original) <= BOUND
+    if name not in ("gpt2", "llama32", "mistral"):
+        return
     start = 4
     actual, state = program.prefill(tokens[:, :start], np.array([start] * 2), max_length=originals.TIME)
     for time in range(start, originals.TIME):
@@ -120,16 +122,15 @@ def test_manifest_models_are_their_published_formula(tmp_path, name):
     )
 
 
-@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
-def test_parameters_of_bfloat16(name):
+def test_parameters_of_bfloat16():
     """The model runs, and its logits are those of the rounded parameters in float32."""
-    _, model = weights.from_pretrained(originals.FIXTURES / name, param_dtype="bfloat16")
-    _, exact = weights.from_pretrained(originals.FIXTURES / name)
+    _, model = weights.from_pretrained(originals.FIXTURES / "qwen3", param_dtype="bfloat16")
+    _, exact = weights.from_pretrained(originals.FIXTURES / "qwen3")
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("bfloat16")}
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(exact))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), rounded)
     nnx.update(exact, jax.tree.map(lambda x: x.astype(jnp.float32), rounded))
-    tokens, _ = expected(name)
+    tokens, _ = expected("qwen3")
     actual = logits(model, tokens)
     assert actual.dtype == jnp.float32
     assert cases.error(actual, logits(exact, tokens)) <= BOUND
@@ -138,89 +139,52 @@ def test_parameters_of_bfloat16(name):
     assert cases.error(streamed, actual[:, :5]) <= BOUND
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("llama", {"model_type": "gemma"}, "model_type is 'gemma'; it must be one of gpt2, llama, mistral,"),
-        (
-            "llama",
-            {"attention_bias": True, "mlp_bias": True},
-            "attention_bias is True, not False; mlp_bias is True",
-        ),
-        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', not one of silu"),
-        (
-            "llama",
-            {"hidden_size": 1.5, "num_hidden_layers": None},
-            "num_hidden_layers is None, not a positive integer",
-        ),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}},
-            "rope_type is 'yarn', not default or",
-        ),
-        ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
-        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, not 1.0"),
-        (
-            "llama",
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_parameters and rope_scaling differ; leave one of them out",
-        ),
-        ("llama", {"rope_parameters": {"rope_theta": 10**400}}, "not a number above 1 and below 1e30"),
-        ("llama", {"hidden_act": ["silu"]}, "hidden_act is ['silu'], not one of silu"),
-        ("qwen2", {"layer_types": 5}, "layer_types is 5, not a list"),
-        ("qwen2", {"use_sliding_window": "false"}, "use_sliding_window is 'false'"),
-        ("mistral", {"num_hidden_layers": 10**12, "sliding_window": 4}, "model.layers is 1000000000000"),
-        (
-            "llama",
-            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-            "'rope_theta': 10000.0}}, not the same rates for all layers",
-        ),
-        (
-            "llama",
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
-            "partial_rotary_factor is 0.25, not 1.0",
-        ),
-        (
-            "llama",
-            {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            "rope_type is 'dyna",
-        ),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}, not None"),
-        ("llama", {"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', not true or false"),
-        ("llama", {"num_key_value_heads": 3}, "model.heads is 4 and model.kv_heads is 3"),
-        (
-            "qwen2",
-            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
-            "some layers have a sliding window and some have none",
-        ),
-        (
-            "qwen3",
-            {"layer_types": ["full_attention", "chunked_attention"]},
-            "layer_types has chunked_attention, not",
-        ),
-        ("starcoder2", {"use_bias": None}, "use_bias is None, not true or false"),
-        (
-            "llama",
-            {"rms_norm_eps": 1e30},
-            "model.norm_epsilon is 1e+30; it must be at least 1e-30 and at most 1.0",
-        ),
-        ("llama", {"rms_norm_eps": float("nan")}, "model.norm_epsilon is nan; it must be a finite number"),
-        ("llama", {"eos_token_id": True}, "eos_token_id is True; it must be an id from 0 to "),
-        ("llama", {"eos_token_id": ["x"]}, "eos_token_id is ['x']; it must be an id from 0 to "),
-        (
-            "qwen3",
-            {"layer_types": ["full_attention"]},
-            "layer_types has 1 items, not one for each of num_hidden",
-        ),
-        ("qwen3", {"layer_types": [str(x) for x in range(10**5)]}, "layer_types has 100000 items, not one"),
-        ("llama", {"hidden_act": "x" * 10**5}, "not one of silu"),
-        ("llama", {"model_type": "x" * 10**5}, "it must be one of gpt2, llama"),
-    ],
-)
-def test_configs_that_are_not_supported(tmp_path, name, changes, message):
-    folder = copy(tmp_path / "model", name, **changes)
+NOT_SUPPORTED = """
+llama: model_type="gemma"                        | model_type is 'gemma'; it must be one of gpt2, llama, mistral,
+llama: attention_bias=True, mlp_bias=True        | attention_bias is True, not False; mlp_bias is True, not False
+llama: hidden_act="gelu"                         | hidden_act is 'gelu', not one of silu
+llama: num_hidden_layers=None                    | model.layers is None
+llama: hidden_size=1.5                           | model.width is 1.5
+gpt2: n_layer="2", n_embd=None                   | model.layers is '2'
+gpt2: n_inner=0                                  | model.mlp_width is 0
+gpt2: n_head=5                                   | model.heads is 5 and does not divide model.width 12
+gpt2: layer_norm_epsilon=0                       | model.norm_epsilon is 0; it must be at least 1e-30
+gpt2: scale_attn_by_inverse_layer_idx=True       | scale_attn_by_inverse_layer_idx is True, not False
+llama: partial_rotary_factor=0.5                 | partial_rotary_factor is 0.5, not 1.0
+llama: quantization_config={"bits": 4}           | quantization_config is {'bits': 4}, not None
+llama: num_key_value_heads=3                     | model.heads is 4 and model.kv_heads is 3
+llama: tie_word_embeddings="no"                  | model.tied_head is 'no'
+llama: rms_norm_eps=1e30                         | model.norm_epsilon is 1e+30; it must be at least 1e-30 and at most
+llama: rms_norm_eps=float("nan")                 | model.norm_epsilon is nan; it must be a finite number
+llama: eos_token_id=["x"]                        | a value of this llama is missing or of the wrong type: '<='
+llama: max_position_embeddings=None              | a value of this llama is missing or of the wrong type: unsupported
+llama: hidden_act=["silu"]                       | of the wrong type: unhashable type: 'list'
+llama: hidden_act="x" * 10**5                    | not one of silu
+llama: model_type="x" * 10**5                    | it must be one of gpt2, llama
+starcoder2: use_bias=None                        | model.biases is None
+mistral: num_hidden_layers=10**12                | model.layers is 1000000000000
+llama: rope_parameters=dict(rope_type="yarn")    | rope_type is 'yarn', not default or llama3
+llama: rope_parameters=None, rope_scaling=dict(type="dynamic") | rope_type is 'dynamic'
+llama: rope_parameters=dict(rope_type="llama3", factor=2.0) | rope.low_frequency_factor is None
+llama: rope_parameters=dict(rope_theta=0.5)      | rope.base is 0.5
+llama: rope_parameters=dict(rope_theta=10**400)  | of the wrong type: int too large
+llama: rope_parameters=dict(full_attention=dict(rope_theta=1e4)) | not the same rates for all layers
+llama: rope_parameters=dict(partial_rotary_factor=0.25) | partial_rotary_factor is 0.25, not 1.0
+llama: rope_scaling=dict(rope_type="yarn")       | rope_parameters and rope_scaling differ; leave one of them out
+qwen2: layer_types=5                             | of the wrong type: 'int' object is not iterable
+qwen2_window: max_window_layers=1, layer_types=None | some layers have a sliding window and some have none
+qwen2: layer_types=["sliding_attention"] * 2     | sliding_window is None, not the number of tokens of layer_types
+qwen3: layer_types=["full_attention", "chunked_attention"] | layer_types has chunked_attention, not full_attention or
+qwen3: layer_types=[str(x) for x in range(10**5)] | more, not full_attention or sliding_attention
+"""
+
+
+@pytest.mark.parametrize("row", NOT_SUPPORTED.strip().splitlines())
+def test_configs_that_are_not_supported(tmp_path, row):
+    name, changes, message = re.fullmatch(r"(\w+): (.*?) +\| (.*)", row).groups()
+    folder = copy(tmp_path / "model", name, **eval(f"dict({changes})"))
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        weights.from_pretrained(folder)
+        weights.read_settings(folder / "config.json")
     assert str(raised.value).startswith(f"{folder}/config.json: ")
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 600
@@ -239,54 +203,47 @@ def test_keys_of_older_configs(tmp_path):
     for ends, separator in ((0, 0), (None, None), ([], None), ([3, 2], 3), ([None, 99, 2], 2)):
         (tmp_path / "config.json").write_text(json.dumps(values | {"eos_token_id": ends}))
         assert weights.read_settings(tmp_path / "config.json").data.document_separator == separator
+    # Layers before `max_window_layers` have no window.
+    qwen = json.loads((originals.FIXTURES / "qwen2_window" / "config.json").read_text()) | {
+        "layer_types": None
+    }
+    for first, kernel in ((0, "sliding_window"), (2, "softmax"), (28, "softmax")):
+        (tmp_path / "config.json").write_text(json.dumps(qwen | {"max_window_layers": first}))
+        assert weights.read_settings(tmp_path / "config.json").model.attention.kernel == kernel
     values = {key: value for key, value in values.items() if key not in ("head_dim", "num_key_value_heads")}
     (tmp_path / "config.json").write_text(json.dumps(values))
     model = weights.read_settings(tmp_path / "config.json").model
     assert (model.num_kv_heads, model.head_size) == (4, 4)
 
 
+# Of PowerCoder-3B's `config.json`, which has the default of its class as the end.
 POWERCODER = {
-    "architectures": ["PowerCoderForCausalLM"],
-    "attention_dropout": 0.0,
+    "model_type": "powercoder",
     "bos_token_id": 50256,
     "dtype": "float32",
-    "embedding_dropout": 0.0,
     "eos_token_id": 50256,
-    "hidden_act": "gelu_pytorch_tanh",
     "hidden_size": 3072,
-    "hybrid_exp": "none",
     "initializer_range": 0.018042,
     "intermediate_size": 12288,
     "max_position_embeddings": 4096,
-    "model_type": "powercoder",
-    "norm_epsilon": 1e-05,
     "num_attention_heads": 24,
     "num_hidden_layers": 30,
     "num_key_value_heads": 2,
-    "residual_dropout": 0.0,
     "rope_scaling": None,
     "rope_theta": 10000.0,
     "sliding_window": None,
-    "transformers_version": "4.57.0.dev0",
     "use_bias": True,
-    "use_cache": True,
     "vocab_size": 49152,
 }
 
 
-@pytest.mark.parametrize(
-    "changes", [{}, {"model_type": "starcoder2"}, {"eos_token_id": -1}, {"eos_token_id": [50256, None]}]
-)
-def test_an_end_outside_the_vocabulary_is_none(capsys, changes):
-    """The first is PowerCoder-3B's own `config.json`, with the default of its class."""
-    read = families.settings(POWERCODER | changes)
-    assert (read.model.vocab_size, read.data.document_separator, read.data.context_length) == (
-        49152,
-        None,
-        4096,
-    )
-    assert read.model.attention.kernel == ("softmax" if changes.get("model_type") else "power")
-    assert "is outside the vocabulary of 49152; read as none\n" in capsys.readouterr().err
+def test_an_end_outside_the_vocabulary_is_none(capsys):
+    for changes in ({}, {"model_type": "starcoder2"}, {"eos_token_id": -1}, {"eos_token_id": [50256, None]}):
+        read = families.settings(POWERCODER | changes)
+        assert (read.model.vocab_size, read.data.document_separator) == (49152, None)
+        assert read.data.context_length == 4096
+        assert read.model.attention.kernel == ("softmax" if changes.get("model_type") else "power")
+        assert "is outside the vocabulary of 49152; read as none\n" in capsys.readouterr().err
 
 
 def test_values_of_the_original_config_stay():
@@ -309,97 +266,36 @@ def test_values_of_the_original_config_stay():
     assert families.values(other, original)[1]["eos_token_id"] == 5
 
 
-@pytest.mark.parametrize(
-    ("size", "preset", "values"),
-    [
-        (
-            "llama32_1b",
-            "llama32",
-            {
-                "model_type": "llama",
-                "vocab_size": 128_256,
-                "hidden_size": 2048,
-                "intermediate_size": 8192,
-                "num_hidden_layers": 16,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 8,
-                "head_dim": 64,
-                "rms_norm_eps": 1e-5,
-                "max_position_embeddings": 131_072,
-                "rope_theta": 500_000.0,
-                "rope_scaling": {
-                    "factor": 32.0,
-                    "high_freq_factor": 4.0,
-                    "low_freq_factor": 1.0,
-                    "original_max_position_embeddings": 8192,
-                    "rope_type": "llama3",
-                },
-                "tie_word_embeddings": True,
-            },
-        ),
-        (
-            "qwen2_7b",
-            "qwen2",
-            {
-                "model_type": "qwen2",
-                "vocab_size": 152_064,
-                "hidden_size": 3584,
-                "intermediate_size": 18_944,
-                "num_hidden_layers": 28,
-                "num_attention_heads": 28,
-                "num_key_value_heads": 4,
-                "max_position_embeddings": 131_072,
-                "max_window_layers": 28,
-                "sliding_window": 131_072,
-                "use_sliding_window": False,
-                "rope_theta": 1_000_000.0,
-                "tie_word_embeddings": False,
-            },
-        ),
-        (
-            "starcoder2_3b",
-            "starcoder2",
-            {
-                "model_type": "starcoder2",
-                "vocab_size": 49_152,
-                "hidden_size": 3072,
-                "intermediate_size": 12_288,
-                "num_hidden_layers": 30,
-                "num_attention_heads": 24,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 16_384,
-                "rope_theta": 999_999.4420358813,
-                "sliding_window": 4096,
-                "use_bias": True,
-            },
-        ),
-        (
-            "qwen3_14b",
-            "brumby",
-            {
-                "model_type": "brumby",
-                "vocab_size": 151_936,
-                "hidden_size": 5120,
-                "intermediate_size": 17_408,
-                "num_hidden_layers": 40,
-                "num_attention_heads": 40,
-                "num_key_value_heads": 8,
-                "max_position_embeddings": 32_768,
-                "rope_theta": 1_000_000,
-            },
-        ),
-    ],
-)
-def test_published_configs_are_the_sizes_and_presets_of_this_package(tmp_path, size, preset, values):
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    read = weights.read_settings(tmp_path / "config.json")
-    ours = config.ModelConfig(
-        **config.MODEL_SIZES[size] | {"dtype": "float32"}, attention=config.preset(preset)
-    )
-    assert serialize.flatten(read.model) == serialize.flatten(ours)
-    family, written = families.values(read, {})
-    assert family.model_type == values["model_type"]
-    assert written.items() >= {key: x for key, x in values.items() if key != "sliding_window"}.items()
+PUBLISHED = """
+llama32_1b llama32 {"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
+ "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
+ "max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": true,
+ "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+ "original_max_position_embeddings": 8192, "rope_type": "llama3"}}
+qwen2_7b qwen2 {"model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+ "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "max_position_embeddings": 131072,
+ "max_window_layers": 28, "sliding_window": 131072, "use_sliding_window": false, "rope_theta": 1000000.0,
+ "tie_word_embeddings": false}
+starcoder2_3b starcoder2 {"model_type": "starcoder2", "vocab_size": 49152, "hidden_size": 3072,
+ "intermediate_size": 12288, "num_hidden_layers": 30, "num_attention_heads": 24, "num_key_value_heads": 2,
+ "max_position_embeddings": 16384, "rope_theta": 999999.4420358813, "sliding_window": 4096, "use_bias": true}
+qwen3_14b brumby {"model_type": "brumby", "vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 17408,
+ "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 8, "max_position_embeddings": 32768,
+ "rope_theta": 1000000}
+"""
+
+
+def test_published_configs_are_the_sizes_and_presets_of_this_package(tmp_path):
+    for text in PUBLISHED.strip().replace("\n ", " ").splitlines():
+        size, preset, content = text.split(maxsplit=2)
+        (tmp_path / "config.json").write_text(content)
+        values, read = json.loads(content), weights.read_settings(tmp_path / "config.json")
+        sizes = config.MODEL_SIZES[size] | {"dtype": "float32"}
+        ours = config.ModelConfig(**sizes, attention=config.preset(preset))
+        assert serialize.flatten(read.model) == serialize.flatten(ours)
+        family, written = families.values(read, {})
+        assert family.model_type == values["model_type"]
+        assert written.items() >= {key: x for key, x in values.items() if key != "sliding_window"}.items()
 
 
 def mistaken(folder: pathlib.Path) -> str:
@@ -425,20 +321,19 @@ def test_all_mismatches_are_listed(tmp_path):
     )
 
 
-@pytest.mark.parametrize("fault", ["values", "rows", "none"])
-def test_a_head_must_be_the_embedding_if_they_are_tied(tmp_path, fault):
+def test_a_head_must_be_the_embedding_if_they_are_tied(tmp_path):
     folder = copy(tmp_path / "model", "llama32")
     arrays = tensors(folder)
     embedding = arrays["model.embed_tokens.weight"]
-    heads = {"values": embedding + np.eye(*embedding.shape, 3, dtype=np.float32), "rows": embedding[:-1]}
-    arrays["lm_head.weight"] = heads.get(fault, embedding)
-    safetensors.numpy.save_file(arrays, folder / "model.safetensors")
-    if fault == "none":
-        weights.from_pretrained(folder)
-    else:
-        assert mistaken(folder).startswith(f"lm_head.weight of {folder} is not the embedding; ")
+    changed = embedding + np.eye(*embedding.shape, 3, dtype=np.float32)
+    for head in (changed, embedding[:-1], embedding):
+        safetensors.numpy.save_file(arrays | {"lm_head.weight": head}, folder / "model.safetensors")
+        if head is not embedding:
+            assert mistaken(folder).startswith(f"lm_head.weight of {folder} is not the embedding; ")
+    weights.from_pretrained(folder)
 
 
+@pytest.mark.robust
 def test_missing_and_damaged_files(tmp_path):
     folder = copy(tmp_path / "model")
     settings, model = weights.from_pretrained(folder)
@@ -484,26 +379,70 @@ def test_missing_and_damaged_files(tmp_path):
     assert f"{folder} lacks {name}, which model.safetensors.index.json names" in mistaken(folder)
 
 
+def test_gpt2_in_its_first_files(tmp_path):
+    """They have no prefix, no `model_type`, float16 numbers, and the masks of attention."""
+    folder = copy(tmp_path / "model", "gpt2", n_inner=50, activation_function="relu", layer_norm_epsilon=1e-6)
+    values = json.loads((folder / "config.json").read_text())
+    del values["model_type"]
+    (folder / "config.json").write_text(json.dumps(values))
+    read = weights.read_settings(folder / "config.json")
+    model = read.model
+    sizes = (model.layers, model.width, model.heads, model.vocab_size, model.hidden_width)
+    assert sizes == (2, 12, 3, 40, 50)
+    assert (model.activation, model.biases, model.embedding_norm, model.norm_epsilon) == (
+        "relu",
+        True,
+        False,
+        1e-6,
+    )
+    assert model.attention == config.preset("gpt2", max_document_length=32)
+    assert (read.data.document_separator, read.data.context_length) == (2, 32)
+
+    settings, expected_ = weights.from_pretrained(originals.FIXTURES / "gpt2")
+    plain = {name.removeprefix("transformer."): x.astype("float16") for name, x in tensors(folder).items()}
+    masks = {
+        "h.0.attn.bias": np.tril(np.ones((1, 1, 32, 32), np.float32)),
+        "h.1.attn.masked_bias": np.float32([1]),
+    }
+    safetensors.numpy.save_file(plain | masks, folder / "model.safetensors")
+    for one, other in zip(
+        *(jax.tree.leaves(nnx.state(x)) for x in (weights.load(folder, settings), expected_)), strict=True
+    ):
+        assert one.dtype == np.float32
+        np.testing.assert_array_equal(one, np.asarray(other).astype("float16"))
+
+
+def test_power_attention_takes_the_weights_of_softmax(tmp_path):
+    """With the positions of GPT-2 and without gates it has the same parameters."""
+    folder = copy(tmp_path / "model", "gpt2")
+    settings, original = weights.from_pretrained(folder)
+
+    def changed(**attention):
+        attention = dataclasses.replace(settings.model.attention, kernel="power", **attention)
+        return dataclasses.replace(settings, model=dataclasses.replace(settings.model, attention=attention))
+
+    model = weights.load(folder, changed())
+    assert model.config.attention.kernel == "power"
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), nnx.state(original))
+    with pytest.raises(ValueError, match=r"it lacks blocks\.0\.attention\.decay\.kernel, blocks\.1"):
+        weights.load(folder, changed(decay="learned"))
+
+
 def test_models_that_no_family_describes(tmp_path):
     settings, model = weights.from_pretrained(originals.FIXTURES / "llama")
+    nearest = "none of Hugging Face's layouts describes this model; the nearest is "
     for changes, message in (
         (
             {"embedding_norm": True},
-            "; the nearest is llama, but model.embedding_norm is True and not False; write it in the format sympow",
+            "llama, but model.embedding_norm is True and not False; write it in the format sympow",
         ),
-        (
-            {"activation": "geglu"},
-            "; the nearest is llama, but model.activation is 'geglu' and not 'swiglu'; ",
-        ),
-        (
-            {"attention": config.preset("conformal")},
-            "model.attention.position is 'learned_rope' and not 'rope', ",
-        ),
+        ({"activation": "geglu"}, "llama, but model.activation is 'geglu' and not 'swiglu'; "),
+        ({"attention": config.preset("conformal")}, ""),
     ):
         other = dataclasses.replace(settings, model=dataclasses.replace(settings.model, **changes))
-        with pytest.raises(ValueError, match="none of Hugging Face's layouts describes this model") as raised:
+        with pytest.raises(ValueError, match=f"^{re.escape(nearest + message)}") as raised:
             weights.save_pretrained(tmp_path / "model", other, model)
-        assert message in str(raised.value)
+    assert "model.attention.position is 'learned_rope' and not 'rope', " in str(raised.value)
     assert not (tmp_path / "model").exists()
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from sympow_jax.config import checks, fields
+from sympow_jax.config import fields
 
 __all__ = ["ADDED_POSITIONS", "LAYER_POSITIONS", "POSITIONS", "LrpeConfig", "RopeConfig"]
 
@@ -18,47 +18,41 @@ class RopeConfig:
 
     base: float | None = fields.setting(
         None,
-        "Base b of the rotation rates theta_m = b^(-2m/D), m from 0, in radians per token, as in Llama. If none, the "
-        "rates depend on `max_document_length`.",
+        "Base b of the rates theta_m = b^(-2m/D), m from 0, in radians per token. If none, `max_document_length` sets "
+        "them.",
         above=1,
     )
     layout: str = fields.setting(
         "pairs",
-        "Dimensions that rotate together, m from 0: 2m and 2m + 1 in `pairs`, m and m + D/2 in `halves`, as in Llama.",
+        "Dimensions that rotate together: 2m and 2m + 1 in `pairs`, m and m + D/2 in `halves`, as in Llama.",
         choices=("pairs", "halves"),
     )
     scaling: str = fields.setting(
         "none",
-        "Scaling of the rates. With `llama3`, pairs that rotate slowly have their rates divided by `factor`, and fast "
-        "ones keep theirs. Between `low_frequency_factor` and `high_frequency_factor`, the scale is interpolated.",
+        "Scaling of the rates. `llama3` divides slow ones by `factor`, keeps fast ones, and interpolates in between.",
         choices=("none", "llama3"),
     )
     factor: float = fields.setting(8.0, "Divisor of the slow rates of `llama3`.", least=1)
     low_frequency_factor: float = fields.setting(
-        1.0, "Turns in `original_length` tokens below which `llama3` divides a rate by `factor`.", above=0
+        1.0, "Turns in `original_length` tokens below which a rate is slow.", above=0
     )
     high_frequency_factor: float = fields.setting(
-        4.0, "Turns in `original_length` tokens above which `llama3` keeps a rate."
+        4.0, "Turns in `original_length` tokens above which a rate is fast."
     )
-    original_length: int = fields.setting(
-        8192, "Context length of the training before `llama3` scaled the rates.", least=1
-    )
+    original_length: int = fields.setting(8192, "Context length before the rates were scaled.", least=1)
 
     def __post_init__(self):
         fields.validate(self, "attention.rope")
         low, high = self.low_frequency_factor, self.high_frequency_factor
-        checks.refuse(
-            (
-                self.scaling != "none" and self.base is None,
-                f"attention.rope.scaling is {self.scaling!r} and attention.rope.base None; set the base of the rates "
-                f"that are scaled",
-            ),
-            (
-                low >= high,
+        if self.scaling != "none" and self.base is None:
+            raise ValueError(
+                f"attention.rope.scaling is {self.scaling!r} and attention.rope.base None; set the base"
+            )
+        if low >= high:
+            raise ValueError(
                 f"attention.rope.low_frequency_factor is {low} and attention.rope.high_frequency_factor {high}; the "
-                f"second must be larger",
-            ),
-        )
+                f"second must be larger"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,9 +67,8 @@ class LrpeConfig:
 
     core: str = fields.setting(
         "orthogonal",
-        "Lambda. `orthogonal` rotates pairs of dimensions (solution 2, without an identity part). `unitary` rotates "
-        "each dimension in the complex plane (solution 1). `permutation` permutes dimensions (solution 3). `mixed` "
-        "rotates half of them.",
+        "Lambda. `orthogonal` rotates pairs of dimensions (solution 2), `unitary` each in the complex plane (solution "
+        "1), `mixed` half of them; `permutation` permutes them (solution 3).",
         choices=("orthogonal", "unitary", "permutation", "mixed"),
     )
     basis: str = fields.setting(
@@ -84,9 +77,8 @@ class LrpeConfig:
     rates: str = fields.setting(
         "a",
         "Rotation rates. `a` is 10000^(-2 t / d). `b` and `c` are linear and harmonic in t, divided by "
-        "`reference_length` in place of the current length. `rope` is 2 pi M^(-2 t / d), with M the "
-        "`max_document_length`. `cosine` is pi / 2 over `reference_length` for every t: with core `unitary`, weights "
-        "are those of cosFormer, which reaches 0 at that distance.",
+        "`reference_length`. `rope` is 2 pi M^(-2 t / d), with M the `max_document_length`. `cosine` is pi / 2 over "
+        "`reference_length`: with core `unitary`, the weights of cosFormer.",
         choices=("a", "b", "c", "rope", "cosine"),
     )
     learned_rates: bool = fields.setting(False, "Whether the rates are trained, starting from `rates`.")
@@ -99,27 +91,18 @@ class LrpeConfig:
 
     def __post_init__(self):
         fields.validate(self, "attention.lrpe")
-        checks.refuse(
-            (
-                self.learned_rates and self.core == "permutation",
-                "attention.lrpe.learned_rates is set, but core 'permutation' has no rates",
-            ),
-            (
-                self.permutation_per_head and self.core != "permutation",
-                f"attention.lrpe.permutation_per_head is set but core is {self.core!r}; only 'permutation' permutes",
-            ),
-        )
+        if self.learned_rates and self.core == "permutation":
+            raise ValueError("attention.lrpe.learned_rates is set, but core 'permutation' has no rates")
+        if self.permutation_per_head and self.core != "permutation":
+            raise ValueError(
+                f"attention.lrpe.permutation_per_head is set but core is {self.core!r}; only 'permutation' permutes"
+            )
 
     def check_head(self, head_dim: int, *, name: str = "model.head_dim") -> None:
         """Raises ValueError if the encoding does not support a head size, which the error calls `name`."""
-        checks.refuse(
-            (
-                self.core == "orthogonal" and head_dim % 2,
-                f"{name} is {head_dim}; attention.lrpe.core 'orthogonal' rotates pairs of dimensions and needs an "
-                f"even one",
-            ),
-            (
-                self.core == "mixed" and head_dim < 3,
-                f"{name} is {head_dim}; attention.lrpe.core 'mixed' needs at least 3",
-            ),
-        )
+        if self.core == "orthogonal" and head_dim % 2:
+            raise ValueError(
+                f"{name} is {head_dim}; attention.lrpe.core 'orthogonal' rotates pairs: make it even"
+            )
+        if self.core == "mixed" and head_dim < 3:
+            raise ValueError(f"{name} is {head_dim}; attention.lrpe.core 'mixed' needs at least 3")

@@ -81,11 +81,7 @@ def preset(name: str, **changes) -> AttentionConfig:
 
 
 def with_preset(attention: AttentionConfig, name: str) -> AttentionConfig:
-    """Returns `attention` with all that the preset sets, which is at least a kernel, a decay and a position.
-
-    Args:
-        attention: fields that the preset does not set.
-        name: name in `PRESETS`, or `SHARED` for `attention` itself.
+    """Returns `attention` with all that the preset `name` sets, or `attention` itself for `SHARED`.
 
     Raises:
         ValueError: there is no such preset, or `AttentionConfig` rejects the fields. The error names the preset.
@@ -114,16 +110,14 @@ def preset_name(attention: AttentionConfig) -> str:
 # Methods compared in "Linearized Relative Positional Encoding" (Qin et al. 2023, section 4).
 # All except the first are linear attention, with the features elu + 1, or relu in cosFormer. Learned rates and fixed
 # Householder matrices are as in appendix D.1, where the identity with fixed rates is RoPE. PermuteFormer has its own
-# paper's permutation per head and decay r (Chen 2021, section 3.2). The LRPE paper's identity with a permutation has
-# neither: `LrpeConfig(core="permutation")`. cosFormer's M is `lrpe.reference_length`; `lrpe_method` sets
-# it to the sequence length of the paper's language models (Table 8), or to the given one. It must be at least the
-# length of a document: weights of tokens that are further apart are negative.
+# paper's permutation per head and decay r (Chen 2021, section 3.2). cosFormer's M is `lrpe.reference_length`, the
+# sequence length of the paper's language models (Table 8) by default. It must be at least the length of a document:
+# weights of tokens that are further apart are negative.
 #
-# The paper's denominator (equation 38) has rotated features. It is kept where training with it is stable: weights of
-# PermuteFormer and cosFormer are not negative, and RoPE trains better with it. After a Householder matrix features have
-# both signs, and in training the sums of weights become negative or nearly zero, so that types 1 and 2 end at a much
-# higher perplexity (experiments/README.md). They therefore have the unrotated denominator, and so does type 3, for
-# which both are level. normalizer="rotated" is equation 38.
+# The paper's denominator (equation 38, normalizer="rotated") has rotated features. It is kept where training with it is
+# stable. After a Householder matrix features have both signs, and sums of weights become negative or nearly zero, so
+# that types 1 and 2 end at a much higher perplexity (experiments/README.md). They therefore have the unrotated
+# denominator, and so does type 3, for which both are level.
 LRPE_METHODS: dict[str, dict[str, Any]] = {
     "softmax": {"kernel": "softmax", "position": "rope"},
     "base": {"position": "sinusoidal"},

@@ -23,15 +23,13 @@ class AttentionConfig:
     decay: str = fields.setting(
         "learned",
         "Decay of the weights of older tokens. Per head, `alibi` and `permuteformer` are fixed, `constant` is trained "
-        "and `learned` is computed from each token; `channel_fixed`, `channel_constant` and `channel_learned` are per "
-        "value channel: fixed, trained, and computed from each token.",
+        "and `learned` is computed from each token. `channel_*` are the same per value channel.",
         choices=DECAYS,
     )
     decay_bias: float | None = fields.setting(
         None,
-        "Initial value of a bias of the decays `learned` and `channel_learned`, before their sigmoid. If none, there "
-        "is no bias, and decays start at about 1/2. From 4 on they start near 1, so that layers that replace softmax "
-        "forget little at first.",
+        "Initial bias of the decays `learned` and `channel_learned` before their sigmoid. If none, there is no bias, "
+        "and decays start at about 1/2. From 4 on they start near 1, so that replaced layers forget little at first.",
         least=-100,
         most=100,
     )
@@ -42,22 +40,19 @@ class AttentionConfig:
     )
     qk_norm: bool = fields.setting(
         False,
-        "Whether the queries and keys of each head are RMS-normalized before positions are applied, with a scale for "
-        "queries and one for keys. Qwen3 has these norms.",
+        "Whether queries and keys of each head are RMS-normalized before positions, each with a scale, as in Qwen3.",
     )
     qkv_biases: bool = fields.setting(
         False,
-        "Whether the projections to queries, keys and values have biases even if `model.biases` is false. Qwen2 has "
-        "these biases.",
+        "Whether queries, keys and values have biases even if `model.biases` is false, as in Qwen2.",
     )
     causal: bool = fields.setting(
         True,
-        "Whether a token attends only to itself and to tokens before it. If false, every token attends to its whole "
-        "document.",
+        "Whether a token attends only to itself and to tokens before it, instead of to its whole document.",
     )
     power: int = fields.setting(
         2,
-        "Degree of the kernel `power`, and of the feature maps `symmetric` and `tensor` of the kernel `linear`.",
+        "Degree of the kernel `power` and of the feature maps `symmetric` and `tensor`.",
         least=1,
     )
     feature_map: str = fields.setting(
@@ -70,39 +65,33 @@ class AttentionConfig:
     )
     form: str | None = fields.setting(
         None,
-        "Form of the op, as in `ops.power_attention`. If none, the op chooses.",
+        "Form of the op. If none, the op chooses.",
         choices=("attention", "chunked", "recurrent"),
         may_differ=_COMPUTATION,
     )
     implementation: str | None = fields.setting(
         None,
-        "Implementation of the op, as in `ops.power_attention`; for the kernels `softmax` and `sliding_window`, as in "
-        "`ops.softmax_attention`. If none, the op chooses. With a KV cache, these two always use `xla`.",
+        "Implementation of the op; `cudnn` is one of `softmax` and `sliding_window`, which use `xla` with a KV cache. "
+        "If none, the op chooses.",
         choices=(*IMPLEMENTATIONS, "cudnn"),
         may_differ=_SPEED,
     )
     chunk_size: int | None = fields.setting(
-        None,
-        "Tokens per chunk, as in `ops.power_attention`. If none, the op chooses.",
-        least=1,
-        may_differ=_SPEED,
+        None, "Tokens per chunk. If none, the op chooses.", least=1, may_differ=_SPEED
     )
     exact_window: int = fields.setting(
         64,
-        "Minimum number of last keys that every query attends to exactly, as in `ops.power_attention`.",
+        "Minimum number of last keys that every query attends to exactly instead of through the state.",
         least=0,
         may_differ=_COMPUTATION,
     )
     window: int = fields.setting(
-        1024,
-        "Number of tokens of a document that the kernel `sliding_window` attends to: the token itself and those "
-        "directly before it.",
-        least=1,
+        1024, "Tokens that the kernel `sliding_window` attends to, the query's own included.", least=1
     )
     max_document_length: int = fields.setting(
         65_536,
         "M in theta_m = 2 pi / M^(2m/D), m from 0, the rotation rates of all ropes without `rope.base`. Also the "
-        "number of rows in the table of position `learned_absolute`, and so the longest document that it supports.",
+        "longest document that position `learned_absolute` supports.",
         least=2,
     )
     rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
@@ -121,18 +110,15 @@ class AttentionConfig:
             ),
             (
                 decay.per_channel and not kernel.per_channel_decay,
-                f"attention.decay is {self.decay!r}, which the kernel {channels} has and {self.kernel!r} has not; use "
-                f"'learned'",
+                f"attention.decay is {self.decay!r}, which the kernel {channels} has and {self.kernel!r} has not",
             ),
             (
                 decay.per_channel and self.form not in (None, "chunked"),
-                f"attention.decay is {self.decay!r}, which has the chunked form alone, and attention.form "
-                f"{self.form!r}; leave form out",
+                f"attention.decay is {self.decay!r}, but attention.form {self.form!r}; it is chunked: leave form out",
             ),
             (
                 self.form == "recurrent" and self.chunk_size is not None,
-                f"attention.chunk_size is {self.chunk_size} and attention.form 'recurrent', which updates the state "
-                f"one token at a time; leave chunk_size out, or use form 'chunked'",
+                f"attention.chunk_size is {self.chunk_size}, but attention.form 'recurrent'; leave one of them out",
             ),
             (
                 not self.causal and not kernel.bidirectional,
@@ -141,8 +127,7 @@ class AttentionConfig:
             ),
             (
                 not self.causal and self.decay != "none",
-                f"attention.causal is False and attention.decay {self.decay!r}; decays run in one direction: use "
-                f"'none'",
+                f"attention.causal is False, attention.decay {self.decay!r}; decays run in one direction: use 'none'",
             ),
         )
 

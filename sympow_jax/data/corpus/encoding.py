@@ -5,7 +5,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,7 +82,13 @@ class Encoder:
         found, left_out = [np.empty(0, dtype)], 0
         try:
             for piece in group:
-                for ids, name in self._documents(piece):
+                block = self._read(piece)
+                heldout = files.held_out([piece.file.key], block.positions, encoding.heldout_fraction)
+                for index in np.flatnonzero(heldout == encoding.heldout).tolist():
+                    ids, name = block.documents[index], functools.partial(block.name, index)
+                    if isinstance(ids, bytes):
+                        assert self._tokenizer is not None
+                        ids = self._tokenizer.encode_document(ids, name=name())
                     if not len(ids):
                         continue
                     if encoding.only_separators and np.any(ids == encoding.separator):
@@ -102,28 +108,17 @@ class Encoder:
             ) from None
         return Tokens(tokens, np.array([len(document) for document in found[1:]], np.int64), left_out)
 
-    def _documents(
-        self, piece: pieces.Piece
-    ) -> Iterator[tuple[Integer[np.ndarray, " tokens"], Callable[[], str]]]:
-        """Yields the ids of the documents on the chosen side, and functions that return their names."""
-        encoding, path = self._encoding, piece.file.path
+    def _read(self, piece: pieces.Piece) -> pieces.Block:
+        """Returns the documents of a piece."""
         if piece.format == "text":
-            block = pieces.Block(path, "", np.zeros(1, np.int64), [files.read(path)])
-        else:
-            if piece.format not in self._readers:
-                # On demand, because it needs libraries of another extra.
-                module = importlib.import_module(f"sympow_jax.data.corpus.{piece.format}")
-                self._readers[piece.format] = module.Reader(
-                    encoding.column, texts=encoding.tokenizer is not None
-                )
-            block = self._readers[piece.format].read(piece)
-        heldout = files.held_out([piece.file.key], block.positions, encoding.heldout_fraction)
-        for index in np.flatnonzero(heldout == encoding.heldout).tolist():
-            document, name = block.documents[index], functools.partial(block.name, index)
-            if isinstance(document, bytes):
-                assert self._tokenizer is not None
-                document = self._tokenizer.encode_document(document, name=name())
-            yield document, name
+            return pieces.Block(piece.file.path, "", np.zeros(1, np.int64), [files.read(piece.file.path)])
+        if piece.format not in self._readers:
+            # On demand, because it needs libraries of another extra.
+            reader = importlib.import_module(f"sympow_jax.data.corpus.{piece.format}").Reader
+            self._readers[piece.format] = reader(
+                self._encoding.column, texts=self._encoding.tokenizer is not None
+            )
+        return self._readers[piece.format].read(piece)
 
 
 def in_order(
@@ -131,13 +126,8 @@ def in_order(
 ) -> Generator[Tokens]:
     """Yields the tokens of each group of pieces, in order, and reads a few groups ahead.
 
-    Args:
-        encoding: way from documents to tokens.
-        groups: groups of pieces.
-        workers: number of processes; 0 for a thread of this process.
-
-    Raises:
-        ValueError: as `Encoder`, or a worker process ended.
+    `workers` is the number of processes; 0 for a thread of this one. Raises ValueError as `Encoder`, or if a worker
+    process ended.
     """
     make = functools.partial(Encoder, encoding)
     with processes.pool(make, workers=workers, setting="data.tokenizer_workers") as submit:

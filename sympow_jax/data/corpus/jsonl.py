@@ -30,6 +30,7 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),
 }
 _CORRUPT = (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError, EOFError)
+_REMEDY = "copy or make the file again"
 
 
 def _blocks(file: files.File, start: int) -> Iterator[tuple[bytes, int]]:
@@ -62,14 +63,11 @@ def _blocks(file: files.File, start: int) -> Iterator[tuple[bytes, int]]:
                     if decompressor.eof:
                         data, decompressor = decompressor.unused_data, None
             except _CORRUPT as error:
-                raise ValueError(
-                    f"{path} is corrupt before byte {start}: {spelling.one_line(error)}; copy or make the file again"
-                ) from error
+                reason = spelling.one_line(error)
+                raise ValueError(f"{path} is corrupt before byte {start}: {reason}; {_REMEDY}") from error
             yield text, begin
     if decompressor is not None:
-        raise ValueError(
-            f"{path} is truncated: its last compressed frame has no end; copy or make the file again"
-        )
+        raise ValueError(f"{path} is truncated: its last compressed frame has no end; {_REMEDY}")
 
 
 class _Line(NamedTuple):
@@ -93,8 +91,8 @@ def _lines(file: files.File, count: int = 1, index: int = 0) -> Iterator[_Line]:
         length += len(first)
         if length > _MAX_LINE_BYTES:
             raise ValueError(
-                f"{file.path} has more than {_MAX_LINE_BYTES} bytes without the end of a line after byte {start}; the "
-                f"file must have one JSON object per line"
+                f"{file.path} has more than {_MAX_LINE_BYTES} bytes without the end of a line after byte {start}; it "
+                f"must have one JSON object per line"
             )
         for other in others:
             if (line := b"".join(rest).strip()) and (not begin or start > begin):
@@ -120,26 +118,22 @@ def _value(line: _Line, column: str, path: str) -> pieces.Document | None:
     value = record[column]
     if value is None:
         return None
-    if isinstance(value, str):
-        try:
-            return value.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(
-                f"{name} has text that is not Unicode: {error.reason}; correct the line"
-            ) from None
     if isinstance(value, list):
         return pieces.as_ids(np.array(value, object), name)
-    raise ValueError(
-        f"{name}: {column!r} is of type {type(value).__name__}; it must be text, or a list of token ids"
-    )
+    if not isinstance(value, str):
+        kind = type(value).__name__
+        raise ValueError(f"{name}: {column!r} is of type {kind}; it must be text, or a list of token ids")
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} has text that is not Unicode: {error.reason}; correct the line") from None
 
 
 def holds_text(file: files.File, column: str) -> bool:
     """Returns True if the first line that is not null holds text, False if it holds token ids.
 
     Raises:
-        ValueError: the file cannot be read, or a line up to that one is not JSON or has no such field, or the field
-            holds something else.
+        ValueError: the file cannot be read, or a line up to that one is not JSON or does not have this field.
     """
     for line in _lines(file):
         value = _value(line, column, file.path)
@@ -166,9 +160,8 @@ class Reader:
         """Returns the documents of a piece.
 
         Raises:
-            ValueError: the file is corrupt or cannot be read, or a line is not JSON, or has no such field, or the field
-                is neither null nor of the type that is read, or has an id outside 0 .. 2^31 - 1, or has more than 2^28
-                bytes.
+            ValueError: the file is corrupt or cannot be read, or a line is not JSON, has more than 2^28 bytes, or does
+                not have null, the type that is read, or ids from 0 to 2^31 - 1 in this field.
         """
         file, path = piece.file, piece.file.path
         positions: list[int] = []
@@ -183,11 +176,8 @@ class Reader:
             document = _value(ahead, self._column, path) if ahead.piece == piece.index else None
             if document is not None and len(document):
                 if isinstance(document, bytes) != self._texts:
-                    kind, first = pieces.KINDS[not self._texts], pieces.KINDS[self._texts]
-                    raise ValueError(
-                        f"{path} (line at byte {ahead.start}): {self._column!r} is {kind}, but {first} in the first "
-                        f"document; all must be of one type"
-                    )
+                    place = f"{path} (line at byte {ahead.start}): {self._column!r}"
+                    raise ValueError(pieces.of_two_kinds(place, texts=self._texts))
                 positions.append(ahead.start)
                 documents.append(document)
             ahead = next(self._lines, None)

@@ -64,7 +64,7 @@ def holds_text(file: files.File, column: str) -> bool:
     """Returns True if the column holds text, False if it holds token ids; only the footer is read.
 
     Raises:
-        ValueError: the file is not a parquet file, or has no such column, or the column holds something else.
+        ValueError: the file is not a parquet file, or does not have such a column.
     """
     return _holds_text(_open(file.path), file.path, column)
 
@@ -72,8 +72,8 @@ def holds_text(file: files.File, column: str) -> bool:
 class Reader:
     """Reader of pieces of parquet files, from one column of text or of lists of token ids.
 
-    A piece starts at a row group, except that row groups larger than two pieces are split. A piece of a split group is
-    decoded from the start of the group.
+    A piece starts at a row group, except that row groups larger than two pieces are split, and then decoded from their
+    start.
     """
 
     def __init__(self, column: str, *, texts: bool):
@@ -84,16 +84,13 @@ class Reader:
         """Returns the documents of a piece.
 
         Raises:
-            ValueError: the file or a row group is corrupt, or the column is missing or not of the type that is read, or
-                has a null or an id outside 0 .. 2^31 - 1 in a list.
+            ValueError: the file or a row group is corrupt, the column is missing or not of the type that is read, or a
+                list has something else than ids from 0 to 2^31 - 1.
         """
         path = piece.file.path
         opened = self._open(path)
         if _holds_text(opened, path, self._column) != self._texts:
-            raise ValueError(
-                f"column {self._column!r} of {path} holds {pieces.KINDS[not self._texts]}, but the first file's holds "
-                f"{pieces.KINDS[self._texts]}; all must be of one type"
-            )
+            raise ValueError(pieces.of_two_kinds(f"column {self._column!r} of {path}", texts=self._texts))
         sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
         starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         total, ends = int(starts[-1]), []

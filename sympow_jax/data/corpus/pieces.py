@@ -11,7 +11,6 @@ from sympow_jax.data import files
 
 __all__ = [
     "GROUP_BYTES",
-    "KINDS",
     "Block",
     "Document",
     "Group",
@@ -20,12 +19,11 @@ __all__ = [
     "compression",
     "grouped",
     "name_of",
+    "of_two_kinds",
 ]
 
 # Bytes of text in a group, roughly. A resumed run reads its group again, and so does a repeated `sympow prepare`.
 GROUP_BYTES = 1 << 24
-
-KINDS = {True: "text", False: "token ids"}  # contents of a column, by whether they are text
 
 Document = bytes | Int32[np.ndarray, " tokens"]
 
@@ -53,7 +51,7 @@ class Block:
     Attributes:
         path: the file.
         unit: what `positions` count, for errors; empty if the file is one document.
-        positions: row of each document in a parquet file, or byte at which its line starts in a JSON lines file (after
+        positions: row of each document of parquet, or byte at which its line starts in JSON lines (after
             decompression). It identifies the document in its file, however the file is cut into pieces.
         documents: the text of each document in UTF-8, or its token ids; all are of one kind.
     """
@@ -68,22 +66,26 @@ class Block:
         return f"{self.path} ({self.unit} {self.positions[document]})" if self.unit else self.path
 
 
+def of_two_kinds(place: str, *, texts: bool) -> str:
+    """Returns the error of a column whose first document is text or, without `texts`, ids, and another is not."""
+    kind, first = ("token ids", "text") if texts else ("text", "token ids")
+    return f"{place} holds {kind}, but {first} in the first document; all must be of one type"
+
+
 def as_ids(values: Shaped[np.ndarray, " tokens"], name: str) -> Int32[np.ndarray, " tokens"]:
-    """Returns token ids, which may be an array of Python integers of any size, as int32.
+    """Returns token ids, which may be Python integers of any size, as int32; errors begin with `name`.
 
     Raises:
-        ValueError: a value is not an integer, or is outside 0 .. 2^31 - 1. The error begins with `name`.
+        ValueError: a value is not an integer, or is outside 0 .. 2^31 - 1.
     """
-    if values.dtype.kind not in "iuO" or (
-        values.dtype.kind == "O" and any(type(x) is not int for x in values)
-    ):
+    kind = values.dtype.kind
+    if kind not in "iuO" or (kind == "O" and any(type(x) is not int for x in values)):
         raise ValueError(f"{name} has token ids that are not all integers; correct the document")
-    lowest, highest = values.min(initial=0), values.max(initial=0)
-    if lowest < 0 or highest >= 1 << 31:
-        wrong = lowest if lowest < 0 else highest
-        raise ValueError(
-            f"{name} has token id {wrong}; ids are from 0 to {(1 << 31) - 1}; correct the document"
-        )
+    for id in (values.min(initial=0), values.max(initial=0)):
+        if not 0 <= id < 1 << 31:
+            raise ValueError(
+                f"{name} has token id {id}; ids are from 0 to {(1 << 31) - 1}; correct the document"
+            )
     return values.astype(np.int32)
 
 
@@ -97,10 +99,8 @@ def grouped(found: Iterable[tuple[files.File, str]], text_bytes: int = 0) -> lis
     """Returns the pieces of files and their formats in order, in groups of about `text_bytes` of text.
 
     They follow from the sizes of the files, so that no file is opened. Small files that follow each other are one
-    group; large ones are several pieces, except for text files, which are one document each.
-
-    Raises:
-        ValueError: a file is empty.
+    group; large ones are several pieces, except for text files, which are one document each. Raises ValueError if a
+    file is empty.
     """
     text_bytes = text_bytes or GROUP_BYTES
     groups: list[Group] = []

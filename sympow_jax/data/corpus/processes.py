@@ -26,12 +26,10 @@ def pool[Item, Result](
     """Yields a function that sends an item to a worker and returns the future of its result.
 
     At the end, processes are killed in the middle of their work, but a thread finishes its item. Worker processes end
-    when this process ends. They ignore the signals that stop a run, because this process needs data until it has saved
-    a checkpoint.
+    when this process ends. They ignore the signals that stop a run, which needs data until it has saved a checkpoint.
 
     Args:
-        make: returns the function of an item. Every worker calls it before its first item. Processes need `make`, items
-            and results that can be pickled.
+        make: returns the function of an item, once for every worker. It, items and results are pickled for processes.
         workers: number of processes; 0 for a thread of this process.
         setting: setting that `workers` was given as, for errors.
 
@@ -68,10 +66,8 @@ def pool[Item, Result](
         try:
             own.pipe = getattr(own, "pipe", None) or start()
         except OSError as error:
-            raise ValueError(
-                f"cannot start a worker process: {error.strerror or error}; set fewer {setting}, or raise this limit "
-                f"of the machine"
-            ) from error
+            reason = error.strerror or error
+            raise ValueError(f"cannot start a worker process: {reason}; set fewer {setting}") from error
         try:
             own.pipe.send(item)
             result, failure = own.pipe.recv()

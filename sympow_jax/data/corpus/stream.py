@@ -21,16 +21,8 @@ class CorpusRows:
     """Training rows of a corpus, repeated indefinitely.
 
     Each epoch has the groups of pieces in a new random order; the pieces of a compressed file stay in order, one after
-    the other. The documents of a group are packed into rows. Its whole rows are read in a random order, and the tokens
-    after the last of them are dropped.
-
-    Args:
-        encoding: way from documents to tokens.
-        groups: all groups of pieces.
-        pack: makes rows of documents.
-        length: number of tokens in a row.
-        seed: seed of every order.
-        workers: number of processes that tokenize; 0 for a thread of this one.
+    the other. The documents of a group are packed into rows of `length` tokens. Its whole rows are read in a random
+    order, and the tokens after the last of them are dropped.
     """
 
     def __init__(
@@ -61,11 +53,7 @@ class CorpusRows:
         return BatchIterator(self, batch_size, rows.shard(batch_size, share=share, shares=shares))
 
     def tokens(self, start: int) -> Generator[encoding_lib.Tokens]:
-        """Yields the tokens of each group, from number `start` in the order of all epochs.
-
-        Raises:
-            ValueError: as `encoding.in_order`.
-        """
+        """Yields the tokens of each group, from number `start` in the order of all epochs."""
         order = (self._group(number) for number in itertools.count(start))
         return encoding_lib.in_order(self._encoding, order, workers=self._workers)
 
@@ -96,8 +84,7 @@ class CorpusRows:
 class BatchIterator:
     """Iterator over rows `shard` of every batch.
 
-    Batches are independent of the number of workers. Every process tokenizes all documents, because only then does it
-    know which rows are its own.
+    Every process tokenizes all documents, because only then does it know which rows are its own.
     """
 
     def __init__(self, corpus: CorpusRows, batch_size: int, shard: range):
@@ -111,15 +98,12 @@ class BatchIterator:
         return self
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """Returns this shard of the next batch: arrays by name, as in a row but with a first axis of `len(shard)` rows.
-
-        If it raises, the position stays at this batch.
+        """Returns this shard of the next batch. If it raises, the position stays at this batch.
 
         Raises:
             ValueError: data cannot be read, or no group has a whole row, or the saved position is not in the data.
         """
-        position, batch = self.get_state(), []
-        start = 0  # row of the batch that is next
+        position, batch, start = self.get_state(), [], 0  # start: row of the batch that is next
         try:
             while start < self._batch_size:
                 empty = 0
@@ -151,7 +135,7 @@ class BatchIterator:
         except BaseException:
             self.set_state(position)  # an error ends the generator of tokens, which would end this iterator
             raise
-        return {name: np.stack([row[name] for row in batch]) for name in batch[0]}
+        return rows.stacked(batch)
 
     def get_state(self) -> dict[str, int]:
         """Returns the position of the next batch as one integer."""

@@ -22,19 +22,12 @@ _LABELS = (config_lib.Predicted.CLASS, config_lib.Predicted.NUMBER)
 
 
 class Kind(NamedTuple):
-    """Properties of a source.
-
-    Attributes:
-        module: name of its module.
-        predicted: what may be predicted from it.
-        suffixes: endings of its files in a folder; none if it reads no single files.
-        generated: whether it reads no files and always has held-out examples.
-    """
+    """Properties of a source."""
 
     module: str
-    predicted: tuple[config_lib.Predicted, ...]
-    suffixes: tuple[str, ...] = ("",)
-    generated: bool = False
+    predicted: tuple[config_lib.Predicted, ...]  # quantities that may be
+    suffixes: tuple[str, ...] = ("",)  # of its files in a folder; none if it reads no single files
+    generated: bool = False  # it reads no files and always has held-out examples
 
 
 _IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")

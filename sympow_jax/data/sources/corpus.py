@@ -37,12 +37,7 @@ _ANY_VOCABULARY = (1 << 31) - 1
 
 
 class Source:
-    """Training rows and held-out documents of a corpus.
-
-    Raises:
-        ValueError: no file is found, one is empty, the column of the first does not exist or is of another type, or
-            the tokenizer does not exist or has more ids than the model.
-    """
+    """Training rows and held-out documents of a corpus."""
 
     def __init__(self, config: config_lib.DataConfig):
         self._config = config
@@ -96,9 +91,8 @@ class Source:
     def side(self, task: Any = None, *, heldout: bool, vocab_size: int = _ANY_VOCABULARY) -> documents.Spans:
         """Returns the first held-out documents in the order of files, until they have 2^24 tokens.
 
-        The first 64 groups of text are read at most to find them. That is a GiB of text, or more if
-        `data.context_length` is above 65,536. Ids of documents are not compared with `vocab_size` here, but when a
-        document is used. `task` is unused.
+        At most the first 64 groups of text, a GiB, are read to find them. Ids of documents are not compared with
+        `vocab_size` here, but when a document is used. `task` is unused.
         """
         encoding = self._encoding(vocab_size=vocab_size, heldout=heldout)
         return _read_heldout(
@@ -108,11 +102,7 @@ class Source:
         )
 
     def describe(self) -> dict[str, Any]:
-        """Returns counts of files and bytes, an estimate of the tokens, and a SHA-256.
-
-        The training text is sampled; held-out documents are read as in `side`. The digest is of the names and
-        sizes of all files, middles and ends of about 16, and the tokens of about a MiB of text.
-        """
+        """Returns counts of files and bytes, an estimate of the tokens from a sample, and a SHA-256."""
         config, corpus = self._config, self._find(False)
         held = config.heldout_paths or config.heldout_fraction
         heldout = self.side(heldout=True).lengths if held else np.empty(0, np.int64)
@@ -127,13 +117,13 @@ class Source:
         estimate = int(len(tokens) / read * sum(file.size for file in corpus) / corpus[0].size)
         # Half a row of each group, or all of the data if it has less.
         dropped = len(self._groups(heldout=False)) * config.context_length / 2 / max(1, estimate)
-        note = (
-            f"estimated; about {min(1.0, dropped):.1%} are dropped at the ends of parts of the data"
-            if len(tokens)
-            else f"their number is unknown, because the first {read:.1%} of {corpus[0].path} have no training document "
-            f"of at least data.shortest_document tokens, {config.shortest_document}"
-        )
-        matches = corpus + (self._find(True) if config.heldout_paths else [])
+        note = f"estimated; about {min(1.0, dropped):.1%} are dropped at the ends of parts of the data"
+        if not len(tokens):
+            note = (
+                f"their number is unknown, because the first {read:.1%} of {corpus[0].path} have no training document "
+                f"of at least data.shortest_document tokens, {config.shortest_document}"
+            )
+        matches = [file for side in files.sides(config) for file in self._find(side)]
         digest = hashlib.sha256(tokens.astype("<u4").tobytes())
         for number, file in enumerate(matches):
             digest.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
@@ -142,15 +132,9 @@ class Source:
                     for place in (file.size // 2, max(0, file.size - _DIGEST_BYTES)):
                         opened.seek(place)
                         digest.update(opened.read(_DIGEST_BYTES))
-        name = encoding.tokenizer
-        return {
+        description = {
             "files": len(matches),
             "bytes": sum(file.size for file in matches),
-            **(
-                {"tokenizer": tokenizer_lib.load(name, setting="data.tokenizer").identity}
-                if name is not None
-                else {}
-            ),
             "tokens": estimate,
             "tokens_note": note,
             "heldout_documents": len(heldout),
@@ -158,10 +142,15 @@ class Source:
             "digest": digest.hexdigest(),
             "digest_of": "names and sizes of all files, middles and ends of some, and tokens of a sample",
         }
+        if encoding.tokenizer is not None:
+            description["tokenizer"] = tokenizer_lib.load(
+                encoding.tokenizer, setting="data.tokenizer"
+            ).identity
+        return description
 
 
-# The documents that were opened last are cached, because `describe` and the evaluations of a run open the same ones. To
-# `describe` no vocabulary is known, so that the documents must not depend on it.
+# The documents that were opened last are cached, because `describe` and the evaluations of a run open the same ones;
+# they may not depend on the vocabulary, which `describe` does not know.
 @functools.lru_cache(maxsize=1)
 def _read_heldout(
     encoding: encoding_lib.Encoding, groups: tuple[pieces.Group, ...], *, workers: int

@@ -40,12 +40,10 @@ def _classes(config: config_lib.DataConfig) -> list[str]:
             path = os.path.expanduser(root)
             if not os.path.isdir(path):
                 raise ValueError(
-                    f"{setting}: there is no folder {path!r}; name one that holds one folder per class"
+                    f"{setting}: there is no folder {path!r}; name one with one folder per class"
                 )
             with os.scandir(path) as entries:
-                names = sorted(
-                    entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")
-                )
+                names = sorted(x.name for x in entries if x.is_dir() and not x.name.startswith("."))
             if len(names) < 2:
                 raise ValueError(
                     f"{setting}: {path} holds {len(names)} folders; it must hold a folder of images for each of two "
@@ -67,12 +65,9 @@ def _opened(path: str) -> Iterator[PIL.Image.Image]:
         # Pillow's other decoders are not given files of unknown origin.
         with PIL.Image.open(path, formats=("PNG", "JPEG")) as image:
             yield image
-    except PIL.UnidentifiedImageError as error:
-        raise ValueError(
-            f"{path} cannot be read as an image: it is neither PNG nor JPEG; replace it"
-        ) from error
     except Exception as error:  # Pillow's decoders raise errors of many kinds
-        reason = spelling.one_line(error)
+        unknown = isinstance(error, PIL.UnidentifiedImageError)
+        reason = "it is neither PNG nor JPEG" if unknown else spelling.one_line(error)
         raise ValueError(f"{path} cannot be read as an image ({reason}); replace or remove it") from error
 
 
@@ -137,8 +132,7 @@ class Source:
 
     In training, an array is a random crop of 8 to 100 % of the image's area, with an aspect ratio from 3/4 to 4/3,
     mirrored with probability 1/2. Held out, it is the center crop, 7/8 of the shorter side, unless the image has the
-    requested size. Both crops are resized with bicubic interpolation. An orientation in the metadata is ignored, and
-    channels of 16 bits of a color PNG are rounded to 8.
+    requested size. Both are resized with bicubic interpolation. An orientation in the metadata is ignored.
 
     Raises:
         ValueError: a folder is missing, a class is empty, or classes differ between folders or from `task.classes`.
@@ -159,8 +153,7 @@ class Source:
                 inside = files.below(folder, suffix=sources.SOURCES["images"].suffixes)
                 if not inside:
                     raise ValueError(
-                        f"{setting}: the class folder {folder} holds no image; put PNG or JPEG files there, or remove "
-                        f"it"
+                        f"{setting}: the class folder {folder} holds no image; add PNG or JPEG files, or remove it"
                     )
                 for location, file in files.located(inside):
                     image = _Image(file.path, f"{name}/{file.key}", file.size, label)
@@ -193,16 +186,14 @@ class Source:
             )
         if config.image_tokens:
             if vocab_size < 256:
-                raise ValueError(
-                    f"model.vocab_size is {vocab_size}, but pixels have 256 ids; raise it to at least that"
-                )
+                raise ValueError(f"model.vocab_size is {vocab_size}, but pixels have 256 ids; raise it")
             for image in images:
                 with _opened(image.path) as opened:
                     size = opened.size
                 if size != (side, side):
                     raise ValueError(
-                        f"{image.path} is {size[0]} x {size[1]}, but data.image_size is {side}; data.image_tokens "
-                        f"reads pixels as they are, so all images must be squares of that size"
+                        f"{image.path} is {size[0]} x {size[1]}, but data.image_size is {side}; for data.image_tokens, "
+                        f"all images must be squares of that size"
                     )
         return Images(images, config, vary=not heldout and not config.image_tokens)
 

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Bool, Int64
 
 from sympow_jax import config as config_lib
+from sympow_jax.config import checks
 from sympow_jax.data import rows
 
 __all__ = ["CLASSES", "SYMBOLS", "ListOps", "Source", "generate"]
@@ -70,9 +71,7 @@ def _draw_shape(rng: np.random.Generator, longest: int) -> tuple[list[_Level], i
 
 
 def generate(key: tuple[int, ...], shortest: int, longest: int) -> tuple[Int64[np.ndarray, " tokens"], int]:
-    """Returns the ids and the value of an expression of `shortest` to `longest` tokens.
-
-    The result is a function of the arguments only.
+    """Returns the ids and the value of an expression of `shortest` to `longest` tokens, a function of the arguments.
 
     Raises:
         ValueError: expressions of these lengths are too rare.
@@ -136,32 +135,29 @@ class ListOps:
 
 
 class Source:
-    """The generated examples.
-
-    Raises:
-        ValueError: the task does not have ten classes, or the vocabulary is too small.
-    """
+    """The generated examples."""
 
     def __init__(self, config: config_lib.DataConfig):
         self._length = config.context_length
         self._sides = [ListOps(config, heldout=heldout) for heldout in (False, True)]
 
     def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> ListOps:
-        """Returns the training or the held-out examples."""
-        if task.outputs != CLASSES:
-            raise ValueError(
+        """Returns the training or the held-out examples; raises ValueError if they do not fit the settings."""
+        checks.refuse(
+            (
+                task.outputs != CLASSES,
                 f"task.name is {task.name!r} and task.classes {task.classes}; source 'listops' is a classification "
-                f"into {CLASSES} classes"
-            )
-        if vocab_size < len(SYMBOLS):
-            raise ValueError(
-                f"model.vocab_size is {vocab_size}, but listops has {len(SYMBOLS)} ids; raise it to at least that"
-            )
-        if self._length < LENGTHS[1]:
-            raise ValueError(
-                f"data.context_length is {self._length}, but listops has examples of {LENGTHS[1]} tokens; raise it "
-                f"to at least that"
-            )
+                f"into {CLASSES} classes",
+            ),
+            (
+                vocab_size < len(SYMBOLS),
+                f"model.vocab_size is {vocab_size}, but listops has {len(SYMBOLS)} ids; raise it",
+            ),
+            (
+                self._length < LENGTHS[1],
+                f"data.context_length is {self._length}, but listops has examples of {LENGTHS[1]} tokens; raise it",
+            ),
+        )
         return self._sides[heldout]
 
     def describe(self) -> dict[str, Any]:

@@ -33,13 +33,7 @@ def standard_library() -> list[files.File]:
 
 
 class Source:
-    """Files as documents of bytes, all of which are held in memory.
-
-    For a corpus larger than memory, prepare token files.
-
-    Raises:
-        ValueError: nothing matches, everything is empty, or a file cannot be read.
-    """
+    """Files as documents of bytes, all of which are held in memory."""
 
     def __init__(self, config: config_lib.DataConfig):
         self._config = config
@@ -88,14 +82,13 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         """Returns counts of files and bytes, and the SHA-256 of every file's key, size and bytes in order."""
-        train, heldout = (self._spans(heldout=side) for side in (False, True))
-        matches = list(dict.fromkeys(file for file, _, _ in [*train, *heldout]))
-        cut = not self._config.heldout_paths and any(file.named for file, _, _ in heldout)
-        lengths = (np.array([length for _, _, length in side], np.int64) for side in (train, heldout))
+        sides = [self._spans(heldout=side) for side in (False, True)]
+        matches = list(dict.fromkeys(file for side in sides for file, _, _ in side))
+        cut = not self._config.heldout_paths and any(file.named for file, _, _ in sides[1])
         note = {"heldout_note": "the end of each file that data.paths names"} if cut else {}
         return note | sources.described(
             matches,
-            *lengths,
+            *(np.array([length for _, _, length in side], np.int64) for side in sides),
             digest=files.digest(matches, lambda file: [self._read(file)]),
             digest_of="names, sizes and contents",
         )

@@ -19,7 +19,7 @@ DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtyp
 METADATA = "prepared.json"
 """Name of the file next to token files in which `prepare` says what they are."""
 
-_SCAN_TOKENS = 1 << 24  # files are scanned for separators in pieces, because a file may be larger than memory
+_SCAN_TOKENS = 1 << 24  # files are scanned for separators in parts, because one may be larger than memory
 _DIGEST_BYTES = 1 << 20  # bytes of each end of a file that enter the digest
 # Files that are mapped at a time. Each takes a file descriptor, of which a process may often have 1,024.
 _MAPPED = 256
@@ -33,14 +33,7 @@ def _metadata(found: Iterable[files.File]) -> dict[str, dict[str, Any]]:
 
 
 class Source:
-    """Documents of token files.
-
-    `data.document_separator` is the last token of every document. Without a separator, every file is one document.
-
-    Raises:
-        ValueError: nothing matches, a file is empty, truncated or of another dtype, or there are more than 2^28
-            documents.
-    """
+    """Documents of token files, which end with `data.document_separator`; without one, every file is a document."""
 
     def __init__(self, config: config_lib.DataConfig):
         self._config = config
@@ -53,13 +46,12 @@ class Source:
 
     def metadata(self) -> dict[str, dict[str, Any]]:
         """Returns what `prepare` recorded about the files, by the path of the record; of other files there is none."""
-        sides = (False, True) if self._config.heldout_paths else (False,)
+        sides = files.sides(self._config)
         return _metadata(file for side in sides for file in sources.find_all(self._config, heldout=side))
 
     def describe(self) -> dict[str, Any]:
         """Returns counts of files, documents and tokens, and a SHA-256 as `digest_of` says."""
-        sides = (False, True) if self._config.heldout_paths else (False,)
-        matches = [file for side in sides for file in self._scan(heldout=side)[2]]
+        matches = [file for side in files.sides(self._config) for file in self._scan(heldout=side)[2]]
 
         def ends(file: files.File) -> Iterator[bytes]:
             with files.errors(file.path), files.open_file(file.path) as stream:
@@ -89,6 +81,7 @@ class Source:
                 return np.memmap(matches[index].path, dtype, mode="r")
 
         # The position after each document, which ends with a separator or with the file.
+        remedy = "correct it, or leave it unset where every file is one document"
         ends: list[Int64[np.ndarray, " documents"]] = []
         left, occurs = documents.MAX_DOCUMENTS, separator is None
         for index, file in enumerate(matches):
@@ -106,15 +99,11 @@ class Source:
             if left < 0:
                 raise ValueError(
                     f"{setting}: there are more than {documents.MAX_DOCUMENTS} documents up to {file.path}, each ended "
-                    f"by the data.document_separator {separator}; correct it, name fewer files, or leave it unset, so "
-                    f"that every file is one document"
+                    f"by the data.document_separator {separator}; name fewer files, or {remedy}"
                 )
             ends.append(np.concatenate(inside))
         if not occurs:
-            raise ValueError(
-                f"{setting}: no file holds the data.document_separator {separator}; correct it, or leave it "
-                f"unset where every file is one document"
-            )
+            raise ValueError(f"{setting}: no file holds the data.document_separator {separator}; {remedy}")
         spans = documents.Spans.consecutive(
             functools.lru_cache(maxsize=_MAPPED)(open_array),
             [file.path for file in matches],
@@ -132,10 +121,7 @@ class Source:
         dtype = self._config.token_dtype
         for path, record in _metadata(matches).items():
             if "documents" not in record:
-                raise ValueError(
-                    f"the token files next to {path} are not complete; repeat the command `sympow prepare`, which "
-                    f"continues"
-                )
+                raise ValueError(f"the token files next to {path} are not complete; repeat `sympow prepare`")
             if (stored := record.get("token_dtype")) != dtype:
                 raise ValueError(
                     f"the token files next to {path} hold {spelling.shown(stored)} ids, but data.token_dtype is "

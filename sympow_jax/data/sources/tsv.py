@@ -63,11 +63,7 @@ def _open(file: files.File, config: config_lib.DataConfig) -> _File:
 
 
 class TsvExamples:
-    """The training or the held-out lines, tokenized on access.
-
-    Construction reads every line and checks its number of columns, its label and that it has a text. Access checks that
-    the line has tokens and that these are in the vocabulary.
-    """
+    """The training or the held-out lines, which are checked at once and tokenized on access."""
 
     def __init__(
         self,
@@ -89,9 +85,7 @@ class TsvExamples:
                     f"or set {setting}"
                 )
             if self._length < 3:
-                raise ValueError(
-                    f"data.context_length is {self._length}; two texts and a separator need at least 3"
-                )
+                raise ValueError(f"data.context_length is {self._length}; two texts and a separator need 3")
         numbers, classes = task.predicted is config_lib.Predicted.NUMBER, task.classes or 0
         if config.labels and not numbers and len(config.labels) != classes:
             raise ValueError(
@@ -103,7 +97,7 @@ class TsvExamples:
             known = f"a finite number, as task {task.name!r} predicts"
         elif config.labels:
             known = f"one of data.labels {spelling.listed(map(repr, config.labels))}"
-        self._labels = np.empty(len(lines), rows.label_dtype(task))
+        self._labels = np.empty(len(lines), np.float32 if numbers else np.int32)
         for index, (file, line) in enumerate(lines):
             texts, label = file.read(line)
             try:
@@ -149,13 +143,7 @@ class TsvExamples:
 
 
 class Source:
-    """Labeled lines; a folder stands for its `.tsv` files.
-
-    Raises:
-        ValueError: nothing matches, a file is empty or cannot be read, a column does not exist or its name is
-            repeated, a line has a different number of columns or no text, a label is not a class or not a number, or
-            the tokenizer does not exist.
-    """
+    """Labeled lines; a folder stands for its `.tsv` files."""
 
     def __init__(self, config: config_lib.DataConfig):
         self._config = config

@@ -76,13 +76,7 @@ def _reason(error: ValueError) -> str:
 
 
 def read_object(path: str, name: str) -> dict[str, Any]:
-    """Returns the JSON object in a file of an array, such as `.zattrs`; an empty one if there is no such file.
-
-    Only the size of a local file is known before it is read.
-
-    Raises:
-        ValueError: as `serialize.read_object`.
-    """
+    """Returns the JSON object in a file of an array, such as `.zattrs`; an empty one if there is no such file."""
     store = spec(path)["kvstore"]
     if isinstance(store, str):
         content = tensorstore.KvStore.open(store).result().read(name).result().value
@@ -103,11 +97,7 @@ class ZarrDocuments:
         self._array, self._path, self._rows = array, path, rows
 
     def read(self, document: int, start: int, stop: int) -> Integer[np.ndarray, " tokens"]:
-        """Returns tokens start .. stop - 1 of a document.
-
-        Raises:
-            ValueError: a chunk is missing or damaged. It is never replaced by zeros.
-        """
+        """Returns tokens start .. stop - 1 of a document; raises ValueError if a chunk is missing or damaged."""
         try:
             return self._array[self._rows[document], start:stop].read().result()
         except ValueError as error:
@@ -121,11 +111,7 @@ class ZarrDocuments:
 
 
 class Source:
-    """Documents of an array, one per row. `data.document_separator` replaces GPT-2's 50,256 before each row.
-
-    Raises:
-        ValueError: there is no array, or its shape, chunks or dtype are wrong.
-    """
+    """Documents of an array, one per row. `data.document_separator` replaces GPT-2's 50,256 before each row."""
 
     def __init__(self, config: config_lib.DataConfig):
         self._config = config
@@ -148,21 +134,18 @@ class Source:
         if array.rank != 2 or 0 in array.shape or array.dtype.name != dtype or array.shape[1] < shortest:
             raise ValueError(
                 f"{setting}: {paths[0]} has shape {array.shape} and holds {array.dtype.name}; it must be (documents, "
-                f"tokens), neither 0, of data.token_dtype {dtype}, uint16 or uint32, and its documents must have the "
-                f"{shortest} tokens of data.shortest_document; correct the settings or the path"
+                f"tokens), neither 0, of data.token_dtype {dtype}, and have the {shortest} tokens of "
+                f"data.shortest_document"
             )
         # Before memory is reserved for sizes that no data has but metadata may claim.
         chunk = tuple(array.spec().to_json()["metadata"]["chunks"])
         chunk_bytes = math.prod(chunk) * array.dtype.numpy_dtype.itemsize
-        if (
-            array.shape[0] > documents.MAX_DOCUMENTS
-            or math.prod(array.shape) > _MAX_TOKENS
-            or chunk_bytes > _CHUNK_BYTES
-        ):
+        sizes = (array.shape[0], math.prod(array.shape), chunk_bytes)
+        most = (documents.MAX_DOCUMENTS, _MAX_TOKENS, _CHUNK_BYTES)
+        if any(size > limit for size, limit in zip(sizes, most)):
             raise ValueError(
                 f"{setting}: {paths[0]} has shape {array.shape} and chunks of shape {chunk}, {chunk_bytes} bytes each, "
-                f"by its metadata; at most {documents.MAX_DOCUMENTS} rows, {_MAX_TOKENS} tokens and chunks of "
-                f"{_CHUNK_BYTES} bytes can be read"
+                f"by its metadata; at most {most[0]} rows, {most[1]} tokens and chunks of {most[2]} bytes can be read"
             )
         return array
 
@@ -190,8 +173,7 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         """Returns sizes of the arrays, and a SHA-256 as `digest_of` says; reading terabytes would delay the start."""
-        sides = (False, True) if self._config.heldout_paths else (False,)
-        arrays = [self._open(*files.side(self._config, heldout=side)) for side in sides]
+        arrays = [self._open(*files.side(self._config, heldout=x)) for x in files.sides(self._config)]
         digest = hashlib.sha256()
         for array in arrays:
             store = array.kvstore

@@ -12,7 +12,7 @@ import rich.console
 
 from sympow_jax import config as config_lib
 from sympow_jax import data, models, spelling
-from sympow_jax.config import checks, fields
+from sympow_jax.config import checks
 from sympow_jax.evaluation import buckets, context_length, over_runs, report, scores
 from sympow_jax.evaluation.context_tasks import prompts, results
 
@@ -161,9 +161,6 @@ class _ContextTasks(over_runs.Evaluation[results.Row]):
         return (
             f"holds a run of task {config.task.name!r}; --tasks is for models of the next token, leave it out"
         )
-
-    def compared(self, config: config_lib.Config) -> dict[str, Any]:
-        return over_runs.same_data(config, fields.Occasion.HELDOUT_DOCUMENTS)
 
     def prepare(self, runs: over_runs.Runs) -> int:
         tasks, lengths = self._tasks, self._lengths

@@ -18,6 +18,7 @@ from sympow_jax.ops._recurrent import mean as means
 from sympow_jax.ops._recurrent import rows as rows_of
 from sympow_jax.ops._shared import time_axis
 from sympow_jax.ops._shared.precision import rounded
+from sympow_jax.ops.tokens import Tokens
 
 __all__ = ["attention", "chunked", "family", "per_device", "require_supported"]
 
@@ -66,18 +67,18 @@ def family(*, form, power, **_) -> str:
     return "power_state_quartic" if power == 4 else "power_state_square"
 
 
-def attention(plan, query, key, value, log_decay, segment_ids, state):
+def attention(plan, tokens, state):
     """Computes the attention form as `xla.attention` does, without a state."""
     assert state is None  # `require_supported`
-    return _attention(plan.power, plan.interpret, query, key, value, log_decay, segment_ids), None
+    return _attention(plan.power, plan.interpret, tokens), None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(power, interpret, *arguments):
-    return _attention_fwd(power, interpret, *arguments)[0]
+def _attention(power, interpret, tokens):
+    return _attention_fwd(power, interpret, tokens)[0]
 
 
-def _attention_fwd(power, interpret, query, key, value, log_decay, segment_ids):
+def _attention_fwd(power, interpret, tokens):
     """Computes the output; saves the arguments, the output in float32, and the denominators with their exponents.
 
     Saving a rounded output would add as much to the error of gradients as their own rounding does.
@@ -90,22 +91,22 @@ def _attention_fwd(power, interpret, query, key, value, log_decay, segment_ids):
         out = means.mean(numerator, denominator[..., None], -1)
         return {"out": out, "denominator": denominator, "exponent": exponent}
 
-    arrays = {"query": query, "key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
-    results = _named(per_device(compute, arrays, ("out", "denominator", "exponent")))
-    return results["out"].astype(value.dtype), (arrays, results)
+    results = _named(per_device(compute, tokens._asdict(), ("out", "denominator", "exponent")))
+    return results["out"].astype(tokens.value.dtype), (tokens, results)
 
 
 def _attention_bwd(power, interpret, residuals, dout):
-    arrays, results = residuals
+    tokens, results = residuals
     dout = rounded(dout)
 
     def compute(arrays):
         gradients = attention_kernel.power_attention_vjp(**arrays, power=power, interpret=interpret)
         return {name: g for name, g in zip(_DIFFERENTIABLE, gradients) if g is not None}
 
+    arrays = tokens._asdict()
     differentiable = tuple(name for name in _DIFFERENTIABLE if arrays[name] is not None)
     gradients = per_device(compute, arrays | results | {"dout": dout}, differentiable)
-    return *(gradients.get(name) for name in _DIFFERENTIABLE), None
+    return (Tokens(*(gradients.get(name) for name in Tokens._fields)),)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

@@ -42,27 +42,21 @@ def family(**_) -> str:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def step(plan, query, key, value, log_decay, segment_ids, state):
+def step(plan, tokens, state):
     """Runs `xla_step.step_by` with the kernels; a donated state is updated in place.
 
     Only the arguments are saved for the backward pass, which is that of the `xla` step.
     """
     state_ops = xla_step.StateOps(_read, _fold)
-    return xla_step.step_by(state_ops, plan, query, key, value, log_decay, segment_ids, state)
+    return xla_step.step_by(state_ops, plan, tokens, state)
 
 
-def _step_fwd(plan, *arrays):
-    return step(plan, *arrays), arrays
+def _step_fwd(plan, *arguments):
+    return step(plan, *arguments), arguments
 
 
-def _step_bwd(plan, arrays, cotangents):
-    query, key, value, log_decay, segment_ids, state = arrays
-
-    def plain(query, key, value, log_decay, state):
-        return xla_step.step(plan, query, key, value, log_decay, segment_ids, state)
-
-    *gradients, dstate = jax.vjp(plain, query, key, value, log_decay, state)[1](cotangents)
-    return *gradients, None, dstate
+def _step_bwd(plan, arguments, cotangents):
+    return jax.vjp(functools.partial(xla_step.step, plan), *arguments)[1](cotangents)
 
 
 step.defvjp(_step_fwd, _step_bwd)

@@ -63,11 +63,7 @@ class Plan:
 
 
 def make(
-    query,
-    key,
-    value,
-    log_decay,
-    segment_ids,
+    tokens,
     state,
     *,
     power,
@@ -86,14 +82,9 @@ def make(
         NotImplementedError: as `power_attention`.
     """
     sizes = arguments.check_attention(
-        query,
-        key,
-        value,
-        log_decay,
-        segment_ids,
-        per_channel=None,
-        may_lack_values=division is means.Division.NONE,
+        *tokens, per_channel=None, may_lack_values=division is means.Division.NONE
     )
+    query, key, value, log_decay, segment_ids = tokens
     arguments.check_choice("form", form, (None, *FORMS))
     arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     exact_window = arguments.check_integer("exact_window", exact_window, 0)
@@ -221,30 +212,12 @@ def make(
     )
 
 
-def make_step(
-    query,
-    key,
-    value,
-    log_decay,
-    segment_ids,
-    state,
-    *,
-    power,
-    implementation,
-    division=means.Division.POSITIVE,
-) -> Plan:
+def make_step(tokens, state, *, power, implementation, division=means.Division.POSITIVE) -> Plan:
     """Returns the plan of `power_attention_step`, like `make`."""
-    no_values = division is means.Division.NONE
     sizes = arguments.check_attention(
-        query,
-        key,
-        value,
-        log_decay,
-        segment_ids,
-        step=True,
-        per_channel=None,
-        may_lack_values=no_values,
+        *tokens, step=True, per_channel=None, may_lack_values=division is means.Division.NONE
     )
+    query, key, value, log_decay, segment_ids = tokens
     arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     dtype = np.promote_types(query.dtype, jnp.float32)
     per_channel = _per_channel(log_decay, value, state)

@@ -37,16 +37,16 @@ class _Tokens(NamedTuple):
         return self.document >= 0
 
 
-def _attention(plan, query, key, value, log_decay, segment_ids, state):
+def _attention(plan, arrays, state):
     """Computes Y_i = sum_j B_ij V_j / sum_j B_ij with B_ij = b_ij (Q_i . K_j)^p.
 
     This is the attention formulation of section 3.1, with b_ij = prod_{j < m <= i} gamma_m. Keys already in `state`
-    contribute through their features. `key` may be longer than `query`; the queries are its last tokens. With decays
+    contribute through their features. There may be more keys than queries, which are the last tokens. With decays
     per value channel, b_ij differs per channel, which the paper leaves to future work.
     """
-    time = query.shape[1]
-    tokens = _tokens(plan, key, value, log_decay, segment_ids, state)
-    q_BKGTD = _by_group(query.astype(plan.dtype), key.shape[2])
+    time = arrays.query.shape[1]
+    tokens = _tokens(plan, arrays, state)
+    q_BKGTD = _by_group(arrays.query.astype(plan.dtype), arrays.key.shape[2])
     document = tokens.document
     visible = (document[:, -time:, None] == document[:, None]) & tokens.valid[:, None]
     steps = jnp.arange(document.shape[1])
@@ -68,20 +68,20 @@ def _attention(plan, query, key, value, log_decay, segment_ids, state):
         kv, norm = state.kv, state.norm if plan.per_channel else state.norm[..., None]
         numerator += decay * jnp.einsum("bkgtf,bkfe->bkgte", features, kv, precision="highest")
         denominator += decay * jnp.einsum("bkgtf,bkfc->bkgtc", features, norm, precision="highest")
-    out = _ungrouped(_result(plan, numerator, denominator, value.dtype))
+    out = _ungrouped(_result(plan, numerator, denominator, arrays.value.dtype))
     return out, _state_after(plan, tokens, state) if plan.return_state else None
 
 
-def _recurrent(plan, query, key, value, log_decay, segment_ids, state):
+def _recurrent(plan, arrays, state):
     """Computes equation (2): S_i = gamma_i S_{i-1} + V_i phi(K_i)^T and Y_i = S_i phi(Q_i) / Z_i phi(Q_i).
 
     Z_i is the same sum as S_i without the values. Every token updates the state. There is no window, and the window of
     the returned state is empty.
     """
-    time = query.shape[1]
-    tokens = _tokens(plan, key, value, log_decay, segment_ids, state)
+    key, value, time = arrays.key, arrays.value, arrays.query.shape[1]
+    tokens = _tokens(plan, arrays, state)
     slots = tokens.key.shape[1] - time
-    query = jnp.pad(query.astype(plan.dtype), [(0, 0), (slots, 0), (0, 0), (0, 0)])
+    query = jnp.pad(arrays.query.astype(plan.dtype), [(0, 0), (slots, 0), (0, 0), (0, 0)])
 
     def step(carry, inputs):
         kv, norm, current = carry
@@ -118,8 +118,9 @@ def _recurrent(plan, query, key, value, log_decay, segment_ids, state):
 FORMS = {"attention": _attention, "recurrent": _recurrent}
 
 
-def _tokens(plan, key, value, log_decay, segment_ids, state) -> _Tokens:
+def _tokens(plan, arrays, state) -> _Tokens:
     """Returns the window of the state and the new tokens, zero where there is no token."""
+    _, key, value, log_decay, segment_ids = arrays
     batch, time, kv_heads, _ = key.shape
     channels = value.shape[-1] if plan.per_channel else 1
     if log_decay is None:

@@ -52,21 +52,21 @@ class Prepared(NamedTuple):
     order: tuple[Int[Array, "B X"], Int[Array, "B X"]] | None
 
 
-def prepare(plan, query, key, value, log_decay, segment_ids, state) -> Prepared:
+def prepare(plan, tokens, state) -> Prepared:
     """Prepends the window of the state to the tokens, and moves positions without a token to the end."""
-    sequence = power_state.Sequence.join(plan, key, value, log_decay, segment_ids, state)
-    ragged = state is not None or segment_ids is not None
+    sequence = power_state.Sequence.join(plan, tokens, state)
+    ragged = state is not None or tokens.segment_ids is not None
     # Without a state to return, positions may enter it as soon as chunks allow.
     enters_state = jnp.ones_like(sequence.valid)
     if plan.return_state:
         enters_state = sequence.after >= plan.exact_window
     arrays = {
-        "query": masked_queries(plan, query, sequence),
+        "query": masked_queries(plan, tokens.query, sequence),
         "key": sequence.key,
         "value": sequence.value,
         "enters_state": enters_state,
     }
-    if ragged or log_decay is not None:
+    if ragged or tokens.log_decay is not None:
         start = layout.with_rank(sequence.start, sequence.log_decay.ndim)
         arrays["log_decay"] = decays.bounded(sequence.log_decay, start)
     valid = sequence.valid
@@ -84,16 +84,13 @@ def prepare(plan, query, key, value, log_decay, segment_ids, state) -> Prepared:
     return Prepared(Rows(**{"log_decay": None} | arrays, kv=kv, norm=norm), sequence, order)
 
 
-def finish(plan, prepared: Prepared, out, kv, norm, query, dtype):
-    """Returns the output at the queries, and the state after the last token or None.
-
-    The output has the given dtype, unless it is sums.
-    """
+def finish(plan, prepared: Prepared, tokens, out, kv, norm):
+    """Returns the output at the queries in the values' dtype, or sums, and the state after the last token or None."""
     if prepared.order is not None:
         out = _permuted(out, *reversed(prepared.order))
-    out = out[:, -query.shape[1] :]
+    out = out[:, -tokens.query.shape[1] :]
     if plan.division is not means.Division.NONE:
-        out = out.astype(dtype)
+        out = out.astype(tokens.value.dtype)
     return out, state_after(plan, prepared.sequence, kv, norm) if plan.return_state else None
 
 

@@ -157,11 +157,12 @@ class Sequence:
     segment: Int[Array, " B"]
 
     @classmethod
-    def join(cls, plan, key, value, log_decay, segment_ids, state: PowerState | None):
+    def join(cls, plan, tokens, state: PowerState | None):
         """Concatenates the window of `state`, if any, and the new tokens; decays are returned in the plan's dtype.
 
         Under context parallelism, a document may have begun on another device.
         """
+        _, key, value, log_decay, segment_ids = tokens
         batch, time, kv_heads, _ = key.shape
         if log_decay is None:
             channels = value.shape[3:] if plan.per_channel else ()

@@ -32,17 +32,18 @@ class StateOps(NamedTuple):
     fold: Callable
 
 
-def step(plan, query, key, value, log_decay, segment_ids, state):
+def step(plan, tokens, state):
     """Runs `step_by` in plain JAX."""
     state_ops = StateOps(_read_channels, _fold_channels) if plan.per_channel else StateOps(_read, _fold)
-    return step_by(state_ops, plan, query, key, value, log_decay, segment_ids, state)
+    return step_by(state_ops, plan, tokens, state)
 
 
-def step_by(state_ops: StateOps, plan, query, key, value, log_decay, segment_ids, state):
-    """Appends a token to the window and attends.
+def step_by(state_ops: StateOps, plan, tokens, state):
+    """Appends a token of each row to the window and attends.
 
     Whenever the window holds 2W tokens, the state is updated with its oldest W.
     """
+    query, key, value, log_decay, segment_ids = tokens
     dtype, exact_window = plan.dtype, plan.exact_window
     batch, kv_heads, head_dim = key.shape
     valid, state = _enter_document(state, segment_ids)

@@ -64,16 +64,16 @@ def chunked_over_devices(plan, rows: rows_of.Rows):
     return means.of_sums(sums, -1, plan.division)[:, :length], None, None
 
 
-def attention(plan, query, key, value, log_decay, segment_ids, state):
+def attention(plan, tokens, state):
     """Computes the attention form; returns the output and the state or None.
 
-    `key` may be longer than `query`.
+    There may be more keys than queries.
     """
-    sequence = power_state.Sequence.join(plan, key, value, log_decay, segment_ids, state)
-    query = rows_of.masked_queries(plan, query, sequence)[:, -query.shape[1] :]
+    sequence = power_state.Sequence.join(plan, tokens, state)
+    query = rows_of.masked_queries(plan, tokens.query, sequence)[:, -tokens.query.shape[1] :]
     out = layout.time_second(means.of_sums(_sums(plan, query, sequence, state), -2, plan.division))
     if plan.division is not means.Division.NONE:
-        out = out.astype(value.dtype)
+        out = out.astype(tokens.value.dtype)
     if not plan.return_state:
         return out, None
     return out, rows_of.state_after(plan, sequence, *_updated_state(plan, sequence, state))

@@ -16,17 +16,7 @@ import numpy as np
 from sympow_jax.array_types import Array
 from sympow_jax.ops._shared.promotion import by_default_rules
 
-__all__ = ["ATTENTION", "STEP", "on_any_mesh", "op", "same_variation", "static_or_traced", "varying_over"]
-
-# Axes of the arguments of attention: of a sequence, and of one token.
-ATTENTION = {
-    "query": "B T N D",
-    "key": "B S K D",
-    "value": "B S K E",
-    "log_decay": "B S K",
-    "segment_ids": "B S",
-}
-STEP = {name: layout.replace(" T", "").replace(" S", "") for name, layout in ATTENTION.items()}
+__all__ = ["on_any_mesh", "op", "same_variation", "static_or_traced", "varying_over"]
 
 # Axes that a mesh may shard; all others are unsharded in the results of a call.
 _DIVIDED = frozenset("BTSNK")
@@ -38,8 +28,8 @@ def op[**P, R](
     """Makes f(plan, **arrays) a function that is compiled once for each hashable plan and set of shapes.
 
     Args:
-        layouts: the axes of the named arguments, as in "B T N D", or a tree of axes for a state. JAX decides the
-            sharding of other arguments.
+        layouts: the axes of the named arguments, as in "B T N D", or a tree of axes for `Tokens` and states. JAX
+            decides the sharding of other arguments.
         outputs: maps the plan to a tree of the axes of each array that f returns.
 
     Outputs keep the sharding that the arguments have on axes of the same letter.
@@ -132,9 +122,10 @@ class _Specs:
     def __init__(self, layouts, arrays):
         self._axes = {}
         for name, layout in layouts.items():
-            leaves = jax.tree.leaves(arrays.get(name))
+            leaves = jax.tree.leaves(arrays.get(name), is_leaf=lambda x: x is None)
             for x, letters in zip(leaves, jax.tree.leaves(layout)):
-                for letter, axes in zip(letters.split(), jax.typeof(x).sharding.spec):
+                spec = () if x is None else jax.typeof(x).sharding.spec
+                for letter, axes in zip(letters.split(), spec):
                     if axes is not None and letter in _DIVIDED:
                         self._axes.setdefault(letter, axes)
 

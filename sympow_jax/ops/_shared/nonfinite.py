@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import documents
 from sympow_jax.ops._shared import layout
+from sympow_jax.ops.tokens import Tokens
 
 __all__ = ["Finite", "remove", "restore", "restore_state", "without_padding"]
 
@@ -24,54 +25,35 @@ class Finite(NamedTuple):
     reached: outputs that may attend to one, by key head.
     """
 
-    query: Float[Array, "B T N D"]
-    key: Float[Array, "B S K D"]
-    value: Float[Array, "B S K E"]
-    log_decay: Float[Array, "B S K *channels"] | None
+    tokens: Tokens
     state: Any
     reached: Bool[Array, "B S K"]
 
 
-def without_padding(segment_ids: Int[Array, "B S"] | None, *arrays: Array | None) -> list[Any]:
-    """Returns arrays with zeros at padding, whose gradients are then zero.
-
-    Arrays are [B, S, ...], or [B, T, ...] for the last tokens.
-    """
-    if segment_ids is None:
-        return list(arrays)
-    valid = segment_ids >= 0
+def without_padding(tokens: Tokens) -> Tokens:
+    """Returns the tokens with zeros at padding, whose gradients are then zero."""
+    if tokens.segment_ids is None:
+        return tokens
+    valid = tokens.segment_ids >= 0
 
     def masked(x):
         return jnp.where(layout.with_rank(valid[:, valid.shape[1] - x.shape[1] :], x.ndim), x, 0)
 
-    return [None if x is None else masked(x) for x in arrays]
+    return jax.tree.map(masked, tokens._replace(segment_ids=None))._replace(segment_ids=tokens.segment_ids)
 
 
-def remove(
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "B S K D"],
-    value: Float[Array, "B S K E"],
-    log_decay: Float[Array, "B S K *channels"] | None,
-    segment_ids: Int[Array, "B S"] | None,
-    *,
-    state: Any = None,
-    causal: bool = True,
-    window: int | None = None,
-) -> Finite:
+def remove(tokens: Tokens, *, state: Any = None, causal: bool = True, window: int | None = None) -> Finite:
     """Returns the arguments with zeros in place of padding and of tokens that are not finite.
 
     Args:
-        query: padding becomes zero; others are unchanged, since a query reaches only its own output.
-        key: a token counts as bad for its head if any of its key, value or decay is NaN or infinite.
-        value: as key.
-        log_decay: minus infinity is a valid decay.
-        segment_ids: as in the ops.
+        tokens: a token counts as bad for a head if any of its key, value or decay is NaN or infinite; minus infinity is
+            a valid decay. Other queries than those of padding are unchanged, since they reach only their own output.
         state: a `PowerState` that precedes the tokens, or None.
         causal: a bad token reaches itself and later tokens of its document; otherwise, all of its document.
         window: number of tokens of its document, itself and later ones, that a bad token reaches if causal; None for
             all. Padding does not count.
     """
-    query, key, value, log_decay = without_padding(segment_ids, query, key, value, log_decay)
+    query, key, value, log_decay, segment_ids = without_padding(tokens)
     bad = ~(jnp.isfinite(key).all(-1) & jnp.isfinite(value).all(-1))
     if log_decay is not None:
         bad_decay = ~(log_decay < jnp.inf)
@@ -100,12 +82,10 @@ def remove(
         bad_state = _is_bad(state)
         reached |= bad_state[:, None] & of_state
         state = _where_head(bad_state, 0, state)
-    return Finite(query, key, value, log_decay, state, reached)
+    return Finite(Tokens(query, key, value, log_decay, segment_ids), state, reached)
 
 
-def restore(
-    out: Float[Array, "B T N L"], finite: Finite, segment_ids: Int[Array, "B S"] | None
-) -> Float[Array, "B T N L"]:
+def restore(out: Float[Array, "B T N L"], finite: Finite) -> Float[Array, "B T N L"]:
     """Returns the output with NaN where it attends to a bad token.
 
     The output is multiplied by a factor, so that gradients are NaN there as well.
@@ -113,9 +93,9 @@ def restore(
     time, heads = out.shape[1:3]
     before = finite.reached.shape[1] - time
     reached = jnp.repeat(finite.reached[:, before:], heads // finite.reached.shape[2], axis=2)
-    reached |= ~jnp.isfinite(finite.query).all(-1)
-    if segment_ids is not None:
-        reached &= (segment_ids >= 0)[:, before:, None]
+    reached |= ~jnp.isfinite(finite.tokens.query).all(-1)
+    if finite.tokens.segment_ids is not None:
+        reached &= (finite.tokens.segment_ids >= 0)[:, before:, None]
     return out * jnp.where(reached, jnp.nan, 1).astype(out.dtype)[..., None]
 
 

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sympow_jax.array_types import Array
 from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops.tokens import Tokens
 
 __all__ = ["Plan", "prepare"]
 
@@ -23,11 +25,7 @@ class Plan(NamedTuple):
 
 
 def prepare(
-    query,
-    key,
-    value,
-    log_decay,
-    segment_ids,
+    tokens: Tokens,
     *,
     causal,
     scale,
@@ -36,17 +34,14 @@ def prepare(
     block_size,
     axis_name: str | None,
     window: int | None = None,
-) -> tuple[Plan, dict]:
-    """Checks the arguments of an op; returns its plan and the arrays of its call by name.
+) -> tuple[Plan, Array | None]:
+    """Checks the arguments of an op; returns its plan, and the scale if it is an array.
 
     Raises:
         ValueError: for shapes or options that do not match each other.
     """
-    query, key, value, log_decay, segment_ids = arguments.to_arrays(
-        query=query, key=key, value=value, log_decay=log_decay, segment_ids=segment_ids
-    )
     causal = arguments.check_flag("causal", causal)
-    arguments.check_attention(query, key, value, log_decay, segment_ids, causal=causal)
+    arguments.check_attention(*tokens, causal=causal)
     arguments.check_choice("implementation", implementation, (None, *implementations))
     block_size = arguments.check_integer("block_size", block_size, 1)
     if axis_name is not None:
@@ -56,5 +51,4 @@ def prepare(
         if not causal:
             raise ValueError(f"window is {window} and causal is False; only causal attention has a window")
     fixed, traced = calls.static_or_traced("scale", scale)
-    arrays = {"query": query, "key": key, "value": value, "log_decay": log_decay, "segment_ids": segment_ids}
-    return Plan(causal, fixed, implementation, block_size, axis_name, window), arrays | {"scale": traced}
+    return Plan(causal, fixed, implementation, block_size, axis_name, window), traced

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.array_types import Array, Float
 from sympow_jax.ops._shared import calls
+from sympow_jax.ops.tokens import Tokens
 
 __all__ = ["by_heads", "carried", "exclusive_prefix", "from_left"]
 
@@ -66,17 +67,9 @@ def _as_varying(x, like):
 
 
 def by_heads(
-    attend: Callable,
-    query: Float[Array, "B T N D"],
-    key: Float[Array, "B T K D"],
-    value: Float[Array, "B T K E"],
-    log_decay: Float[Array, "B T K"] | None,
-    segment_ids: Int[Array, "B T"] | None,
-    axis_name: str,
+    attend: Callable[[Tokens], Float[Array, "B T N E"]], tokens: Tokens, axis_name: str
 ) -> Float[Array, "B T N E"]:
     """Computes `attend` over the whole time axis, with heads instead of time sharded over devices.
-
-    `attend` is called as `attend(query, key, value, log_decay, segment_ids)`.
 
     Each array is sent once, all to all, 1 / P of it to each device; segment ids are gathered. A ring of keys and values
     would send these P - 1 times. In causal attention its last device would also have P blocks of pairs where the first
@@ -89,6 +82,7 @@ def by_heads(
     Raises:
         NotImplementedError: there are more keys than queries.
     """
+    query, key, value, log_decay, segment_ids = tokens
     if key.shape[1] > query.shape[1]:
         raise NotImplementedError(
             f"time is sharded over the mesh axis {axis_name!r}, which needs equal numbers of keys and queries, not "
@@ -105,8 +99,9 @@ def by_heads(
 
     if segment_ids is not None:
         segment_ids = jax.lax.all_gather(segment_ids, axis_name, axis=1, tiled=True)
-    keys = (None if x is None else divided(x, repeats) for x in (key, value, log_decay))
-    out = attend(divided(query), *keys, segment_ids)
+    key, value = divided(key, repeats), divided(value, repeats)
+    log_decay = None if log_decay is None else divided(log_decay, repeats)
+    out = attend(Tokens(divided(query), key, value, log_decay, segment_ids))
     return jax.lax.all_to_all(out, axis_name, 1, 2, tiled=True)[:, :, :heads]
 
 

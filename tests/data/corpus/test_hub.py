@@ -91,23 +91,28 @@ def _inputs(batches, count: int) -> list[np.ndarray]:
     return [batch["inputs"] for batch in itertools.islice(batches, count)]
 
 
-@pytest.mark.parametrize(
-    ("path", "keys"),
-    [
-        (FOLDER, ["000_00000.parquet", "001_00000.parquet"]),
-        (f"{FOLDER}/00[0]*.parquet", ["000_00000.parquet"]),
-        (f"{FOLDER}/001_00000.parquet", ["001_00000.parquet"]),
-        ("hf://datasets/org/words@main/sample/10BT/*.parquet", ["000_00000.parquet", "001_00000.parquet"]),
-        (
-            "hf://datasets/org/words/*/*/*.parquet",
-            ["sample/10BT/000_00000.parquet", "sample/10BT/001_00000.parquet"],
-        ),
-    ],
-)
-def test_files_of_a_dataset(hub, path, keys):
-    found = files.find("data.paths", [path], suffix=".parquet")
-    assert [file.key for file in found] == keys
-    assert {file.size for file in found} <= {path.stat().st_size for path in hub.folder.rglob("*.parquet")}
+def test_files_of_a_dataset(hub):
+    both = ["000_00000.parquet", "001_00000.parquet"]
+    for path, keys in (
+        (FOLDER, both),
+        (f"{FOLDER}/00[0]*.parquet", both[:1]),
+        (f"{FOLDER}/001_00000.parquet", both[1:]),
+        ("hf://datasets/org/words@main/sample/10BT/*.parquet", both),
+        ("hf://datasets/org/words/*/*/*.parquet", [f"sample/10BT/{name}" for name in both]),
+    ):
+        found = files.find("data.paths", [path], suffix=".parquet")
+        assert [file.key for file in found] == keys
+        assert {file.size for file in found} <= {
+            path.stat().st_size for path in hub.folder.rglob("*.parquet")
+        }
+    for path, message in (
+        ("hf://datasets/org/none/*.parquet", r"no such file or folder; correct the path, or check your"),
+        (f"{FOLDER}/none.parquet", r"data\.paths hf://.*none\.parquet: there is no such file or folder"),
+        (f"{FOLDER}/x*.parquet", r"data\.paths: no file matches 'hf://.*x\*\.parquet'; correct the"),
+        ("hf://datasets/org", r"cannot read data\.paths hf://datasets/org: .*must be 'namespace/name'"),
+    ):
+        with builders.refused(message):
+            files.find("data.paths", [path])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -147,57 +152,36 @@ def test_fineweb_edu_in_the_config_of_gpt2(hub):
     assert bytes(batch[0].astype(np.uint8)).count(b" of file ") > 100
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("hf://datasets/org/none/*.parquet", r"no such file or folder; correct the path, or check your"),
-        (f"{FOLDER}/none.parquet", r"data\.paths hf://.*none\.parquet: there is no such file or folder"),
-        (f"{FOLDER}/x*.parquet", r"data\.paths: no file matches 'hf://.*x\*\.parquet'; correct the"),
-        ("hf://datasets/org", r"cannot read data\.paths hf://datasets/org: .*must be 'namespace/name'"),
-    ],
-)
-def test_paths_that_are_wrong(hub, path, message):
-    with pytest.raises(ValueError, match=message) as raised:
-        files.find("data.paths", [path])
-    assert "\n" not in str(raised.value)
-
-
 FAULTS = {401: "401 Unauthorized", 404: "404 Not Found", 429: "429 Too Many Requests", 500: "500 Internal"}
 
 
-@pytest.mark.parametrize("status", FAULTS)
-def test_a_hub_that_refuses_a_list_of_files(hub, status):
-    hub.fault = lambda path: status
-    with pytest.raises(ValueError, match=rf"^cannot read data\.paths {FOLDER}: .*{FAULTS[status]}.*; check"):
-        _batches(_config())
-
-
-def test_no_hub(hub, tmp_path):
+def test_a_hub_that_refuses_or_is_not_there(hub, tmp_path):
+    for status, reason in FAULTS.items():
+        hub.fault = lambda path, status=status: status
+        with builders.refused(rf"^cannot read data\.paths {FOLDER}: .*{reason}.*; check"):
+            _batches(_config())
     _use_hub(f"http://127.0.0.1:{launching.free_port()}", str(tmp_path))
-    with pytest.raises(ValueError, match=rf"^cannot read data\.paths {FOLDER}: .*Connection refused; check"):
+    with builders.refused(rf"^cannot read data\.paths {FOLDER}: .*Connection refused; check"):
         _batches(_config())
 
 
-@pytest.mark.parametrize("status", [*FAULTS, DROP])
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl", ".jsonl.gz"])
-def test_a_hub_that_fails_while_rows_are_read(hub, status, suffix):
+def test_a_hub_that_fails_while_rows_are_read(hub, suffix):
     """Reading ends with one line, and continues with the rows that would have followed."""
     config = _config(source=suffix.split(".")[1], paths=(f"{FOLDER}/*{suffix}",))
     expected = _inputs(_batches(config), 40)
-    batches = _batches(config)
-    found, state = _inputs(batches, 20), batches.get_state()
-    batches.set_state(state)  # opens the files again
-    hub.fault = lambda path: status if path.startswith("/cdn/") else None
-    reason = FAULTS.get(status, "peer closed connection")
-    with pytest.raises(
-        ValueError, match=rf"^cannot read {FOLDER}/00._00000\{suffix}: .*{reason}.*; check th"
-    ) as raised:
-        next(batches)
-    assert "\n" not in str(raised.value)
-    hub.fault = lambda path: None
-    batches = _batches(config)
-    batches.set_state(state)
-    np.testing.assert_array_equal(found + _inputs(batches, 20), expected)
+    for status in (404, 500, DROP):
+        batches = _batches(config)
+        found, state = _inputs(batches, 20), batches.get_state()
+        batches.set_state(state)  # opens the files again
+        hub.fault = lambda path, status=status: status if path.startswith("/cdn/") else None
+        reason = FAULTS.get(status, "peer closed connection")
+        with builders.refused(rf"^cannot read {FOLDER}/00._00000\{suffix}: .*{reason}.*; check th"):
+            next(batches)
+        hub.fault = lambda path: None
+        batches = _batches(config)
+        batches.set_state(state)
+        np.testing.assert_array_equal(found + _inputs(batches, 20), expected)
 
 
 @pytest.mark.slow
@@ -233,7 +217,7 @@ def test_a_run_continues_after_the_hub_has_failed(hub, tmp_path):
     requests = hub.requests.total()
     hub.requests.clear()
     # Before a file is read for training, the description of the data is made.
-    hub.fault = lambda path: DROP if hub.requests.total() > 0.8 * requests else None
+    hub.fault = lambda path: DROP if hub.requests.total() > 0.9 * requests else None
     broken = run("broken")
     assert broken.wait() == 1
     lines = [line for line in broken.errors() if "Retrying in" not in line and "thrown while" not in line]
@@ -254,7 +238,7 @@ def test_preparation_continues_after_the_hub_has_failed(hub, tmp_path, monkeypat
     )
     out, paths = tmp_path / "remote.bin", [f"{FOLDER}/*.parquet"]
     hub.fault = lambda path: DROP if path.endswith("/001_00000.parquet") else None
-    with pytest.raises(ValueError, match=rf"^cannot read {FOLDER}/001_00000\.parquet: peer closed"):
+    with builders.refused(rf"^cannot read {FOLDER}/001_00000\.parquet: peer closed"):
         prepare.write_bin(str(out), paths, options)
     before = dict(hub.requests)
     hub.fault = lambda path: None
@@ -282,6 +266,5 @@ def test_a_tokenizer(hub, tmp_path):
     # What has been downloaded is used when the Hub cannot be reached.
     hub.fault = lambda path: 500
     assert tokenizer.load("hf://org/tokens@main").fingerprint == loaded.fingerprint
-    with pytest.raises(ValueError, match=r"^cannot download hf://org/others: .*") as raised:
+    with builders.refused(r"^cannot download hf://org/others: .*"):
         tokenizer.load("hf://org/others")
-    assert "\n" not in str(raised.value)

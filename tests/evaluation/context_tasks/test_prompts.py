@@ -1,4 +1,4 @@
-"""Tests of the texts of context tasks: their length, and that their answers follow from the context."""
+"""Tests of the texts of context tasks; `test_known_answers` tests that answers follow from the context."""
 
 import dataclasses
 import re
@@ -7,15 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from sympow_jax import data
 from sympow_jax.evaluation.context_tasks import prompts
+from tests.evaluation.context_tasks.test_known_answers import BYTES, MATERIAL, TEXT
 
-BYTES = data.Codec(data.tokenizer.load("byte"), vocab_size=256)
-TEXT = np.frombuffer(
-    b"It was a bright cold day in April, and the clocks were striking thirteen. " * 20, np.uint8
-)
-MATERIAL = prompts.Material(TEXT, BYTES)
-LENGTHS = (256, 300, 1024)
+EACH_TASK = pytest.mark.parametrize("task", prompts.TASKS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,52 +32,30 @@ def text(tokens):
     return BYTES.decode(np.asarray(tokens).tolist()).decode()
 
 
-@pytest.mark.parametrize("task", prompts.TASKS)
-@pytest.mark.parametrize("length", LENGTHS)
-def test_an_exam_has_the_length_and_the_number_of_questions(task, length):
-    case, _, depths = make(task, length)
-    assert len(depths) in (0, len(case.questions))
-    assert len(case.questions) == prompts.TASKS[task].questions
-    longest = max(len(x.prompt) + len(x.answer) for x in case.questions)
-    # Recall has whole pairs of ten bytes only, a copy two equal parts.
-    slack = {"recall": 9, "copy": length % 2}.get(task, 0)
-    assert length - slack <= len(case.context) + longest <= length
-
-
-@pytest.mark.parametrize("task", prompts.TASKS)
-def test_an_exam_depends_on_its_arguments_only(task):
+@EACH_TASK
+def test_an_exam_has_the_length_and_the_number_of_questions(task):
+    for length in (256, 300, 1024):
+        case, _, depths = make(task, length)
+        assert len(depths) in (0, len(case.questions))
+        assert len(case.questions) == prompts.TASKS[task].questions
+        longest = max(len(x.prompt) + len(x.answer) for x in case.questions)
+        # Recall has whole pairs of ten bytes only, a copy two equal parts.
+        slack = {"recall": 9, "copy": length % 2}.get(task, 0)
+        assert length - slack <= len(case.context) + longest <= length
+    # It depends on the arguments only, and its tokens take four bytes.
     jax.tree.map(np.testing.assert_array_equal, make(task), make(task))
     assert make(task).case.context.tolist() != make(task, index=1).case.context.tolist()
-
-
-@pytest.mark.parametrize("task", prompts.TASKS)
-def test_tokens_take_four_bytes(task):
-    case = make(task).case
     arrays = [case.context, *(tokens for question in case.questions for tokens in question)]
     assert {array.dtype for array in arrays} == {np.dtype(np.int32)}
 
 
-@pytest.mark.parametrize("task", prompts.TASKS)
+@EACH_TASK
 def test_a_lead_comes_first_and_longer_tokens_are_counted(task):
     material = prompts.Material(TEXT.astype(np.int32), Chunks(), lead=0)
     case, _, _ = make(task, 200, material)
     assert case.context[0] == 0
     assert 0 not in case.context[1:]
     assert len(case.context) + max(len(x.prompt) + len(x.answer) for x in case.questions) <= 200
-
-
-def test_recall_asks_for_the_values_of_different_pairs():
-    case, log_candidates, depths = make("recall")
-    pairs = dict(line.split("=") for line in text(case.context).splitlines())
-    assert len(pairs) == (300 - 9) // 10
-    asked = {text(x.prompt): text(x.answer) for x in case.questions}
-    assert len(asked) == len(case.questions)
-    assert all(pairs[key.removesuffix("=")] == value for key, value in asked.items())
-    assert log_candidates == pytest.approx(np.log(len(set(pairs.values()))))
-    assert [list(pairs)[round(depth * len(pairs))] for depth in depths] == [
-        text(x.prompt).removesuffix("=") for x in case.questions
-    ]
-    assert [int(8 * depth) for depth in depths] == list(range(8))
 
 
 def test_needles_are_hidden_in_the_quarters_of_a_text():
@@ -103,39 +76,20 @@ def test_needles_are_hidden_in_the_quarters_of_a_text():
     assert log_candidates == pytest.approx(np.log(4))
 
 
-def test_variables_follow_from_the_assignments():
-    case, log_candidates, depths = make("variables", 400)
-    assert not depths
-    values, chain = {}, []
-    for name, source in re.findall(r"\nVAR (\w+) = (?:VAR )?(\w+)\n", text(case.context)):
-        values[name] = values.get(source, source)
-        chain.append(name)
-    (question,) = case.questions
-    (asked,) = re.fullmatch(r"\nVariables assigned the value (\d{5}):", text(question.prompt)).groups()
-    assert len(chain) == 5
-    assert set(values.values()) == {asked}
-    assert text(question.answer) == "".join(f" {name}" for name in chain)
+def test_recall_asks_in_each_eighth_and_a_chain_has_five_variables():
+    assert [int(8 * depth) for depth in make("recall").depths] == list(range(8))
+    case, log_candidates, _ = make("variables", 400)
+    names = re.findall(r"\nVAR (\w+) = ", text(case.context))
+    assert text(case.questions[0].answer) == "".join(f" {name}" for name in names)
     assert log_candidates == pytest.approx(np.log(120))
 
 
-def test_a_copy_repeats_random_tokens_of_the_text():
-    case, log_candidates, depths = make("copy", material=prompts.Material(TEXT))
-    assert not depths
-    (question,) = case.questions
-    assert [*question.prompt, *question.answer] == case.context.tolist()
-    alphabet = set(TEXT.tolist())
-    assert set(case.context) <= alphabet
-    assert log_candidates == pytest.approx(149 * np.log(len(alphabet)))
-
-
-@pytest.mark.parametrize("task", prompts.TASKS)
+@EACH_TASK
 def test_a_length_that_is_too_short_says_how_long_it_must_be(task):
     with pytest.raises(prompts.TooShortError, match=f"context length 3 is too short .* {task!r}") as error:
         make(task, 3)
     needed = int(re.search(r"at least (\d+) tokens", str(error.value))[1])
-    make(
-        task, needed + 12
-    )  # other words may have more or fewer tokens; bytes have not, but other numbers are drawn
+    make(task, needed + 12)  # words of other lengths may be drawn
     with pytest.raises(prompts.TooShortError):
         make(task, needed - 1)
 

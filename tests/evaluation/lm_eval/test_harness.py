@@ -6,13 +6,16 @@ import jax
 import numpy as np
 import pytest
 
-from sympow_jax import config, data, generation, models
+from sympow_jax import data, generation, training
+from sympow_jax.commands import lm_eval as lm_eval_command
+from tests.evaluation import fakes
 
 pytest.importorskip("lm_eval", reason="needs the extra lm_eval")
 pytest.importorskip("datasets")
 
 from sympow_jax.evaluation.lm_eval import harness, requests
 
+BYTES = data.Codec(data.tokenizer.load("byte"), vocab_size=128)
 DOCUMENTS = [
     {"question": "The sky is", "choices": ["blue", "green"], "answer": 0},
     {"question": "Grass is", "choices": ["blue", "green", "red"], "answer": 1},
@@ -64,12 +67,10 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_local_tasks(folder):
-    settings = config.ModelConfig(vocab_size=128, layers=1, width=16, heads=2, dtype="float32")
-    model = models.DecoderLM(settings, rngs=0)
-    codec = data.Codec(data.tokenizer.load("byte"), vocab_size=128)
-    found = harness.evaluate(harness.HarnessModel(model, codec), list(TASKS), include_path=folder)["results"]
+    model = fakes.decoder(128)
+    found = harness.evaluate(harness.HarnessModel(model, BYTES), list(TASKS), include_path=folder)["results"]
 
-    text_model = requests.TextModel(model, codec)
+    text_model = requests.TextModel(model, BYTES)
     with jax.default_matmul_precision("highest"):
         right = 0
         for document in DOCUMENTS:
@@ -84,21 +85,13 @@ def test_local_tasks(folder):
     assert found["local_generate"]["exact_match,none"] == 0.0
 
 
-def small_model(**options):
-    attention = config.preset("softmax", **options)
-    settings = config.ModelConfig(
-        vocab_size=128, layers=1, width=16, heads=2, dtype="float32", attention=attention
-    )
-    codec = data.Codec(data.tokenizer.load("byte"), vocab_size=128)
-    return harness.HarnessModel(models.DecoderLM(settings, rngs=0), codec)
-
-
 def test_a_limit_may_be_a_fraction(folder):
+    model = harness.HarnessModel(fakes.decoder(128), BYTES)
     for limit, count in ((0.5, 2), (2, 2), (0.1, 1)):
-        found = harness.evaluate(small_model(), ["local_choice"], include_path=folder, limit=limit)
+        found = harness.evaluate(model, ["local_choice"], include_path=folder, limit=limit)
         assert found["n-samples"]["local_choice"]["effective"] == count
     with pytest.raises(ValueError, match="limit is 0; it must be"):
-        harness.evaluate(small_model(), ["local_choice"], include_path=folder, limit=0)
+        harness.evaluate(model, ["local_choice"], include_path=folder, limit=0)
 
 
 def test_a_mistake_is_one_line(folder):
@@ -125,7 +118,8 @@ def test_a_mistake_is_one_line(folder):
     ],
 )
 def test_options_are_checked_before_anything_is_scored(folder, monkeypatch, old, new, message):
-    model = small_model(position="learned_absolute", max_document_length=32)
+    limited = fakes.decoder(128, position="learned_absolute", max_document_length=32)
+    model = harness.HarnessModel(limited, BYTES)
     monkeypatch.setattr(model, "loglikelihood", None)
     file = folder / "local_generate.yaml"
     file.write_text(file.read_text().replace(old, new))
@@ -154,3 +148,15 @@ def test_the_harness_knows_the_model_by_name():
     from lm_eval.api import registry
 
     assert registry.get_model("sympow") is harness.WorkdirModel
+
+
+def test_the_command_evaluates_a_run(trained, folder, capsys):
+    arguments = [f"--workdir={trained}", "--tasks=local_choice", f"--include_path={folder}"]
+    assert lm_eval_command.main([*arguments, f"--out={folder}/results.json"]) == 0
+    printed = capsys.readouterr().out
+    assert "local_choice" in printed
+    assert f"the results are in {folder}/results.json" in printed
+    found = json.loads((folder / "results.json").read_text())["results"]["local_choice"]
+    model = harness.HarnessModel(training.restore_exact(trained)[1], BYTES)
+    expected = harness.evaluate(model, ["local_choice"], include_path=folder)["results"]["local_choice"]
+    assert found["acc,none"] == expected["acc,none"]

@@ -5,38 +5,23 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sympow_jax import config, data, generation, models
+from sympow_jax import data, generation
 from sympow_jax.evaluation.lm_eval import requests
+from tests.evaluation import fakes
 
 BYTES = data.Codec(data.tokenizer.load("byte"), vocab_size=128)
-
-
-def decoder(**options):
-    """Returns a decoder whose outputs depend visibly on the whole context."""
-    settings = config.ModelConfig(
-        vocab_size=128,
-        layers=1,
-        width=16,
-        heads=2,
-        dtype="float32",
-        attention=config.preset("softmax", **options),
-    )
-    model = models.DecoderLM(settings, rngs=nnx.Rngs(0))
-    for parameter in jax.tree.leaves(nnx.state(model), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)):
-        parameter[...] = 5 * parameter[...]
-    return model
 
 
 @pytest.fixture(scope="module")
 def free():
     """Returns a model without a limit of positions."""
-    return decoder()
+    return fakes.decoder(128)
 
 
 @pytest.fixture(scope="module")
 def limited():
     """Returns a model with learned positions for 12 tokens."""
-    return decoder(position="learned_absolute", max_document_length=12)
+    return fakes.decoder(128, position="learned_absolute", max_document_length=12)
 
 
 def log_probabilities(model, row):
@@ -136,20 +121,11 @@ def greedy(model, prompt, count):
 
 
 def test_continuations_end_before_a_stop_and_after_the_maximum(free):
-    text_model = requests.TextModel(free, BYTES)
-    wanted = {prompt: bytes(greedy(free, prompt or b"\n", 6)).decode() for prompt in (b"cats", b"a dog", b"")}
-    stop = wanted[b"cats"][3:5]
-    found = text_model.generate(
-        [
-            requests.GenerateRequest("cats", 6),
-            requests.GenerateRequest("a dog", 6),
-            requests.GenerateRequest("cats", 6, (stop, "never")),
-            requests.GenerateRequest("", 6),
-            requests.GenerateRequest("cats", 2),
-        ]
-    )
-    cut = wanted[b"cats"][: wanted[b"cats"].index(stop)]
-    assert found == [wanted[b"cats"], wanted[b"a dog"], cut, wanted[b""], wanted[b"cats"][:2]]
+    whole, other = (bytes(greedy(free, prompt, 6)).decode() for prompt in (b"cats", b"\n"))
+    stop = whole[3:5]
+    requested = (("cats", 6), ("cats", 6, (stop, "never")), ("cats", 2), ("", 5))
+    found = requests.TextModel(free, BYTES).generate([requests.GenerateRequest(*x) for x in requested])
+    assert found == [whole, whole[: whole.index(stop)], whole[:2], other[:5]]
 
 
 def test_equal_requests_that_sample_have_seeds_of_their_own(free):
@@ -157,14 +133,20 @@ def test_equal_requests_that_sample_have_seeds_of_their_own(free):
         requests.GenerateRequest(text, 4, (), generation.Sampling(temperature=2)) for text in ("ab", "cd")
     )
     found = requests.TextModel(free, BYTES).generate([one, other, one, one._replace(max_tokens=3)])
-    for seed, (prompt, index) in ((0, ("ab", 0)), (0, ("cd", 1)), (1, ("ab", 2))):
-        (wanted,) = generation.complete(free, BYTES, [prompt], max_tokens=4, sampling=one.sampling, seed=seed)
-        assert found[index] == wanted
+    wanted = []
+    for seed, prompts in ((0, [b"ab", b"cd"]), (1, [b"ab"])):
+        (pieces,) = generation.stream(
+            free,
+            BYTES,
+            [*map(list, prompts)],
+            max_tokens=4,
+            sampling=one.sampling,
+            seed=seed,
+            prompt_length=16,
+        )
+        wanted += [piece.text for piece in pieces]
+    assert found == [*wanted, wanted[0][:3]]
     assert found[0] != found[2]
-    assert found[3] == found[0][:3]
-    greedy = one._replace(sampling=generation.Sampling(temperature=0))
-    first, second = requests.TextModel(free, BYTES).generate([greedy, greedy])
-    assert first == second
 
 
 def test_prompts_are_cut_from_the_left_to_leave_room(limited):

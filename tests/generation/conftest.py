@@ -1,0 +1,3 @@
+"""Fixtures of the tests of generation."""
+
+from tests.trained import trained  # noqa: F401

@@ -1,0 +1,274 @@
+"""Tests of the programs of every op: promotion, export, serialization, calls without `jax.jit`, memory and states."""
+
+import functools
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sympow_jax import ops
+from sympow_jax.ops import documents, rotary
+from tests.ops import every_op
+
+# Those that share most of their code with another of them.
+RARE = {
+    "recurrent",
+    "linear",
+    "reference",
+    "recurrent-reference",
+    "plain-attention",
+    "plain-chunked",
+    "step",
+    "channel-gated-step",
+    "linear-step",
+    "bidirectional",
+    "softmax-window",
+    "expressive-reference",
+    "kv_cache",
+    "lrpe-complex",
+    "positions",
+    "rope",
+    "feature-map",
+}
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in every_op.OPS]
+
+
+def argument_specs(name, dtype):
+    """Returns the op, and its arguments as shapes of a symbolic batch, its vectors in the dtype."""
+    f, arrays, layouts, _ = every_op.OPS[name]()
+    (batch,) = jax.export.symbolic_shape("b")
+
+    def spec(path, x, layout):
+        shape = (batch, *x.shape[1:]) if layout.startswith("B") else x.shape
+        vectors = path[0].key in ("query", "key", "value", "x")
+        return jax.ShapeDtypeStruct(shape, dtype if vectors else x.dtype)
+
+    return f, jax.tree.map_with_path(spec, arrays, {name: layouts[name] for name in arrays})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_need_no_implicit_promotion_and_are_exported_for_any_batch(name, dtype):
+    """Export allows only stable operations of XLA."""
+    f, specs = argument_specs(name, dtype)
+    program = functools.partial(every_op.outputs_and_gradients, f)
+    jax.export.export(jax.jit(program), platforms=("cpu", "cuda", "tpu"))(specs)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        jax.eval_shape(program, specs)
+
+
+ATTENTION = {
+    "power attention": functools.partial(ops.power_attention, form="attention"),
+    "power chunked": functools.partial(ops.power_attention, form="chunked"),
+    "linear": ops.linear_attention,
+    "softmax": ops.softmax_attention,
+    "expressive": ops.expressive_attention,
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_the_batch_may_be_symbolic_and_the_length_may_not(name):
+    def shapes(sizes):
+        batch, length = jax.export.symbolic_shape(sizes)
+        return *[jax.ShapeDtypeStruct((batch, length, 2, 4), jnp.float32)] * 3, jax.ShapeDtypeStruct(
+            (batch, length), jnp.int32
+        )
+
+    call = jax.jit(lambda *arrays: ATTENTION[name](*arrays[:3], segment_ids=arrays[3]))
+    exported = jax.export.export(call)(*shapes("b, 5"))
+    arrays = (
+        *np.random.default_rng(0).normal(size=(3, 3, 5, 2, 4)).astype("float32"),
+        np.zeros((3, 5), np.int32),
+    )
+    np.testing.assert_allclose(exported.call(*arrays), call(*arrays), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="only the batch may be symbolic"):
+        jax.export.export(call)(*shapes("2, t"))
+
+
+def test_a_step_with_its_state_can_be_serialized():
+    pytest.importorskip("flatbuffers")
+    state, token = ops.PowerState.zeros(3, 1, 4, 4, power=2, exact_window=2), jnp.ones((3, 1, 4))
+    step = jax.jit(ops.power_attention_step)
+    restored = jax.export.deserialize(jax.export.export(step)(token, token, token, state).serialize())
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        restored.call(token, token, token, state),
+        step(token, token, token, state),
+    )
+    for other in (
+        ops.LinearState.zeros(3, 1, 4, 4, exact_window=2),
+        ops.KVCache.zeros(3, 3, 1, 4, 4),
+        rotary.RotaryState.zeros(3, 1),
+        documents.PositionState.zeros(3),
+    ):
+        same = jax.export.export(jax.jit(lambda state: state))(other).serialize()
+        jax.tree.map(np.testing.assert_array_equal, jax.export.deserialize(same).call(other), other)
+
+
+_events = []
+jax.monitoring.register_event_duration_secs_listener(lambda name, seconds, **_: _events.append(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_second_call_outside_jit_compiles_nothing(name):
+    f, arguments, _, _ = every_op.OPS[name]()
+    jax.block_until_ready(f(**arguments))
+    _events.clear()
+    jax.block_until_ready(f(**arguments))
+    assert not [event for event in _events if "compile" in event]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", every_op.OPS)
+def test_a_call_outside_jit_is_about_as_fast_as_a_jitted_one(name):
+    f, arguments, _, _ = every_op.OPS[name]()
+
+    def seconds(f):
+        """Returns the fastest of ten calls, since other programs may run at the same time."""
+
+        def once():
+            begin = time.perf_counter()
+            jax.block_until_ready(f(**arguments))
+            return time.perf_counter() - begin
+
+        once()
+        return min(once() for _ in range(10))
+
+    assert seconds(f) <= 2 * seconds(jax.jit(f)) + 5e-3
+
+
+def squares(scores, log_decay):
+    return scores**2 * jnp.exp(log_decay)
+
+
+@pytest.mark.parametrize(
+    ("state", "names", "step", "operations"),
+    [
+        (
+            ops.PowerState.zeros(1, 2, 16, 12, power=2, exact_window=4),
+            ("kv",),
+            lambda state, q, k, v, decay: ops.power_attention_step(q, k, v, state, log_decay=decay),
+            "copy",
+        ),
+        *(
+            (
+                ops.KVCache.zeros(batch, 500, 2, 16, 12),
+                ("key", "value"),
+                lambda cache, *token: cache.step(*token, None, weigh=squares)[:2],
+                "copy|transpose|concatenate|select",
+            )
+            for batch in (1, 3)
+        ),
+    ],
+    ids=["power", "cache", "cache, batch 3"],
+)
+def test_a_loop_of_steps_does_not_copy_the_state(state, names, step, operations):
+    batch = jax.tree.leaves(state)[0].shape[0]
+    token = [jnp.ones((batch, *sizes)) for sizes in ((4, 16), (2, 16), (2, 12), (2,))]
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def loop(state):
+        def advance(state, _):
+            out, state = step(state, *token)
+            return state, out
+
+        return jax.lax.scan(advance, state, length=32)
+
+    program = loop.lower(state).compile().as_text()
+    for name in names:
+        shape = re.escape(f"f32[{','.join(map(str, getattr(state, name).shape))}]")
+        assert re.search(shape, program)
+        assert not re.findall(rf"= {shape}\S* (?:{operations})\(", program)
+
+
+def memory(op, length, width, channels=False, **options):
+    """Returns the bytes of temporaries of all gradients."""
+    x = jax.ShapeDtypeStruct((1, length, 1, width), jnp.float32)
+    log_decay = x if channels else jax.ShapeDtypeStruct((1, length, 1), jnp.float32)
+
+    def loss(query, key, value, log_decay):
+        return op(query, key, value, log_decay=log_decay, **options).sum()
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3))).lower(x, x, x, log_decay).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("form", ["chunked", pytest.param("attention", marks=pytest.mark.slow)])
+def test_memory_of_power_attention_is_linear_in_time(form):
+    """Neither form holds T x T scores.
+
+    The backward pass of the chunked form holds no states or features.
+    """
+    short, long = (memory(ops.power_attention, length, 32, form=form) for length in (4096, 16_384))
+    # In multiples of one token's query, key, value and output, 512 bytes.
+    assert (long - short) / (16_384 - 4096) <= 12 * 512
+    assert short <= 4096 * 12 * 512 + 32 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("op", "length", "options", "limit"),
+    [
+        # Arguments, copies and gradients of 2 MiB each, states and windows; one T x T array would be 16 GiB.
+        (ops.power_attention, 2**16, {"channels": True}, 64 * 2**20),
+        # One block's pairs are 1/64 of all of them; 1/4096 in both directions.
+        (ops.softmax_attention, 4096, {"block_size": 64}, 4096**2),
+        (ops.expressive_attention, 4096, {"block_size": 64}, 4096**2 / 8),
+    ],
+)
+def test_memory_of_other_attention_is_linear_in_time(op, length, options, limit):
+    assert memory(op, length, 8, **options) <= limit
+
+
+def test_chunked_form_gathers_no_features():
+    x = jax.ShapeDtypeStruct((1, 512, 1, 32), jnp.float32)
+
+    def loss(query, key, value):
+        return ops.power_attention(query, key, value, form="chunked").sum()
+
+    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, x, x).compile().as_text()
+    assert "while(" in program
+    assert " gather(" not in program
+    assert " scatter(" not in program
+
+
+@pytest.mark.parametrize("form", ["attention", "chunked"])
+def test_results_that_a_checkpoint_policy_names_are_not_computed_again(form):
+    def products(policy):
+        """Returns the number of matrix products in the program of both passes; False means no checkpoint."""
+
+        def loss(query, key, value):
+            # Squared, so that the backward pass reads the output, as that of a layer does.
+            return jnp.square(ops.power_attention(query, key, value, form=form)).sum()
+
+        loss = loss if policy is False else jax.checkpoint(loss, policy=policy)
+        x = jax.ShapeDtypeStruct((1, 512, 2, 16), jnp.float32)
+        return str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(x, x, x)).count("dot_general[")
+
+    names, keep = (
+        ("power_attention_out", "power_attention_states"),
+        jax.checkpoint_policies.save_only_these_names,
+    )
+    once = products(False)
+    assert products(keep(*names)) == once
+    # Without the final state, the state is updated with the tokens again, one product, but not queried.
+    assert products(keep(names[0])) == once + (form == "chunked")
+    assert products(None) > once + 1
+
+
+@pytest.mark.parametrize("return_state", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_window_longer_than_the_sequence_costs_the_same(return_state):
+    x = jax.ShapeDtypeStruct((1, 20, 2, 4), jnp.float32)
+
+    def temporaries(exact_window):
+        def loss(x):
+            options = {"exact_window": exact_window, "form": "chunked", "return_state": return_state}
+            out = ops.power_attention(x, x, x, **options)
+            return sum(leaf.sum() for leaf in jax.tree.leaves(out) if leaf.dtype == jnp.float32)
+
+        return jax.jit(jax.grad(loss)).lower(x).compile().memory_analysis().temp_size_in_bytes
+
+    slots = 2 * (20_000 - 20) * 2 * (4 + 4 + 1) * 4 if return_state else 0
+    assert temporaries(20_000) <= temporaries(20) + 4 * slots + 1024
