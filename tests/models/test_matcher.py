@@ -117,7 +117,7 @@ def test_a_retrofit_in_two_stages(tmp_path, capsys, scan_layers):
         return training.Program(settings(training=steps, **changes), sharding.whole_mesh())
 
     def save(program, state, name):
-        workdir.open_run(tmp_path / name, program.config, {})
+        workdir.open_workdir(tmp_path / name, program.config, {})
         with checkpoint.Checkpoints(tmp_path / name, program.config) as checkpoints:
             checkpoints.save(8, state, None)
 
