@@ -396,7 +396,9 @@ def _read_rope(values: Values, problems: list[str]) -> dict[str, Any]:
 
 def _read_window(values: Values, problems: list[str]) -> int | None:
     """Returns the number of tokens that a query attends to, itself included, if not all; adds to the problems."""
-    window = values.get("sliding_window") if values.get("use_sliding_window", True) else None
+    if not isinstance(used := values.get("use_sliding_window", True), bool):
+        problems.append(f"use_sliding_window is {spelling.shown(used)}, not true or false")
+    window = values.get("sliding_window") if used else None
     kinds = set(values.get("layer_types") or ())
     if not kinds and window is not None:
         # Layers before `max_window_layers` have no window.
