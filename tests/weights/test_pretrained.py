@@ -170,6 +170,7 @@ llama: rope_parameters=dict(partial_rotary_factor=0.25) | partial_rotary_factor 
 llama: rope_scaling=dict(rope_type="yarn")       | rope_parameters and rope_scaling differ; leave one of them out
 qwen2: layer_types=5                             | of the wrong type: 'int' object is not iterable
 qwen2_window: max_window_layers=1, layer_types=None | some layers have a sliding window and some have none
+qwen2: use_sliding_window="false"                 | use_sliding_window is 'false', not true or false
 qwen2: layer_types=["sliding_attention"] * 2     | sliding_window is None, not the number of tokens of layer_types
 qwen3: layer_types=["full_attention", "chunked_attention"] | layer_types has chunked_attention, not full_attention or
 qwen3: layer_types=[str(x) for x in range(10**5)] | more, not full_attention or sliding_attention
