@@ -276,7 +276,7 @@ def test_positions_that_the_original_does_not_add():
 
 def test_mistakes():
     for changes, message in (
-        ({"attention_pattern": ()}, "every layer has model.attention; name the new attention"),
+        ({"attention_pattern": ()}, "every layer has model.attention; name the new one"),
         ({"attention_pattern": ("shared",)}, "every layer has model.attention"),
     ):
         with pytest.raises(ValueError, match=message):
