@@ -44,7 +44,8 @@ def check_kernels(case, found):
     layers = case.settings().model.layers
     if is_chunked(case):
         # The states before chunks are saved for the backward pass, or else recomputed.
-        once = {"query": 1, "query_vjp": 1, "key_vjp": 1, "update": 2 if case.remat == "none" else 3}
+        folds = 2 if case.remat == "none" else 3
+        once = {"query": 1, "query_vjp": 1, "key_vjp": 1, "update": folds, "norms": folds}
         form, prefix = "chunked", "power_state"
     else:
         once = {"forward": 1, "query_vjp": 1, "key_vjp": 1}
