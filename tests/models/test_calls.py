@@ -36,8 +36,8 @@ def events(call):
 @pytest.mark.parametrize(
     ("preset", "changes"),
     [
-        ("conformal", {"form": "chunked"}),
-        pytest.param("softmax_alibi", {}, marks=pytest.mark.slow),
+        ("softmax_alibi", {}),
+        pytest.param("conformal", {"form": "chunked"}, marks=pytest.mark.slow),
         pytest.param("conformal", {"remat": "full"}, marks=pytest.mark.slow),
         pytest.param("linear_lrpe", {}, marks=pytest.mark.slow),
         pytest.param("expressive", {}, marks=pytest.mark.slow),

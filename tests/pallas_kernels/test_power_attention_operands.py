@@ -9,8 +9,7 @@ from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import operands, vjp_operands
 
 
-@pytest.mark.parametrize("power", [2, 4, 6])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("power", "dtype"), [(2, "bfloat16"), (4, "float16"), (6, "bfloat16")])
 def test_both_passes_have_the_same_queries_and_keys(power, dtype):
     """A weight that is alone in its sum is 1, however small its score, only if both passes round alike."""
     random = np.random.default_rng(0)
