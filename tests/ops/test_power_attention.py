@@ -242,7 +242,8 @@ def test_gradient_of_a_key_that_outweighs_all_others():
     ids=str,
 )
 def test_bfloat16(case, form):
-    drawn = cases.arrays(case, dtype="bfloat16")
+    # With two key heads of `HALF`, some queries see one key, to which their weight is small.
+    drawn = arrays(case, dtype="bfloat16")
     actual = run(drawn, "bfloat16", form, power=case.power, exact_window=64)
     assert actual["out"].dtype == actual["query"].dtype == jnp.bfloat16
     cases.check(actual, expected_for(drawn, case), drawn, "bfloat16")

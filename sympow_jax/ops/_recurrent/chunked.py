@@ -39,7 +39,8 @@ def chunked(
 ) -> tuple[Float[Array, "X G L"], features.Groups]:
     """Returns the weighted means for the G query heads of one key head, and the state after its last update.
 
-    L is E. With `Division.NONE` it is E + 1, for sums in place of the means, to which other sums may be added.
+    L is E, in the dtype of the state. With `Division.NONE` it is E + 1, for sums in place of the means, to which other
+    sums may be added.
 
     X is a multiple of the chunk. `log_decay` comes from `decay.bounded`; None means no decay and no document boundary.
     Positions where `enters_state` is False never enter the state. `state` has the layout of `features`; the last column
@@ -72,8 +73,8 @@ def _forward(plan, query, key, value, log_decay, enters_state, state):
         if plan.division is means.Division.NONE:
             return state, (sums,)
         denominator = sums[:, -1:]
-        out = means.mean(sums[:, :-1], denominator, 1, plan.division)
-        return state, (out.astype(value.dtype), denominator)
+        # Not rounded to the values' dtype, or a query of few keys and small weights gets a gradient of rounding errors.
+        return state, (means.mean(sums[:, :-1], denominator, 1, plan.division), denominator)
 
     final, results = jax.lax.scan(step, state, blocks.indices)
     return tuple(map(_joined, results)), final
@@ -95,22 +96,19 @@ def _chunked_bwd(plan, residuals, cotangents):
     query, key, value, log_decay, enters_state, state, divided, final = residuals
     value = key[:, :0] if value is None else value
     dsums, dfinal = cotangents
-    denominator_to_correct = None
+    denominator = None
     if divided is not None:
         out, denominator = divided
-        dsums = means.mean_vjp(out, denominator, dsums.astype(denominator.dtype), 2, plan.division)
-        dsums = jnp.concatenate(dsums, 2)
-        # Only outputs of the type of the sums are corrected, as in the GPU kernels.
-        denominator_to_correct = denominator if out.dtype == denominator.dtype else None
+        dsums = jnp.concatenate(means.mean_vjp(out, denominator, dsums, 2, plan.division), 2)
 
     blocks = _Blocks(plan, query, key, value, log_decay, enters_state, state[0].dtype)
     dsums = blocks.stack(dsums)
-    denominator_to_correct = None if denominator_to_correct is None else blocks.stack(denominator_to_correct)
+    denominator = None if denominator is None else blocks.stack(denominator)
     dquery_from_state, reads = _query_gradients_from_state(plan, blocks, dsums, state)
     # The derivative in the log of the final state.
     dlog_final = sum(jnp.vdot(d, s, precision=plan.precision) for d, s in zip(dfinal, final))
     dquery_in_window, (dkey, dvalue, ddecay), dstate = _other_gradients(
-        plan, blocks, dsums, denominator_to_correct, reads, dfinal, dlog_final
+        plan, blocks, dsums, denominator, reads, dfinal, dlog_final
     )
     return (
         _joined(dquery_from_state + dquery_in_window).astype(query.dtype),
