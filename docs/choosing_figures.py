@@ -10,7 +10,7 @@ import matplotlib.ticker
 import numpy as np
 
 from sympow_jax import config, models, ops, plotting
-from sympow_jax.ops._recurrent import cost
+from sympow_jax.ops import cost
 from tools import predicted
 
 __all__ = ["FIGURES"]

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from sympow_jax import ops
-from sympow_jax.ops._shared import target
+from sympow_jax.ops import target
 
 # Power, form and head sizes of kernels whose code differs.
 KERNELS = (

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Int
 from sympow_jax.layers import partitioning
-from sympow_jax.ops._shared import arguments
+from sympow_jax.ops import arguments
 
 __all__ = ["fork", "insert", "take"]
 

@@ -16,8 +16,8 @@ import numpy as np
 from sympow_jax import config as configs
 from sympow_jax import models, ops
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops._shared import arguments
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops import arguments
+from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["Program", "cache_sizes", "mesh_in_scope", "require_state"]
 

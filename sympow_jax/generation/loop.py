@@ -13,8 +13,8 @@ from sympow_jax.array_types import Array, Bool, Float, Int, UInt32
 from sympow_jax.config import checks
 from sympow_jax.generation import batches, decoding
 from sympow_jax.generation import sampling as sampling_lib
-from sympow_jax.ops._shared import arguments
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops import arguments
+from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["Rows", "decode_block", "generate", "token_rows"]
 

@@ -15,7 +15,7 @@ import numpy as np
 from sympow_jax import spelling
 from sympow_jax.array_types import Array, Bool, Float, Int, UInt32
 from sympow_jax.config import checks
-from sympow_jax.ops._shared import arguments
+from sympow_jax.ops import arguments
 
 __all__ = ["Sampling", "sample"]
 

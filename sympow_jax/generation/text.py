@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from sympow_jax import models
 from sympow_jax.generation import loop, transcript
 from sympow_jax.generation import sampling as sampling_lib
-from sympow_jax.ops._shared import arguments
+from sympow_jax.ops import arguments
 
 __all__ = ["Codec", "Piece", "complete", "stream"]
 

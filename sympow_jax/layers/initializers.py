@@ -9,7 +9,7 @@ from flax import nnx
 
 from sympow_jax.array_types import Array, Float
 from sympow_jax.layers import parallel, partitioning
-from sympow_jax.ops._shared import arguments
+from sympow_jax.ops import arguments
 
 __all__ = ["STANDARD_DEVIATION", "Linear", "as_rngs", "linear", "project", "table"]
 

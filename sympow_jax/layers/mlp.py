@@ -10,8 +10,8 @@ from flax import nnx
 from sympow_jax import config as configs
 from sympow_jax.array_types import Array, Float
 from sympow_jax.layers import initializers
-from sympow_jax.ops._shared import arguments
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops import arguments
+from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["MLP", "GatedMLP", "make_mlp", "num_weights"]
 

@@ -10,7 +10,7 @@ from flax import nnx
 from sympow_jax import config as configs
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["MOMENTUM", "Norm", "make_norm", "normalize", "rms_norm"]
 

@@ -9,9 +9,8 @@ import jax
 from sympow_jax import layers
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.models import trunk
-from sympow_jax.ops import documents
-from sympow_jax.ops._shared import arguments
-from sympow_jax.ops._shared.serialization import serializable
+from sympow_jax.ops import arguments, documents
+from sympow_jax.ops.serialization import serializable
 
 __all__ = ["DecoderLM", "DecoderState"]
 

@@ -8,7 +8,7 @@ from sympow_jax import config as configs
 from sympow_jax import layers
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.models import trunk
-from sympow_jax.ops._shared import arguments
+from sympow_jax.ops import arguments
 
 __all__ = ["AttentionMatcher"]
 

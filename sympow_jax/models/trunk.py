@@ -14,9 +14,8 @@ from sympow_jax import config as configs
 from sympow_jax import layers
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers, parallel, partitioning
-from sympow_jax.ops import documents, rotary
-from sympow_jax.ops._shared import arguments
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops import arguments, documents, rotary
+from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["Block", "TokenTrunk", "Trunk", "logits", "shard_tokens"]
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int, Shaped
-from sympow_jax.ops._shared import arguments, calls, time_axis
-from sympow_jax.ops._shared.serialization import serializable
+from sympow_jax.ops import arguments, calls, time_axis
+from sympow_jax.ops.serialization import serializable
 
 __all__ = [
     "NO_SEGMENT",

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import _expressive_blocks, documents
-from sympow_jax.ops._recurrent import cost
-from sympow_jax.ops._shared import calls, nonfinite, pairwise, time_axis
-from sympow_jax.ops._shared import decay as decays
+from sympow_jax.ops import calls, containment, cost, documents, pairwise, time_axis
+from sympow_jax.ops import decay as decays
+from sympow_jax.ops.forms import expressive
 from sympow_jax.ops.tokens import SEQUENCE, Tokens
 
 __all__ = ["expressive_attention"]
@@ -106,10 +105,10 @@ def _call(plan, tokens, scale):
     scale = plan.scale if scale is None else scale
 
     def attend(tokens):
-        finite = nonfinite.remove(tokens, causal=plan.causal)
+        finite = containment.remove(tokens, causal=plan.causal)
         out = compute(plan.causal, scale, finite.tokens)
         out = out if zero is None else out + zero.astype(out.dtype)
-        return nonfinite.restore(out, finite)
+        return containment.restore(out, finite)
 
     with jax.named_scope(f"expressive_{plan.implementation}"):
         return (
@@ -153,7 +152,7 @@ def _blockwise(block_size, causal, scale, tokens):
     batch, time, heads, _ = query.shape
     key_time, kv_heads = key.shape[1:3]
     dtype, out_dtype = np.promote_types(query.dtype, jnp.float32), value.dtype
-    settings = _expressive_blocks.Settings(causal, cost.precision_of(key.dtype))
+    settings = expressive.Settings(causal, cost.precision_of(key.dtype))
     # Queries are padded at their end, unless one block holds them all. Keys are also padded at their start, so that
     # the last blocks of both end together.
     block = min(block_size, key_time)
@@ -187,9 +186,9 @@ def _blockwise(block_size, causal, scale, tokens):
     ranges = _ranges(
         causal, None if document is None else blocks(document, front, block), len(queries), rows, len(keys)
     )
-    out = _expressive_blocks.attend(
+    out = expressive.attend(
         settings,
-        _expressive_blocks.Blocks(queries, keys, values, half_decay, query_document, key_document, ranges),
+        expressive.Blocks(queries, keys, values, half_decay, query_document, key_document, ranges),
     )
     out = out.reshape(len(out), batch, kv_heads, -1, heads // kv_heads, rows).transpose(1, 0, 5, 2, 4, 3)
     return out.reshape(batch, time + tail, heads, -1)[:, :time].astype(out_dtype)
@@ -198,7 +197,7 @@ def _blockwise(block_size, causal, scale, tokens):
 def _ranges(
     causal, document: Int[Array, "J B C"] | None, count: int, rows: int, columns: int
 ) -> Int[Array, "I 2"]:
-    """Returns the ranges of key blocks for each of the `count` query blocks, for `_expressive_blocks.Blocks`."""
+    """Returns the ranges of key blocks for each of the `count` query blocks, for `expressive.Blocks`."""
     diagonal = jnp.arange(columns - count, columns, dtype=jnp.int32)
     start, stop = jnp.zeros_like(diagonal), diagonal if causal else jnp.full_like(diagonal, columns)
     if document is not None:

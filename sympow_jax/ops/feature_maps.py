@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float
-from sympow_jax.ops._shared import arguments, target
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops import arguments, target
+from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = [
     "elu_plus_one",

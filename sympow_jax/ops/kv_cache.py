@@ -8,11 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import documents, fixed_point
-from sympow_jax.ops._recurrent import cost
-from sympow_jax.ops._shared import arguments, calls
-from sympow_jax.ops._shared.promotion import by_default_rules
-from sympow_jax.ops._shared.serialization import serializable
+from sympow_jax.ops import arguments, calls, cost, documents, fixed_point
+from sympow_jax.ops.promotion import by_default_rules
+from sympow_jax.ops.serialization import serializable
 
 __all__ = ["KVCache"]
 

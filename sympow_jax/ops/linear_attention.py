@@ -14,15 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import _linear_bidirectional, feature_maps
-from sympow_jax.ops._recurrent import attend as recurrent
-from sympow_jax.ops._recurrent import cost, rows
-from sympow_jax.ops._recurrent import mean as means
-from sympow_jax.ops._recurrent import plan as plans
-from sympow_jax.ops._recurrent import state as power_state
-from sympow_jax.ops._shared import arguments, calls, nonfinite
-from sympow_jax.ops._shared.promotion import by_default_rules
-from sympow_jax.ops._shared.serialization import serializable
+from sympow_jax.ops import arguments, calls, containment, cost, feature_maps, rows
+from sympow_jax.ops import attend as recurrent
+from sympow_jax.ops import mean as means
+from sympow_jax.ops import plan as plans
+from sympow_jax.ops import state as power_state
+from sympow_jax.ops.forms import bidirectional
+from sympow_jax.ops.promotion import by_default_rules
+from sympow_jax.ops.serialization import serializable
 from sympow_jax.ops.tokens import SEQUENCE, Tokens
 
 __all__ = ["LinearState", "linear_attention", "linear_attention_step"]
@@ -192,14 +191,14 @@ def linear_attention(
             "axis_name": axis_name,
             "form": form,
         }
-        _linear_bidirectional.require_supported(
+        bidirectional.require_supported(
             tokens, implementation, absent | {"return_state": return_state or None}
         )
 
     def attend(tokens, *, state, power, division):
         if not causal:
-            plan = _linear_bidirectional.Plan(power, division, implementation, chunk_size)
-            return _linear_bidirectional.attend(plan, tokens=tokens), None
+            plan = bidirectional.Plan(power, division, implementation, chunk_size)
+            return bidirectional.attend(plan, tokens=tokens), None
         plan = plans.make(
             tokens,
             state,
@@ -339,7 +338,7 @@ def _mean(attend, kernel, tokens, rotate, normalizer, state):
 
 @calls.op({"tokens": SEQUENCE}, lambda _: ("B T N D", "B S K D"))
 def _without_padding(_, tokens):
-    return nonfinite.without_padding(tokens)[:2]
+    return containment.without_padding(tokens)[:2]
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import phase, rotary
-from sympow_jax.ops._shared import arguments, calls
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops import arguments, calls, phase, rotary
+from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["BASES", "CORES", "KINDS", "encode", "householder", "permutation", "rates"]
 

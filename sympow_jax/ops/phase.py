@@ -15,7 +15,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int, UInt, UInt32
 from sympow_jax.ops import fixed_point
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["fixed", "learned", "words"]
 

@@ -7,9 +7,8 @@ Transformations for Symmetric Power Transformers" (Kumar et al. 2025).
 import inspect
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops._recurrent import attend, plan
-from sympow_jax.ops._recurrent import state as power_state
-from sympow_jax.ops._shared import arguments
+from sympow_jax.ops import arguments, attend, plan
+from sympow_jax.ops import state as power_state
 from sympow_jax.ops.tokens import Tokens
 
 __all__ = ["Plan", "PowerState", "explain", "power_attention", "power_attention_step"]

@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int, UInt
-from sympow_jax.ops import documents, fixed_point, phase
-from sympow_jax.ops._shared import arguments, calls
-from sympow_jax.ops._shared.promotion import by_default_rules
-from sympow_jax.ops._shared.serialization import serializable
+from sympow_jax.ops import arguments, calls, documents, fixed_point, phase
+from sympow_jax.ops.promotion import by_default_rules
+from sympow_jax.ops.serialization import serializable
 
 __all__ = [
     "LAYOUTS",

@@ -9,8 +9,17 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import documents, fixed_point
-from sympow_jax.ops._shared import arguments, calls, layout, nonfinite, pairwise, target, time_axis
+from sympow_jax.ops import (
+    arguments,
+    calls,
+    containment,
+    documents,
+    fixed_point,
+    layout,
+    pairwise,
+    target,
+    time_axis,
+)
 from sympow_jax.ops.tokens import SEQUENCE, Tokens
 
 __all__ = ["alibi_slopes", "softmax_attention"]
@@ -109,8 +118,8 @@ def _attend_all(plan, scale, tokens):
     """Computes `softmax_attention` on a device that holds the whole time axis."""
     if plan.window is not None and plan.window >= tokens.key.shape[1]:
         plan = plan._replace(window=None)
-    finite = nonfinite.remove(tokens, causal=plan.causal, window=plan.window)
-    return nonfinite.restore(_attend_finite(plan, scale, finite.tokens), finite)
+    finite = containment.remove(tokens, causal=plan.causal, window=plan.window)
+    return containment.restore(_attend_finite(plan, scale, finite.tokens), finite)
 
 
 def _attend_finite(plan, scale, tokens):

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import phase
-from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops import arguments, calls, phase
 
 __all__ = ["encode"]
 

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops._shared import arguments
+from sympow_jax.ops import arguments
 
 __all__ = ["ONE", "SEQUENCE", "Tokens"]
 

@@ -16,7 +16,7 @@ from sympow_jax import models, tasks
 from sympow_jax.array_types import Array, Float
 from sympow_jax.layers import partitioning
 from sympow_jax.layers.attention import kernels
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops.promotion import by_default_rules
 from sympow_jax.training import optimizer, sharding
 from sympow_jax.training.state import Params, TrainState
 

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import _rows
 from benchmarks.hopper import hardware, text
-from sympow_jax.ops._recurrent import cost
+from sympow_jax.ops import cost
 from tests.pallas_kernels import marks
 from tools import h100
 

@@ -11,7 +11,7 @@ from flax import nnx
 from sympow_jax import config, layers, models, ops
 from sympow_jax.config import attention as attention_lib
 from sympow_jax.layers.attention import kernels
-from sympow_jax.ops._shared import target
+from sympow_jax.ops import target
 
 BATCH, TIME, HEADS, KV_HEADS, SIZE = 2, 21, 4, 2, 8
 SEGMENT_IDS = np.array([[0] * 9 + [-1] * 2 + [1] * 10, [3] * TIME], np.int32)

@@ -10,7 +10,7 @@ import pytest
 
 from sympow_jax import ops
 from sympow_jax.ops import feature_maps
-from sympow_jax.ops._recurrent import features
+from sympow_jax.ops.forms import features
 
 SIZES = [(1, 2), (2, 4), (3, 3), (5, 2), (4, 6)]
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sympow_jax.ops import decay as decays
 from sympow_jax.ops import fixed_point
-from sympow_jax.ops._shared import decay as decays
 from tests.ops import cases
 
 SCALE = 2**32

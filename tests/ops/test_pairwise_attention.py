@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import ops
-from sympow_jax.ops import alibi_slopes, expressive_attention, softmax_attention
-from sympow_jax.ops._shared import target
+from sympow_jax.ops import alibi_slopes, expressive_attention, softmax_attention, target
 from tests.ops import cases, linear_formula
 
 CASE = cases.Case(head_dim=8, value_dim=8, time=40, decay="none", group=2)

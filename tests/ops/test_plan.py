@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax import ops
-from sympow_jax.ops._recurrent import cost
-from sympow_jax.ops._shared import target
+from sympow_jax.ops import cost, target
 
 
 def explain(time=4096, batch=1, heads=12, head_dim=64, value_dim=64, power=2, dtype=jnp.float32, **options):

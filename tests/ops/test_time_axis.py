@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import ops
-from sympow_jax.ops import documents, rotary
-from sympow_jax.ops._shared import target
+from sympow_jax.ops import documents, rotary, target
 from tests.ops import cases, linear_formula
 from tests.pallas_kernels import plain, plain_quartic
 from tests.pallas_kernels import test_op as interpreted

@@ -17,7 +17,7 @@ from pallas_kernels.power_state.quartic import forward as quartic
 from pallas_kernels.power_state.quartic import key_vjp as quartic_key_vjp
 from pallas_kernels.power_state.quartic import layout as layouts
 from pallas_kernels.power_state.quartic import query_vjp as quartic_query_vjp
-from sympow_jax.ops._shared import calls
+from sympow_jax.ops import calls
 
 __all__ = ["KERNELS", "kernels"]
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.check import cases, run, supervisor, verdict
 from pallas_kernels.check.supervisor import Status
 from sympow_jax import commands, ops
-from sympow_jax.ops._shared import target
+from sympow_jax.ops import target
 from tests import mistakes
 
 KIND = "NVIDIA H100 80GB HBM3"

@@ -10,8 +10,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from sympow_jax import ops
-from sympow_jax.ops._recurrent import mosaic
-from sympow_jax.ops._shared import target
+from sympow_jax.ops import target
+from sympow_jax.ops.backends import hopper
 from tests.pallas_kernels import traced
 
 
@@ -96,7 +96,7 @@ def test_divided_over_the_mesh_in_scope(kind, spec):
 
     with jax.set_mesh(mesh):
         x = jax.device_put(jnp.ones((8, 3, 4, 16)), sharding)
-        out = jax.jit(lambda x: mosaic.per_device(share, {"query": x, "key": x}, ("out",))["out"])(x)
+        out = jax.jit(lambda x: hopper.per_device(share, {"query": x, "key": x}, ("out",))["out"])(x)
     assert seen[0] == (2, 3, 2, 16)
     assert out.shape == (8, 3, 4, 16)
     assert kind == "Auto" or out.sharding.is_equivalent_to(sharding, out.ndim)

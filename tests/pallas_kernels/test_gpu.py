@@ -14,7 +14,7 @@ import pytest
 
 from pallas_kernels import power_state
 from sympow_jax import ops
-from sympow_jax.ops._shared import target
+from sympow_jax.ops import target
 from tests.ops import cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from sympow_jax import ops
-from sympow_jax.ops._shared import target
+from sympow_jax.ops import target
 from tests.ops import cases
 from tests.ops import test_power_attention as suite
 

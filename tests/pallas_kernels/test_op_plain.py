@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import ops
-from sympow_jax.ops._shared import target
+from sympow_jax.ops import target
 from tests.ops import cases
 from tests.ops import test_power_attention as suite
 from tests.pallas_kernels import plain, plain_quartic

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import power_attention as kernel
 from sympow_jax import ops
-from sympow_jax.ops._shared import target
+from sympow_jax.ops import target
 from tests.ops import cases
 from tests.ops import test_power_attention as suite
 

@@ -11,8 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import power_step as kernels
 from sympow_jax import ops
-from sympow_jax.ops._recurrent import mosaic_step
-from sympow_jax.ops._shared import target
+from sympow_jax.ops import target
+from sympow_jax.ops.backends import hopper_step
 from tests.ops import cases
 from tests.pallas_kernels import marks
 from tools import h100
@@ -71,7 +71,7 @@ def interpreted_step(detect_races=True, **arguments):
 def test_interpreted(name, monkeypatch):
     """Each token's output and state are those of the xla step, and the outputs those of the reference."""
     # One row of the batch per call, so that a fold of several rows needs several calls.
-    monkeypatch.setattr(mosaic_step, "_FEATURE_BYTES", 1)
+    monkeypatch.setattr(hopper_step, "_FEATURE_BYTES", 1)
     case = INTERPRETED[name]
     # Degree 4 has 3,876 features, which are slow to interpret.
     drawn = drawn_case(case, kv_heads=1 if case.power == 4 else 2)

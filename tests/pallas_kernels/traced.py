@@ -5,7 +5,7 @@ import re
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from sympow_jax.ops._shared import target
+from sympow_jax.ops import target
 
 
 @dataclasses.dataclass(frozen=True)

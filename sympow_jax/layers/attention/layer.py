@@ -14,10 +14,9 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.config import attention as attention_lib
 from sympow_jax.layers import initializers, norms, partitioning
 from sympow_jax.layers.attention import kernels, positions
-from sympow_jax.ops import documents, rotary
-from sympow_jax.ops._shared import arguments
-from sympow_jax.ops._shared.promotion import by_default_rules
-from sympow_jax.ops._shared.serialization import serializable
+from sympow_jax.ops import arguments, documents, rotary
+from sympow_jax.ops.promotion import by_default_rules
+from sympow_jax.ops.serialization import serializable
 
 __all__ = ["Attention", "AttentionMaps", "AttentionState", "make_attention"]
 

@@ -10,7 +10,7 @@ from sympow_jax.config import attention as attention_lib
 from sympow_jax.config import checks
 from sympow_jax.config import model as model_lib
 from sympow_jax.layers.attention import kernels, layer
-from sympow_jax.ops._shared import arguments
+from sympow_jax.ops import arguments
 
 __all__ = ["ExpressiveAttention", "LinearAttention", "PowerAttention", "SoftmaxAttention"]
 

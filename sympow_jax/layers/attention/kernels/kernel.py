@@ -12,7 +12,7 @@ from sympow_jax import config as configs
 from sympow_jax import ops
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers.attention import positions
-from sympow_jax.ops._recurrent import cost
+from sympow_jax.ops import cost
 
 __all__ = ["CachePolicy", "Kernel", "Memory", "RecurrentKernel"]
 

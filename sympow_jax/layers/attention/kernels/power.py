@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from sympow_jax import ops
 from sympow_jax.layers.attention.kernels import kernel
-from sympow_jax.ops._recurrent import cost
-from sympow_jax.ops._recurrent import state as power_state
+from sympow_jax.ops import cost
+from sympow_jax.ops import state as power_state
 
 __all__ = ["PowerKernel"]
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops._recurrent import context
-from sympow_jax.ops._recurrent import mean as means
-from sympow_jax.ops._recurrent import state as power_state
-from sympow_jax.ops._shared import decay as decays
-from sympow_jax.ops._shared import layout
+from sympow_jax.ops import decay as decays
+from sympow_jax.ops import layout
+from sympow_jax.ops import mean as means
+from sympow_jax.ops import state as power_state
+from sympow_jax.ops.forms import context
 
 __all__ = [
     "Prepared",

@@ -5,12 +5,13 @@ import importlib
 
 import jax
 
-from sympow_jax.ops._recurrent import channels, reference, rows, xla
-from sympow_jax.ops._recurrent import mean as means
-from sympow_jax.ops._recurrent import state as power_state
-from sympow_jax.ops._recurrent import step as xla_step
-from sympow_jax.ops._shared import calls, nonfinite, time_axis
-from sympow_jax.ops._shared.precision import rounded
+from sympow_jax.ops import calls, containment, rows, time_axis
+from sympow_jax.ops import mean as means
+from sympow_jax.ops import state as power_state
+from sympow_jax.ops.backends import xla
+from sympow_jax.ops.forms import channels, reference
+from sympow_jax.ops.forms import step as xla_step
+from sympow_jax.ops.precision import rounded
 from sympow_jax.ops.tokens import ONE, SEQUENCE
 
 __all__ = ["attend", "attend_step"]
@@ -48,10 +49,10 @@ def _attend(plan, tokens, state):
     # only padding is taken out, and a NaN in a token spreads to every sum that includes it.
     contains = plan.implementation != "mosaic_gpu" and (plan.axis_name is None or plan.form == "attention")
     if contains:
-        finite = nonfinite.remove(tokens, state=state)
+        finite = containment.remove(tokens, state=state)
         tokens, state = finite.tokens, finite.state
     else:
-        tokens = nonfinite.without_padding(tokens)
+        tokens = containment.without_padding(tokens)
     # With jax 0.11, operations on an empty array, such as values of width 0, forget which mesh axes it varies over.
     tokens, state = calls.same_variation((tokens, state))
 
@@ -86,8 +87,8 @@ def _attend(plan, tokens, state):
         out, final = rows.finish(plan, prepared, tokens, *chunked(inner, prepared.rows))
 
     if contains:
-        out = nonfinite.restore(out, finite)
-        final = None if final is None else nonfinite.restore_state(final, finite)
+        out = containment.restore(out, finite)
+        final = None if final is None else containment.restore_state(final, finite)
     return out, final
 
 
@@ -98,11 +99,11 @@ def attend_step(plan, tokens, state):
     """Returns the output of one token by `plan.make_step`'s plan, and the state after it."""
     step = xla_step.step
     if plan.implementation == "mosaic_gpu":
-        step = importlib.import_module("sympow_jax.ops._recurrent.mosaic_step").step
+        step = importlib.import_module("sympow_jax.ops.backends.hopper_step").step
     with jax.named_scope(f"step_{plan.implementation}"):
         return step(plan, tokens, state)
 
 
 def _mosaic():
     # Pallas takes a second to import, so import it only if a kernel runs.
-    return importlib.import_module("sympow_jax.ops._recurrent.mosaic")
+    return importlib.import_module("sympow_jax.ops.backends.hopper")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sympow_jax.array_types import Array
-from sympow_jax.ops._shared import arguments, calls
+from sympow_jax.ops import arguments, calls
 from sympow_jax.ops.tokens import Tokens
 
 __all__ = ["Plan", "prepare"]

@@ -13,11 +13,11 @@ from jax import ad_checkpoint
 
 from pallas_kernels import power_attention as attention_kernel
 from pallas_kernels import power_state as state_kernel
-from sympow_jax.ops._recurrent import context
-from sympow_jax.ops._recurrent import mean as means
-from sympow_jax.ops._recurrent import rows as rows_of
-from sympow_jax.ops._shared import time_axis
-from sympow_jax.ops._shared.precision import rounded
+from sympow_jax.ops import mean as means
+from sympow_jax.ops import rows as rows_of
+from sympow_jax.ops import time_axis
+from sympow_jax.ops.forms import context
+from sympow_jax.ops.precision import rounded
 from sympow_jax.ops.tokens import Tokens
 
 __all__ = ["attention", "chunked", "family", "per_device", "require_supported"]

@@ -11,25 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sympow_jax.array_types import Array
-from sympow_jax.ops._recurrent import chunked as chunked_core
-from sympow_jax.ops._recurrent import context, features, quadratic
-from sympow_jax.ops._recurrent import mean as means
-from sympow_jax.ops._recurrent import rows as rows_of
-from sympow_jax.ops._recurrent import state as power_state
-from sympow_jax.ops._shared import decay as decays
-from sympow_jax.ops._shared import layout, time_axis
+from sympow_jax.ops import decay as decays
+from sympow_jax.ops import layout, time_axis
+from sympow_jax.ops import mean as means
+from sympow_jax.ops import rows as rows_of
+from sympow_jax.ops import state as power_state
+from sympow_jax.ops.forms import chunked as chunked_core
+from sympow_jax.ops.forms import context, features, quadratic
 
 __all__ = [
     "attention",
     "chunked",
     "chunked_over_devices",
-    "fold_all",
-    "kv_and_norm",
 ]
-
-# Number of positions per update when the attention form returns a state.
-_STATE_CHUNK = 128
 
 
 def chunked(plan, rows: rows_of.Rows):
@@ -43,7 +37,7 @@ def chunked(plan, rows: rows_of.Rows):
     out = out[:, :length]
     if not plan.return_state:
         return out, None, None
-    return out, *kv_and_norm(final, rows.key.shape[-1], plan.power).values()
+    return out, *features.to_kv_and_norm(final, rows.key.shape[-1], plan.power).values()
 
 
 def chunked_over_devices(plan, rows: rows_of.Rows):
@@ -94,7 +88,7 @@ def _over_heads(plan, rows):
             rows.value, (batch, kv_heads), head_dim, rows.value.shape[-1] + 1, plan.power, dtype
         )
     else:
-        state = _groups_of(rows.kv, rows.norm, head_dim, plan.power)
+        state = features.from_kv_and_norm(rows.kv, rows.norm, head_dim, plan.power)
     heads = rows.query.shape[2]
     query = rows.query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim)
     core = functools.partial(chunked_core.chunked, plan)
@@ -128,7 +122,7 @@ def _sums(plan, query, sequence, state):
     if state is None:
         return sums
     from_state = functools.partial(context.sums_from_earlier_state, power, precision)
-    groups = _groups_of(state.kv, state.norm, key.shape[2], power)
+    groups = features.from_kv_and_norm(state.kv, state.norm, key.shape[2], power)
     return sums + jax.vmap(jax.vmap(from_state))(groups, query, decay)
 
 
@@ -152,13 +146,13 @@ def _updated_state(plan, sequence, state):
     folded_decay = jnp.where(enters_state, decay, 0)
     sums = _sums_from_edges(folded_decay)
     weight = jnp.where(enters_state, decays.exp(sums[..., 1:]), 0)
-    fold = functools.partial(fold_all, power=power, precision=precision)
+    fold = functools.partial(features.fold_all, power=power, precision=precision)
     final = jax.vmap(jax.vmap(fold))(value * weight[:, :, None], key)
     if state is not None:
         carry = decays.exp(sums[..., 0])[..., None, None]
-        groups = _groups_of(state.kv, state.norm, key.shape[2], power)
+        groups = features.from_kv_and_norm(state.kv, state.norm, key.shape[2], power)
         final = tuple(carry * s + n for s, n in zip(groups, final))
-    return kv_and_norm(final, key.shape[2], power).values()
+    return features.to_kv_and_norm(final, key.shape[2], power).values()
 
 
 def _sums_from_edges(decay):
@@ -172,32 +166,3 @@ def _keys_time_last(sequence):
     value = jnp.pad(value, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=1)
     decay = decays.bounded(sequence.log_decay, sequence.start[..., None])
     return jnp.moveaxis(sequence.key, 1, 3), value, jnp.moveaxis(decay, 1, 2)
-
-
-def fold_all(value, key, *, power, precision):
-    """Returns the state after all keys of a head, from values [E+1, X] and keys [D, X]."""
-
-    @jax.checkpoint
-    def chunk(v, k):
-        return features.fold(v, k, power, precision)
-
-    def step(state, inputs):
-        return tuple(s + n for s, n in zip(state, chunk(*inputs))), None
-
-    inputs = tuple(layout.split_chunks(x, _STATE_CHUNK) for x in (value, key.astype(value.dtype)))
-    start = features.zeros(value, (), len(key), len(value), power, value.dtype)
-    return jax.lax.scan(step, start, inputs)[0]
-
-
-def _groups_of(kv, norm, head_dim: int, power: int) -> features.Groups:
-    """Converts a state to the layout of the cores: [B, K, F_g, E+1] per group.
-
-    The normalizer is the last column.
-    """
-    return features.from_canonical(jnp.concatenate([kv, norm[..., None]], -1), head_dim, power)
-
-
-def kv_and_norm(sums: features.Groups, head_dim: int, power: int) -> dict[str, Array]:
-    """Inverts `_groups_of`."""
-    both = features.to_canonical(sums, head_dim, power)
-    return {"kv": both[..., :-1], "norm": both[..., -1]}

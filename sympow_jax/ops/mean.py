@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import ad_checkpoint
 
 from sympow_jax.array_types import Array, Float
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["SAVED_AS", "STATES_SAVED_AS", "Division", "mean", "mean_vjp", "of_sums"]
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import power_step as kernels
+from sympow_jax.ops import decay as decays
 from sympow_jax.ops import feature_maps
-from sympow_jax.ops._recurrent import mean as means
-from sympow_jax.ops._recurrent import mosaic
-from sympow_jax.ops._recurrent import step as xla_step
-from sympow_jax.ops._shared import decay as decays
+from sympow_jax.ops import mean as means
+from sympow_jax.ops.backends import hopper
+from sympow_jax.ops.forms import step as xla_step
 
 __all__ = ["family", "require_supported", "step"]
 
@@ -73,7 +73,7 @@ def _read(plan, query, state):
         "norm": state.norm,
     }
     compute = functools.partial(_read_share, power=plan.power, interpret=plan.interpret)
-    return mosaic.per_device(compute, arrays, ("out",))["out"][:, 0]
+    return hopper.per_device(compute, arrays, ("out",))["out"][:, 0]
 
 
 def _read_share(arrays, *, power, interpret):
@@ -105,7 +105,7 @@ def _fold(plan, state, tokens, active):
         "active": active,
     }
     compute = functools.partial(_fold_share, power=plan.power, interpret=plan.interpret)
-    return mosaic.per_device(compute, arrays, ("kv", "norm"))
+    return hopper.per_device(compute, arrays, ("kv", "norm"))
 
 
 def _fold_share(arrays, *, power, interpret):

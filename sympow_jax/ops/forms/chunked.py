@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax import ad_checkpoint
 
 from sympow_jax.array_types import Array, Bool, Float
-from sympow_jax.ops._recurrent import features
-from sympow_jax.ops._recurrent import mean as means
-from sympow_jax.ops._recurrent import plan as plans
-from sympow_jax.ops._shared import decay as decays
-from sympow_jax.ops._shared import layout
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops import decay as decays
+from sympow_jax.ops import layout
+from sympow_jax.ops import mean as means
+from sympow_jax.ops import plan as plans
+from sympow_jax.ops.forms import features
+from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["chunked"]
 

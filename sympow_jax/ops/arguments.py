@@ -44,7 +44,7 @@ __all__ = [
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _INT32 = np.iinfo(np.int32)
-_PACKAGE = str(pathlib.Path(__file__).parents[2])
+_PACKAGE = str(pathlib.Path(__file__).parents[1])
 
 
 class LayoutWarning(UserWarning):

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sympow_jax.ops._recurrent import cost
-from sympow_jax.ops._recurrent import mean as means
-from sympow_jax.ops._recurrent import state as power_state
-from sympow_jax.ops._shared import arguments, target
+from sympow_jax.ops import arguments, cost, target
+from sympow_jax.ops import mean as means
+from sympow_jax.ops import state as power_state
 
 __all__ = ["FORMS", "IMPLEMENTATIONS", "Plan", "make", "make_step"]
 
@@ -128,7 +127,7 @@ def make(
     if implementation in (None, "mosaic_gpu") and not per_channel:
         for candidate in (form,) if form else ("attention", "chunked"):
             reason = _why_no_kernels(
-                "mosaic",
+                "hopper",
                 query,
                 value,
                 named=implementation is not None,
@@ -231,7 +230,7 @@ def make_step(tokens, state, *, power, implementation, division=means.Division.P
         raise NotImplementedError(_ONE_DECAY_PER_HEAD)
     if implementation != "xla" and not per_channel:
         reason = _why_no_kernels(
-            "mosaic_step", query, state, named=implementation is not None, division=division, power=power
+            "hopper_step", query, state, named=implementation is not None, division=division, power=power
         )
         if reason is None:
             implementation = "mosaic_gpu"
@@ -312,7 +311,7 @@ def _why_no_kernels(module, *arrays, named, division, **needs) -> str | None:
                 "implementation='xla' for others"
             )
         # Pallas takes a second to import, so import it only if a kernel may run.
-        kernels = importlib.import_module(f"sympow_jax.ops._recurrent.{module}")
+        kernels = importlib.import_module(f"sympow_jax.ops.backends.{module}")
         kernels.require_supported(*arrays, **needs)
         if not named and not target.trusts_kernels(kernels.family(**needs)):
             return "no check has found the kernels right on this machine; run sympow check"

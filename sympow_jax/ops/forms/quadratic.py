@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops._recurrent import plan as plans
-from sympow_jax.ops._shared import decay as decays
-from sympow_jax.ops._shared import layout
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops import decay as decays
+from sympow_jax.ops import layout
+from sympow_jax.ops import plan as plans
+from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["sums"]
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float
-from sympow_jax.ops._shared import calls
+from sympow_jax.ops import calls
 from sympow_jax.ops.tokens import Tokens
 
 __all__ = ["by_heads", "carried", "exclusive_prefix", "from_left"]

@@ -8,13 +8,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sympow_jax.ops import documents, feature_maps
-from sympow_jax.ops._recurrent import features, xla
-from sympow_jax.ops._recurrent import mean as means
-from sympow_jax.ops._recurrent import rows as rows_of
-from sympow_jax.ops._shared import decay as decays
-from sympow_jax.ops._shared import layout
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops import decay as decays
+from sympow_jax.ops import documents, feature_maps, layout
+from sympow_jax.ops import mean as means
+from sympow_jax.ops import rows as rows_of
+from sympow_jax.ops.forms import features
+from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["StateOps", "step", "step_by"]
 
@@ -186,7 +185,7 @@ def _fold(plan, state, tokens, active):
     values = jnp.pad(values, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=1)
     values *= decays.exp(decays.sums_after(log_decay))[:, :, None]
     fold = functools.partial(features.fold, power=plan.power, precision=plan.precision)
-    new = xla.kv_and_norm(jax.vmap(jax.vmap(fold))(values, keys), keys.shape[2], plan.power)
+    new = features.to_kv_and_norm(jax.vmap(jax.vmap(fold))(values, keys), keys.shape[2], plan.power)
     carry = decays.exp(log_decay.sum(-1))[..., None]
     kv, norm = carry[..., None] * state.kv + new["kv"], carry * state.norm + new["norm"]
     return {"kv": _where(active, kv, state.kv), "norm": _where(active, norm, state.norm)}

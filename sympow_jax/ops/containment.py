@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import documents
-from sympow_jax.ops._shared import layout
+from sympow_jax.ops import documents, layout
 from sympow_jax.ops.tokens import Tokens
 
 __all__ = ["Finite", "remove", "restore", "restore_state", "without_padding"]

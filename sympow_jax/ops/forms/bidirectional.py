@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array
-from sympow_jax.ops import documents
-from sympow_jax.ops._recurrent import context, cost, features, rows, xla
-from sympow_jax.ops._recurrent import mean as means
-from sympow_jax.ops._shared import arguments, calls, layout, nonfinite
+from sympow_jax.ops import arguments, calls, containment, cost, documents, layout, rows
+from sympow_jax.ops import mean as means
+from sympow_jax.ops.forms import context, features
 from sympow_jax.ops.tokens import SEQUENCE, Tokens
 
 __all__ = ["Plan", "attend", "require_supported"]
@@ -39,7 +38,7 @@ def require_supported(tokens: Tokens, implementation: str | None, absent: dict) 
 
 
 class Plan(NamedTuple):
-    """Static options of a call, as in `_recurrent.plan`."""
+    """Static options of a call, as in `ops.plan`."""
 
     power: int
     division: means.Division
@@ -51,7 +50,7 @@ class Plan(NamedTuple):
 def attend(plan, tokens):
     """Returns means [B, T, N, E] or sums [B, T, N, E + 1] over each token's document, with weights (q . k)^p."""
     power, division, implementation, chunk_size = plan
-    finite = nonfinite.remove(tokens, causal=False)
+    finite = containment.remove(tokens, causal=False)
     query, key, value, _, segment_ids = finite.tokens
     dtype, kv_heads = np.promote_types(query.dtype, jnp.float32), key.shape[2]
     if division is not means.Division.NONE:
@@ -85,7 +84,7 @@ def attend(plan, tokens):
     sums = jax.vmap(by_head, in_axes=(0, 0, 0, None if document is None else 0))(*arrays, document)
     out = means.of_sums(layout.time_second(sums), -1, division)
     out = out if division is means.Division.NONE else out.astype(value.dtype)
-    return nonfinite.restore(out, finite)
+    return containment.restore(out, finite)
 
 
 def _all_pairs(query, key, value, document, *, power, precision):
@@ -99,7 +98,7 @@ def _all_pairs(query, key, value, document, *, power, precision):
 def _one_document(query, key, value, document, *, power, precision):
     """Computes `_all_pairs` through features; every token attends to every other."""
     del document
-    state = xla.fold_all(value, key, power=power, precision=precision)
+    state = features.fold_all(value, key, power=power, precision=precision)
     return context.sums_from_earlier_state(power, precision, state, query, None)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["on_any_mesh", "op", "same_variation", "static_or_traced", "varying_over"]
 

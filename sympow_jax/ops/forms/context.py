@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float
-from sympow_jax.ops._recurrent import features
-from sympow_jax.ops._shared import decay as decays
-from sympow_jax.ops._shared import layout, time_axis
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops import decay as decays
+from sympow_jax.ops import layout, time_axis
+from sympow_jax.ops.forms import features
+from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["combined", "log_decay_over", "sums_from_earlier_state", "with_halo"]
 

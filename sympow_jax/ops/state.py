@@ -7,10 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import documents, feature_maps
-from sympow_jax.ops._recurrent import cost
-from sympow_jax.ops._shared import arguments, layout
-from sympow_jax.ops._shared.serialization import serializable
+from sympow_jax.ops import arguments, cost, documents, feature_maps, layout
+from sympow_jax.ops.serialization import serializable
 
 __all__ = ["PowerState", "Sequence", "window_of", "zeros"]
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float
-from sympow_jax.ops._recurrent import features
-from sympow_jax.ops._recurrent import mean as means
-from sympow_jax.ops._recurrent import rows as rows_of
-from sympow_jax.ops._shared import decay as decays
+from sympow_jax.ops import decay as decays
+from sympow_jax.ops import mean as means
+from sympow_jax.ops import rows as rows_of
+from sympow_jax.ops.forms import features
 
 __all__ = ["BLOCK", "chunked"]
 

@@ -19,15 +19,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float
-from sympow_jax.ops import feature_maps
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops import feature_maps, layout
+from sympow_jax.ops.promotion import by_default_rules
 
-__all__ = ["fold", "from_canonical", "query", "query_vjp", "to_canonical", "weighted", "weights", "zeros"]
+__all__ = [
+    "fold",
+    "fold_all",
+    "from_canonical",
+    "from_kv_and_norm",
+    "query",
+    "query_vjp",
+    "to_canonical",
+    "to_kv_and_norm",
+    "weighted",
+    "weights",
+    "zeros",
+]
 
 Groups = tuple[Array, ...]
 
 # Small products are joined until they have this many features: one large matrix product beats several small ones.
 _GROUP = 4096
+# Vectors per step of `fold_all`.
+_FOLDED = 128
 
 
 def query(state: Groups, x: Float[Array, "D C"], power: int, precision) -> Float[Array, "E C"]:
@@ -84,6 +98,34 @@ def to_canonical(state: Groups, head_dim: int, power: int) -> Float[Array, "*res
     root = np.sqrt(feature_maps.multiplicities(head_dim, power))[:, None]
     plain = jnp.take(jnp.concatenate(state, -2), first, axis=-2)
     return plain * jnp.asarray(root, plain.dtype)
+
+
+def from_kv_and_norm(
+    kv: Float[Array, "*rest F E"], norm: Float[Array, "*rest F"], head_dim: int, power: int
+) -> Groups:
+    """Converts the sums of a state to groups of [F_g, E + 1], whose last column is the normalizer."""
+    return from_canonical(jnp.concatenate([kv, norm[..., None]], -1), head_dim, power)
+
+
+def to_kv_and_norm(sums: Groups, head_dim: int, power: int) -> dict[str, Array]:
+    """Inverts `from_kv_and_norm`."""
+    both = to_canonical(sums, head_dim, power)
+    return {"kv": both[..., :-1], "norm": both[..., -1]}
+
+
+def fold_all(value: Float[Array, "E C"], x: Float[Array, "D C"], *, power: int, precision) -> Groups:
+    """Returns `fold` of any number of vectors, in chunks whose features the backward pass computes again."""
+
+    @jax.checkpoint
+    def chunk(v, k):
+        return fold(v, k, power, precision)
+
+    def step(state, inputs):
+        return tuple(s + n for s, n in zip(state, chunk(*inputs))), None
+
+    inputs = tuple(layout.split_chunks(part, _FOLDED) for part in (value, x.astype(value.dtype)))
+    start = zeros(value, (), len(x), len(value), power, value.dtype)
+    return jax.lax.scan(step, start, inputs)[0]
 
 
 def _monomials(x: Float[Array, "D C"], power: int) -> Groups:

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops._shared import decay as decays
-from sympow_jax.ops._shared.promotion import by_default_rules
+from sympow_jax.ops import decay as decays
+from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["Blocks", "Settings", "attend"]
 

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from sympow_jax.ops import feature_maps
-from sympow_jax.ops._shared import target
+from sympow_jax.ops import feature_maps, target
 
 __all__ = [
     "FEATURE_COST",
