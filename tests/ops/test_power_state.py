@@ -235,3 +235,14 @@ def test_a_state_in_bfloat16_is_that_in_float32_rounded_after_each_call():
             )
         state = new
     assert cases.error(state.kv, exact.kv) > 1e-4
+
+
+def test_a_step_keeps_the_last_tokens_exactly():
+    """The window grows to 2W tokens, of which the oldest W then enter the state: never fewer than W are exact."""
+    query, key, value = jnp.ones((3, 1, 1, 2))
+    state, lengths = ops.PowerState.zeros(1, 1, 2, 2, power=2, exact_window=3), []
+    step = jax.jit(ops.power_attention_step)
+    for _ in range(10):
+        _, state = step(query, key, value, state)
+        lengths.append(int(state.length[0]))
+    assert lengths == [1, 2, 3, 4, 5, 3, 4, 5, 3, 4]
