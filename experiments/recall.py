@@ -1,4 +1,4 @@
-"""What a state of a chosen size buys: associative recall against the bytes of state, and a needle against distance.
+"""Recall by a state of a chosen size: associative recall against the bytes of state, and a needle against distance.
 
 Two tasks ask for the value of a key that a sequence has had before.
 

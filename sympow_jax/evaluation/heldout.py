@@ -46,7 +46,7 @@ def heldout_metrics(
             sums, outputs = _evaluate(graph, task, variables, placed)
         total += float(sums.loss)
         answer = batch["targets" if outputs is None else "labels"]
-        counts = np.asarray(tasks.counts(answer))
+        counts = tasks.counts(answer)
         answers.append(answer[counts])
         if outputs is not None:
             predictions.append(np.asarray(outputs)[counts])

@@ -54,12 +54,13 @@ def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> mode
     path = pathlib.Path(path)
     serialize.require_file(path)
     path.open("rb").close()  # the library calls a file that may not be read missing
-    identity = _identity(model)
     with _readable(path):
         with safetensors.safe_open(path, framework="np") as file:
             header = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
         rows, capacity, kv_cache = (header[name] for name in ("rows", "capacity", "kv_cache"))
-        own, saved = identity["model"], {**header["model"]}
+        saved = {**header["model"]}
+    identity = _identity(model)
+    own = identity["model"]
     differing = sorted(x for x in {*own, *saved} if own.get(x, "absent") != saved.get(x, "absent"))
     if differing:
         here, there = (spelling.shown(x.get(differing[0], "absent")) for x in (own, saved))

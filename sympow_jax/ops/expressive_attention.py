@@ -111,9 +111,7 @@ def _call(plan, tokens, scale):
         return containment.restore(out, finite)
 
     with jax.named_scope(f"expressive_{plan.implementation}"):
-        return (
-            attend(tokens) if plan.axis_name is None else time_axis.by_heads(attend, tokens, plan.axis_name)
-        )
+        return time_axis.by_heads(attend, tokens, plan.axis_name)
 
 
 def _reference(causal, scale, tokens):

@@ -111,7 +111,7 @@ def softmax_attention(
 @calls.op({"tokens": SEQUENCE}, lambda plan: "B T N E")
 def _call(plan, tokens, scale):
     attend = functools.partial(_attend_all, plan, plan.scale if scale is None else scale)
-    return attend(tokens) if plan.axis_name is None else time_axis.by_heads(attend, tokens, plan.axis_name)
+    return time_axis.by_heads(attend, tokens, plan.axis_name)
 
 
 def _attend_all(plan, scale, tokens):

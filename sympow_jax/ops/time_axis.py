@@ -67,9 +67,11 @@ def _as_varying(x, like):
 
 
 def by_heads(
-    attend: Callable[[Tokens], Float[Array, "B T N E"]], tokens: Tokens, axis_name: str
+    attend: Callable[[Tokens], Float[Array, "B T N E"]], tokens: Tokens, axis_name: str | None
 ) -> Float[Array, "B T N E"]:
     """Computes `attend` over the whole time axis, with heads instead of time sharded over devices.
+
+    With an axis of None, time is not sharded, and this is `attend(tokens)`.
 
     Each array is sent once, all to all, 1 / P of it to each device; segment ids are gathered. A ring of keys and values
     would send these P - 1 times. In causal attention its last device would also have P blocks of pairs where the first
@@ -82,6 +84,8 @@ def by_heads(
     Raises:
         NotImplementedError: there are more keys than queries.
     """
+    if axis_name is None:
+        return attend(tokens)
     query, key, value, log_decay, segment_ids = tokens
     if key.shape[1] > query.shape[1]:
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""What every attention reads of its tokens: arrays that travel together from an op's entry to its form."""
+"""Arrays of attention, which travel together from an op's entry to its form."""
 
 from typing import NamedTuple
 

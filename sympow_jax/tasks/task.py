@@ -99,10 +99,12 @@ class Task(abc.ABC):
         )
 
 
-def counts(wanted: Array | np.ndarray) -> Bool[Array, "..."]:
+def counts(wanted: Array | np.ndarray) -> Bool[Array | np.ndarray, "..."]:
     """Returns which targets or labels count: integers >= 0, and numbers except NaN."""
-    wanted = jnp.asarray(wanted)
-    return ~jnp.isnan(wanted) if jnp.issubdtype(wanted.dtype, jnp.floating) else wanted >= 0
+    if not jnp.issubdtype(wanted.dtype, jnp.floating):
+        return wanted >= 0
+    # That of NumPy for arrays of the host, which need not wait for the device.
+    return ~wanted.__array_namespace__().isnan(wanted)
 
 
 def count(batch: Batch) -> Int[Array, ""]:

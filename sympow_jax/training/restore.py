@@ -58,9 +58,9 @@ def begin(program: Program) -> TrainState:
     hosts.check_same("the checkpoint of task.initial_run", {"step": number})
     kind = "model" if config.task.is_causal else "encoder"
     hosts.say(f"the {kind} is that of step {number} of {folder}, a run of the task {found.task.name!r}")
-    # By layer, because the period of the attention may be another.
     # Without what depends on the parameters that are replaced.
     new = dataclasses.replace(program.init_state(), opt_state=(), average={})
+    # By layer, because the period of the attention may be another.
     replaced = _replaced(models.unstack(new.params), models.unstack(arrays["params"]), folder)
     stack = functools.partial(models.stack, period=config.model.attention_period)
     # In a program, so that no device has more than its shards.

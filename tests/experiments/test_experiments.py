@@ -147,16 +147,6 @@ def test_gating_keeps_the_other_half_of_its_base():
     assert set(gating.VARIANTS) <= set(found)
 
 
-def test_times_are_taken_in_turns():
-    made = []
-    calls = {name: lambda name=name: made.append(name) for name in "ab"}
-    times = _shared.alternate(calls, rounds=2)
-    assert "".join(made) == "ab" + "ab" + "ba"
-    assert {name: len(seconds) for name, seconds in times.items()} == {"a": 2, "b": 2}
-    # A round in which the machine was slow affects both.
-    assert _shared.relative([1.0, 30.0, 1.0], [2.0, 20.0, 2.0]) == (0.5, 0.5, 1.0)
-
-
 @pytest.mark.slow
 def test_overhead(experiment):
     rows, content = experiment("overhead")
