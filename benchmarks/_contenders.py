@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from benchmarks import _rows, _timing
 from benchmarks._shapes import CONTENDERS, WINDOW, Row
+from pallas_kernels.check import supervisor
 from sympow_jax import ops
 from sympow_jax.training import summary
 
@@ -88,7 +89,7 @@ def prepare(row: Row) -> Prepared:
 def _run(function, *arguments):
     """Compiles a function, then calls it while it holds the device; returns the program and the result."""
     program = jax.jit(function).lower(*arguments).compile()
-    with _rows.exclusive():
+    with supervisor.exclusive():
         return program, jax.block_until_ready(program(*arguments))
 
 

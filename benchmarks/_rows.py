@@ -4,17 +4,13 @@ A kernel that crashes or hangs loses only its own row. A benchmark measures one 
 """
 
 import argparse
-import contextlib
-import fcntl
 import importlib.metadata
 import itertools
 import json
-import os
 import pathlib
 import platform
 import re
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -27,8 +23,6 @@ from pallas_kernels.check import supervisor, verdict
 from sympow_jax.process import atomic
 
 RESULTS = pathlib.Path(__file__).parent / "results"
-# Environment variable that names the lock file with which processes take turns on the device; unset for one process.
-_LOCK = "SYMPOW_BENCHMARK_LOCK"
 # Characters of the line that is printed for a row.
 _LINE = 400
 # Row for which a process describes its device.
@@ -57,21 +51,20 @@ def in_processes(
         jobs: number of processes at once. They compile at the same time, but take turns on the device.
     """
     names = [json.dumps(row) for row in rows]
-    with _shared(jobs):
-        outcomes = supervisor.run_all(
-            names,
-            lambda name: [*command, f"--row={name}"],
-            seconds=seconds * (1 + (jobs - 1) / 4),
-            deadline=deadline,
-            jobs=jobs,
-        )
-        for row, outcome in zip(rows, outcomes):
-            if outcome.status is supervisor.Status.OK:
-                yield row | {name: value for name, value in outcome.result.items() if name not in _JUDGED}
-            elif outcome.status is supervisor.Status.SKIPPED:
-                yield row | {"note": NO_TIME}
-            else:
-                yield row | {"note": outcome.detail.strip().splitlines()[-1].removeprefix("exit status 1: ")}
+    outcomes = supervisor.run_all(
+        names,
+        lambda name: [*command, f"--row={name}"],
+        seconds=seconds * (1 + (jobs - 1) / 4),
+        deadline=deadline,
+        jobs=jobs,
+    )
+    for row, outcome in zip(rows, outcomes):
+        if outcome.status is supervisor.Status.OK:
+            yield row | {name: value for name, value in outcome.result.items() if name not in _JUDGED}
+        elif outcome.status is supervisor.Status.SKIPPED:
+            yield row | {"note": NO_TIME}
+        else:
+            yield row | {"note": outcome.detail.strip().splitlines()[-1].removeprefix("exit status 1: ")}
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
@@ -237,40 +230,6 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-@contextlib.contextmanager
-def _shared(jobs: int) -> Iterator[None]:
-    """Lets processes started inside share compiled programs and, if `jobs` is above 1, the device.
-
-    Variables that are set already are kept: two benchmarks share the device with the same file in `_LOCK`.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        variables = {"JAX_COMPILATION_CACHE_DIR": folder}
-        if jobs > 1:
-            variables |= {
-                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-                _LOCK: str(pathlib.Path(folder, "lock")),
-            }
-        added = {name: value for name, value in variables.items() if name not in os.environ}
-        os.environ.update(added)
-        try:
-            yield
-        finally:
-            # Only these: the caller runs between rows, and may set others.
-            for name in added:
-                os.environ.pop(name, None)
-
-
-@contextlib.contextmanager
-def exclusive() -> Iterator[None]:
-    """Holds the device lock; other processes can only compile meanwhile."""
-    if (path := os.environ.get(_LOCK)) is None:
-        yield
-        return
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def write(path: pathlib.Path | None, report: dict) -> None:

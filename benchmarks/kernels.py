@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import rich.table
 
 from benchmarks import _contenders, _peers, _rows, _shapes, _timing
+from pallas_kernels.check import supervisor
 
 BRIEF_SECONDS = 450.0
 # Time limit of a row: compilation takes a minute or two, tuning for Triton more.
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _device() -> dict:
     """Returns the GPU and its ceilings."""
     found = _rows.machine(gpu=True)
-    with _rows.exclusive():
+    with supervisor.exclusive():
         return {"machine": found, "ceilings": _timing.ceilings(size=8192, copied=2**31)}
 
 
@@ -73,7 +74,7 @@ def measure(row: dict) -> dict:
     """
     side = _peers if row["contender"] in _shapes.PEERS else _contenders
     prepared = side.prepare(_shapes.Row(**row))
-    with _rows.exclusive():
+    with supervisor.exclusive():
         samples = _timing.samples(prepared.sample)
     taken = [sample.seconds / prepared.steps for sample in samples]
     queued = statistics.median(taken)
@@ -89,7 +90,7 @@ def measure(row: dict) -> dict:
     }
     if host_bound:
         result["note"] = "the host was slower: with its time"
-    with _rows.exclusive():
+    with supervisor.exclusive():
         try:
             kernels = prepared.kernels()
         except Exception as error:  # CUPTI may be missing or in use

@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 from benchmarks import _contenders, _rows, _timing
+from pallas_kernels.check import supervisor
 from sympow_jax import config, training
 from sympow_jax.tasks import flops
 from sympow_jax.training import sharding, summary
@@ -119,7 +120,7 @@ def measure(row: dict) -> dict:
     compile_seconds = time.perf_counter() - begin
 
     state = program.init_state()
-    with _rows.exclusive():
+    with supervisor.exclusive():
         state, seconds, losses = _steps(update, state, batch)
         median = statistics.median(seconds)
         # The times of kernels are taken last, because the profiler may fail.

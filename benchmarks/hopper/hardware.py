@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from benchmarks import _contenders, _rows, _timing
+from pallas_kernels.check import supervisor
 from pallas_kernels.hopper import launch, ring, tensor_core
 
 __all__ = ["cache", "main", "wgmma"]
@@ -108,7 +109,7 @@ def measure(row: dict, *, smoke: bool = False) -> dict:
     _contenders.require_close("the result", error, _contenders.VALUE_BOUND)
     repeated = jax.jit(functools.partial(kernel, repeats=measurement.repeats))
     program = repeated.lower(*measurement.arrays).compile()
-    with _rows.exclusive():
+    with supervisor.exclusive():
         samples = _timing.samples(functools.partial(_timing.queued, program, [measurement.arrays]))
     seconds = [sample.seconds for sample in samples]
     median = statistics.median(seconds)

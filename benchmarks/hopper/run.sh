@@ -15,7 +15,7 @@ part() {  # NAME SECONDS ARGUMENTS of python
 
 # A check cannot resume, and takes up to 450 s; a wrong kernel is a result.
 [ -e "$out/check.json" ] || part check 480 -c "import sys; from sympow_jax import commands; \
-    sys.exit(commands.main(sys.argv[1:]))" check --brief --jobs=8
+    sys.exit(commands.main(sys.argv[1:]))" check --brief
 part kernels 420 -m benchmarks.kernels --part=brief --jobs=8 --resume --minutes=6.3
 part hardware 90 -m benchmarks.hopper.hardware --jobs=4 --resume --minutes=0.8
 part chunks 150 -m benchmarks.kernels --part=chunks --jobs=8 --resume --minutes=1.8

@@ -1,7 +1,6 @@
-"""Runs one case of the check in this process: `python -m pallas_kernels.check.case_process NAME [--untuned]`.
+"""Runs one case of the check in this process: `python -m pallas_kernels.check.case_process NAME`.
 
-Prints one line, `RESULT` and the result as JSON, or nothing if the kernel hangs or crashes the process. With
-`--untuned`, XLA does not autotune its own kernels, which halves the compilation time where nothing is timed.
+Prints one line, `RESULT` and the result as JSON, or nothing if the kernel hangs or crashes the process.
 """
 
 import json
@@ -9,17 +8,16 @@ import os
 import sys
 import time
 
-# Set before JAX is imported: other processes need memory too, and a kernel inside a CUDA graph is harder to find.
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-_FLAGS = ["--xla_gpu_enable_command_buffer="] + ["--xla_gpu_autotune_level=0"] * ("--untuned" in sys.argv)
+# Set before JAX is imported. A kernel inside a CUDA graph is harder to find, and XLA's autotuning of its own kernels
+# would double the compilation time.
+_FLAGS = "--xla_gpu_enable_command_buffer=", "--xla_gpu_autotune_level=0"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from pallas_kernels.check import cases  # noqa: E402
-from pallas_kernels.check.supervisor import RESULT  # noqa: E402
+from pallas_kernels.check import cases, supervisor  # noqa: E402
 
 __all__ = ["measure"]
 
@@ -44,10 +42,13 @@ def measure(case: cases.Case, interpret=None) -> dict:
     call = jax.jit(prepared.call).lower(prepared.arrays).compile()
     result: dict = {"compile_seconds": round(time.perf_counter() - begin, 2), "bounds": prepared.bounds}
     runs = []
-    for _ in range(RUNS):
-        if interpret is None:
-            _poison()
-        runs.append(jax.device_get(call(prepared.arrays)))
+    with supervisor.exclusive():
+        for _ in range(RUNS):
+            if interpret is None:
+                _poison()
+            runs.append(jax.device_get(call(prepared.arrays)))
+        if case.real and interpret is None:
+            result |= _times(call, prepared.arrays)
     result["different"] = sorted(
         {name for run in runs for name in run if run[name].tobytes() != runs[0][name].tobytes()}
     )
@@ -55,8 +56,6 @@ def measure(case: cases.Case, interpret=None) -> dict:
     result["errors"] = {
         name: _relative_error(compared[name], expected) for name, expected in prepared.expected.items()
     }
-    if case.real and interpret is None:
-        result |= _times(call, prepared.arrays)
     return result
 
 
@@ -98,7 +97,7 @@ def _times(call, arrays) -> dict:
 def main(name: str) -> None:
     """Prints the result of the case with that name."""
     case = next(case for case in cases.CASES if case.name == name)
-    print(RESULT + json.dumps(measure(case)), flush=True)
+    print(supervisor.RESULT + json.dumps(measure(case)), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ arrays must also agree bit for bit. The verdict is kept in the user's cache dire
 kernels of a family only after all its cases that ran were right. Exits with status 0 if every case was right.
 """
 
-import functools
 import json
 import os
 import pathlib
@@ -17,11 +16,12 @@ from collections.abc import Sequence
 
 from pallas_kernels.check import supervisor, verdict
 
-__all__ = ["SMALL_JOBS", "run_check"]
+__all__ = ["MOST_JOBS", "run_check"]
 
-CASE_SECONDS = 75.0
-# Small cases run concurrently, since most of their time is compilation. Real ones are timed, one by one.
-SMALL_JOBS = 4
+# Compilation, nearly all of a case's time, takes longer with more cases at once.
+CASE_SECONDS = 150.0
+# Each process has a few GB of the GPU's memory.
+MOST_JOBS = 16
 BRIEF_SECONDS = 450.0
 # Prints the kind of the first device and, for a GPU, its compute capability.
 _DEVICE = """
@@ -32,14 +32,14 @@ print(device.device_kind, getattr(device, "compute_capability", "") if device.pl
 
 
 def run_check(
-    *, brief: bool = False, only: Sequence[str] = (), jobs: int = SMALL_JOBS, out: pathlib.Path | None = None
+    *, brief: bool = False, only: Sequence[str] = (), jobs: int = 1, out: pathlib.Path | None = None
 ) -> int:
     """Prints a line for every case, stores the verdict, and returns the exit status.
 
     Args:
         brief: end within 8 minutes, with fewer real shapes.
         only: texts that the name of every case must contain. If there are any, no verdict is stored.
-        jobs: number of small cases that run at once.
+        jobs: number of cases that run at once. They take turns on the GPU.
         out: file for the outcomes as JSON, or None.
 
     Raises:
@@ -58,14 +58,11 @@ def run_check(
     print(f"{device_kind}, driver {verdict.driver_version()}: {len(chosen)} cases", flush=True)
     deadline = begin + (BRIEF_SECONDS if brief else float("inf"))
     outcomes = []
-    for real, at_once in ((False, jobs), (True, 1)):
-        names = [case.name for case in chosen if case.real == real]
-        command = functools.partial(_command, options=() if real else ("--untuned",))
-        for outcome in supervisor.run_all(
-            names, command, seconds=CASE_SECONDS, deadline=deadline, jobs=at_once
-        ):
-            outcomes.append(outcome)
-            print(outcome.line(), flush=True)
+    for outcome in supervisor.run_all(
+        [case.name for case in chosen], _command, seconds=CASE_SECONDS, deadline=deadline, jobs=jobs
+    ):
+        outcomes.append(outcome)
+        print(outcome.line(), flush=True)
     details = {"brief": brief, "cases": [vars(outcome) for outcome in outcomes]}
     if out:
         out.write_text(json.dumps(verdict.machine(device_kind) | details, indent=1) + "\n")
@@ -97,8 +94,8 @@ def _families(outcomes, family_of) -> dict[str, bool]:
     return {family: found for family, found in verdicts.items() if found is not None}
 
 
-def _command(case: str, options: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "pallas_kernels.check.case_process", case, *options]
+def _command(case: str) -> list[str]:
+    return [sys.executable, "-m", "pallas_kernels.check.case_process", case]
 
 
 def _gpu() -> tuple[str, str]:

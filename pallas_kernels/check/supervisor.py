@@ -4,9 +4,11 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import enum
+import fcntl
 import json
 import math
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -15,13 +17,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["RESULT", "Outcome", "Status", "run", "run_all"]
+__all__ = ["RESULT", "Outcome", "Status", "exclusive", "run", "run_all"]
 
 RESULT = "check-result "
 DEBUGGER_SECONDS = 20.0
 _OUT_OF_TIME = "not finished: the check ran out of time"
 # Maximum number of characters of a process's or debugger's output in an outcome.
 _KEPT_CHARACTERS = 1500
+# Environment variable that names the lock file with which processes take turns on the device; unset for one process.
+_LOCK = "SYMPOW_DEVICE_LOCK"
 
 
 # Processes of running cases.
@@ -89,7 +93,7 @@ def run_all(
         command: maps a name to the command of its process.
         seconds: time limit of a process.
         deadline: value of `time.monotonic` after which no process begins.
-        jobs: number of processes at once.
+        jobs: number of processes at once. They compile at the same time; in `exclusive` they take turns.
     """
 
     def one(case: str) -> Outcome:
@@ -104,7 +108,7 @@ def run_all(
             )
         return outcome
 
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+    with _shared(jobs), concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(one, case) for case in cases]
         try:
             for future in futures:
@@ -118,6 +122,37 @@ def run_all(
                     _end(process)
                 time.sleep(0.05)
             raise
+
+
+@contextlib.contextmanager
+def _shared(jobs: int) -> Iterator[None]:
+    """Lets processes started inside share compiled programs and, if `jobs` is above 1, the device.
+
+    Variables that are set already are kept: two programs share the device with the same file in `_LOCK`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        variables = {"JAX_COMPILATION_CACHE_DIR": folder}
+        if jobs > 1:
+            variables |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", _LOCK: str(pathlib.Path(folder, "lock"))}
+        added = {name: value for name, value in variables.items() if name not in os.environ}
+        os.environ.update(added)
+        try:
+            yield
+        finally:
+            # Only these: the caller runs between cases, and may set others.
+            for name in added:
+                os.environ.pop(name, None)
+
+
+@contextlib.contextmanager
+def exclusive() -> Iterator[None]:
+    """Holds the device lock of `run_all`; its other processes can only compile meanwhile."""
+    if (path := os.environ.get(_LOCK)) is None:
+        yield
+        return
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def run(case: str, command: Sequence[str], *, seconds: float) -> Outcome:

@@ -60,7 +60,7 @@ def advice(device: jax.Device) -> str | None:
         return None
     return (
         f"kernels for Hopper GPUs are not used for {', '.join(absent)}: no check found them right on this "
-        f"{device.device_kind}; run `{COMMAND} --brief` once, on every machine of the run (8 minutes)"
+        f"{device.device_kind}; run `{COMMAND} --brief` once, on every machine of the run (a minute on 16 cores)"
     )
 
 

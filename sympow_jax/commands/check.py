@@ -22,9 +22,8 @@ def main(arguments: Sequence[str], program: str = "sympow check") -> int:
         metavar="TEXT",
         help="Run only cases whose name contains TEXT, and store no verdict. Repeat it to require several texts.",
     )
-    jobs = min(run.SMALL_JOBS, os.cpu_count() or 1)
     parser.add_options(
-        ("jobs", int, "N", jobs, "Number of small cases that run at once."),
+        ("jobs", int, "N", min(run.MOST_JOBS, os.cpu_count() or 1), "Number of cases that run at once."),
         ("out", pathlib.Path, "FILE", None, "JSON file to write the outcomes to."),
     )
     with signals.user_errors():

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from benchmarks import _rows
+from pallas_kernels.check import supervisor
 
 pytestmark = pytest.mark.robust
 
@@ -16,11 +17,13 @@ pytestmark = pytest.mark.robust
 PROGRAM = """
 import os, sys, time
 from benchmarks import _rows
+from pallas_kernels.check import supervisor
+from pallas_kernels.check import supervisor
 def measure(row):
     print("noise")
     match row["number"]:
 FAULTS
-    with _rows.exclusive():
+    with supervisor.exclusive():
         return {"seconds": 1.0, "machine": {"jax": str(row["number"])}}
 _rows.print_result(measure, sys.argv[1].removeprefix("--row="))
 """
@@ -64,12 +67,12 @@ def test_a_row_that_hangs_is_ended():
 
 
 def test_processes_share_programs_and_the_device(monkeypatch):
-    names = "JAX_COMPILATION_CACHE_DIR", "SYMPOW_BENCHMARK_LOCK", "XLA_PYTHON_CLIENT_PREALLOCATE"
+    names = "JAX_COMPILATION_CACHE_DIR", "SYMPOW_DEVICE_LOCK", "XLA_PYTHON_CLIENT_PREALLOCATE"
     for name in names:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(names[0], "of the test")
     before = dict(os.environ)
-    with _rows._shared(2), _rows.exclusive():
+    with supervisor._shared(2), supervisor.exclusive():
         # Variables of others are kept.
         assert os.environ[names[0]] == "of the test"
         assert os.environ[names[2]] == "false"
