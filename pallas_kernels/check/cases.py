@@ -213,9 +213,9 @@ def _attention_forward(case, interpret):
     rows = drawn.rows(case.power)
 
     def call(arrays):
-        (numerator, denominator, exponent), _ = _attention_results(case, interpret, arrays)
-        mean = numerator / jnp.where(denominator > 0, denominator, 1)[..., None]
-        return {"mean": mean, "denominator": jnp.ldexp(denominator, exponent)}
+        found, _ = _attention_results(case, interpret, arrays)
+        mean = found["out"].astype(jnp.float32) + found["remainder"].astype(jnp.float32)
+        return {"mean": mean, "denominator": jnp.ldexp(found["denominator"], found["exponent"])}
 
     bounds = {"mean": OUTPUT, "denominator": FLOAT16}
     return Prepared(call, _attention_arrays(drawn), drawn.compared_rows, rows._asdict(), bounds)
@@ -231,16 +231,9 @@ def _attention_gradients(names, case, interpret):
     expected = {name: x for name, x in drawn.gradients(case.power).items() if name in names}
 
     def call(arrays):
-        (numerator, denominator, exponent), fixed = _attention_results(case, interpret, arrays)
-        out = numerator / jnp.where(denominator > 0, denominator, 1)[..., None]
-        results = power_attention.power_attention_vjp(
-            *(arrays[name] for name in ("query", "key", "value")),
-            out,
-            denominator,
-            exponent,
-            arrays["dout"],
-            **fixed,
-        )
+        found, fixed = _attention_results(case, interpret, arrays)
+        inputs = {name: arrays[name] for name in ("query", "key", "value", "dout")}
+        results = power_attention.power_attention_vjp(**inputs, **found, **fixed)
         found = dict(zip(("query", "key", "value", "log_decay"), results))
         # Only the named gradients are returned, so that XLA drops the kernels of the others.
         return {name: found[name] for name in names}

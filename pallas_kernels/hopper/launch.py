@@ -10,14 +10,35 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import tensor_core
 
-__all__ = ["launch"]
+__all__ = ["head_index", "heads_grid", "launch"]
 
+# Bytes that all blocks that run at once may read repeatedly: most of an H100's L2 of 50 MB. With 201 MB, 192 heads
+# at 4,096 tokens, the forward kernel took 1.3 times as long.
+_CACHED_BYTES = 32 << 20
 
 # Registers of a multiprocessor, and the unit in which warpgroups exchange them.
 _REGISTERS, _UNIT = 65_536, 8
 _THREADS = 128
 # Registers per thread of the warpgroup that copies, by the number of the others. With fewer, it would spill.
 _COPYING = {2: 40, 3: 32}
+
+
+def heads_grid(batch: int, heads: int, blocks: int, head_bytes: float) -> dict[str, int]:
+    """Returns the grid of a kernel with a thread block for each head and each of its `blocks`, the longest first.
+
+    Thread blocks start in the order of the grid, its last axis fastest. If heads came first, the longest blocks of the
+    last heads would start last and determine the time. So all heads of a section start their longest blocks together;
+    a section is as many heads as fit in the cache, each with `head_bytes` that all its blocks read.
+    """
+    section = max(
+        n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * head_bytes <= _CACHED_BYTES)
+    )
+    return {"batch": batch, "section": heads // section, "block": blocks, "head": section}
+
+
+def head_index(grid: Mapping[str, int]) -> jax.Array:
+    """Returns the head of this thread block of a `heads_grid`."""
+    return lax.axis_index("section") * grid["head"] + lax.axis_index("head")
 
 
 def launch(

@@ -1,12 +1,21 @@
 """Exact scaling by powers of two and accurate running sums in plain JAX, used to prepare the kernels' arguments."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["exponent", "factors", "length_exponent", "running_sums", "scaled", "suffix_sums"]
+__all__ = [
+    "exponent",
+    "factors",
+    "length_exponent",
+    "over_earlier",
+    "running_sums",
+    "scaled",
+    "suffix_sums",
+]
 
 # The product of two factors of at most 2^126 each.
 _LARGEST_EXPONENT = 252
@@ -68,9 +77,19 @@ def running_sums(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
     bits = math.ceil(math.log2(x.shape[-1] * largest))
     grid = 2.0 ** (bits - np.finfo(np.float32).nmant - 1)
     coarse = jnp.round(x / grid) * grid
-    # One cumulative sum of both takes half the launches of two.
-    sums = jnp.cumsum(jnp.stack([coarse, x - coarse]), -1)
-    return sums[0], sums[1]
+    return over_earlier(coarse, jnp.sum, 0), over_earlier(x - coarse, jnp.sum, 0)
+
+
+def over_earlier(
+    x: jax.Array, reduce: Callable[..., jax.Array], fill: float, *, reverse: bool = False
+) -> jax.Array:
+    """Reduces x [..., C] over positions up to and including each one or, reversed, from each one on; `fill` is neutral.
+
+    The C^2 terms take one launch on a GPU. A scan has fewer, and takes several launches, for a few positions longer.
+    """
+    position = jnp.arange(x.shape[-1])
+    seen = position[:, None] <= position if reverse else position[:, None] >= position
+    return reduce(jnp.where(seen, x[..., None, :], fill), axis=-1)
 
 
 def suffix_sums(x: jax.Array) -> jax.Array:

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper import numerics
 from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import forward, key_vjp, operands, query_vjp, sequence, vjp_operands
 
@@ -20,13 +19,12 @@ def power_attention(
     power: int,
     log_decay: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    exact: bool = True,
     interpret=None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns sums of values weighted by exp(G_i - G_j) (q_i . k_j)^p over j <= i, and of the weights, undivided.
+) -> dict[str, jax.Array]:
+    """Returns means of values weighted by exp(G_i - G_j) (q_i . k_j)^p over j <= i, and the sums of the weights.
 
-    G is the running sum of log_decay. Returns (numerator, denominator, exponent): the true sums are 2^exponent times
-    these, and the weighted mean of values is numerator / denominator. Sums over other keys of the same queries, from
-    another chunk or device, may be added after both are scaled to one exponent.
+    G is the running sum of log_decay. A mean is zero if no weight is positive.
 
     Products are of 16 bits with float32 sums. Scores are exact to float32. Weights and decayed values are rounded to
     float16 (11 bits), with a scale per block, or from p = 8 on per row, that keeps them in range. Not differentiable.
@@ -38,10 +36,13 @@ def power_attention(
         power: p, even.
         log_decay: [B, S, K], at most 0; a token's decay discounts earlier tokens.
         segment_ids: [B, S]; a document starts where the id changes; negative ids are padding.
+        exact: whether to return `remainder`, which `power_attention_vjp` needs.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
 
     Returns:
-        numerator [B, T, N, E] and denominator [B, T, N], float32, and exponent [B, T, N], int32.
+        `out`, the means [B, T, N, E] in the values' dtype; if `exact`, `remainder`, what rounding took from them, in
+        bfloat16; `denominator` [B, T, N], float32, and `exponent` [B, T, N], int32: the sums of weights are 2^exponent
+        times the denominators.
 
     Raises:
         NotImplementedError: for unsupported requests, naming the constraint.
@@ -52,14 +53,15 @@ def power_attention(
     config = configs.choose(
         head_dim=query.shape[-1], value_dim=value.shape[-1], power=power, dtype=query.dtype
     )
-    prepared, exponents = operands.prepare(
+    prepared, exponent = operands.prepare(
         query, key, value, power=power, log_decay=log_decay, segment_ids=segment_ids, config=config
     )
-    numerator, denominator = forward.sums(prepared, power=power, config=config, interpret=interpret)
-    time, group = query.shape[1], query.shape[2] // key.shape[2]
-    unit = jnp.repeat(exponents.value, group, axis=1)[:, None, :, None]
-    numerator = numerics.scaled(numerator[:, :time, :, : value.shape[-1]], unit)
-    return numerator, jnp.moveaxis(denominator[..., :time], 1, 2), exponents.weight
+    options = {"dtype": value.dtype, "exact": exact, "interpret": interpret}
+    results = forward.means(prepared, power=power, config=config, **options)
+    time = query.shape[1]
+    denominator = jnp.moveaxis(results.pop("denominator")[..., :time], 1, 2)
+    means = {name: x[:, :time, :, : value.shape[-1]] for name, x in results.items()}
+    return means | {"denominator": denominator, "exponent": exponent}
 
 
 def power_attention_vjp(
@@ -67,6 +69,7 @@ def power_attention_vjp(
     key: jax.Array,
     value: jax.Array,
     out: jax.Array,
+    remainder: jax.Array,
     denominator: jax.Array,
     exponent: jax.Array,
     dout: jax.Array,
@@ -90,10 +93,10 @@ def power_attention_vjp(
         query: [B, T, N, D]; query, key and value are the arguments of `power_attention`.
         key: [B, S, K, D].
         value: [B, S, K, E].
-        out: [B, T, N, E], the numerator over the denominator, zero where the denominator is zero; float32 adds no
-            error.
-        denominator: [B, T, N], as `power_attention` returned it.
-        exponent: [B, T, N], as `power_attention` returned it.
+        out: [B, T, N, E], as `power_attention` returned it, as are the next three.
+        remainder: [B, T, N, E].
+        denominator: [B, T, N].
+        exponent: [B, T, N].
         dout: [B, T, N, E], the cotangent of the mean.
         power: p, as in `power_attention`.
         log_decay: [B, S, K], as in `power_attention`.
@@ -110,16 +113,20 @@ def power_attention_vjp(
         head_dim=query.shape[-1], value_dim=value.shape[-1], power=power, dtype=query.dtype
     )
     arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
+    exact = out.astype(jnp.float32) + remainder.astype(jnp.float32)
     prepared, units, positions = vjp_operands.prepare(
-        query, key, value, out, denominator, exponent, dout, power=power, **arrays, config=config
+        query, key, value, exact, denominator, exponent, dout, power=power, **arrays, config=config
     )
     options = {"power": power, "config": config, "interpret": interpret}
-    dquery, query_log = query_vjp.query_vjp(prepared, time=query.shape[1], **options)
+    dquery, query_log = query_vjp.query_vjp(prepared, time=query.shape[1], dtype=query.dtype, **options)
     prepared = vjp_operands.corrected(prepared, units, query_log)
-    by_key = key_vjp.key_vjp(prepared, positions=positions, **options)
-    dquery, dkey, dvalue, ddecay = vjp_operands.gradients(dquery, by_key, units, power=power)
-    dquery, dkey = (x[..., : query.shape[-1]].astype(query.dtype) for x in (dquery, dkey))
-    dvalue = dvalue[..., : value.shape[-1]].astype(value.dtype)
+    dkey, dvalue, key_log = key_vjp.key_vjp(prepared, positions=positions, dtype=key.dtype, **options)
+    dquery, dkey, dvalue = (
+        x[..., : like.shape[-1]] for x, like in ((dquery, query), (dkey, key), (dvalue, value))
+    )
+    if log_decay is None:
+        return dquery, dkey, dvalue, None
+    ddecay = vjp_operands.decay_gradient(key_log, units)
     if segment_ids is not None:
         ddecay = jnp.where(sequence.within_documents(segment_ids)[..., None], ddecay, 0)
-    return dquery, dkey, dvalue, None if log_decay is None else ddecay
+    return dquery, dkey, dvalue, ddecay

@@ -17,7 +17,7 @@ from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import operands as inputs
 from pallas_kernels.power_attention import pairs, sequence
 
-__all__ = ["sums"]
+__all__ = ["means"]
 
 _ROWS = tensor_core.ROWS
 _LAYOUT = plgpu.Layout.WGMMA
@@ -28,20 +28,26 @@ _WEIGHT_BITS = 15
 _SMALLEST = 2.0**-100
 
 
-def sums(operands: inputs.Operands, *, power: int, config: configs.Config, interpret=None):
-    """Returns undivided sums of weighted values [B, T, N, E] and of weights [B, N, T], float32.
+def means(
+    operands: inputs.Operands, *, power: int, config: configs.Config, dtype, exact: bool, interpret=None
+):
+    """Returns `out`, weighted means of values [B, T, N, E], and `denominator`, sums of weights [B, N, T].
 
-    They are in the operands' scales.
+    A mean is zero if no weight is positive. The sums of weights are float32, in the operands' scales.
 
+    dtype: of `out`. exact: whether to return `remainder`, what rounding took from the means, in bfloat16.
     interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
     batch, time, heads, head_dim = operands.query.shape
     block, count, stages = config.block, config.compute_warpgroups, config.stages
     blocks, key_blocks = time // block, operands.key.shape[1] // block
     group = heads // operands.key.shape[2]
+    # A head's queries share its group's keys and values.
+    head_bytes = 2 * operands.key.shape[1] * (head_dim + config.value_dim) / group
+    grid = launch.heads_grid(batch, heads, blocks, head_bytes)
 
     def body(gmem, smem):
-        batch_row, head = lax.axis_index("batch"), lax.axis_index("head")
+        batch_row, head = lax.axis_index("batch"), launch.head_index(grid)
         kv_head = lax.div(head, jnp.int32(group))
         # The last queries attend to the most keys. They run first, so that short blocks fill the gaps at the end.
         query_block = jnp.int32(blocks - 1) - lax.axis_index("block")
@@ -72,19 +78,32 @@ def sums(operands: inputs.Operands, *, power: int, config: configs.Config, inter
                 plgpu.load(factors.at[n, rows], layout=_PER_ROW, optimized=False) for n in range(2)
             )
             total = earlier_sum * _by_row(sum_factor, earlier_sum) + diagonal_sum
-            pairs.store(gmem["numerator"].at[batch_row, rows, head], total)
             weight = earlier_weight * weight_factor + diagonal_weight
             pairs.store(gmem["denominator"].at[batch_row, head, rows], weight)
 
+            # A NaN is a weight too: the mean is NaN, not zero.
+            none = weight < jnp.finfo(jnp.float32).tiny
+            mean = total / _by_row(jnp.where(none, 1.0, weight), total)
+            mean = mean * _by_row(jnp.where(none, 0.0, 1.0), total)
+            for n in range(2):
+                mean = mean * gmem["unit"][batch_row, kv_head, n]
+            out = mean.astype(dtype)
+            pairs.store(gmem["out"].at[batch_row, rows, head], out)
+            if exact:
+                remainder = (mean - out.astype(jnp.float32)).astype(jnp.bfloat16)
+                pairs.store(gmem["remainder"].at[batch_row, rows, head], remainder)
+
         return copy, compute
 
-    output = launch.launch(
+    shape = batch, time, heads, config.value_dim
+    return launch.launch(
         body,
         operands._asdict(),
         {
-            "numerator": jax.ShapeDtypeStruct((batch, time, heads, config.value_dim), jnp.float32),
+            "out": jax.ShapeDtypeStruct(shape, dtype),
             "denominator": jax.ShapeDtypeStruct((batch, heads, time), jnp.float32),
-        },
+        }
+        | ({"remainder": jax.ShapeDtypeStruct(shape, jnp.bfloat16)} if exact else {}),
         {
             "query_smem": tensor_core.operand((count,), _ROWS, head_dim, operands.query.dtype),
             "key_smem": tensor_core.operand((stages,), block, head_dim, operands.key.dtype),
@@ -97,12 +116,11 @@ def sums(operands: inputs.Operands, *, power: int, config: configs.Config, inter
             "key_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
             "value_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
         },
-        grid={"head": heads, "block": blocks, "batch": batch},
+        grid=grid,
         warpgroups=count,
         name="power_attention_forward",
         interpret=interpret,
     )
-    return output["numerator"], output["denominator"]
 
 
 def _copy_blocks(gmem, smem, batch_row, kv_head, begin, earlier_steps, config):

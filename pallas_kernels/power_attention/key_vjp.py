@@ -34,22 +34,23 @@ def key_vjp(
     positions: slice,
     power: int,
     config: configs.VjpConfig,
+    dtype,
     interpret=None,
 ):
-    """Returns the gradients of keys and of values, and the sums over queries for the gradient of decays.
+    """Returns the gradients of keys [B, S, K, D] and values [B, S, K, E], and sums P (dP - delta) [B, K, S].
 
-    They are float32 sums of dS^T Q' [B, S, K, D], of P^T dO [B, S, K, E] and of P (dP - delta) [B, S, K], in the scales
-    of the operands.
+    The sums are float32, in the scales of the operands.
 
     positions: of the keys, without the padding to whole blocks.
+    dtype: of both gradients.
     interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    options = {"power": power, "config": config, "interpret": interpret}
+    options = {"power": power, "config": config, "dtype": dtype, "interpret": interpret}
     found: dict[str, jax.Array] = {}
     for results in config.key_results:
         found |= sums(operands, results=results, **options)
     dkey, dvalue = (found[name][:, positions] for name in ("dkey", "dvalue"))
-    return dkey, dvalue, jnp.moveaxis(found["dlog"][..., positions], 1, 2)
+    return dkey, dvalue, found["dlog"][..., positions]
 
 
 def sums(
@@ -58,6 +59,7 @@ def sums(
     results: tuple[str, ...],
     power: int,
     config: configs.VjpConfig,
+    dtype,
     interpret=None,
 ):
     """Runs one kernel; returns `dkey` with `dlog` [B, K, S], or `dvalue`, or all of them, by name.
@@ -73,9 +75,12 @@ def sums(
     kept = {"key": config.head_dim}
     if "dkey" in results:
         moving["unit_query"], kept["value"] = config.head_dim, config.value_dim
+    grid = launch.heads_grid(
+        batch, heads, length // (count * _BLOCK), 2 * group * length * sum(moving.values())
+    )
 
     def body(gmem, smem):
-        batch_row, head = lax.axis_index("batch"), lax.axis_index("head")
+        batch_row, head = lax.axis_index("batch"), launch.head_index(grid)
         # The first keys have the most queries that attend to them, so they run first.
         block = lax.axis_index("block") * count
         # Blocks of queries of one head that attend to any of the keys.
@@ -98,7 +103,8 @@ def sums(
                 tokens = batch_row, pl.ds(query_block * _BLOCK, _BLOCK), query_head
                 for name in moving:
                     plgpu.copy_gmem_to_smem(gmem[name].at[tokens], smem[f"{name}_smem"].at[slot], full)
-                rows = gmem["rows"].at[batch_row, query_head, query_block]
+                vectors = pl.ds(0, QueryVector.UNIT)
+                rows = gmem["rows"].at[batch_row, query_head, query_block, vectors]
                 plgpu.copy_gmem_to_smem(rows, smem["rows_smem"].at[slot], full)
 
             ring.fill(steps * group, stages, smem["free"], copy_queries)
@@ -115,15 +121,14 @@ def sums(
                 if "dlog" in gmem:
                     pairs.store(gmem["dlog"].at[batch_row, head, tokens], dlog)
                 for name, acc in by_name.items():
-                    pairs.store(gmem[name].at[batch_row, tokens, head], acc[...])
+                    result = keys.in_units(acc[...], name)
+                    pairs.store(gmem[name].at[batch_row, tokens, head], result.astype(dtype))
 
             core.accumulators(sums_over_queries, *(sizes[name] for name in results))
 
         return copy, compute
 
-    outputs = {
-        name: jax.ShapeDtypeStruct((batch, length, heads, sizes[name]), jnp.float32) for name in results
-    }
+    outputs = {name: jax.ShapeDtypeStruct((batch, length, heads, sizes[name]), dtype) for name in results}
     if "dkey" in results:
         outputs["dlog"] = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
     tiles = [(count, kept), (stages, moving)]
@@ -138,13 +143,13 @@ def sums(
         outputs,
         scratch
         | {
-            "rows_smem": plgpu.SMEM((stages, *operands.rows.shape[3:]), jnp.float32),
+            "rows_smem": plgpu.SMEM((stages, QueryVector.UNIT, _BLOCK), jnp.float32),
             "columns_smem": plgpu.SMEM((count, *operands.columns.shape[3:]), jnp.float32),
             "ready": plgpu.Barrier(num_arrivals=count * (len(kept) + 1)),
             "full": plgpu.Barrier(num_arrivals=len(moving) + 1, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
         },
-        grid={"head": heads, "block": length // (count * _BLOCK), "batch": batch},
+        grid=grid,
         warpgroups=count,
         name="power_attention_key_vjp" if "dkey" in results else "power_attention_value_vjp",
         interpret=interpret,
@@ -187,6 +192,13 @@ class _Keys:
             )
 
         return lax.fori_loop(own + 1, begin + self.steps, later, (jnp.float32(1), dlog))[1]
+
+    def in_units(self, sums, name):
+        """Returns the gradient from its sums."""
+        unit = KeyVector.VALUE_UNIT
+        if name == "dkey":
+            sums, unit = sums * self.power, KeyVector.KEY_UNIT
+        return pairs.in_units(sums, self._of_keys(unit), self._of_keys(unit + 1))
 
     def _diagonal(self, step, dlog):
         slot = self._full(step)

@@ -22,7 +22,7 @@ from pallas_kernels.hopper import numerics
 from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import sequence
 
-__all__ = ["VALUE_BITS", "Exponents", "Operands", "prepare", "scaled_by_row", "weight_bits"]
+__all__ = ["VALUE_BITS", "Operands", "prepare", "scaled_by_row", "weight_bits"]
 
 # The largest weight and value are near 2^14 and 2^15: float16 ends just below 2^16.
 _WEIGHT_BITS = 14
@@ -50,6 +50,7 @@ class Operands(NamedTuple):
     diagonal: for each key of the diagonal block, the two parts of its cumulative decay and the factor for its length.
     rows: for each query, the factors of the sums over earlier blocks: numerator, denominator.
     first: the first block of keys that is visible to any query of a block.
+    unit: two factors, whose product is the power of two by which true values are larger.
     """
 
     query: jax.Array  # [B, T, N, D]
@@ -60,13 +61,7 @@ class Operands(NamedTuple):
     diagonal: jax.Array  # [B, K, 3, S]
     rows: jax.Array  # [B, K, 2, T]
     first: jax.Array  # [B, K, T / C]
-
-
-class Exponents(NamedTuple):
-    """Powers of two taken out: true weights are the kernel's times 2^weight, true values times 2^value."""
-
-    weight: jax.Array  # [B, T, N]
-    value: jax.Array  # [B, K]
+    unit: jax.Array  # [B, K, 2]
 
 
 def scaled_by_row(power: int) -> bool:
@@ -87,8 +82,11 @@ def weight_bits(power: int) -> int:
 
 def prepare(
     query, key, value, *, power: int, log_decay, segment_ids, config: configs.Config
-) -> tuple[Operands, Exponents]:
-    """Converts queries, keys, values and decays to the kernel's operands; arguments as in `power_attention`."""
+) -> tuple[Operands, jax.Array]:
+    """Returns the kernel's operands and the exponents [B, T, N] by which true weights are larger.
+
+    Arguments as in `power_attention`.
+    """
     time, block = query.shape[1], config.block
     arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
     query, key, value, log_decay, *_ = sequence.whole_blocks(
@@ -98,17 +96,19 @@ def prepare(
     key, key_exponent = sequence.unit_length(key)
     length_factor, longest = sequence.length_factors(key, key_exponent, power)
 
-    largest = jnp.abs(value).max((1, 3))
-    value_exponent = numerics.exponent(largest)
+    peaks = jnp.abs(value).max(-1)  # [B, S, K]
+    value_exponent = numerics.exponent(peaks.max(1))
     value = numerics.scaled(value, -value_exponent[:, None, :, None])
+    peaks = jnp.moveaxis(numerics.scaled(peaks, -value_exponent[:, None]), 1, 2)
 
-    decay = sequence.Decay(log_decay.reshape(*log_decay.shape[:2], -1, block))
+    blocks_of_decay = log_decay.reshape(*log_decay.shape[:2], -1, block)
+    decay = sequence.Decay(blocks_of_decay)
     columns = length_factor.reshape(decay.after.shape) * sequence.exp(decay.after)
     if scaled_by_row(power):
         decayed_value, unit = value, jnp.zeros(decay.total.shape, jnp.int32)
     else:
         decayed_value = value * jnp.moveaxis(columns.reshape(length_factor.shape), 2, 1)[..., None]
-        unit = _units(decayed_value, decay, block)
+        unit = _units((peaks.reshape(columns.shape) * columns).max(-1), decay.total)
     previous = jnp.concatenate([unit[..., :1], unit[..., :-1]], -1)
     decayed_value = numerics.scaled(
         decayed_value, VALUE_BITS - jnp.moveaxis(jnp.repeat(unit, block, -1), 2, 1)[..., None]
@@ -134,23 +134,20 @@ def prepare(
             *log_decay.shape[:2], 3, -1
         ),
         rows=rows[..., offset:, :].reshape(*log_decay.shape[:2], 2, -1),
-        first=sequence.first_blocks(log_decay, block)[..., offset:],
+        first=sequence.first_blocks(blocks_of_decay)[..., offset:],
+        unit=jnp.stack(numerics.factors(value_exponent), -1),
     )
     group = query.shape[2] // key.shape[2]
     exponent = query_exponent[:, :time] + jnp.repeat(longest, group, 1)[:, None] - bits
-    return operands, Exponents(power * exponent, value_exponent)
+    return operands, power * exponent
 
 
-def _units(decayed_value, decay, block):
+def _units(largest, log_decay):
     """Returns the exponents, [B, K, n], of the scales of each block's values and of the sums up to it.
 
     It is the exponent of the block's largest value, unless the earlier sums are larger by more than the slack.
     """
-    largest = (
-        jnp.abs(decayed_value).reshape(len(decayed_value), -1, block, *decayed_value.shape[2:]).max((2, 4))
-    )
-    largest = jnp.moveaxis(largest, 1, 2)
     own = jnp.where(largest > 0, numerics.exponent(largest), _NOTHING)
-    decayed = jnp.cumsum(decay.total, -1) / np.float32(np.log(2))
-    before = jax.lax.cummax(own - decayed, axis=own.ndim - 1) + decayed
+    decayed = numerics.over_earlier(log_decay, jnp.sum, 0) / np.float32(np.log(2))
+    before = numerics.over_earlier(own - decayed, jnp.max, -jnp.inf) + decayed
     return jnp.maximum(own, jnp.ceil(before).astype(jnp.int32) - _SLACK_BITS)

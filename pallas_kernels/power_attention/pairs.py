@@ -15,6 +15,7 @@ __all__ = [
     "by_column",
     "by_row",
     "diagonal_factor",
+    "in_units",
     "left_operand",
     "slopes",
     "store",
@@ -33,6 +34,13 @@ def by_row(x):
 def by_column(x):
     """Broadcasts a vector of columns along the rows."""
     return plgpu.layout_cast(jax.lax.broadcast_in_dim(x, (BLOCK, BLOCK), [1]), LAYOUT)
+
+
+def in_units(x, *factors):
+    """Returns a block of sums [64, D] times all factors [64] of its rows."""
+    for factor in factors:
+        x = x * jax.lax.broadcast_in_dim(factor, x.shape, [0])
+    return x
 
 
 def left_operand(ref, config):

@@ -27,10 +27,11 @@ _BLOCK = pairs.BLOCK
 
 
 def query_vjp(
-    operands: inputs.VjpOperands, *, time: int, power: int, config: configs.VjpConfig, interpret=None
+    operands: inputs.VjpOperands, *, time: int, power: int, config: configs.VjpConfig, dtype, interpret=None
 ):
-    """Returns sums of dS K [B, T, N, D] and of dS S [B, T, N], float32, in the scales of the operands' rows.
+    """Returns the gradient of the queries [B, T, N, D] and sums of dS S [B, T, N], float32, in the scales of the rows.
 
+    dtype: of the gradient.
     time: T, the number of real queries; they come last, except for the padding to whole blocks after them.
     interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
@@ -40,9 +41,10 @@ def query_vjp(
     blocks, group = whole // (count * _BLOCK), heads // operands.key.shape[2]
     # Blocks of keys before the first query's.
     offset = (operands.key.shape[1] - whole) // _BLOCK
+    grid = launch.heads_grid(batch, heads, blocks, 2 * operands.key.shape[1] * (head_dim + value_dim) / group)
 
     def body(gmem, smem):
-        batch_row, head = lax.axis_index("batch"), lax.axis_index("head")
+        batch_row, head = lax.axis_index("batch"), launch.head_index(grid)
         key_head = lax.div(head, jnp.int32(group))
         # The last queries attend to the most keys. They run first, so that short blocks fill the gaps at the end.
         block = (jnp.int32(blocks - 1) - lax.axis_index("block")) * count + offset
@@ -64,7 +66,7 @@ def query_vjp(
                 tokens = batch_row, pl.ds(key_block * _BLOCK, _BLOCK), key_head
                 for name in ("key", "value"):
                     plgpu.copy_gmem_to_smem(gmem[name].at[tokens], smem[f"{name}_smem"].at[slot], full)
-                columns = gmem["columns"].at[batch_row, key_head, key_block]
+                columns = gmem["columns"].at[batch_row, key_head, key_block, pl.ds(0, KeyVector.KEY_UNIT)]
                 plgpu.copy_gmem_to_smem(columns, smem["column_smem"].at[slot], full)
 
             ring.fill(steps, stages, smem["free"], copy_keys)
@@ -79,7 +81,7 @@ def query_vjp(
                 dlog = queries.all_keys(last - own, steps)
                 tokens = pl.ds((own - offset) * _BLOCK, _BLOCK)
                 pairs.store(gmem["dlog"].at[batch_row, head, tokens], dlog)
-                pairs.store(gmem["dquery"].at[batch_row, tokens, head], acc[...])
+                pairs.store(gmem["dquery"].at[batch_row, tokens, head], queries.gradient().astype(dtype))
 
             core.accumulators(sums, head_dim)
 
@@ -90,7 +92,7 @@ def query_vjp(
         body,
         {name: getattr(operands, name) for name in names},
         {
-            "dquery": jax.ShapeDtypeStruct((batch, whole, heads, head_dim), jnp.float32),
+            "dquery": jax.ShapeDtypeStruct((batch, whole, heads, head_dim), dtype),
             "dlog": jax.ShapeDtypeStruct((batch, heads, whole), jnp.float32),
         },
         {
@@ -98,12 +100,12 @@ def query_vjp(
             "dout_smem": tensor_core.operand((count,), _BLOCK, value_dim, jnp.float16),
             "key_smem": tensor_core.operand((stages,), _BLOCK, head_dim, jnp.float16),
             "value_smem": tensor_core.operand((stages,), _BLOCK, value_dim, jnp.float16),
-            "column_smem": plgpu.SMEM((stages, *operands.columns.shape[3:]), jnp.float32),
+            "column_smem": plgpu.SMEM((stages, KeyVector.KEY_UNIT, _BLOCK), jnp.float32),
             "ready": plgpu.Barrier(num_arrivals=2 * count),
             "full": plgpu.Barrier(num_arrivals=3, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
         },
-        grid={"head": heads, "block": blocks, "batch": batch},
+        grid=grid,
         warpgroups=count,
         name="power_attention_query_vjp",
         interpret=interpret,
@@ -145,6 +147,11 @@ class _Queries:
             return between, dlog + self._add(slot, scores, slopes, dweights, slope, shift)
 
         return lax.fori_loop(passed + 1, steps, earlier, (jnp.float32(1), dlog))[1]
+
+    def gradient(self):
+        """Returns the gradient of the queries from the accumulator."""
+        units = (self._of_queries(QueryVector.UNIT + n) for n in range(2))
+        return pairs.in_units(self.acc[...] * self.power, *units)
 
     def _diagonal(self, step):
         slot = self._full(step)

@@ -93,7 +93,7 @@ class Decay:
 
     def __init__(self, log_decay):
         later = jnp.pad(log_decay[..., 1:], [(0, 0)] * 3 + [(0, 1)])
-        self.after = numerics.suffix_sums(later)
+        self.after = numerics.over_earlier(later, jnp.sum, 0, reverse=True)
         self.total = log_decay.sum(-1)
         self.coarse, self.fine = numerics.running_sums(log_decay, -_FORGET)
 
@@ -103,28 +103,29 @@ def exp(log_decay):
     return jnp.where(log_decay < FLOOR, 0, jnp.exp(jnp.maximum(log_decay, FLOOR)))
 
 
-def first_blocks(log_decay, block):
-    """Returns, per block [B, K, n], the index of the first block that is visible from its first position.
+def first_blocks(log_decay):
+    """Returns, per block of [B, K, n, C], the index of the first block that is visible from its first position.
 
     This is the block of the last position, up to and including that one, whose decay counts as zero.
     """
-    steps = jnp.arange(log_decay.shape[-1], dtype=jnp.int32)
-    forgets = jax.lax.cummax(jnp.where(log_decay < FLOOR, steps, 0), axis=log_decay.ndim - 1)
-    return forgets[..., ::block] // block
+    forgets = log_decay < FLOOR
+    blocks = jnp.arange(log_decay.shape[2], dtype=jnp.int32)
+    newest = numerics.over_earlier(jnp.where(forgets.any(-1), blocks, 0), jnp.max, 0)
+    before = jnp.pad(newest[..., :-1], [(0, 0), (0, 0), (1, 0)])
+    return jnp.where(forgets[..., 0], blocks, before)
 
 
-def last_blocks(log_decay, block):
-    """Returns, per block [B, K, n], the index of the last block that attends to any of its positions.
+def last_blocks(log_decay):
+    """Returns, per block of [B, K, n, C], the index of the last block that attends to any of its positions.
 
     This is the block of the position before the first one, after the block, whose decay counts as zero.
     """
-    length = log_decay.shape[-1]
-    steps = jnp.arange(length, dtype=jnp.int32)
-    forgets = jax.lax.cummin(
-        jnp.where(log_decay < FLOOR, steps, length), axis=log_decay.ndim - 1, reverse=True
-    )
-    reset = jnp.pad(forgets[..., block::block], [(0, 0), (0, 0), (0, 1)], constant_values=length)
-    return (reset - 1) // block
+    forgets = log_decay < FLOOR
+    count = log_decay.shape[2]
+    blocks = jnp.arange(count, dtype=jnp.int32)
+    last = jnp.where(forgets.any(-1), blocks - forgets[..., 0], count - 1)
+    nearest = numerics.over_earlier(last, jnp.min, count - 1, reverse=True)
+    return jnp.pad(nearest[..., 1:], [(0, 0), (0, 0), (0, 1)], constant_values=count - 1)
 
 
 def unit_length(x):

@@ -23,7 +23,7 @@ from pallas_kernels.hopper import numerics, tensor_core
 from pallas_kernels.power_attention import operands as forward_inputs
 from pallas_kernels.power_attention import sequence
 
-__all__ = ["KeyVector", "QueryVector", "Units", "VjpOperands", "corrected", "gradients", "prepare"]
+__all__ = ["KeyVector", "QueryVector", "Units", "VjpOperands", "corrected", "decay_gradient", "prepare"]
 
 
 class QueryVector(enum.IntEnum):
@@ -41,6 +41,8 @@ class QueryVector(enum.IntEnum):
     BETWEEN = 7
     # Position in the block.
     POSITION = 8
+    # Two factors, whose product turns the sum into the gradient.
+    UNIT = 9
 
 
 class KeyVector(enum.IntEnum):
@@ -54,6 +56,9 @@ class KeyVector(enum.IntEnum):
     FINE = 3
     BETWEEN = 4
     POSITION = 5
+    # Two factors each, whose product turns the sums into the gradients of the key and of the value.
+    KEY_UNIT = 6
+    VALUE_UNIT = 8
 
 
 # Fractions of the mean are scaled to 2^14, values, cotangents and slopes to 2^15 at most: float16 ends below 2^16.
@@ -86,27 +91,26 @@ class VjpOperands(NamedTuple):
     key: jax.Array  # [B, S, K, D]
     value: jax.Array  # [B, S, K, E]
     dout: jax.Array  # [B, S, N, E]
-    rows: jax.Array  # [B, N, n, 9, 64]
-    columns: jax.Array  # [B, K, n, 6, 64]
+    rows: jax.Array  # [B, N, n, 11, 64]
+    columns: jax.Array  # [B, K, n, 10, 64]
     first: jax.Array  # [B, K, n / 2]
     last: jax.Array  # [B, K, n / 2]
 
 
 class Units(NamedTuple):
-    """Exponents of the powers of two by which the kernels' operands are larger than the true values."""
+    """Exponents of the powers of two by which the kernels' sums for decays are larger than the true values.
 
-    slope: jax.Array  # [B, T, N]: of the gradient by the scores of the operands
-    least: jax.Array  # [B, K]: the least of them, minus the exponent by which queries are scaled up
-    query: jax.Array  # [B, T, N]: of the query, up to its length in the operands
-    key: jax.Array  # [B, S, K]: of the key, to unit length
-    value: jax.Array  # [B, K]
-    dout: jax.Array  # [B, K]
+    slope: of the gradient by the scores of the operands. pair: of a pair's fraction times the gradient of the mean.
+    """
+
+    slope: jax.Array  # [B, T, N]
+    pair: jax.Array  # [B, K]
 
 
 def prepare(
     query, key, value, out, denominator, exponent, dout, *, power, log_decay, segment_ids, config
 ) -> tuple[VjpOperands, Units, slice]:
-    """Returns the operands, the exponents of their scales, and the slice of the real keys after the front padding.
+    """Returns the operands, exponents of scales, and the slice of the real keys after the front padding.
 
     Arguments as in `power_attention_vjp`.
     """
@@ -145,10 +149,21 @@ def prepare(
         jnp.pad(x, [(0, 0), (front, back), (0, 0), (0, 0)]) for x in (query, unit_query, dout)
     )
     decay = sequence.Decay(tokens.log_decay.reshape(*longest.shape, -1, config.block))
-    rows, columns = _vectors(share, slope, delta, numerics.scaled(length_factor, _WEIGHT_BITS), decay)
+    # The powers of two by which the sums are larger than the gradients; those of queries and keys lack the factor p.
+    pair_unit = value_unit + dout_unit + _WEIGHT_BITS
+    by_query = slope_unit + _of_heads(pair_unit, query)[:, None] + query_exponent
+    by_query = jnp.pad(by_query, [(0, 0), (front, back), (0, 0)])
+    by_key = (pair_unit + least + _OPERAND_BITS)[:, None] + key_exponent
+    by_value = jnp.broadcast_to((dout_unit + _WEIGHT_BITS)[:, None], key_exponent.shape)
+    query_units, key_units, value_units = (numerics.factors(-x) for x in (by_query, by_key, by_value))
+    length_factor = numerics.scaled(length_factor, _WEIGHT_BITS)
+    rows, columns = _vectors(
+        (share, slope, delta, *query_units), (*key_units, *value_units), length_factor, decay
+    )
     query, unit_query, key, value, dout = (
         x.astype(jnp.float16) for x in (query, unit_query, key, value, dout)
     )
+    pairs = tokens.log_decay.reshape(*longest.shape, -1, pair)
     operands = VjpOperands(
         query=query,
         unit_query=unit_query,
@@ -157,12 +172,10 @@ def prepare(
         dout=dout,
         rows=rows,
         columns=columns,
-        first=sequence.first_blocks(tokens.log_decay, pair),
-        last=sequence.last_blocks(tokens.log_decay, pair),
+        first=sequence.first_blocks(pairs),
+        last=sequence.last_blocks(pairs),
     )
-    positions = slice(tokens.front, tokens.front + length)
-    units = Units(slope_unit, least, query_exponent, key_exponent[:, positions], value_unit, dout_unit)
-    return operands, units, positions
+    return operands, Units(slope_unit, pair_unit), slice(tokens.front, tokens.front + length)
 
 
 def corrected(operands: VjpOperands, units: Units, query_log) -> VjpOperands:
@@ -180,22 +193,13 @@ def corrected(operands: VjpOperands, units: Units, query_log) -> VjpOperands:
     return operands._replace(rows=operands.rows.at[..., QueryVector.DELTA, :].set(delta))
 
 
-def gradients(dquery, by_key, units: Units, *, power: int) -> tuple:
-    """Returns gradients of query, key, value and log_decay, float32, from the kernels' sums.
+def decay_gradient(key_log, units: Units):
+    """Returns the gradient of log_decay [B, S, K] from the kernels' sums over queries, P (dP - delta) [B, K, S].
 
-    dquery: dS K [B, T, N, D]; by_key: dS^T Q' [B, S, K, D], P^T dO [B, S, K, E] and P (dP - delta) [B, S, K].
+    The decay at t multiplies the weights of all pairs of a query at or after t and a key before t. For each query the
+    gradients of all log weights sum to zero, so the result is minus the sum over pairs with keys at or after t.
     """
-    dkey, dvalue, key_log = by_key
-    pair = units.value + units.dout + _WEIGHT_BITS
-    by_query = units.slope + _of_heads(pair, dquery)[:, None] + units.query
-    dquery = numerics.scaled(power * dquery, -by_query[..., None])
-    by_key = (pair + units.least + _OPERAND_BITS)[:, None] + units.key
-    dkey = numerics.scaled(power * dkey, -by_key[..., None])
-    dvalue = numerics.scaled(dvalue, -(units.dout + _WEIGHT_BITS)[:, None, :, None])
-    # The decay at t multiplies the weights of all pairs of a query at or after t and a key before t. For each query the
-    # gradients of all log weights sum to zero, so the result is minus the sum over pairs with keys at or after t.
-    dlog = numerics.scaled(key_log, -pair[:, None])
-    return dquery, dkey, dvalue, -jnp.cumsum(dlog[:, ::-1], 1)[:, ::-1]
+    return -jnp.moveaxis(numerics.suffix_sums(numerics.scaled(key_log, -units.pair[..., None])), 1, 2)
 
 
 def _of_heads(x, like):
@@ -221,19 +225,20 @@ def _slope_units(denominator, dout, value, power):
     return jnp.minimum(_OPERAND_BITS - _WEIGHT_BITS + root - dweight, _LARGEST_EXPONENT + exponent)
 
 
-def _vectors(share, slope, delta, length_factor, decay):
-    """Returns `rows` and `columns` of the operands."""
-    share, slope, delta = (
+def _vectors(of_queries, of_keys, length_factor, decay):
+    """Returns `rows` and `columns` of the operands; `of_queries` and `of_keys` are [B, S, N] and [B, S, K]."""
+    share, slope, delta, *query_units, first, second, third, fourth = (
         jnp.moveaxis(x, 1, 2).reshape(len(x), x.shape[2], *decay.after.shape[2:])
-        for x in (share, slope, delta)
+        for x in (*of_queries, *of_keys)
     )
     length_factor = length_factor.reshape(decay.after.shape)
     from_start = sequence.exp(decay.coarse + decay.fine)
     between = jnp.broadcast_to(sequence.exp(decay.total)[..., None], from_start.shape)
     position = jnp.broadcast_to(jnp.arange(from_start.shape[-1], dtype=jnp.float32), from_start.shape)
     decays = decay.coarse, decay.fine, between, position
-    columns = length_factor * sequence.exp(decay.after), length_factor, *decays
+    key_units = first, second, third, fourth
+    columns = length_factor * sequence.exp(decay.after), length_factor, *decays, *key_units
     group = share.shape[1] // length_factor.shape[1]
     from_start, *decays = (jnp.repeat(x, group, 1) for x in (from_start, *decays))
-    rows = share * from_start, slope * from_start, share, slope, delta, *decays
+    rows = share * from_start, slope * from_start, share, slope, delta, *decays, *query_units
     return jnp.stack(rows, 3), jnp.stack(columns, 3)

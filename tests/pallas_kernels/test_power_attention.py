@@ -8,6 +8,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import power_attention as kernel
+from pallas_kernels.hopper import launch
 from sympow_jax import ops
 from sympow_jax.ops import target
 from tests.ops import cases
@@ -69,6 +70,17 @@ def test_hardly_less_exact_than_the_plain_form(case, more):
     assert out.dtype == dtype
     ratio = 1.5 if dtype == "float16" else 1.2
     assert cases.error(out, expected) <= ratio * cases.error(plain, expected)
+
+
+def test_heads_whose_keys_fit_in_the_cache_start_together():
+    def grid(heads, time):
+        return launch.heads_grid(16, heads, time // 128, head_bytes=2 * time * (64 + 64))
+
+    assert grid(12, 4096) == {"batch": 16, "section": 1, "block": 32, "head": 12}
+    assert grid(8, 16_384) == {"batch": 16, "section": 1, "block": 128, "head": 8}
+    # Sections are equal: 7 of 8 heads would leave a section with one.
+    assert grid(8, 20_480) == {"batch": 16, "section": 2, "block": 160, "head": 4}
+    assert grid(8, 2**20) == {"batch": 16, "section": 8, "block": 8192, "head": 1}
 
 
 def test_constraints_are_named():

@@ -35,21 +35,9 @@ CASES = [
 
 def _gradients(arrays, dout, power, interpret):
     dtype = arrays["query"].dtype
-    numerator, denominator, exponent = kernel.power_attention(**arrays, power=power, interpret=interpret)
-    some = denominator[..., None] > 0
-    out = jnp.where(some, numerator / jnp.where(some, denominator[..., None], 1), 0)
-    query, key, value = (arrays.pop(name) for name in ("query", "key", "value"))
+    found = kernel.power_attention(**arrays, power=power, interpret=interpret)
     gradients = kernel.power_attention_vjp(
-        query,
-        key,
-        value,
-        out,
-        denominator,
-        exponent,
-        dout.astype(dtype),
-        power=power,
-        **arrays,
-        interpret=interpret,
+        **arrays, **found, dout=dout.astype(dtype), power=power, interpret=interpret
     )
     return dict(zip(cases.GRADIENTS, gradients))
 

@@ -29,7 +29,8 @@ def build(case: str):
         return operands.prepare(query, key, value, power=power, config=chosen, **arrays)[0]
 
     def call(*prepared):
-        return forward.sums(operands.Operands(*prepared), power=power, config=chosen)
+        options = {"power": power, "config": chosen, "dtype": dtype, "exact": True}
+        return forward.means(operands.Operands(*prepared), **options)
 
     time, heads, kv_heads = 1000, 4, 2
     return call, jax.eval_shape(

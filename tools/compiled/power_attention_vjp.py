@@ -48,7 +48,7 @@ def build(case: str):
         return vjp_operands.prepare(*arguments, power=power, config=chosen, **arrays)[0]
 
     def call(*prepared):
-        options = {"power": power, "config": chosen}
+        options = {"power": power, "config": chosen, "dtype": dtype}
         prepared = vjp_operands.VjpOperands(*prepared)
         if kernel == "dq":
             return query_vjp.query_vjp(prepared, time=time, **options)

@@ -28,12 +28,13 @@ _HEAD_AXES = ("model", "tensor", "heads")
 _BLOCK = 64
 # Checkpoint names, for policies of `jax.checkpoint`, of the results that the backward pass reads.
 _SAVED_AS = dict.fromkeys(state_kernel.Saved._fields, means.STATES_SAVED_AS) | dict.fromkeys(
-    ("out", "denominator", "exponent"), means.SAVED_AS
+    ("out", "remainder", "denominator", "exponent"), means.SAVED_AS
 )
 _DIFFERENTIABLE = ("query", "key", "value", "log_decay")
 # Leading axes of the kernels' inputs and outputs: batch, time and heads.
 _LAYOUTS = (
-    dict.fromkeys(("query", "key", "value", "log_decay", "out", "dout", "denominator", "exponent"), "BTH")
+    dict.fromkeys(("query", "key", "value", "log_decay", "out", "remainder"), "BTH")
+    | dict.fromkeys(("dout", "denominator", "exponent"), "BTH")
     | dict.fromkeys(("kv", "norm", "final_kv", "final_norm", *state_kernel.Saved._fields), "BH")
     | dict.fromkeys(("segment_ids", "enters_state", "active"), "B")
 )
@@ -75,24 +76,28 @@ def attention(plan, tokens, state):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(power, interpret, tokens):
-    return _attention_fwd(power, interpret, tokens)[0]
+    return _attend(power, interpret, tokens, ("out",))["out"]
+
+
+def _attend(power, interpret, tokens, names):
+    """Returns the results of the kernel with these names."""
+
+    def compute(arrays):
+        found = attention_kernel.power_attention(
+            **arrays, power=power, exact="remainder" in names, interpret=interpret
+        )
+        return {name: found[name] for name in names}
+
+    return per_device(compute, tokens._asdict(), names)
 
 
 def _attention_fwd(power, interpret, tokens):
-    """Computes the output; saves the arguments, the output in float32, and the denominators with their exponents.
+    """Computes the output; saves it with what its rounding took, the arguments, and denominators with exponents.
 
-    Saving a rounded output would add as much to the error of gradients as their own rounding does.
+    A rounded output alone would add as much to the error of gradients as their own rounding does.
     """
-
-    def compute(arrays):
-        numerator, denominator, exponent = attention_kernel.power_attention(
-            **arrays, power=power, interpret=interpret
-        )
-        out = means.mean(numerator, denominator[..., None], -1)
-        return {"out": out, "denominator": denominator, "exponent": exponent}
-
-    results = _named(per_device(compute, tokens._asdict(), ("out", "denominator", "exponent")))
-    return results["out"].astype(tokens.value.dtype), (tokens, results)
+    results = _named(_attend(power, interpret, tokens, ("out", "remainder", "denominator", "exponent")))
+    return results["out"], (tokens, results)
 
 
 def _attention_bwd(power, interpret, residuals, dout):
