@@ -15,8 +15,8 @@ __all__ = ["token_sums"]
 # Maximum bytes of float32 logits that exist on a device at the same time. Each slice also reads and writes the float32
 # gradient of the embedding: with 512 MB and a width of 768, a fifth of the bytes of its logits and their gradients.
 _LOGITS_BYTES = 1 << 29
-# The vocabulary of a device and the tokens of a slice are padded to multiples of this, once. Otherwise XLA pads the
-# operands of each product on a GPU.
+# For the products of gradients, the vocabulary of a device and the tokens of a slice are padded to multiples of this,
+# once. Otherwise XLA pads the operands of each product on a GPU.
 _ALIGNMENT = 8
 
 
@@ -85,7 +85,8 @@ def _over_slices(
     def on_device(hidden, embedding, targets):
         table = parallel.gather(embedding, axes, partitioning.FSDP).astype(dtype)
         size = len(table)
-        table = jnp.pad(table, ((0, -size % _ALIGNMENT), (0, 0)))
+        if differentiate:
+            table = jnp.pad(table, ((0, -size % _ALIGNMENT), (0, 0)))
 
         def add(carry, tokens):
             sums, dtable = carry
@@ -96,11 +97,11 @@ def _over_slices(
             logits = logits[..., :size]
 
             # Sums. Over a sharded vocabulary, they are those of all devices.
-            highest = jax.lax.stop_gradient(logits).max(-1)
+            highest, weight = _max_and_sum(logits)
             if vocabulary is not None:
-                highest = jax.lax.pmax(highest, vocabulary)
-            weights = jnp.exp(logits - highest[..., None])
-            weight, label = weights.sum(-1), targets
+                of_device, highest = highest, jax.lax.pmax(jax.lax.stop_gradient(highest), vocabulary)
+                weight *= jnp.exp(of_device - highest)
+            label = targets
             if vocabulary is None:
                 picked = jnp.take_along_axis(logits, jnp.maximum(label, 0)[..., None], axis=-1)[..., 0]
             else:
@@ -118,7 +119,7 @@ def _over_slices(
             # Gradients.
             factor = jnp.where(counts, 1 + 2 * z_loss * normalizers, 0) / weight
             is_label = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == label[..., None]
-            dlogits = (factor[..., None] * weights - is_label).astype(dtype)
+            dlogits = (factor[..., None] * jnp.exp(logits - highest[..., None]) - is_label).astype(dtype)
             dlogits = jnp.pad(dlogits, ((0, 0), (0, 0), (0, len(table) - size)))
             # Otherwise XLA computes it twice on a CPU, once for each product.
             dlogits = jax.lax.optimization_barrier(dlogits)
@@ -161,3 +162,35 @@ def _over_slices(
     return partitioning.over_devices(
         on_device, arguments, specs, (partitioning.REPLICATED, out if differentiate else None)
     )
+
+
+@jax.custom_jvp
+def _max_and_sum(logits: Float[Array, "B T V"]) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Returns max_v x_v and sum_v exp(x_v - max), in one pass over the logits on a GPU, which their bytes limit."""
+    return jax.lax.platform_dependent(logits, cuda=_in_one_pass, default=_in_two_passes)
+
+
+@_max_and_sum.defjvp
+def _max_and_sum_jvp(primals, tangents):
+    # The maximum is a constant: any other would give the same loss.
+    (logits,), (tangent,) = primals, tangents
+    highest, total = _max_and_sum(logits)
+    weights = jnp.exp(logits - highest[..., None])
+    return (highest, total), (jnp.zeros_like(highest), jnp.sum(weights * tangent, -1))
+
+
+def _in_two_passes(logits):
+    highest = logits.max(-1)
+    return highest, jnp.exp(logits - highest[..., None]).sum(-1)
+
+
+def _in_one_pass(logits):
+    def combine(first, second):
+        (a, sum_a), (b, sum_b) = first, second
+        is_a = a >= b
+        total = jnp.where(is_a, sum_a, sum_b) + jnp.exp(-jnp.abs(a - b)) * jnp.where(is_a, sum_b, sum_a)
+        return jnp.maximum(a, b), total
+
+    # Not -inf, whose difference from itself is NaN.
+    nothing = jnp.finfo(jnp.float32).min, jnp.float32(0)
+    return jax.lax.reduce((logits, jnp.ones_like(logits)), nothing, combine, (logits.ndim - 1,))
