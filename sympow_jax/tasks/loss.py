@@ -13,7 +13,7 @@ from sympow_jax.layers import parallel, partitioning
 __all__ = ["token_sums"]
 
 # Maximum bytes of float32 logits that exist on a device at the same time. Each slice also reads and writes the float32
-# gradient of the embedding: with 512 MB and a width of 768, a fifth of the bytes of its logits and their gradients.
+# gradient of the embedding: with 512 MB and a width of 768, an eighth of the bytes of its logits and their gradients.
 _LOGITS_BYTES = 1 << 29
 # For the products of gradients, the vocabulary of a device and the tokens of a slice are padded to multiples of this,
 # once. Otherwise XLA pads the operands of each product on a GPU.
@@ -100,15 +100,12 @@ def _over_slices(
             highest, weight = _max_and_sum(logits)
             if vocabulary is not None:
                 of_device, highest = highest, jax.lax.pmax(jax.lax.stop_gradient(highest), vocabulary)
-                weight *= jnp.exp(of_device - highest)
-            label = targets
-            if vocabulary is None:
-                picked = jnp.take_along_axis(logits, jnp.maximum(label, 0)[..., None], axis=-1)[..., 0]
-            else:
-                label -= size * jax.lax.axis_index(vocabulary)
-                here = (label >= 0) & (label < size)
-                picked = jnp.take_along_axis(logits, jnp.clip(label, 0, size - 1)[..., None], axis=-1)[..., 0]
-                weight, picked = jax.lax.psum((weight, jnp.where(here, picked, 0)), vocabulary)
+                weight = jax.lax.psum(weight * jnp.exp(of_device - highest), vocabulary)
+            label = targets if vocabulary is None else targets - size * jax.lax.axis_index(vocabulary)
+            row = jnp.maximum(label, 0) if vocabulary is None else jnp.clip(label, 0, size - 1)
+            picked = jnp.take_along_axis(logits, row[..., None], axis=-1)[..., 0]
+            if vocabulary is not None:
+                picked = jax.lax.psum(jnp.where(label == row, picked, 0), vocabulary)
             normalizers = jnp.log(weight) + highest
             terms = jnp.log(weight) - (picked - highest), z_loss * jnp.square(normalizers)
             counts = targets >= 0
@@ -157,11 +154,9 @@ def _over_slices(
         return sums, (dhidden, parallel.scatter(dtable[:size], axes, summed).astype(embedding.dtype))
 
     specs = partitioning.TOKENS, partitioning.ROWS, partitioning.TOKENS
-    out = tuple(partitioning.fit(spec, x.shape) for spec, x in zip(specs, (hidden, embedding)))
-    arguments = hidden, embedding, targets
-    return partitioning.over_devices(
-        on_device, arguments, specs, (partitioning.REPLICATED, out if differentiate else None)
-    )
+    like = tuple(partitioning.fit(spec, x.shape) for spec, x in zip(specs, (hidden, embedding)))
+    out = partitioning.REPLICATED, like if differentiate else None
+    return partitioning.over_devices(on_device, (hidden, embedding, targets), specs, out)
 
 
 @jax.custom_jvp
