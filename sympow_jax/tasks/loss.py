@@ -1,19 +1,23 @@
-"""Cross-entropy of tokens, with logits of one slice of time at once."""
+"""Cross-entropy of tokens, fused with its gradients, with logits of one slice of time at once."""
 
+import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-from sympow_jax import models
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import parallel, partitioning
 
 __all__ = ["token_sums"]
 
-# Maximum bytes of float32 logits that exist on a device at the same time, in each of forward and backward.
-_LOGITS_BYTES = 1 << 28
+# Maximum bytes of float32 logits that exist on a device at the same time. Each slice also reads and writes the float32
+# gradient of the embedding: with 512 MB and a width of 768, an eighth of the bytes of its logits and their gradients.
+_LOGITS_BYTES = 1 << 29
+# For the products of gradients, the vocabulary of a device and the tokens of a slice are padded to multiples of this,
+# once. Otherwise XLA pads the operands of each product on a GPU.
+_ALIGNMENT = 8
 
 
 def token_sums(
@@ -22,77 +26,166 @@ def token_sums(
     targets: Int[Array, "B T"],
     dtype: Any,
     *,
-    z_loss: bool = False,
+    z_loss: float = 0.0,
 ) -> tuple[Float[Array, ""], Float[Array, ""] | None]:
-    """Returns the sums of cross-entropies and squared log-normalizers over the targets >= 0.
+    """Returns the sums over the targets >= 0 of cross-entropies, and of squared log-normalizers times `z_loss`.
 
-    Logits are hidden . embedding^T.
+    With logits x = hidden . embedding^T and n = log sum_v exp(x_v), the sums over tokens are those of n - x_target and
+    z_loss n^2. The gradient of both together for x_v is
 
-    The second is None without `z_loss`. Its use is from "PaLM" (Chowdhery et al. 2022, section 5).
+        (1 + 2 z_loss n) exp(x_v - n) - [v = target]
 
-    The product is in `dtype` with float32 accumulation, and the result is float32. If logits of all times would take
-    more than 256 MB, they exist for one slice of time at once, and the backward pass recomputes them. Under a mesh,
-    rows, times and the vocabulary are sharded; the embedding is gathered over `fsdp`, and its gradient is scattered.
+    The second sum is None if `z_loss` is 0. Its use is from "PaLM" (Chowdhery et al. 2022, section 5).
+
+    The forward pass computes the gradients too if they are needed, because it has the logits: it rounds the gradient of
+    a slice's logits to `dtype` and multiplies it by the embedding and by `hidden`. The backward pass only multiplies by
+    the cotangent, which must be the same for both sums. Otherwise gradients are NaN.
+
+    Products are in `dtype` with float32 accumulation, and the results are float32. Logits of at most 512 MB exist at
+    once. Under a mesh, rows, times and the vocabulary are sharded; the embedding is gathered over `fsdp`, and its
+    gradient is scattered.
     """
+    loss, z = _sums(hidden, embedding, targets, jnp.dtype(dtype), float(z_loss))
+    return loss, z if z_loss else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _sums(hidden, embedding, targets, dtype, z_loss):
+    return _over_slices(hidden, embedding, targets, dtype, z_loss, differentiate=False)[0]
+
+
+def _sums_fwd(hidden, embedding, targets, dtype, z_loss):
+    return _over_slices(hidden, embedding, targets, dtype, z_loss, differentiate=True)
+
+
+def _sums_bwd(dtype, z_loss, gradients, cotangents):
+    cotangent, of_z = cotangents
+    if z_loss:
+        cotangent = jnp.where(cotangent == of_z, cotangent, jnp.nan)
+    return *((cotangent * gradient).astype(gradient.dtype) for gradient in gradients), None
+
+
+_sums.defvjp(_sums_fwd, _sums_bwd)
+
+
+def _over_slices(
+    hidden: Float[Array, "B T M"],
+    embedding: Float[Array, "V M"],
+    targets: Int[Array, "B T"],
+    dtype: Any,
+    z_loss: float,
+    *,
+    differentiate: bool,
+):
+    """Returns both sums and, if `differentiate`, the gradients of their total for `hidden` and `embedding`."""
     summed = partitioning.dividing(partitioning.TOKENS, targets.shape)
     axes = tuple(partitioning.fit(partitioning.ROWS, embedding.shape))
     vocabulary = partitioning.TENSOR if partitioning.TENSOR in axes else None
 
     def on_device(hidden, embedding, targets):
-        embedding = parallel.gather(embedding, axes, partitioning.FSDP)
+        table = parallel.gather(embedding, axes, partitioning.FSDP).astype(dtype)
+        size = len(table)
+        if differentiate:
+            table = jnp.pad(table, ((0, -size % _ALIGNMENT), (0, 0)))
 
-        def of_slice(hidden, targets):
-            logits = models.logits(hidden, embedding, dtype)
-            if vocabulary is None:
-                losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.maximum(targets, 0))
-            else:
-                losses = _divided_cross_entropy(logits, targets, vocabulary)
-            total = jnp.sum(jnp.where(targets >= 0, losses, 0))
-            if not z_loss:
-                return total, None
-            normalizers = (
-                jax.nn.logsumexp(logits, -1) if vocabulary is None else _divided_logsumexp(logits, vocabulary)
+        def add(carry, tokens):
+            sums, dtable = carry
+            hidden, targets = tokens
+            logits = jnp.einsum(
+                "btm,vm->btv", hidden.astype(dtype), table, preferred_element_type=jnp.float32
             )
-            return total, jnp.sum(jnp.where(targets >= 0, jnp.square(normalizers), 0))
+            logits = logits[..., :size]
+
+            # Sums. Over a sharded vocabulary, they are those of all devices.
+            highest, weight = _max_and_sum(logits)
+            if vocabulary is not None:
+                of_device, highest = highest, jax.lax.pmax(jax.lax.stop_gradient(highest), vocabulary)
+                weight = jax.lax.psum(weight * jnp.exp(of_device - highest), vocabulary)
+            label = targets if vocabulary is None else targets - size * jax.lax.axis_index(vocabulary)
+            row = jnp.maximum(label, 0) if vocabulary is None else jnp.clip(label, 0, size - 1)
+            picked = jnp.take_along_axis(logits, row[..., None], axis=-1)[..., 0]
+            if vocabulary is not None:
+                picked = jax.lax.psum(jnp.where(label == row, picked, 0), vocabulary)
+            normalizers = jnp.log(weight) + highest
+            terms = jnp.log(weight) - (picked - highest), z_loss * jnp.square(normalizers)
+            counts = targets >= 0
+            sums = tuple(total + jnp.sum(term, where=counts) for total, term in zip(sums, terms))
+            if not differentiate:
+                return (sums, None), None
+
+            # Gradients.
+            factor = jnp.where(counts, 1 + 2 * z_loss * normalizers, 0) / weight
+            is_label = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == label[..., None]
+            dlogits = (factor[..., None] * jnp.exp(logits - highest[..., None]) - is_label).astype(dtype)
+            dlogits = jnp.pad(dlogits, ((0, 0), (0, 0), (0, len(table) - size)))
+            # Otherwise XLA computes it twice on a CPU, once for each product.
+            dlogits = jax.lax.optimization_barrier(dlogits)
+            dhidden = jnp.einsum("btv,vm->btm", dlogits, table, preferred_element_type=hidden.dtype)
+            dtable += jnp.einsum(
+                "btv,btm->vm", dlogits, hidden.astype(dtype), preferred_element_type=jnp.float32
+            )
+            return (sums, dtable), dhidden
 
         rows, time = targets.shape
-        width = max(1, _LOGITS_BYTES // (4 * rows * len(embedding)))
-        if width >= time:
-            total = of_slice(hidden, targets)
-        else:
+        width = max(1, min(time, _LOGITS_BYTES // (4 * rows * len(table))))
+        slices = -(-time // width)
+        width = -(-time // slices)
+        if slices > 1:
+            width += -width % (_ALIGNMENT // math.gcd(_ALIGNMENT, rows))
             slices = -(-time // width)
-            width = -(-time // slices)
-            padding = slices * width - time
-            hidden = jnp.pad(hidden, ((0, 0), (0, padding), (0, 0)))
-            targets = jnp.pad(targets, ((0, 0), (0, padding)), constant_values=-1)
+        padding = slices * width - time
 
-            @jax.checkpoint
-            def add(total, start):
-                part = (
-                    jax.lax.dynamic_slice_in_dim(leaf, start, width, axis=1) for leaf in (hidden, targets)
-                )
-                return jax.tree.map(jnp.add, total, of_slice(*part)), None
+        def split(x, fill):
+            padded = jnp.pad(x, ((0, 0), (0, padding), *[(0, 0)] * (x.ndim - 2)), constant_values=fill)
+            return padded.reshape(rows, slices, width, *x.shape[2:]).swapaxes(0, 1)
 
-            zeros = jnp.float32(0), jnp.float32(0) if z_loss else None
-            total, _ = jax.lax.scan(add, zeros, jnp.arange(slices) * width)
-        return jax.lax.psum(total, summed) if summed else total
+        zeros = (
+            (jnp.float32(0), jnp.float32(0)),
+            jnp.zeros(table.shape, jnp.float32) if differentiate else None,
+        )
+        (sums, dtable), dhidden = jax.lax.scan(add, zeros, (split(hidden, 0), split(targets, -1)))
+        if summed:
+            sums = jax.lax.psum(sums, summed)
+        if not differentiate:
+            return sums, None
+        dhidden = dhidden.swapaxes(0, 1).reshape(rows, slices * width, -1)[:, :time]
+        if vocabulary is not None:
+            dhidden = jax.lax.psum(dhidden, vocabulary)
+        return sums, (dhidden, parallel.scatter(dtable[:size], axes, summed).astype(embedding.dtype))
 
     specs = partitioning.TOKENS, partitioning.ROWS, partitioning.TOKENS
-    return partitioning.over_devices(on_device, (hidden, embedding, targets), specs, partitioning.REPLICATED)
+    like = tuple(partitioning.fit(spec, x.shape) for spec, x in zip(specs, (hidden, embedding)))
+    out = partitioning.REPLICATED, like if differentiate else None
+    return partitioning.over_devices(on_device, (hidden, embedding, targets), specs, out)
 
 
-def _divided_logsumexp(logits: Float[Array, "B T V"], axis_name: str) -> Float[Array, "B T"]:
-    """Returns log sum exp over a vocabulary that is sharded over a mesh axis."""
-    highest = jax.lax.pmax(jax.lax.stop_gradient(logits).max(-1), axis_name)
-    weights = jax.lax.psum(jnp.exp(logits - highest[..., None]).sum(-1), axis_name)
-    return jnp.log(weights) + highest
+@jax.custom_jvp
+def _max_and_sum(logits: Float[Array, "B T V"]) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Returns max_v x_v and sum_v exp(x_v - max), in one pass over the logits on a GPU, which their bytes limit."""
+    return jax.lax.platform_dependent(logits, cuda=_in_one_pass, default=_in_two_passes)
 
 
-def _divided_cross_entropy(
-    logits: Float[Array, "B T V"], targets: Int[Array, "B T"], axis_name: str
-) -> Float[Array, "B T"]:
-    size = logits.shape[-1]
-    label = targets - jax.lax.axis_index(axis_name) * size
-    here = (label >= 0) & (label < size)
-    picked = jnp.take_along_axis(logits, jnp.clip(label, 0, size - 1)[..., None], axis=-1)[..., 0]
-    return _divided_logsumexp(logits, axis_name) - jax.lax.psum(jnp.where(here, picked, 0), axis_name)
+@_max_and_sum.defjvp
+def _max_and_sum_jvp(primals, tangents):
+    # The maximum is a constant: any other would give the same loss.
+    (logits,), (tangent,) = primals, tangents
+    highest, total = _max_and_sum(logits)
+    weights = jnp.exp(logits - highest[..., None])
+    return (highest, total), (jnp.zeros_like(highest), jnp.sum(weights * tangent, -1))
+
+
+def _in_two_passes(logits):
+    highest = logits.max(-1)
+    return highest, jnp.exp(logits - highest[..., None]).sum(-1)
+
+
+def _in_one_pass(logits):
+    def combine(first, second):
+        (a, sum_a), (b, sum_b) = first, second
+        is_a = a >= b
+        total = jnp.where(is_a, sum_a, sum_b) + jnp.exp(-jnp.abs(a - b)) * jnp.where(is_a, sum_b, sum_a)
+        return jnp.maximum(a, b), total
+
+    # Not -inf, whose difference from itself is NaN.
+    nothing = jnp.finfo(jnp.float32).min, jnp.float32(0)
+    return jax.lax.reduce((logits, jnp.ones_like(logits)), nothing, combine, (logits.ndim - 1,))

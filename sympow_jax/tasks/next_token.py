@@ -17,5 +17,5 @@ class NextToken(task.Task):
         """Returns the sums over the targets >= 0, with the term `z_loss` if `optimizer.z_loss` is positive."""
         hidden = model.hidden(batch["inputs"], segment_ids=batch.get("segment_ids"))
         weight, dtype = self.config.optimizer.z_loss, jnp.dtype(model.config.dtype)
-        losses, z = loss.token_sums(hidden, model.output_table, batch["targets"], dtype, z_loss=weight > 0)
-        return task.Sums(losses, {} if z is None else {"z_loss": weight * z}, {})
+        losses, z = loss.token_sums(hidden, model.output_table, batch["targets"], dtype, z_loss=weight)
+        return task.Sums(losses, {} if z is None else {"z_loss": z}, {})
