@@ -319,20 +319,48 @@ def rotate(
 
 
 @calls.op({"x": "B T N D", "angles": "B T K D"}, lambda _: "B T N D")
-@functools.partial(jax.checkpoint, static_argnums=0)
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
 def _rotate(layout, x, angles):
-    """Rotates without separating the entries of pairs: y = x cos + (x with its pairs swapped) (-sin, sin).
-
-    The backward pass computes sines and cosines again, which on a GPU takes less time than reading them.
-    """
+    """Rotates; the backward pass computes sines and cosines again."""
     batch, time, heads, head_dim = x.shape
     pairs = x.astype(np.promote_types(x.dtype, jnp.float32))
     split, axis = ((head_dim // 2, 2), -1) if layout == "pairs" else ((2, head_dim // 2), -2)
-    pairs = pairs.reshape(batch, time, angles.shape[2], -1, *split)
-    cos, sin = (jnp.expand_dims(f(angles)[:, :, :, None], axis) for f in (jnp.cos, jnp.sin))
-    signs = np.expand_dims(np.array([-1, 1], np.float32), -3 - axis)
-    rotated = pairs * cos + jnp.flip(pairs, axis) * (sin * signs)
+    # With an axis of size 1, XLA for GPUs writes sines and cosines to memory.
+    group = (heads // angles.shape[2],) if heads > angles.shape[2] else ()
+    pairs = pairs.reshape(batch, time, angles.shape[2], *group, *split)
+    rotated = _turned(axis, pairs, jnp.expand_dims(angles[:, :, :, None] if group else angles, axis))
     return rotated.reshape(batch, time, heads, head_dim).astype(x.dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _turned(axis, pairs, angles):
+    """Rotates the pairs along `axis` without separating their entries: y = x cos + (x swapped) (-sin, sin).
+
+    The signs are those of the angles. XLA for GPUs would write sine and cosine of broadcast angles to memory, and read
+    them again, which takes longer than computing them for each entry.
+    """
+    angles = angles * _signs(axis)
+    return pairs * jnp.cos(angles) + jnp.flip(pairs, axis) * jnp.sin(angles)
+
+
+@_turned.defjvp
+@by_default_rules
+def _turned_jvp(axis, primals, tangents):
+    """Returns R(a) dx + (dR(a)/da x) da, whose transpose is one pass of a GPU for queries, keys and angles.
+
+    Gradients of x and of a share no intermediate result but sine and cosine, since XLA would write others to memory.
+    These two are behind a barrier, or XLA for CPUs would compute them again for each gradient.
+    """
+    (pairs, angles), (dpairs, dangles) = primals, tangents
+    cos, sin = jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
+    slope = jnp.flip(pairs, axis) * (_signs(axis) * cos) - pairs * sin
+    tangent = dpairs * cos - jnp.flip(dpairs * (_signs(axis) * sin), axis) + slope * dangles
+    return _turned(axis, pairs, angles), tangent
+
+
+def _signs(axis: int) -> Float[np.ndarray, "..."]:
+    """Returns (-1, 1) along `axis`, -1 or -2, of two axes."""
+    return np.expand_dims(np.array([-1, 1], np.float32), -3 - axis)
 
 
 def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T M"]:
