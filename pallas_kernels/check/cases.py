@@ -215,7 +215,8 @@ def _attention_forward(case, interpret):
     def call(arrays):
         found, _ = _attention_results(case, interpret, arrays)
         mean = found["out"].astype(jnp.float32) + found["remainder"].astype(jnp.float32)
-        return {"mean": mean, "denominator": jnp.ldexp(found["denominator"], found["exponent"])}
+        weights = jnp.moveaxis(jnp.ldexp(found["weight_sum"], found["weight_exponent"]), 1, 2)
+        return {"mean": mean, "denominator": weights[:, : case.time]}
 
     bounds = {"mean": OUTPUT, "denominator": FLOAT16}
     return Prepared(call, _attention_arrays(drawn), drawn.compared_rows, rows._asdict(), bounds)
@@ -233,7 +234,7 @@ def _attention_gradients(names, case, interpret):
     def call(arrays):
         found, fixed = _attention_results(case, interpret, arrays)
         inputs = {name: arrays[name] for name in ("query", "key", "value", "dout")}
-        results = power_attention.power_attention_vjp(**inputs, **found, **fixed)
+        results = power_attention.power_attention_vjp(**inputs, saved=found, **fixed)
         found = dict(zip(("query", "key", "value", "log_decay"), results))
         # Only the named gradients are returned, so that XLA drops the kernels of the others.
         return {name: found[name] for name in names}

@@ -10,8 +10,9 @@ import numpy as np
 __all__ = [
     "exponent",
     "factors",
-    "length_exponent",
+    "normal_exponent",
     "over_earlier",
+    "power_of_two",
     "running_sums",
     "scaled",
     "suffix_sums",
@@ -19,33 +20,11 @@ __all__ = [
 
 # The product of two factors of at most 2^126 each.
 _LARGEST_EXPONENT = 252
-# Sums of squares within 2^-80 and 2^80 are exact enough as they are; others after a shift.
-_SQUARE_BITS = 80
-_SQUARE_SHIFT = 80
 
 
 def exponent(x: jax.Array) -> jax.Array:
     """Returns int32 e with |x| in [2^(e-1), 2^e); 0 for 0."""
     return jnp.frexp(jnp.abs(x.astype(jnp.float32)))[1]
-
-
-def length_exponent(x: jax.Array) -> jax.Array:
-    """Returns int32 e with the length of float32 x [..., D] in [2^(e-1), 2^e), to rounding; 0 for 0.
-
-    Squares are summed at three scales at once, of which one neither overflows nor underflows: finding the largest entry
-    first would read x twice.
-    """
-
-    def squares(shift):
-        scaled = x * 2.0**shift
-        return (scaled * scaled).sum(-1)
-
-    plain = squares(0)
-    fits = (plain > 2.0**-_SQUARE_BITS) & (plain < 2.0**_SQUARE_BITS)
-    large = plain >= 2.0**_SQUARE_BITS
-    total = jnp.where(fits, plain, jnp.where(large, squares(-_SQUARE_SHIFT), squares(_SQUARE_SHIFT)))
-    shift = jnp.where(fits | (total == 0), 0, jnp.where(large, _SQUARE_SHIFT, -_SQUARE_SHIFT))
-    return exponent(jnp.sqrt(total)) + shift
 
 
 def scaled(x: jax.Array, exponent: jax.Array | int) -> jax.Array:
@@ -62,9 +41,11 @@ def factors(exponent: jax.Array | int) -> tuple[jax.Array, jax.Array]:
 
     Exponents beyond 252 count as 252.
     """
-    exponent = jnp.clip(jnp.asarray(exponent, jnp.int32), -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
-    half = exponent // 2
-    return _power_of_two(half), _power_of_two(exponent - half)
+    exponent = jnp.minimum(
+        jnp.maximum(jnp.asarray(exponent, jnp.int32), -_LARGEST_EXPONENT), _LARGEST_EXPONENT
+    )
+    half = exponent >> 1
+    return power_of_two(half), power_of_two(exponent - half)
 
 
 def running_sums(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
@@ -97,6 +78,12 @@ def suffix_sums(x: jax.Array) -> jax.Array:
     return jnp.flip(jnp.cumsum(jnp.flip(x, -1), -1), -1)
 
 
-def _power_of_two(exponent):
-    """Returns 2^exponent as a float32, exactly, for the exponents of normal numbers."""
-    return jax.lax.bitcast_convert_type((jnp.clip(exponent, -126, 127) + 127) << 23, jnp.float32)
+def normal_exponent(x: jax.Array) -> jax.Array:
+    """Returns int32 e with positive, normal float32 x in [2^(e-1), 2^e)."""
+    return (jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) - 126
+
+
+def power_of_two(exponent: jax.Array) -> jax.Array:
+    """Returns 2^exponent as a float32, exactly; exponents beyond those of normal numbers count as the nearest."""
+    exponent = jnp.minimum(jnp.maximum(exponent, -126), 127)
+    return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.power_attention import blocks, forward, key_vjp, query_vjp, sequence, units, vjp_operands
 from pallas_kernels.power_attention import config as configs
-from pallas_kernels.power_attention import forward, key_vjp, operands, query_vjp, sequence, vjp_operands
 
 __all__ = ["choose", "power_attention", "power_attention_vjp"]
 
@@ -36,13 +36,14 @@ def power_attention(
         power: p, even.
         log_decay: [B, S, K], at most 0; a token's decay discounts earlier tokens.
         segment_ids: [B, S]; a document starts where the id changes; negative ids are padding.
-        exact: whether to return `remainder`, which `power_attention_vjp` needs.
+        exact: whether to return what `power_attention_vjp` needs.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
 
     Returns:
-        `out`, the means [B, T, N, E] in the values' dtype; if `exact`, `remainder`, what rounding took from them, in
-        bfloat16; `denominator` [B, T, N], float32, and `exponent` [B, T, N], int32: the sums of weights are 2^exponent
-        times the denominators.
+        `out`, the means [B, T, N, E] in the values' dtype. If `exact`, also `remainder`, what rounding took from them,
+        in bfloat16, and with T and S padded to whole blocks: `weight_sum` [B, N, T], float32, and `weight_exponent`,
+        int32, so that sums of weights are 2^weight_exponent weight_sum; `unit_query` and `unit_key`, float16, and the
+        exponents of lengths that were taken out of them, `query_exponent` [B, N, T] and `key_exponent` [B, K, S].
 
     Raises:
         NotImplementedError: for unsupported requests, naming the constraint.
@@ -53,27 +54,35 @@ def power_attention(
     config = configs.choose(
         head_dim=query.shape[-1], value_dim=value.shape[-1], power=power, dtype=query.dtype
     )
-    prepared, exponent = operands.prepare(
-        query, key, value, power=power, log_decay=log_decay, segment_ids=segment_ids, config=config
+    tokens = sequence.whole_blocks(
+        query, key, value, log_decay=log_decay, segment_ids=segment_ids, block=config.block, config=config
     )
-    options = {"dtype": value.dtype, "exact": exact, "interpret": interpret}
-    results = forward.means(prepared, power=power, config=config, **options)
-    time = query.shape[1]
-    denominator = jnp.moveaxis(results.pop("denominator")[..., :time], 1, 2)
-    means = {name: x[:, :time, :, : value.shape[-1]] for name, x in results.items()}
-    return means | {"denominator": denominator, "exponent": exponent}
+    bits, run = configs.weight_bits(power), {"interpret": interpret}
+    unit_query, unit_key, query_exponent, key_exponent = units.unit_lengths(
+        tokens.query, tokens.key, bits, **run
+    )
+    options = run | {"power": power, "config": config}
+    of_blocks = blocks.prepare(key_exponent, tokens.value, tokens.log_decay, **options)
+    by_block = tokens.log_decay.reshape(*tokens.log_decay.shape[:2], -1, config.block)
+    first, _ = sequence.visible_blocks(by_block, segment_ids)
+    first = first[..., first.shape[-1] - tokens.query.shape[1] // config.block :]
+    options |= {"dtype": value.dtype, "exact": exact}
+    results = forward.means(unit_query, unit_key, of_blocks, query_exponent, first, **options)
+    for name in ("out", "remainder") if exact else ("out",):
+        results[name] = results[name][:, : query.shape[1], :, : value.shape[-1]]
+    if not exact:
+        return results
+    saved = {"unit_query": unit_query, "query_exponent": query_exponent}
+    return results | saved | {"unit_key": unit_key, "key_exponent": key_exponent}
 
 
 def power_attention_vjp(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    out: jax.Array,
-    remainder: jax.Array,
-    denominator: jax.Array,
-    exponent: jax.Array,
     dout: jax.Array,
     *,
+    saved: dict[str, jax.Array],
     power: int,
     log_decay: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
@@ -93,11 +102,8 @@ def power_attention_vjp(
         query: [B, T, N, D]; query, key and value are the arguments of `power_attention`.
         key: [B, S, K, D].
         value: [B, S, K, E].
-        out: [B, T, N, E], as `power_attention` returned it, as are the next three.
-        remainder: [B, T, N, E].
-        denominator: [B, T, N].
-        exponent: [B, T, N].
         dout: [B, T, N, E], the cotangent of the mean.
+        saved: results of `power_attention`.
         power: p, as in `power_attention`.
         log_decay: [B, S, K], as in `power_attention`.
         segment_ids: [B, S], as in `power_attention`.
@@ -113,20 +119,19 @@ def power_attention_vjp(
         head_dim=query.shape[-1], value_dim=value.shape[-1], power=power, dtype=query.dtype
     )
     arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
-    exact = out.astype(jnp.float32) + remainder.astype(jnp.float32)
-    prepared, units, positions = vjp_operands.prepare(
-        query, key, value, exact, denominator, exponent, dout, power=power, **arrays, config=config
+    prepared, scales, positions = vjp_operands.prepare(
+        query, key, value, dout, saved, power=power, **arrays, config=config
     )
     options = {"power": power, "config": config, "interpret": interpret}
     dquery, query_log = query_vjp.query_vjp(prepared, time=query.shape[1], dtype=query.dtype, **options)
-    prepared = vjp_operands.corrected(prepared, units, query_log)
+    prepared = vjp_operands.corrected(prepared, scales, query_log)
     dkey, dvalue, key_log = key_vjp.key_vjp(prepared, positions=positions, dtype=key.dtype, **options)
     dquery, dkey, dvalue = (
         x[..., : like.shape[-1]] for x, like in ((dquery, query), (dkey, key), (dvalue, value))
     )
     if log_decay is None:
         return dquery, dkey, dvalue, None
-    ddecay = vjp_operands.decay_gradient(key_log, units)
+    ddecay = vjp_operands.decay_gradient(key_log, scales)
     if segment_ids is not None:
         ddecay = jnp.where(sequence.within_documents(segment_ids)[..., None], ddecay, 0)
     return dquery, dkey, dvalue, ddecay

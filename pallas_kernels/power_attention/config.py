@@ -1,18 +1,27 @@
 """Tile sizes of the kernels, and the constraints on their arguments."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import tensor_core
 
-__all__ = ["BLOCK", "Config", "VjpConfig", "choose", "choose_vjp", "column_length"]
+__all__ = ["BLOCK", "Config", "VjpConfig", "choose", "choose_vjp", "scaled_by_row", "weight_bits"]
 
 # Two warpgroups of queries share every block of keys; a block of queries is as long as a block of keys, so that
 # exactly one block of keys, the diagonal one, needs a mask.
 BLOCK = 2 * tensor_core.ROWS
 # Shared memory available to one thread block on Hopper, minus an allowance for barriers and reductions.
 _SHARED_BYTES = 227 * 1024 - 4096
+# The largest weight is near 2^14: float16 ends just below 2^16.
+_WEIGHT_BITS = 14
+# From this power on most weights of a row are below float16's range with any scale that is known in advance.
+_SCALED_POWER = 8
+# Bits of weights that are scaled by row: their sums must fit in float32.
+_SCALED_WEIGHT_BITS = 96
+# Numbers of a block of keys besides a factor per key.
+_BLOCK_NUMBERS = 5
 # Rows of 32, 64 or 128 bytes, or several tiles of those, for which wgmma and TMA have a conflict-free swizzle.
 _WIDTHS = (16, 32, 64, 96, 128)
 
@@ -32,18 +41,31 @@ class Config:
     compute_warpgroups: int = 2
 
     @property
+    def columns(self) -> tuple[int, int]:
+        """Shape of the floats of a block of keys: one per key, then numbers of the block, each repeated for 64 rows."""
+        return 1 + -(-_BLOCK_NUMBERS * tensor_core.ROWS // self.block), self.block
+
+    @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory of the tiles."""
-        keys_and_values = self.block * (self.head_dim + self.value_dim) * 2 + 4 * column_length(self.block)
+        keys_and_values = self.block * (self.head_dim + self.value_dim) * 2 + 4 * math.prod(self.columns)
         return self.block * self.head_dim * 2 + self.stages * keys_and_values
 
 
-def column_length(block: int) -> int:
-    """Returns the number of floats per block of keys: one factor per key and two for the block, padded.
+def scaled_by_row(power: int) -> bool:
+    """Returns True if weights are rounded to float16 relative to the largest of their row so far.
 
-    TMA requires an alignment of 128 bytes.
+    The diagonal block always uses such a scale.
     """
-    return block + 32
+    return power >= _SCALED_POWER
+
+
+def weight_bits(power: int) -> int:
+    """Returns h: queries are scaled by 2^h, so that weights use the available range.
+
+    Scores are then at most 2^h, and weights at most 2^(ph).
+    """
+    return (_SCALED_WEIGHT_BITS if scaled_by_row(power) else _WEIGHT_BITS) // power
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

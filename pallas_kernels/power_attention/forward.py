@@ -6,6 +6,8 @@ other in registers. Blocks before the diagonal need p - 1 multiplications, one c
 and no exponential. From p = 8 on, two multiplications, a maximum and an addition replace the multiply-add.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,9 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, ring, tensor_core
+from pallas_kernels.power_attention import blocks, pairs, sequence
 from pallas_kernels.power_attention import config as configs
-from pallas_kernels.power_attention import operands as inputs
-from pallas_kernels.power_attention import pairs, sequence
+from pallas_kernels.power_attention.blocks import Scalar, Vector
 
 __all__ = ["means"]
 
@@ -26,32 +28,62 @@ _PER_ROW, _PER_COLUMN = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
 _WEIGHT_BITS = 15
 # Lower bound on a row's largest weight, so that its inverse stays finite.
 _SMALLEST = 2.0**-100
+# Bits by which a block's values may be smaller than the sums before it without losing precision.
+_SLACK_BITS = 40
+# Exponent of the unit of sums over nothing.
+_NO_UNIT = -30_000
+
+
+class _Units(NamedTuple):
+    """Exponents of the units of both sums, or factors for both: of weighted values and of weights."""
+
+    sum: jax.Array
+    weight: jax.Array
 
 
 def means(
-    operands: inputs.Operands, *, power: int, config: configs.Config, dtype, exact: bool, interpret=None
+    query,
+    key,
+    of_blocks: blocks.Blocks,
+    query_exponent,
+    first,
+    *,
+    power,
+    config: configs.Config,
+    dtype,
+    exact,
+    interpret=None,
 ):
-    """Returns `out`, weighted means of values [B, T, N, E], and `denominator`, sums of weights [B, N, T].
+    """Returns weighted means of values [B, T, N, E], zero where no weight is positive, by name: see `power_attention`.
 
-    A mean is zero if no weight is positive. The sums of weights are float32, in the operands' scales.
-
-    dtype: of `out`. exact: whether to return `remainder`, what rounding took from the means, in bfloat16.
-    interpret: `plgpu.InterpretGPUParams` to run on a CPU.
+    Args:
+        query: [B, T, N, D], of length at most 2^h, h of `config.weight_bits`; float16, as in the backward pass, whose
+            scores must be the same to the bit: a weight that is alone in its sum is 1 in both passes, however small.
+        key: [B, S, K, D], of length at most 1; float16 too.
+        of_blocks: values and factors of the keys.
+        query_exponent: [B, N, T], of the lengths that were taken out of the queries.
+        first: [B, K, T / C], the first block of keys that is visible to any query of a block.
+        power: p.
+        config: tile sizes.
+        dtype: of the means.
+        exact: whether to return `remainder`, `weight_sum` and `weight_exponent`.
+        interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    batch, time, heads, head_dim = operands.query.shape
+    batch, time, heads, head_dim = query.shape
     block, count, stages = config.block, config.compute_warpgroups, config.stages
-    blocks, key_blocks = time // block, operands.key.shape[1] // block
-    group = heads // operands.key.shape[2]
+    query_blocks, key_blocks = time // block, key.shape[1] // block
+    group = heads // key.shape[2]
     # A head's queries share its group's keys and values.
-    head_bytes = 2 * operands.key.shape[1] * (head_dim + config.value_dim) / group
-    grid = launch.heads_grid(batch, heads, blocks, head_bytes)
+    grid = launch.heads_grid(
+        batch, heads, query_blocks, 2 * key.shape[1] * (head_dim + config.value_dim) / group
+    )
 
     def body(gmem, smem):
         batch_row, head = lax.axis_index("batch"), launch.head_index(grid)
         kv_head = lax.div(head, jnp.int32(group))
         # The last queries attend to the most keys. They run first, so that short blocks fill the gaps at the end.
-        query_block = jnp.int32(blocks - 1) - lax.axis_index("block")
-        diagonal = query_block + jnp.int32(key_blocks - blocks)
+        query_block = jnp.int32(query_blocks - 1) - lax.axis_index("block")
+        diagonal = query_block + jnp.int32(key_blocks - query_blocks)
         begin = gmem["first"][batch_row, kv_head, query_block]
         earlier_steps = diagonal - begin
 
@@ -67,48 +99,64 @@ def means(
 
             # Earlier blocks in order of time, then the diagonal one.
             queries = _Queries(core, tile, smem, power, config)
-            earlier_sum, earlier_weight = queries.all_earlier(earlier_steps)
+            earlier_sum, earlier_weight, units = queries.all_earlier(earlier_steps)
+            columns = gmem["columns"].at[batch_row, kv_head, diagonal]
+            weight_unit, value_unit = (
+                columns[blocks.scalar_at(n, block)] for n in (Scalar.WEIGHT_UNIT, Scalar.VALUE_UNIT)
+            )
+            vectors = gmem["vectors"].at[batch_row, kv_head]
             diagonal_sum, diagonal_weight = queries.diagonal(
-                earlier_steps, start, gmem["diagonal"].at[batch_row, kv_head], pl.ds(diagonal * block, block)
+                earlier_steps, start, vectors, pl.ds(diagonal * block, block)
             )
 
-            # Join both in the scales of the rows.
-            factors = gmem["rows"].at[batch_row, kv_head]
-            sum_factor, weight_factor = (
-                plgpu.load(factors.at[n, rows], layout=_PER_ROW, optimized=False) for n in range(2)
-            )
-            total = earlier_sum * _by_row(sum_factor, earlier_sum) + diagonal_sum
-            weight = earlier_weight * weight_factor + diagonal_weight
-            pairs.store(gmem["denominator"].at[batch_row, head, rows], weight)
+            # Join both in units of the larger weight and of the larger value.
+            weights = jnp.maximum(units.weight, weight_unit)
+            values = jnp.maximum(units.sum - weights, value_unit)
+            from_start = vectors.at[Vector.FROM_START, pl.ds(diagonal * block + start, _ROWS)]
+            from_start = plgpu.load(from_start, layout=_PER_ROW, optimized=False)
+            weight = earlier_weight * (from_start * jnp.exp2(units.weight - weights))
+            weight = weight + diagonal_weight * jnp.exp2(weight_unit - weights)
+            sum_factor = from_start * jnp.exp2(units.sum - weights - values - blocks.VALUE_BITS)
+            total = earlier_sum * _by_row(sum_factor, earlier_sum)
+            total = total + diagonal_sum * jnp.exp2(weight_unit - weights + value_unit - values)
 
             # A NaN is a weight too: the mean is NaN, not zero.
             none = weight < jnp.finfo(jnp.float32).tiny
             mean = total / _by_row(jnp.where(none, 1.0, weight), total)
             mean = mean * _by_row(jnp.where(none, 0.0, 1.0), total)
-            for n in range(2):
-                mean = mean * gmem["unit"][batch_row, kv_head, n]
+            # In two steps, since the power itself might not be a normal number.
+            mean = mean * jnp.exp2(_half(values)) * jnp.exp2(values - _half(values))
             out = mean.astype(dtype)
             pairs.store(gmem["out"].at[batch_row, rows, head], out)
             if exact:
                 remainder = (mean - out.astype(jnp.float32)).astype(jnp.bfloat16)
                 pairs.store(gmem["remainder"].at[batch_row, rows, head], remainder)
+                pairs.store(gmem["weight_sum"].at[batch_row, head, rows], weight)
+                lengths = gmem["query_exponent"].at[batch_row, head, rows]
+                lengths = plgpu.load(lengths, layout=_PER_ROW, optimized=False)
+                exponent = power * (lengths - configs.weight_bits(power)) + weights.astype(jnp.int32)
+                pairs.store(gmem["weight_exponent"].at[batch_row, head, rows], exponent)
 
         return copy, compute
 
-    shape = batch, time, heads, config.value_dim
+    arrays = {"query": query, "key": key, "query_exponent": query_exponent, "first": first}
+    shape, by_head = (batch, time, heads, config.value_dim), (batch, heads, time)
+    results = {"out": jax.ShapeDtypeStruct(shape, dtype)}
+    if exact:
+        results |= {
+            "remainder": jax.ShapeDtypeStruct(shape, jnp.bfloat16),
+            "weight_sum": jax.ShapeDtypeStruct(by_head, jnp.float32),
+            "weight_exponent": jax.ShapeDtypeStruct(by_head, jnp.int32),
+        }
     return launch.launch(
         body,
-        operands._asdict(),
+        arrays | of_blocks._asdict(),
+        results,
         {
-            "out": jax.ShapeDtypeStruct(shape, dtype),
-            "denominator": jax.ShapeDtypeStruct((batch, heads, time), jnp.float32),
-        }
-        | ({"remainder": jax.ShapeDtypeStruct(shape, jnp.bfloat16)} if exact else {}),
-        {
-            "query_smem": tensor_core.operand((count,), _ROWS, head_dim, operands.query.dtype),
-            "key_smem": tensor_core.operand((stages,), block, head_dim, operands.key.dtype),
+            "query_smem": tensor_core.operand((count,), _ROWS, head_dim, jnp.float16),
+            "key_smem": tensor_core.operand((stages,), block, head_dim, jnp.float16),
             "value_smem": tensor_core.operand((stages,), block, config.value_dim, jnp.float16),
-            "column_smem": plgpu.SMEM((stages, configs.column_length(block)), jnp.float32),
+            "column_smem": plgpu.SMEM((stages, *config.columns), jnp.float32),
             "query_ready": plgpu.Barrier(num_barriers=count),
             "key_full": plgpu.Barrier(num_barriers=stages),
             "value_full": plgpu.Barrier(num_barriers=stages),
@@ -156,52 +204,77 @@ class _Queries:
         self.power, self.config = power, config
 
     def all_earlier(self, steps):
-        """Returns the sums over all blocks before the diagonal one."""
+        """Returns the sums over all blocks before the diagonal one, of values and of weights, and their `_Units`."""
         total = plgpu.layout_cast(jnp.zeros((_ROWS, self.config.value_dim), jnp.float32), _LAYOUT)
         weight = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), _PER_ROW)
-        if not inputs.scaled_by_row(self.power):
-            return lax.fori_loop(jnp.int32(0), steps, self._earlier, (total, weight))
+        units = _Units(jnp.float32(_NO_UNIT), jnp.float32(_NO_UNIT))
+        if not configs.scaled_by_row(self.power):
+            return lax.fori_loop(jnp.int32(0), steps, self._earlier, (total, weight, units))
         largest = plgpu.layout_cast(jnp.full((_ROWS,), _SMALLEST, jnp.float32), _PER_ROW)
-        carry = total, weight, largest
-        total, weight, largest = lax.fori_loop(jnp.int32(0), steps, self._earlier_by_row, carry)
-        return total * _by_row(largest * 2.0**-_WEIGHT_BITS, total), weight
+        carry = total, weight, units, largest
+        total, weight, units, largest = lax.fori_loop(jnp.int32(0), steps, self._earlier_by_row, carry)
+        # The sums are those of values, over the largest weight of each row.
+        units = _Units(units.sum + units.weight, units.weight)
+        return total * _by_row(largest * 2.0**-_WEIGHT_BITS, total), weight, units
 
     def _earlier(self, step, carry):
         """Adds one block before the diagonal."""
-        total, weight = carry
+        total, weight, units = carry
         slot = self._slot(step)
-        weights = self._weights(slot)
-        plgpu.barrier_wait(self.smem["column_full"].at[slot])
-        columns = self.smem["column_smem"].at[slot]
-        factors = plgpu.load(columns.at[pl.ds(0, self.config.block)], layout=_PER_COLUMN, optimized=False)
-        sum_decay, weight_decay = columns[self.config.block], columns[self.config.block + 1]
-        weight = weight * weight_decay + (weights * _by_column(factors, weights)).sum(1)
-        total = self._add_product(total * sum_decay, weights.astype(jnp.float16), slot)
-        return total, weight
+        weights, (factors, new, kept, added) = self._weights(slot, lambda: self._joined(slot, units))
+        rounded = lax.cond(
+            added.sum < 1,
+            lambda x: x * added.sum.astype(jnp.float16),
+            lambda x: x,
+            weights.astype(jnp.float16),
+        )
+        weight = weight * kept.weight + (weights * _by_column(factors, weights)).sum(1) * added.weight
+        return self._add_product(total * kept.sum, rounded, slot), weight, new
 
     def _earlier_by_row(self, step, carry):
         """Adds one block before the diagonal, scaling each row of weights by its largest one so far."""
-        total, weight, largest = carry
+        total, weight, units, largest = carry
         slot = self._slot(step)
-        weights = self._weights(slot)
+        weights, (factors, new, kept, added) = self._weights(slot, lambda: self._joined(slot, units))
+        weights *= _by_column(factors, weights)
+        before = largest * kept.weight
+        largest = jnp.maximum(jnp.maximum(before, weights.max(1) * added.weight), _SMALLEST)
+        # Exactly 1 where the scale does not change, since errors of many blocks would accumulate.
+        scale = jnp.where(before < largest, before / largest, 1.0) * kept.sum
+        scaled = weights * _by_row(added.sum * added.weight * 2.0**_WEIGHT_BITS / largest, weights)
+        weight = weight * kept.weight + weights.sum(1) * added.weight
+        total = self._add_product(total * _by_row(scale, total), scaled.astype(jnp.float16), slot)
+        return total, weight, new, largest
+
+    def _joined(self, slot, units):
+        """Returns the factors of a block's keys, the units of the sums with the block, and what brings both to them.
+
+        Those are factors of the sums before the block, with its decay, and factors of the block's own sums.
+        """
         plgpu.barrier_wait(self.smem["column_full"].at[slot])
         columns = self.smem["column_smem"].at[slot]
-        factors = plgpu.load(columns.at[pl.ds(0, self.config.block)], layout=_PER_COLUMN, optimized=False)
-        decay = columns[self.config.block + 1]
-        weights *= _by_column(factors, weights)
-        before = largest * decay
-        largest = jnp.maximum(jnp.maximum(before, weights.max(1)), _SMALLEST)
-        # Exactly 1 where the scale does not change, since errors of many blocks would accumulate.
-        kept = jnp.where(before < largest, before / largest, 1.0)
-        scaled = weights * _by_row(2.0**_WEIGHT_BITS / largest, weights)
-        weight = weight * decay + weights.sum(1)
-        total = self._add_product(total * _by_row(kept, total), scaled.astype(jnp.float16), slot)
-        return total, weight, largest
+        factors = plgpu.load(columns.at[0], layout=_PER_COLUMN, optimized=False)
+        own = {n: columns[blocks.scalar_at(n, self.config.block)] for n in Scalar}
+        decay, weight_unit = own[Scalar.DECAY], own[Scalar.WEIGHT_UNIT]
+        weight = jnp.maximum(units.weight, weight_unit)
+        kept_weight = decay * jnp.exp2(units.weight - weight)
+        added_weight = jnp.exp2(weight_unit - weight)
+        if configs.scaled_by_row(self.power):
+            # Weights have a unit of their own, and decay in it.
+            sum_unit, slack = own[Scalar.VALUE_UNIT], units.sum - _SLACK_BITS
+        else:
+            sum_unit = own[Scalar.SUM_UNIT]
+            slack = _ceil(units.sum + own[Scalar.LOG_DECAY]) - _SLACK_BITS
+        total = jnp.maximum(sum_unit, slack)
+        kept_sum = jnp.exp2(units.sum - total) * (1.0 if configs.scaled_by_row(self.power) else decay)
+        new = _Units(total, weight)
+        kept, added = _Units(kept_sum, kept_weight), _Units(jnp.exp2(sum_unit - total), added_weight)
+        return factors, new, kept, added
 
     def diagonal(self, step, start, vectors, tokens):
         """Returns the sums over the queries' own block, whose weights need the mask and an exponential per pair."""
         slot = self._slot(step)
-        weights = self._weights(slot)
+        weights, _ = self._weights(slot)
 
         def per_row(index):
             part = vectors.at[index, pl.ds(tokens.start + start, _ROWS)]
@@ -211,28 +284,36 @@ class _Queries:
             part = vectors.at[index, tokens]
             return _by_column(plgpu.load(part, layout=_PER_COLUMN, optimized=False), weights)
 
-        decay = (per_row(0) - per_column(0)) + (per_row(1) - per_column(1))
+        coarse, fine = (per_row(n) - per_column(n) for n in (Vector.COARSE, Vector.FINE))
+        decay = coarse + fine
         row, column = (
             plgpu.broadcasted_iota(jnp.int32, weights.shape, axis, layout=_LAYOUT) for axis in (0, 1)
         )
         seen = (row + start >= column) & (decay >= sequence.FLOOR)
-        weights = jnp.where(seen, weights * per_column(2) * jnp.exp(decay), 0.0)
+        weights = jnp.where(seen, weights * per_column(Vector.LENGTH) * jnp.exp(decay), 0.0)
         largest = jnp.maximum(weights.max(1), _SMALLEST)
         scaled = weights * _by_row(2.0**_WEIGHT_BITS / largest, weights)
         zeros = plgpu.layout_cast(jnp.zeros((_ROWS, self.config.value_dim), jnp.float32), _LAYOUT)
         total = self._add_product(zeros, scaled.astype(jnp.float16), slot)
-        unit = largest * 2.0 ** -(_WEIGHT_BITS + inputs.VALUE_BITS)
+        unit = largest * 2.0 ** -(_WEIGHT_BITS + blocks.VALUE_BITS)
         return total * _by_row(unit, total), weights.sum(1)
 
     def _slot(self, step):
         return ring.slot_of(step, self.config.stages)
 
-    def _weights(self, slot):
-        """Returns (q . k)^p for the warpgroup's queries and the block's keys."""
+    def _weights(self, slot, meanwhile=lambda: None):
+        """Returns (q . k)^p for the warpgroup's queries and the block's keys, and what `meanwhile` returns."""
         plgpu.barrier_wait(self.smem["key_full"].at[slot])
-        scores = self.core.product(self.query_smem, self.smem["key_smem"].at[slot])
+        key = self.smem["key_smem"].at[slot]
+
+        def compute(accumulator):
+            self.core.add(accumulator, self.query_smem, key.T, wait=1)
+            done = meanwhile()
+            return accumulator[...], done
+
+        scores, done = self.core.accumulators(compute, key.shape[0])
         plgpu.barrier_arrive(self.smem["key_free"].at[slot])
-        return lax.integer_pow(scores, self.power)
+        return lax.integer_pow(scores, self.power), done
 
     def _add_product(self, total, weights, slot):
         """Returns total + weights @ values, and frees the slot."""
@@ -240,6 +321,16 @@ class _Queries:
         total = self.core.sum(total, weights, self.smem["value_smem"].at[slot])
         plgpu.barrier_arrive(self.smem["value_free"].at[slot])
         return total
+
+
+def _half(x):
+    """Returns a whole number close to half of x."""
+    return (x * 0.5).astype(jnp.int32).astype(jnp.float32)
+
+
+def _ceil(x):
+    """Returns a whole number that is at least x."""
+    return x.astype(jnp.int32).astype(jnp.float32) + 1
 
 
 def _by_row(x, like):

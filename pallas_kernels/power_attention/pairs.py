@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import tensor_core
+from pallas_kernels.hopper import numerics, tensor_core
 from pallas_kernels.power_attention import sequence
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "diagonal_factor",
     "in_units",
     "left_operand",
+    "scaled",
     "slopes",
     "store",
 ]
@@ -41,6 +42,12 @@ def in_units(x, *factors):
     for factor in factors:
         x = x * jax.lax.broadcast_in_dim(factor, x.shape, [0])
     return x
+
+
+def scaled(x, exponent):
+    """Returns a block [64, D] times 2^exponent of each row."""
+    # In two steps, since 2^exponent itself might not be a normal number.
+    return in_units(x, *numerics.factors(exponent))
 
 
 def left_operand(ref, config):

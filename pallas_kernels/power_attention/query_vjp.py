@@ -29,7 +29,7 @@ _BLOCK = pairs.BLOCK
 def query_vjp(
     operands: inputs.VjpOperands, *, time: int, power: int, config: configs.VjpConfig, dtype, interpret=None
 ):
-    """Returns the gradient of the queries [B, T, N, D] and sums of dS S [B, T, N], float32, in the scales of the rows.
+    """Returns the gradient of the queries [B, T, N, D] and sums of dS S [B, N, T], float32, in the scales of the rows.
 
     dtype: of the gradient.
     time: T, the number of real queries; they come last, except for the padding to whole blocks after them.
@@ -110,7 +110,7 @@ def query_vjp(
         name="power_attention_query_vjp",
         interpret=interpret,
     )
-    return output["dquery"][:, :time], jnp.moveaxis(output["dlog"][..., :time], 1, 2)
+    return output["dquery"][:, :time], output["dlog"]
 
 
 class _Queries:

@@ -10,26 +10,26 @@ from pallas_kernels.hopper import numerics
 
 __all__ = [
     "FLOOR",
+    "FORGET",
+    "NOTHING",
     "Decay",
     "Tokens",
     "exp",
-    "first_blocks",
-    "last_blocks",
     "length_factors",
-    "unit_length",
+    "visible_blocks",
     "whole_blocks",
     "within_documents",
 ]
 
 # Below this exp is not a normal float32 and counts as zero; the first token of a document has a lower log decay.
 FLOOR = int(np.log(np.finfo(np.float32).tiny))
-_FORGET = FLOOR - 1
-# Exponent that stands for zero.
-_NOTHING = -300
+FORGET = FLOOR - 1
+# Exponent of a length of zero, below those of all others.
+NOTHING = -300
 
 
 class Tokens(NamedTuple):
-    """Arguments in float32, zero at padding, with T and S padded to whole blocks with zeros.
+    """Arguments, zero at padding, with T and S padded to whole blocks with zeros.
 
     The queries are the last positions.
 
@@ -39,20 +39,19 @@ class Tokens(NamedTuple):
     query: jax.Array  # [B, T, N, D]
     key: jax.Array  # [B, S, K, D]
     value: jax.Array  # [B, S, K, E]
-    log_decay: jax.Array  # [B, K, S]
+    log_decay: jax.Array  # [B, K, S], float32
     front: int
 
 
 def whole_blocks(query, key, value, *, log_decay, segment_ids, block, config) -> Tokens:
     """Pads time to whole blocks, and head and value sizes to the config's; arguments as in `power_attention`."""
     time, length = query.shape[1], key.shape[1]
-    query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     if log_decay is None:
         log_decay = jnp.zeros(key.shape[:-1], jnp.float32)
-    log_decay = jnp.maximum(log_decay.astype(jnp.float32), _FORGET)
+    log_decay = jnp.maximum(log_decay.astype(jnp.float32), FORGET)
     if segment_ids is not None:
         start, valid = _boundaries(segment_ids)
-        log_decay = jnp.where(start[..., None], _FORGET, jnp.where(valid[..., None], log_decay, 0))
+        log_decay = jnp.where(start[..., None], FORGET, jnp.where(valid[..., None], log_decay, 0))
         key, value = (jnp.where(valid[..., None, None], x, 0) for x in (key, value))
         query = jnp.where(valid[:, -time:, None, None], query, 0)
     front, back = (time - length) % block, -time % block
@@ -95,7 +94,7 @@ class Decay:
         later = jnp.pad(log_decay[..., 1:], [(0, 0)] * 3 + [(0, 1)])
         self.after = numerics.over_earlier(later, jnp.sum, 0, reverse=True)
         self.total = log_decay.sum(-1)
-        self.coarse, self.fine = numerics.running_sums(log_decay, -_FORGET)
+        self.coarse, self.fine = numerics.running_sums(log_decay, -FORGET)
 
 
 def exp(log_decay):
@@ -103,45 +102,32 @@ def exp(log_decay):
     return jnp.where(log_decay < FLOOR, 0, jnp.exp(jnp.maximum(log_decay, FLOOR)))
 
 
-def first_blocks(log_decay):
-    """Returns, per block of [B, K, n, C], the index of the first block that is visible from its first position.
+def visible_blocks(log_decay, segment_ids):
+    """Returns, per block of [B, K, n, C], the first block that its queries see and the last one that sees its keys.
 
-    This is the block of the last position, up to and including that one, whose decay counts as zero.
+    Blocks of other documents are not seen; without documents, all blocks are. They are determined by positions whose
+    decay counts as zero: the last one before a block's second position, and the first one after the block.
     """
-    forgets = log_decay < FLOOR
-    blocks = jnp.arange(log_decay.shape[2], dtype=jnp.int32)
-    newest = numerics.over_earlier(jnp.where(forgets.any(-1), blocks, 0), jnp.max, 0)
-    before = jnp.pad(newest[..., :-1], [(0, 0), (0, 0), (1, 0)])
-    return jnp.where(forgets[..., 0], blocks, before)
-
-
-def last_blocks(log_decay):
-    """Returns, per block of [B, K, n, C], the index of the last block that attends to any of its positions.
-
-    This is the block of the position before the first one, after the block, whose decay counts as zero.
-    """
-    forgets = log_decay < FLOOR
     count = log_decay.shape[2]
     blocks = jnp.arange(count, dtype=jnp.int32)
-    last = jnp.where(forgets.any(-1), blocks - forgets[..., 0], count - 1)
-    nearest = numerics.over_earlier(last, jnp.min, count - 1, reverse=True)
-    return jnp.pad(nearest[..., 1:], [(0, 0), (0, 0), (0, 1)], constant_values=count - 1)
+    if segment_ids is None:
+        return tuple(jnp.full(log_decay.shape[:3], n, jnp.int32) for n in (0, count - 1))
+    forgets = log_decay < FLOOR
+    newest = numerics.over_earlier(jnp.where(forgets.any(-1), blocks, 0), jnp.max, 0)
+    before = jnp.pad(newest[..., :-1], [(0, 0), (0, 0), (1, 0)])
+    first = jnp.where(forgets[..., 0], blocks, before)
+    reset = jnp.where(forgets.any(-1), blocks - forgets[..., 0], count - 1)
+    nearest = numerics.over_earlier(reset, jnp.min, count - 1, reverse=True)
+    last = jnp.pad(nearest[..., 1:], [(0, 0), (0, 0), (0, 1)], constant_values=count - 1)
+    return first, last
 
 
-def unit_length(x):
-    """Returns x times the power of two that brings its length into [1/2, 1), to rounding, and the removed exponent."""
-    exponent = numerics.length_exponent(x)
-    return numerics.scaled(x, -exponent[..., None]), exponent
+def length_factors(exponent, power):
+    """Returns p-th powers of key lengths 2^exponent over the longest, [B, K, S], and the longest's exponent [B, K].
 
-
-def length_factors(key, exponent, power):
-    """Returns p-th powers of key lengths over the longest, [B, K, S], and the exponent of the longest, [B, K].
-
-    Key lengths are 2^exponent, with exponent [B, S, K].
+    A key of zeros has the factor 0.
     """
-    some = jnp.moveaxis((key != 0).any(-1), 1, 2)
-    exponent = jnp.where(some, jnp.moveaxis(exponent, 1, 2), _NOTHING)
     longest = exponent.max(-1)
     # Clip so that the smallest factor is a normal number.
     shorter = jnp.maximum(power * (exponent - longest[..., None]), np.finfo(np.float32).minexp)
-    return numerics.scaled(some.astype(jnp.float32), shorter), longest
+    return jnp.where(exponent > NOTHING, numerics.scaled(jnp.float32(1), shorter), 0), longest

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.hopper import numerics, tensor_core
-from pallas_kernels.power_attention import operands as forward_inputs
+from pallas_kernels.hopper import numerics
+from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import sequence
 
 __all__ = ["KeyVector", "QueryVector", "Units", "VjpOperands", "corrected", "decay_gradient", "prepare"]
@@ -103,67 +103,69 @@ class Units(NamedTuple):
     slope: of the gradient by the scores of the operands. pair: of a pair's fraction times the gradient of the mean.
     """
 
-    slope: jax.Array  # [B, T, N]
+    slope: jax.Array  # [B, N, T]
     pair: jax.Array  # [B, K]
 
 
 def prepare(
-    query, key, value, out, denominator, exponent, dout, *, power, log_decay, segment_ids, config
+    query, key, value, dout, saved, *, power, log_decay, segment_ids, config
 ) -> tuple[VjpOperands, Units, slice]:
     """Returns the operands, exponents of scales, and the slice of the real keys after the front padding.
 
     Arguments as in `power_attention_vjp`.
     """
-    time, length, kv_heads = query.shape[1], key.shape[1], key.shape[2]
+    length = key.shape[1]
     pair = config.block * config.compute_warpgroups
     arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
     tokens = sequence.whole_blocks(query, key, value, **arrays, block=pair, config=config)
-    query, query_exponent = sequence.unit_length(tokens.query[:, :time])
-    bits = _LONG_WEIGHT_BITS // power if power >= _LONG_POWER else forward_inputs.weight_bits(power)
-    query, query_exponent = numerics.scaled(query, bits), query_exponent - bits
-    key, key_exponent = sequence.unit_length(tokens.key)
-    length_factor, longest = sequence.length_factors(key, key_exponent, power)
+    # Queries and keys are those of the forward pass; from p = 8 on, queries are scaled up less.
+    bits = _LONG_WEIGHT_BITS // power if power >= _LONG_POWER else configs.weight_bits(power)
+    query, query_exponent = saved["unit_query"], saved["query_exponent"] - bits
+    if bits != configs.weight_bits(power):
+        query = numerics.scaled(query, bits - configs.weight_bits(power))
+    key, key_exponent = saved["unit_key"], saved["key_exponent"]
+    length_factor, longest = sequence.length_factors(key_exponent, power)
     # Convert from weights of the original queries and keys to weights of the operands, relative to the longest key.
-    exponent = exponent - power * (query_exponent + _of_heads(longest, query)[:, None])
-    denominator = numerics.scaled(denominator, exponent)
+    exponent = saved["weight_exponent"] - power * (query_exponent + _of_heads(longest, query)[..., None])
+    denominator = numerics.scaled(saved["weight_sum"], exponent)
     # A NaN is a weight too: its gradients are NaN, not zero.
     some = ~(denominator < np.finfo(np.float32).tiny)
+    seen = jnp.moveaxis(some, 1, 2)[..., None]
 
-    value, value_unit = _large(tokens.value, kv_heads)
-    dout, dout_unit = _large(jnp.where(some[..., None], dout.astype(jnp.float32), 0), kv_heads)
-    out = numerics.scaled(out.astype(jnp.float32), _of_heads(value_unit, out)[:, None, :, None])
+    # Pad results and cotangents to whole blocks.
+    rows = query.shape[1]
+    kv_heads, value_dim = key.shape[2], config.value_dim
+    out, remainder, dout = (
+        jnp.pad(x, [(0, 0), (0, rows - x.shape[1]), (0, 0), (0, value_dim - x.shape[3])]).astype(jnp.float32)
+        for x in (saved["out"], saved["remainder"], dout)
+    )
+    value, value_unit = _large(tokens.value.astype(jnp.float32), kv_heads)
+    dout, dout_unit = _large(jnp.where(seen, dout, 0), kv_heads)
+    out = numerics.scaled(out + remainder, _of_heads(value_unit, query)[:, None, :, None])
     slope_unit = _slope_units(denominator, dout, value, power)
-    least = jnp.where(some, slope_unit, _NO_UNIT).min(1).reshape(*longest.shape, -1).min(-1) - bits
-    undone = _OPERAND_BITS + _of_heads(least, query)[:, None] - slope_unit
-    unit_query = jnp.where(some[..., None], numerics.scaled(query, undone[..., None]), 0)
-
-    # Pad queries and cotangents to all positions.
-    front, back = tokens.key.shape[1] - tokens.query.shape[1], tokens.query.shape[1] - time
+    least = jnp.where(some, slope_unit, _NO_UNIT).min(2).reshape(*longest.shape, -1).min(-1) - bits
+    undone = _OPERAND_BITS + _of_heads(least, query)[..., None] - slope_unit
+    unit_query = numerics.scaled(query.astype(jnp.float32), jnp.moveaxis(undone, 1, 2)[..., None])
+    unit_query = jnp.where(seen, unit_query, 0)
     share = jnp.where(some, 1 / jnp.where(some, denominator, 1), 0)
-    share, slope, delta = (
-        jnp.pad(x, [(0, 0), (front, back), (0, 0)])
-        for x in (share, numerics.scaled(share, slope_unit), (dout * out).sum(-1))
-    )
-    dout = jnp.pad(dout, [(0, 0)] * 3 + [(0, config.value_dim - dout.shape[-1])])
-    query, unit_query, dout = (
-        jnp.pad(x, [(0, 0), (front, back), (0, 0), (0, 0)]) for x in (query, unit_query, dout)
-    )
+    slope, delta = numerics.scaled(share, slope_unit), jnp.moveaxis((dout * out).sum(-1), 1, 2)
+
     decay = sequence.Decay(tokens.log_decay.reshape(*longest.shape, -1, config.block))
     # The powers of two by which the sums are larger than the gradients; those of queries and keys lack the factor p.
     pair_unit = value_unit + dout_unit + _WEIGHT_BITS
-    by_query = slope_unit + _of_heads(pair_unit, query)[:, None] + query_exponent
-    by_query = jnp.pad(by_query, [(0, 0), (front, back), (0, 0)])
-    by_key = (pair_unit + least + _OPERAND_BITS)[:, None] + key_exponent
-    by_value = jnp.broadcast_to((dout_unit + _WEIGHT_BITS)[:, None], key_exponent.shape)
+    by_query = slope_unit + _of_heads(pair_unit, query)[..., None] + query_exponent
+    by_key = (pair_unit + least + _OPERAND_BITS)[..., None] + key_exponent
+    by_value = jnp.broadcast_to((dout_unit + _WEIGHT_BITS)[..., None], key_exponent.shape)
     query_units, key_units, value_units = (numerics.factors(-x) for x in (by_query, by_key, by_value))
+
+    # Pad queries in front to the positions of all keys.
+    front = [(0, 0), (key.shape[1] - rows, 0), (0, 0), (0, 0)]
+    of_queries = (jnp.pad(x, [(0, 0), (0, 0), front[1]]) for x in (share, slope, delta, *query_units))
     length_factor = numerics.scaled(length_factor, _WEIGHT_BITS)
-    rows, columns = _vectors(
-        (share, slope, delta, *query_units), (*key_units, *value_units), length_factor, decay
-    )
-    query, unit_query, key, value, dout = (
-        x.astype(jnp.float16) for x in (query, unit_query, key, value, dout)
-    )
-    pairs = tokens.log_decay.reshape(*longest.shape, -1, pair)
+    rows, columns = _vectors(of_queries, (*key_units, *value_units), length_factor, decay)
+    query, unit_query, dout = (jnp.pad(x.astype(jnp.float16), front) for x in (query, unit_query, dout))
+    value = value.astype(jnp.float16)
+    first, last = sequence.visible_blocks(tokens.log_decay.reshape(*longest.shape, -1, pair), segment_ids)
     operands = VjpOperands(
         query=query,
         unit_query=unit_query,
@@ -172,8 +174,8 @@ def prepare(
         dout=dout,
         rows=rows,
         columns=columns,
-        first=sequence.first_blocks(pairs),
-        last=sequence.last_blocks(pairs),
+        first=first,
+        last=last,
     )
     return operands, Units(slope_unit, pair_unit), slice(tokens.front, tokens.front + length)
 
@@ -181,15 +183,13 @@ def prepare(
 def corrected(operands: VjpOperands, units: Units, query_log) -> VjpOperands:
     """Returns the operands with delta corrected to match the weights, so that errors of the output do not affect it.
 
-    query_log: dS S [B, T, N], which would be zero if delta were exact.
+    query_log: dS S [B, N, T], which would be zero if delta were exact.
     """
     excess = numerics.scaled(query_log, -(units.slope + _WEIGHT_BITS))
-    batch, time, heads = excess.shape
-    back = -time % (2 * tensor_core.ROWS)
-    excess = jnp.pad(excess, [(0, 0), (operands.query.shape[1] - time - back, back), (0, 0)])
-    delta = operands.rows[..., QueryVector.DELTA, :] + jnp.moveaxis(excess, 1, 2).reshape(
-        batch, heads, -1, tensor_core.ROWS
-    )
+    front = operands.query.shape[1] - excess.shape[2]
+    excess = jnp.pad(excess, [(0, 0), (0, 0), (front, 0)])
+    delta = operands.rows[..., QueryVector.DELTA, :]
+    delta = delta + excess.reshape(delta.shape)
     return operands._replace(rows=operands.rows.at[..., QueryVector.DELTA, :].set(delta))
 
 
@@ -215,21 +215,20 @@ def _large(x, kv_heads):
 
 
 def _slope_units(denominator, dout, value, power):
-    """Returns exponents [B, T, N] that bring all gradients of a query's scores close to, but not above, 2^15."""
+    """Returns exponents [B, N, T] that bring all gradients of a query's scores close to, but not above, 2^15."""
     exponent = numerics.exponent(denominator)
-    lengths = (numerics.exponent(jnp.sqrt((x * x).sum(-1))) for x in (dout, value))
+    lengths = (numerics.exponent(jnp.sqrt(jnp.moveaxis((x * x).sum(-1), 1, 2))) for x in (dout, value))
     dout_exponent, value_exponent = (jnp.maximum(x, _SMALLEST_EXPONENT) for x in lengths)
     # denominator^(-1/p) is at most 2 to minus `root`; the extra bit is for the difference.
     root = (exponent - 1) // power
-    dweight = 1 + dout_exponent + _of_heads(value_exponent.max(1), dout)[:, None]
+    dweight = 1 + dout_exponent + _of_heads(value_exponent.max(2), dout)[..., None]
     return jnp.minimum(_OPERAND_BITS - _WEIGHT_BITS + root - dweight, _LARGEST_EXPONENT + exponent)
 
 
 def _vectors(of_queries, of_keys, length_factor, decay):
-    """Returns `rows` and `columns` of the operands; `of_queries` and `of_keys` are [B, S, N] and [B, S, K]."""
+    """Returns `rows` and `columns` of the operands; `of_queries` and `of_keys` are [B, N, S] and [B, K, S]."""
     share, slope, delta, *query_units, first, second, third, fourth = (
-        jnp.moveaxis(x, 1, 2).reshape(len(x), x.shape[2], *decay.after.shape[2:])
-        for x in (*of_queries, *of_keys)
+        x.reshape(*x.shape[:2], *decay.after.shape[2:]) for x in (*of_queries, *of_keys)
     )
     length_factor = length_factor.reshape(decay.after.shape)
     from_start = sequence.exp(decay.coarse + decay.fine)

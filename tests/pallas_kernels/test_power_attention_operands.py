@@ -1,38 +1,27 @@
-"""Tests that the forward and the backward pass of the attention form multiply the same numbers."""
+"""Tests that queries and keys in units of their length, interpreted, are exact."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.power_attention import config as configs
-from pallas_kernels.power_attention import operands, vjp_operands
+from pallas_kernels.power_attention import sequence, units
 
 
-@pytest.mark.parametrize(("power", "dtype"), [(2, "bfloat16"), (4, "float16"), (6, "bfloat16")])
-def test_both_passes_have_the_same_queries_and_keys(power, dtype):
-    """A weight that is alone in its sum is 1, however small its score, only if both passes round alike."""
+@pytest.mark.parametrize(("dtype", "size", "octaves"), [("bfloat16", 64, 100), ("float16", 16, 8)])
+def test_unit_lengths(dtype, size, octaves):
     random = np.random.default_rng(0)
-    shape = 2, 256, 3, 32
-    # Entries of one vector differ by up to 2^20: some are not normal numbers in float16.
-    query, key = (random.normal(size=shape) * 2.0 ** random.integers(-20, 1, shape) for _ in range(2))
-    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, random.normal(size=shape)))
-    options = {"power": power, "log_decay": None, "segment_ids": None}
-    sizes = {"head_dim": 32, "value_dim": 32, "power": power, "dtype": query.dtype}
-    forward, _ = operands.prepare(query, key, value, config=configs.choose(**sizes), **options)
-    some = jnp.ones(shape[:3])
-    backward, *_ = vjp_operands.prepare(
-        query,
-        key,
-        value,
-        jnp.asarray(value, jnp.float32),
-        some,
-        some.astype(jnp.int32),
-        value,
-        config=configs.choose_vjp(**sizes),
-        **options,
+    shapes = (2, 64, 3, size), (2, 128, 1, size)
+    arrays = [random.normal(size=x) * 2.0 ** random.integers(-octaves, octaves, (*x[:3], 1)) for x in shapes]
+    arrays[0][0, 5, 1], arrays[1][1, 7, 0, 3:] = 0, 0
+    arrays = [jnp.asarray(x, dtype) for x in arrays]
+    *found, query_exponent, key_exponent = units.unit_lengths(
+        *arrays, 7, interpret=plgpu.InterpretGPUParams(detect_races=True)
     )
-    for name in ("query", "key"):
-        found, expected = getattr(backward, name), getattr(forward, name)
-        assert found.dtype == expected.dtype == jnp.float16
-        np.testing.assert_array_equal(jax.device_get(found), jax.device_get(expected))
+    for x, unit, exponent, bits in zip(arrays, found, (query_exponent, key_exponent), (7, 0)):
+        exact = np.asarray(x, np.float64)
+        length = np.sqrt((exact**2).sum(-1, keepdims=True))
+        expected = np.frexp(length)[1]
+        np.testing.assert_array_equal(unit, (exact * 2.0 ** (bits - expected)).astype(np.float16))
+        expected = np.where(length, expected, sequence.NOTHING)
+        np.testing.assert_array_equal(exponent, np.moveaxis(expected[..., 0], 2, 1))

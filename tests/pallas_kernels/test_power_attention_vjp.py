@@ -37,7 +37,7 @@ def _gradients(arrays, dout, power, interpret):
     dtype = arrays["query"].dtype
     found = kernel.power_attention(**arrays, power=power, interpret=interpret)
     gradients = kernel.power_attention_vjp(
-        **arrays, **found, dout=dout.astype(dtype), power=power, interpret=interpret
+        **arrays, saved=found, dout=dout.astype(dtype), power=power, interpret=interpret
     )
     return dict(zip(cases.GRADIENTS, gradients))
 

@@ -1,11 +1,12 @@
-"""Cases of the attention kernel that are compiled for an H100, and the time predicted for them."""
+"""Cases of the attention kernels that are compiled for an H100, and the time predicted for them."""
 
 import re
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.power_attention import config, forward, operands
+from pallas_kernels import power_attention
+from pallas_kernels.power_attention import config
 from tools import h100
 
 WIDTHS = (16, 32, 64, 96, 128)
@@ -21,20 +22,15 @@ RARE = [f"p16-d{head_dim}-e{value_dim}-bfloat16" for head_dim in WIDTHS for valu
 
 
 def build(case: str):
-    """Returns the kernel, with GQA, decay and documents; its preparation in plain JAX is not compiled."""
-    power, sizes, dtype, chosen = _parsed(case)
+    """Returns the kernel, with GQA, decay and documents."""
+    power, sizes, dtype, _ = _parsed(case)
 
-    def prepare(query, key, value, log_decay, segment_ids):
+    def call(query, key, value, log_decay, segment_ids):
         arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
-        return operands.prepare(query, key, value, power=power, config=chosen, **arrays)[0]
-
-    def call(*prepared):
-        options = {"power": power, "config": chosen, "dtype": dtype, "exact": True}
-        return forward.means(operands.Operands(*prepared), **options)
+        return power_attention.power_attention(query, key, value, power=power, **arrays)
 
     time, heads, kv_heads = 1000, 4, 2
-    return call, jax.eval_shape(
-        prepare,
+    return call, (
         jax.ShapeDtypeStruct((1, time, heads, sizes["head_dim"]), dtype),
         jax.ShapeDtypeStruct((1, time, kv_heads, sizes["head_dim"]), dtype),
         jax.ShapeDtypeStruct((1, time, kv_heads, sizes["value_dim"]), dtype),
@@ -49,6 +45,8 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     Two warpgroups share a multiprocessor's tensor cores and schedulers. A step takes the longer of both their tensor
     cycles and one's tensor cycles, instructions and waits in a row.
     """
+    if not kernel.hgmma:
+        return [], "-"  # it prepares queries, keys or values
     *_, chosen = _parsed(case)
     # The shortest loop that multiplies matrices and rounds weights; m64nNk16 takes N / 2 cycles.
     counts = next(loop for loop in kernel.loops if loop["HGMMA"] and loop["F2FP"])

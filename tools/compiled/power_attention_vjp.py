@@ -10,6 +10,7 @@ import re
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import power_attention
 from pallas_kernels.power_attention import config, key_vjp, query_vjp, vjp_operands
 from tools import h100
 from tools.compiled import power_attention as forward
@@ -42,10 +43,10 @@ def build(case: str):
     kernel, power, sizes, dtype, chosen = _parsed(case)
     time, heads, kv_heads = 1000, 4, 2
 
-    def prepare(query, key, value, out, denominator, exponent, dout, log_decay, segment_ids):
+    def prepare(query, key, value, dout, log_decay, segment_ids):
         arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
-        arguments = query, key, value, out, denominator, exponent, dout
-        return vjp_operands.prepare(*arguments, power=power, config=chosen, **arrays)[0]
+        saved = power_attention.power_attention(query, key, value, power=power, **arrays)
+        return vjp_operands.prepare(query, key, value, dout, saved, power=power, config=chosen, **arrays)[0]
 
     def call(*prepared):
         options = {"power": power, "config": chosen, "dtype": dtype}
@@ -62,9 +63,6 @@ def build(case: str):
         shape(heads, sizes["head_dim"], dtype=dtype),
         shape(kv_heads, sizes["head_dim"], dtype=dtype),
         shape(kv_heads, sizes["value_dim"], dtype=dtype),
-        shape(heads, sizes["value_dim"]),
-        shape(heads),
-        shape(heads, dtype=jnp.int32),
         shape(heads, sizes["value_dim"], dtype=dtype),
         shape(kv_heads),
         shape(dtype=jnp.int32),

@@ -26,16 +26,21 @@ __all__ = ["attention", "chunked", "family", "per_device", "require_supported"]
 _HEAD_AXES = ("model", "tensor", "heads")
 # Chunks and windows of the state kernels are whole blocks of the tensor core.
 _BLOCK = 64
-# Checkpoint names, for policies of `jax.checkpoint`, of the results that the backward pass reads.
+# Results of the attention kernels that the backward pass reads, besides the output. Time is padded to whole blocks.
+_WEIGHTS = ("weight_sum", "weight_exponent", "query_exponent", "key_exponent")
+_ATTENTION_RESIDUALS = ("remainder", *_WEIGHTS, "unit_query", "unit_key")
+# Checkpoint names, for policies of `jax.checkpoint`, of the results that the backward pass reads. Units of lengths are
+# computed again: each takes one pass over queries or keys.
 _SAVED_AS = dict.fromkeys(state_kernel.Saved._fields, means.STATES_SAVED_AS) | dict.fromkeys(
-    ("out", "remainder", "denominator", "exponent"), means.SAVED_AS
+    ("out", "denominator", "remainder", *_WEIGHTS), means.SAVED_AS
 )
 _DIFFERENTIABLE = ("query", "key", "value", "log_decay")
-# Leading axes of the kernels' inputs and outputs: batch, time and heads.
+# Leading axes of the kernels' inputs and outputs: batch, time, heads, or one that is not sharded.
 _LAYOUTS = (
-    dict.fromkeys(("query", "key", "value", "log_decay", "out", "remainder"), "BTH")
-    | dict.fromkeys(("dout", "denominator", "exponent"), "BTH")
+    dict.fromkeys(("query", "key", "value", "log_decay", "out", "remainder", "denominator", "dout"), "BTH")
+    | dict.fromkeys(("unit_query", "unit_key"), "B-H")
     | dict.fromkeys(("kv", "norm", "final_kv", "final_norm", *state_kernel.Saved._fields), "BH")
+    | dict.fromkeys(_WEIGHTS, "BH")
     | dict.fromkeys(("segment_ids", "enters_state", "active"), "B")
 )
 
@@ -80,37 +85,39 @@ def _attention(power, interpret, tokens):
 
 
 def _attend(power, interpret, tokens, names):
-    """Returns the results of the kernel with these names."""
+    """Returns the results of the kernels with these names."""
 
     def compute(arrays):
-        found = attention_kernel.power_attention(
-            **arrays, power=power, exact="remainder" in names, interpret=interpret
-        )
+        exact = len(names) > 1
+        found = attention_kernel.power_attention(**arrays, power=power, exact=exact, interpret=interpret)
         return {name: found[name] for name in names}
 
     return per_device(compute, tokens._asdict(), names)
 
 
 def _attention_fwd(power, interpret, tokens):
-    """Computes the output; saves it with what its rounding took, the arguments, and denominators with exponents.
+    """Computes the output; saves it with what its rounding took, the arguments, and what the kernels computed of them.
 
     A rounded output alone would add as much to the error of gradients as their own rounding does.
     """
-    results = _named(_attend(power, interpret, tokens, ("out", "remainder", "denominator", "exponent")))
+    results = _named(_attend(power, interpret, tokens, ("out", *_ATTENTION_RESIDUALS)))
     return results["out"], (tokens, results)
 
 
 def _attention_bwd(power, interpret, residuals, dout):
-    tokens, results = residuals
-    dout = rounded(dout)
+    tokens, saved = residuals
+    arguments = tokens._asdict() | {"dout": rounded(dout)}
 
     def compute(arrays):
-        gradients = attention_kernel.power_attention_vjp(**arrays, power=power, interpret=interpret)
+        given = {name: x for name, x in arrays.items() if name in arguments}
+        kept = {name: x for name, x in arrays.items() if name in saved}
+        gradients = attention_kernel.power_attention_vjp(
+            **given, saved=kept, power=power, interpret=interpret
+        )
         return {name: g for name, g in zip(_DIFFERENTIABLE, gradients) if g is not None}
 
-    arrays = tokens._asdict()
-    differentiable = tuple(name for name in _DIFFERENTIABLE if arrays[name] is not None)
-    gradients = per_device(compute, arrays | results | {"dout": dout}, differentiable)
+    differentiable = tuple(name for name in _DIFFERENTIABLE if arguments[name] is not None)
+    gradients = per_device(compute, arguments | saved, differentiable)
     return (Tokens(*(gradients.get(name) for name in Tokens._fields)),)
 
 
@@ -118,7 +125,10 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _named(results):
-    return {name: ad_checkpoint.checkpoint_name(x, _SAVED_AS[name]) for name, x in results.items()}
+    return {
+        name: ad_checkpoint.checkpoint_name(x, _SAVED_AS[name]) if name in _SAVED_AS else x
+        for name, x in results.items()
+    }
 
 
 def chunked(plan, rows: rows_of.Rows):
@@ -269,7 +279,7 @@ def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
 
 def _spec(name, batch, head, time=None):
     """Returns the sharding of an array of `_LAYOUTS`, given the mesh axes of the batch, the heads and time."""
-    axes = {"B": batch, "T": time, "H": head}
+    axes = {"B": batch, "T": time, "H": head, "-": None}
     return jax.sharding.PartitionSpec(*(axes[letter] for letter in _LAYOUTS[name]))
 
 
