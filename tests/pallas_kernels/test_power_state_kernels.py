@@ -54,7 +54,7 @@ class Sizes(NamedTuple):
     power: int = 2
     dtype: str = "float16"
     exact_window: int = 64
-    multiprocessors: int = 20
+    multiprocessors: int = 132
 
 
 OFTEN = [
