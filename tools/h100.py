@@ -227,11 +227,14 @@ def main(command: str, *names: str) -> None:
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for name in names or KERNELS:
         for case in compiled(name).CASES:
+            rows = []
             for kernel in report(name, case):
                 loops, predicted = compiled(name).predict(case, kernel)
                 row = [name, case, kernel.registers, kernel.spill_bytes, round(kernel.shared_bytes / 1024)]
                 row += [kernel.hgmma, ", ".join(map(str, loops)) or "-", predicted]
-                print(f"| {' | '.join(map(str, row))} |", flush=True)
+                rows.append(f"| {' | '.join(map(str, row))} |")
+            # Kernels that differ in no column share a row.
+            print(*dict.fromkeys(rows), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

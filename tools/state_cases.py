@@ -58,6 +58,11 @@ def sizes(head_dims: tuple[int, ...], value_dims: tuple[int, ...]) -> list[str]:
     return [f"d{head_dim}-e{value_dim}" for head_dim in head_dims for value_dim in value_dims]
 
 
+def with_and_without_remainder(query_states, options):
+    """Returns a function that calls a query kernel twice, without the remainder of its output and with it."""
+    return lambda *arrays: [query_states(*arrays, **options, with_remainder=x) for x in (False, True)]
+
+
 def brief(*shape: int) -> jax.ShapeDtypeStruct:
     """Returns the shape of an argument in bfloat16."""
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)

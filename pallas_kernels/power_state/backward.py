@@ -35,10 +35,10 @@ def power_state_vjp(
 ) -> tuple[Gradients, tuple[jax.Array, jax.Array]]:
     """Returns the gradients of `power_state` and of its initial state.
 
-    The inputs are the arguments of `power_state` and the results of `power_state_fwd`. dout: bfloat16 [B, T, N, E];
-    dfinal: float32, like the final state; None means zero. Sums are float32 in a fixed order, so results are
-    deterministic. Memory in addition to arguments and results: the gradients of the states, as large as the saved
-    states.
+    The inputs are the arguments of `power_state` and the results of `power_state_fwd`, whose output is not rounded.
+    dout: bfloat16 [B, T, N, E]; dfinal: float32, like the final state; None means zero. Sums are float32 in a fixed
+    order, so results are deterministic. Memory in addition to arguments and results: the gradients of the states, as
+    large as the saved states.
     """
     arrays = query, key, value, log_decay, folds
     dual, dinitial = fold_vjp(*arrays, out, denominator, dout, dfinal, call=call)
@@ -81,7 +81,7 @@ def _prepared(query, key, value, log_decay, folds, out, denominator, dout, call)
     The largest entries of scaled queries are in [1/2, 1).
     """
     sizes = width, value_width = degrees.degree(call.power).tiles.padded(key.shape[-1], value.shape[-1])
-    out, dout = (preparation.fill(x, value_width) for x in (out, dout))
     of = preparation.tokens(key, value, log_decay, folds, sizes=sizes, call=call)
     unit, exponent = preparation.queries(preparation.fill(query, width), call.chunk)
-    return of, unit, exponent, preparation_vjp.mean_of(out, denominator, dout, unit.shape[1])
+    mean = preparation_vjp.mean_of(out, denominator, dout, value_width, unit.shape[1])
+    return of, unit, exponent, mean

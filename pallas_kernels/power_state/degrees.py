@@ -60,11 +60,12 @@ def choose(
 ) -> configs.Config:
     """Returns chunk, segments and tiles for rows of `time` positions and `heads` key heads in total over all rows.
 
-    All are chosen by predicted cost (pallas_kernels/README.md), none by measurement; `chunk` is used unchanged if
-    given. Raises NotImplementedError naming the first constraint that the shapes violate.
+    All are chosen by predicted cost (pallas_kernels/README.md), except the shorter chunks of few rows at p = 2, by
+    measurement; `chunk` is used unchanged if given. Raises NotImplementedError naming the first constraint that the
+    shapes violate.
     """
     tiles = degree(power).tiles
-    chunk = chunk or max(_chunk_for(tiles, head_dim, time), exact_window)
+    chunk = chunk or max(_chunk_for(tiles, head_dim, time, heads), exact_window)
     config = tiles.choose(head_dim, value_dim, dtype, chunk, exact_window, state_dtype)
     return dataclasses.replace(config, segments=_segments(heads * config.update_blocks, -(-time // chunk)))
 
@@ -110,11 +111,11 @@ def call_for(
     )
 
 
-def _chunk_for(tiles, head_dim, time):
+def _chunk_for(tiles, head_dim, time, heads):
     """Returns a chunk for rows of that length, which divides among the warpgroups of the query at E = 64."""
     warpgroups = 1 if time <= 6 * _BLOCK else 2 if head_dim > 64 else 3
     step = warpgroups * _BLOCK
-    return min(tiles.longest_chunk(head_dim), -(-time // step) * step)
+    return min(tiles.longest_chunk(head_dim, time, heads), -(-time // step) * step)
 
 
 def _segments(blocks, chunks):

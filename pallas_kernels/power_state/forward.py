@@ -73,14 +73,17 @@ def power_state(
         state_dtype=state_dtype,
         interpret=interpret,
     )
-    results, _ = power_state_fwd(query, key, value, log_decay, folds, initial_state, call=call)
-    return results
+    tokens = key, value, log_decay, folds
+    saved, final = fold(*tokens, initial_state, call=call)
+    return *attend(query, *tokens, saved, call=call), final
 
 
 def power_state_fwd(query, key, value, log_decay, folds, initial_state=None, *, call: configs.Call):
-    """Returns (results of `power_state`, Saved); its backward pass reads both."""
-    saved, final = fold(key, value, log_decay, folds, initial_state, call=call)
-    return (*attend(query, key, value, log_decay, folds, saved, call=call), final), saved
+    """Returns (results of `power_state`, Saved); its backward pass reads both, and so the output is in float32."""
+    tokens = key, value, log_decay, folds
+    saved, final = fold(*tokens, initial_state, call=call)
+    out, remainder, denominator = attend(query, *tokens, saved, call=call, with_remainder=True)
+    return (out.astype(jnp.float32) + remainder.astype(jnp.float32), denominator, final), saved
 
 
 def fold(key, value, log_decay, folds, initial_state=None, *, call: configs.Call):
@@ -91,10 +94,13 @@ def fold(key, value, log_decay, folds, initial_state=None, *, call: configs.Call
     return degrees.degree(call.power).forward.fold(key, value, log_decay, folds, initial_state, call)
 
 
-def attend(query, key, value, log_decay, folds, saved, *, call: configs.Call):
+def attend(query, key, value, log_decay, folds, saved, *, call: configs.Call, with_remainder: bool = False):
     """Returns the output and the denominators, from the states before each chunk.
 
-    Arguments as in `fold`.
+    Arguments as in `fold`. with_remainder: whether to return, between the two, what rounding the output took away. The
+    backward pass reads their sum, because delta = <dO, O> of a query that sees few keys with small weights is divided
+    by little: with the rounded output alone, its gradients are rounding errors.
     """
     degrees.require_queries(query, key)
-    return degrees.degree(call.power).forward.attend(query, key, value, log_decay, folds, saved, call)
+    tokens = key, value, log_decay, folds
+    return degrees.degree(call.power).forward.attend(query, *tokens, saved, with_remainder, call)

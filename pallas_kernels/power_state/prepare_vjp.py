@@ -58,17 +58,22 @@ class Sums(NamedTuple):
     inner: jax.Array  # [H, n], inner product of the state before each chunk with its gradient
 
 
-def mean_of(out, denominator, dout, length) -> Mean:
-    """Computes Mean from out [B, T, N, E], denominator [B, T, N] and dout [B, T, N, E]; X is `length`."""
-    out, denominator, dout = (
-        lengthened(preparation.heads_first(x), length) for x in (out, denominator, dout)
+def mean_of(out, denominator, dout, value_dim, length) -> Mean:
+    """Computes Mean from float32 out [B, T, N, E], denominator [B, T, N] and dout [B, T, N, E].
+
+    E is padded to `value_dim`, and X is `length`.
+    """
+    delta = (dout.astype(jnp.float32) * out).sum(-1)
+    denominator, dout, delta = (
+        lengthened(preparation.heads_first(x), length)
+        for x in (denominator, preparation.fill(dout, value_dim), delta)
     )
     # A NaN is a weight too: its gradients are NaN, not zero.
     some = ~(denominator < jnp.finfo(jnp.float32).tiny)
     return Mean(
         dout=dout,
         inverse=jnp.where(some, 1 / jnp.where(some, denominator, 1), 0),
-        delta=(dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1),
+        delta=delta,
     )
 
 

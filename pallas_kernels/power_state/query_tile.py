@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import tensor_core
+from pallas_kernels.hopper import results, tensor_core
 from pallas_kernels.power_state import config as configs
 
 __all__ = ["QueryTile", "add_keys", "store_mean"]
@@ -60,12 +60,23 @@ def add_keys(core, acc, query_smem, keys, denominator, warpgroup, power):
     return keys.fold(step, denominator, warpgroup)
 
 
-def store_mean(acc, total, out_smem, out):
-    """Writes acc / total through shared memory: zero where the total is not positive, NaN where it is NaN."""
+def store_mean(gmem, acc, total, out_smem, tile, warpgroup):
+    """Writes acc / total through shared memory: zero where the total is not positive, NaN where it is NaN.
+
+    If gmem has a "remainder" too, what rounding takes away from "out" is written there, itself rounded.
+    """
     total = lax.broadcast_in_dim(total, acc.shape, [0])
     none = total <= 0
     mean = jnp.where(none, 0.0, acc[...] / jnp.where(none, 1.0, total))
-    out_smem[...] = mean.astype(out_smem.dtype)
+    begin = tile.token + warpgroup * _BLOCK
+    rounded = mean.astype(out_smem.dtype)
+    out_smem[...] = rounded
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(out_smem, out)
+    plgpu.copy_smem_to_gmem(out_smem, results.block(gmem["out"], tile.head, begin))
+    if "remainder" in gmem:
+        # It takes the place of the rounded mean as soon as that has been read.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        out_smem[...] = (mean - rounded.astype(jnp.float32)).astype(out_smem.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_smem, results.block(gmem["remainder"], tile.head, begin))
     plgpu.wait_smem_to_gmem(0)

@@ -92,6 +92,7 @@ def query_states(
     chunk,
     exact_window,
     batch_time,
+    with_remainder,
     interpret,
 ):
     """Computes `query.query_states`."""
@@ -115,8 +116,9 @@ def query_states(
     shared = [jnp.repeat(x, group, 0) for x in shared]
     each = [x.reshape(heads, *shape, -1) for x in (query, jnp.swapaxes(scalars, 1, 2))]
     out, total = jax.vmap(jax.vmap(one))(*each, *shared)
-    out = out.reshape(heads, time, -1).astype(value.dtype)
-    return as_arguments(out, batch_time), total.reshape(heads, time)
+    out = as_arguments(out.reshape(heads, time, -1), batch_time)
+    means = preparation.split(out[..., None, :], value.dtype, 1 + with_remainder)
+    return *jnp.moveaxis(means, -2, 0), total.reshape(heads, time)
 
 
 def as_arguments(x, batch_time, before=0):

@@ -50,9 +50,9 @@ def _shapes_of_update(vector, scalars, value, carry, start, weights, *, layout, 
     return ((*carry.shape, layout.stacks, layout.value_dim, layout.width), dtype), (finals, np.float32)
 
 
-def _shapes_of_query(query, *arrays, layout, batch_time, **options):
+def _shapes_of_query(query, *arrays, layout, batch_time, with_remainder, **options):
     shape = *batch_time, len(query) // batch_time[0], layout.value_dim
-    return (shape, query.dtype), (query.shape[:2], np.float32)
+    return *[(shape, query.dtype)] * (1 + with_remainder), (query.shape[:2], np.float32)
 
 
 def _shapes_of_query_vjp(query, *arrays, **options):
@@ -208,6 +208,7 @@ def query_states(
     chunk,
     exact_window,
     batch_time,
+    with_remainder,
     interpret,
 ):
     """Computes `quartic.query.query_states`."""
@@ -237,7 +238,10 @@ def query_states(
     mean = np.divide(out, total[..., None], out=np.zeros_like(out), where=total[..., None] > 0)
     batch, time = batch_time
     mean = np.swapaxes(mean.reshape(batch, -1, *mean.shape[1:]), 1, 2)[:, :time]
-    return mean.astype(query.dtype), total
+    means = [mean.astype(query.dtype)]
+    if with_remainder:
+        means.append((mean - single(means[0])).astype(query.dtype))
+    return *means, total
 
 
 def _beside(state, layout):

@@ -12,7 +12,6 @@ from sympow_jax import ops
 from sympow_jax.ops import target
 from tests.ops import cases
 from tests.ops import test_power_attention as suite
-from tests.pallas_kernels import rounded
 
 pytestmark = [pytest.mark.interpret, pytest.mark.timeout(400)]
 
@@ -60,15 +59,14 @@ def check_values_and_gradients(case, *, batch, form, chunk_size):
     expected = suite.expected_for(drawn, case)
     short = suite.cast(drawn, "bfloat16")
 
-    options = {"power": case.power, "chunk_size": chunk_size}
-    kernel = suite.outputs_and_gradients(short, implementation="mosaic_gpu", form=form, **options)
-    if form == "chunked":
-        plain = rounded.outputs_and_gradients(short, **options)
-    else:
-        plain = suite.outputs_and_gradients(short, implementation="xla", form=form, **options)
-    for found in (kernel, plain):
-        assert found["out"].dtype == found["query"].dtype == jnp.bfloat16
-    check(*(suite.errors(jax.device_get(found), expected, drawn) for found in (kernel, plain)))
+    def errors(implementation):
+        actual = suite.outputs_and_gradients(
+            short, implementation=implementation, form=form, power=case.power, chunk_size=chunk_size
+        )
+        assert actual["out"].dtype == actual["query"].dtype == jnp.bfloat16
+        return suite.errors(jax.device_get(actual), expected, drawn)
+
+    check(errors("mosaic_gpu"), errors("xla"))
 
 
 @pytest.mark.parametrize("form", ["attention", "chunked"])
@@ -95,7 +93,7 @@ def test_a_sequence_split_in_two():
     expected = suite.expected_for(drawn, case)
     short = suite.cast(drawn, "bfloat16")
     fixed = {"form": "chunked", "chunk_size": 64}
-    plain = rounded.outputs_and_gradients(short, power=2, chunk_size=64)
+    plain = suite.outputs_and_gradients(short, implementation="xla", power=2, **fixed)
     dout, segment_ids = short.pop("dout"), short.pop("segment_ids")
 
     def loss(arrays):

@@ -1,12 +1,14 @@
 """Tests of the op around plain-JAX stand-ins for the state kernels: values, gradients, states in and out."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.power_state.square import forward
 from sympow_jax import ops
 from sympow_jax.ops import target
 from tests.ops import cases
@@ -40,6 +42,22 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_values_and_gradients(case):
     interpreted.check_values_and_gradients(case, batch=2, **FIXED)
+
+
+def test_queries_of_few_keys_with_small_weights():
+    """The backward pass reads an output that is not rounded; without one, the kernel writes no remainder."""
+    drawn = suite.arrays(suite.HALF, dtype="bfloat16")
+    short, expected = suite.cast(drawn, "bfloat16"), suite.expected_for(drawn, suite.HALF)
+    arrays = {name: x for name, x in short.items() if name != "dout"}
+    query_states = mock.Mock(side_effect=plain.query_states)
+    with mock.patch.object(forward.query_kernel, "query_states", query_states):
+        jax.eval_shape(lambda x: ops.power_attention(**x, implementation="mosaic_gpu", **FIXED), arrays)
+    assert [call.kwargs["with_remainder"] for call in query_states.call_args_list] == [False]
+
+    found = (
+        suite.outputs_and_gradients(short, implementation=name, **FIXED) for name in ("mosaic_gpu", "xla")
+    )
+    interpreted.check(*(suite.errors(jax.device_get(x), expected, drawn) for x in found))
 
 
 @pytest.mark.parametrize("power", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -45,6 +45,12 @@ def test_a_chunk_for_any_row_is_one_that_the_kernels_take(power, size):
         assert config.key_vjp_blocks == 2 or power == 2 or time <= 700
 
 
+def test_few_rows_have_shorter_chunks():
+    """But one chunk stays one."""
+    for time, heads, chunk in ((4096, 8, 512), (8192, 8, 768), (4096, 16, 768), (768, 8, 768), (769, 8, 512)):
+        assert power_state.choose(**SIZES | {"time": time, "heads": heads}).chunk == chunk
+
+
 def test_few_heads_walk_segments_of_time_side_by_side():
     """The number of thread blocks is at most that of multiprocessors, and no segment is without a chunk."""
     for time, heads, segments in ((65_536, 8, 4), (65_536, 96, 1), (1000, 1, 2)):

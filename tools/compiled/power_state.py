@@ -50,7 +50,10 @@ RARE = sorted(set(RARE) - set(CASES))
 
 
 def build(case: str):
-    """Returns the kernel of a case without its preparation, which is plain JAX and not compiled."""
+    """Returns the kernel of a case without its preparation, which is plain JAX and not compiled.
+
+    A query is compiled twice, without the remainder of its output and with it.
+    """
     kernel, head_dim, value_dim, chunk, state_dtype, config = found = cases.parse(case, power=2)
     operand, terms = configs.operands(state_dtype)
     layout, time = layouts.Layout(head_dim), found.time
@@ -72,9 +75,8 @@ def build(case: str):
             shape(cases.HEADS, head_dim, time),
             cases.exact(cases.HEADS, cases.CHUNKS, chunk // configs.BLOCK, configs.BLOCK),
         ]
-    return functools.partial(
-        query.query_states, **options, exact_window=cases.WINDOW, batch_time=(1, time)
-    ), [
+    options |= {"exact_window": cases.WINDOW, "batch_time": (1, time)}
+    return cases.with_and_without_remainder(query.query_states, options), [
         cases.brief(cases.HEADS * cases.GROUP, time, head_dim),
         shape(cases.HEADS * cases.GROUP, head_dim, time),
         shape(cases.HEADS, cases.CHUNKS, layouts.TILE, terms * value_dim, layout.width),

@@ -46,7 +46,7 @@ def build(case: str):
             cases.exact(*stack),
         ]
     options |= {"exact_window": cases.WINDOW, "batch_time": (1, time)}
-    return functools.partial(quartic_query.query_states, **options), [
+    return cases.with_and_without_remainder(quartic_query.query_states, options), [
         cases.brief(heads, time, head_dim),
         cases.half(heads, time, layout.rows),
         cases.half(heads, layout.scalar_rows, time),

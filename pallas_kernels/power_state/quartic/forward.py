@@ -46,7 +46,7 @@ def fold(key, value, log_decay, folds, initial_state, call: configs.Call):
     return saved, returned(final, norm[:, -1], carried.shift[:, -1], layout, sizes)
 
 
-def attend(query, key, value, log_decay, folds, saved, call: configs.Call):
+def attend(query, key, value, log_decay, folds, saved, with_remainder, call: configs.Call):
     """Computes `power_state.attend`."""
     batch, time, _, head_dim = query.shape
     value_dim = value.shape[-1]
@@ -58,7 +58,7 @@ def attend(query, key, value, log_decay, folds, saved, call: configs.Call):
     scale = preparation.scale_of(of, shift)
     vector, scalars = pair_products(jnp.swapaxes(unit, 1, 2).astype(jnp.float32), layout)
     vector = jnp.swapaxes(vector, 1, 2)
-    out, total = query_kernel.query_states(
+    *means, total = query_kernel.query_states(
         unit,
         vector,
         scalars,
@@ -70,9 +70,11 @@ def attend(query, key, value, log_decay, folds, saved, call: configs.Call):
         scale * 2.0**layouts.WEIGHT_BITS,
         layout=layout,
         batch_time=(batch, time),
+        with_remainder=with_remainder,
         **call.kernel_options,
     )
-    return out[..., :value_dim], preparation.tokens_second(total, batch)[:, :time]
+    means = (x[..., :value_dim] for x in means)
+    return *means, preparation.tokens_second(total, batch)[:, :time]
 
 
 def start_of(initial_state, heads, head_dim, layout):

@@ -45,9 +45,12 @@ def query_states(
     chunk,
     exact_window,
     batch_time,
+    with_remainder,
     interpret=None,
 ):
     """Returns the weighted means of values, bfloat16 [B, T, N, E], and their sums of weights, float32 [HN, X].
+
+    with_remainder: whether to return, between the two, what rounding the means took away, like them.
 
     batch_time: B and T; HN = B N, and X is T in whole chunks.
 
@@ -63,6 +66,7 @@ def query_states(
     """
     heads, time, head_dim = query.shape
     value_dim, count, stages = value.shape[-1], config.query_blocks, config.state_stages
+    means = ("out", "remainder") if with_remainder else ("out",)
 
     def body(gmem, smem):
         tile = query_tile.QueryTile.of_thread_block(heads // len(key), chunk, count)
@@ -99,8 +103,7 @@ def query_states(
                 total = query_tile.add_keys(core, acc, query_smem, keys, total, warpgroup, power=4)
                 # The division.
                 gmem["total"][tile.head, tile.tokens_of(warpgroup)] = total
-                begin = tile.token + warpgroup * _BLOCK
-                query_tile.store_mean(acc, total, out_smem, results.block(gmem["out"], tile.head, begin))
+                query_tile.store_mean(gmem, acc, total, out_smem, tile, warpgroup)
 
             core.accumulators(attend, value_dim)
 
@@ -121,7 +124,7 @@ def query_states(
             "steps": jnp.asarray(layout.steps.ravel()),
         },
         {
-            "out": results.kind(batch_time, heads, value_dim, value.dtype),
+            **dict.fromkeys(means, results.kind(batch_time, heads, value_dim, value.dtype)),
             "total": jax.ShapeDtypeStruct((heads, time), jnp.float32),
         },
         {
@@ -150,7 +153,7 @@ def query_states(
         name="power_state_quartic_query",
         interpret=interpret,
     )
-    return results.cut(output["out"], batch_time), output["total"]
+    return *(results.cut(output[name], batch_time) for name in means), output["total"]
 
 
 def _copy_states(gmem, smem, tile, layout, count):

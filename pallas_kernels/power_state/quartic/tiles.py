@@ -64,7 +64,7 @@ def _vjp(layout, chunk, exact_window):
     return fields
 
 
-def longest_chunk(head_dim: int) -> int:
+def longest_chunk(head_dim: int, *_) -> int:
     """Returns the chunk of long rows: writing and reading its states takes as long as its keys do, forward."""
     return 1152 if head_dim <= 16 else 3072
 

@@ -31,7 +31,7 @@ def fold(key, value, log_decay, folds, initial_state, call: configs.Call):
     return saved, returned(final, norm[:, -1], carried.shift[:, -1], layout, sizes)
 
 
-def attend(query, key, value, log_decay, folds, saved, call: configs.Call):
+def attend(query, key, value, log_decay, folds, saved, with_remainder, call: configs.Call):
     """Computes `power_state.attend`."""
     batch, time, *_ = query.shape
     value_dim = value.shape[-1]
@@ -39,7 +39,7 @@ def attend(query, key, value, log_decay, folds, saved, call: configs.Call):
     of = preparation.tokens(key, value, log_decay, folds, sizes=padded, call=call)
     unit, _ = preparation.queries(preparation.fill(query, padded[0]), call.chunk)
     states, norm, shift = saved.by_head()
-    out, denominator = query_kernel.query_states(
+    *means, denominator = query_kernel.query_states(
         unit,
         jnp.swapaxes(unit, 1, 2).astype(states.dtype),
         states,
@@ -50,9 +50,11 @@ def attend(query, key, value, log_decay, folds, saved, call: configs.Call):
         preparation.scale_of(of, shift),
         layout=layouts.Layout(padded[0]),
         batch_time=(batch, time),
+        with_remainder=with_remainder,
         **call.kernel_options,
     )
-    return out[..., :value_dim], preparation.tokens_second(denominator, batch)[:, :time]
+    means = (x[..., :value_dim] for x in means)
+    return *means, preparation.tokens_second(denominator, batch)[:, :time]
 
 
 def norms(key, strength, carried, start, interpret):

@@ -52,9 +52,12 @@ def query_states(
     chunk,
     exact_window,
     batch_time,
+    with_remainder,
     interpret=None,
 ):
     """Returns the weighted means of values, bfloat16 [B, T, N, E], and their sums of weights, float32 [HN, X].
+
+    with_remainder: whether to return, between the two, what rounding the means took away, like them.
 
     batch_time: B and T. H = B K key heads and HN = B N query heads over the batch, n chunks of C, X = n C tokens, and a
     window of W.
@@ -71,6 +74,7 @@ def query_states(
     heads, time, head_dim = query.shape
     value_dim, count = value.shape[-1], config.query_blocks
     terms, norm_steps = states.shape[3] // value_dim, state_copies.norm_blocks(layout)
+    means = ("out", "remainder") if with_remainder else ("out",)
 
     # gmem has the arguments and results in global memory by name, smem the shared memory of `scratch`.
     def body(gmem, smem):
@@ -119,8 +123,7 @@ def query_states(
                 total = query_tile.add_keys(core, acc, query_smem, keys, denominator, warpgroup, power=2)
                 # The sums of weights, the division, and the store, which drops tokens that do not exist.
                 gmem["denominator"][tile.head, tile.tokens_of(warpgroup)] = total
-                begin = tile.token + warpgroup * _BLOCK
-                query_tile.store_mean(acc, total, out_smem, results.block(gmem["out"], tile.head, begin))
+                query_tile.store_mean(gmem, acc, total, out_smem, tile, warpgroup)
 
             core.accumulators(attend, value_dim)
 
@@ -154,7 +157,7 @@ def query_states(
             "scale": scale,
         },
         {
-            "out": results.kind(batch_time, heads, value_dim, value.dtype),
+            **dict.fromkeys(means, results.kind(batch_time, heads, value_dim, value.dtype)),
             "denominator": jax.ShapeDtypeStruct((heads, time), jnp.float32),
         },
         scratch,
@@ -163,7 +166,7 @@ def query_states(
         name="power_state_query",
         interpret=interpret,
     )
-    return results.cut(output["out"], batch_time), output["denominator"]
+    return *(results.cut(output[name], batch_time) for name in means), output["denominator"]
 
 
 def _norm_of_queries(core, query_smem, smem, layout):

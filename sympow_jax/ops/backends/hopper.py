@@ -159,14 +159,16 @@ def chunked(plan, rows: rows_of.Rows):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked(plan, rows):
-    return _chunked_fwd(plan, rows)[0]
+    return _chunked_fwd(plan, rows, differentiated=False)[0]
 
 
-def _chunked_fwd(plan, rows):
+def _chunked_fwd(plan, rows, differentiated=True):
     """Computes the output; saves the arguments, the output, the denominators and the states before each chunk.
 
-    All have a `checkpoint_name`, so that a policy of `jax.checkpoint` can have the states recomputed instead.
+    All have a `checkpoint_name`, so that a policy of `jax.checkpoint` can have the states recomputed instead. Only if
+    the call is differentiated, the kernels return what rounding the output to 16 bits took away, which is saved too.
     """
+    of_mean = ("out", "remainder", "denominator") if differentiated else ("out", "denominator")
 
     def compute(arrays):
         initial = (arrays["kv"], arrays["norm"]) if "kv" in arrays else None
@@ -175,11 +177,11 @@ def _chunked_fwd(plan, rows):
         saved, final = state_kernel.fold(*others, initial, call=call)
         if plan.axis_name is not None:
             saved, final = _add_incoming(saved, final, others, call, plan.axis_name)
-        out, denominator = state_kernel.attend(query, *others, saved, call=call)
+        found = state_kernel.attend(query, *others, saved, call=call, with_remainder=differentiated)
         kv, norm = final
-        return {"out": out, "denominator": denominator, "kv": kv, "norm": norm} | saved._asdict()
+        return dict(zip(of_mean, found)) | {"kv": kv, "norm": norm} | saved._asdict()
 
-    names = ("out", "denominator", "kv", "norm", *state_kernel.Saved._fields)
+    names = (*of_mean, "kv", "norm", *state_kernel.Saved._fields)
     results = per_device(compute, rows._asdict(), names)
     kv, norm = results.pop("kv"), results.pop("norm")
     saved = _named(results)
@@ -191,7 +193,8 @@ def _chunked_bwd(plan, residuals, cotangents):
 
     def compute(arrays):
         call = _call(plan, arrays)
-        arguments, results = _arguments(arrays), (arrays["out"], arrays["denominator"])
+        out = arrays["out"].astype(jnp.float32) + arrays["remainder"].astype(jnp.float32)
+        arguments, results = _arguments(arrays), (out, arrays["denominator"])
         states = state_kernel.Saved(*(arrays[name] for name in state_kernel.Saved._fields))
         dfinal = (arrays["final_kv"], arrays["final_norm"]) if plan.return_state else None
         dstates, initial = state_kernel.fold_vjp(*arguments, *results, arrays["dout"], dfinal, call=call)
