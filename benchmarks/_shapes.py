@@ -104,7 +104,7 @@ def _brief() -> Iterator[Row]:
     """Yields the rows that decide between implementations, most important first."""
     chunked, attention, softmax = "chunked/mosaic_gpu", "attention/mosaic_gpu", "softmax/cudnn"
     both = ("training", "forward")
-    for time in (65_536, 8192, 16_384, 4096, 1024, 262_144):
+    for time in (65_536, 4096, 8192, 16_384, 2048, 1024, 262_144):
         names = (chunked, attention, softmax) if time <= 65_536 else (chunked, softmax)
         yield from _rows("brief", names, modes=both, times=(time,))
     yield from _rows("brief", _STEP, modes=("step",), batch=64, times=(_STEPS,))

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 __all__ = [
+    "coarse",
     "exponent",
     "factors",
+    "grid",
     "normal_exponent",
     "over_earlier",
     "power_of_two",
@@ -55,10 +57,19 @@ def running_sums(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
     The second part is small. A difference of two sums, taken part by part, errs no more than sums of the small terms
     would.
     """
-    bits = math.ceil(math.log2(x.shape[-1] * largest))
-    grid = 2.0 ** (bits - np.finfo(np.float32).nmant - 1)
-    coarse = jnp.round(x / grid) * grid
-    return over_earlier(coarse, jnp.sum, 0), over_earlier(x - coarse, jnp.sum, 0)
+    first = jnp.round(x / grid(x.shape[-1], largest)) * grid(x.shape[-1], largest)
+    return over_earlier(first, jnp.sum, 0), over_earlier(x - first, jnp.sum, 0)
+
+
+def grid(count: int, largest: float) -> float:
+    """Returns the power of two of which the terms of the first part of `running_sums` are multiples."""
+    return 2.0 ** (math.ceil(math.log2(count * largest)) - np.finfo(np.float32).nmant - 1)
+
+
+def coarse(x: jax.Array, count: int, largest: float) -> jax.Array:
+    """Returns x rounded towards zero to multiples of `grid`, in a kernel."""
+    step = grid(count, largest)
+    return (x * (1 / step)).astype(jnp.int32).astype(jnp.float32) * step
 
 
 def over_earlier(

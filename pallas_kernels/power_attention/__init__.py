@@ -120,7 +120,7 @@ def power_attention_vjp(
     )
     arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
     prepared, scales, positions = vjp_operands.prepare(
-        query, key, value, dout, saved, power=power, **arrays, config=config
+        query, key, value, dout, saved, power=power, **arrays, config=config, interpret=interpret
     )
     options = {"power": power, "config": config, "interpret": interpret}
     dquery, query_log = query_vjp.query_vjp(prepared, time=query.shape[1], dtype=query.dtype, **options)
@@ -131,7 +131,7 @@ def power_attention_vjp(
     )
     if log_decay is None:
         return dquery, dkey, dvalue, None
-    ddecay = vjp_operands.decay_gradient(key_log, scales)
+    ddecay = vjp_operands.decay_gradient(key_log, scales)[:, positions]
     if segment_ids is not None:
         ddecay = jnp.where(sequence.within_documents(segment_ids)[..., None], ddecay, 0)
     return dquery, dkey, dvalue, ddecay

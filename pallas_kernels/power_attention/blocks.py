@@ -140,13 +140,12 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
         sum_unit = _exponent(jnp.maximum(*map(weighted, both)))
 
         # Sums of the decay from the start of the block and to its end.
-        grid = 2.0 ** (math.ceil(math.log2(-block * sequence.FORGET)) - np.finfo(np.float32).nmant - 1)
         decays = decays.at[row, head, pl.ds(begin, block)]
         token, column = (plgpu.broadcasted_iota(jnp.int32, shape, n, layout=pairs.LAYOUT) for n in (0, 1))
 
         def in_parts(part):
             decay = by_column(decays.at[part])
-            coarse = (decay * (1 / grid)).astype(jnp.int32).astype(jnp.float32) * grid
+            coarse = numerics.coarse(decay, block, -sequence.FORGET)
             return coarse, decay - coarse
 
         others = [x.sum(1) for x in in_parts(both[1])]

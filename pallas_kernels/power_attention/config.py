@@ -87,7 +87,7 @@ class VjpConfig:
 
     @property
     def operands_in_registers(self) -> bool:
-        """True if a warpgroup's own rows stay in registers.
+        """True if a warpgroup's own rows stay in registers in the pass over queries.
 
         Reading them from shared memory takes as long as reading the tiles that they are multiplied with.
         """

@@ -21,7 +21,7 @@ from pallas_kernels.hopper import launch, ring, tensor_core
 from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import pairs
 from pallas_kernels.power_attention import vjp_operands as inputs
-from pallas_kernels.power_attention.vjp_operands import KeyVector, QueryVector
+from pallas_kernels.power_attention.vectors import KeyVector, QueryVector
 
 __all__ = ["key_vjp", "sums"]
 
@@ -37,9 +37,9 @@ def key_vjp(
     dtype,
     interpret=None,
 ):
-    """Returns the gradients of keys [B, S, K, D] and values [B, S, K, E], and sums P (dP - delta) [B, K, S].
+    """Returns the gradients of keys [B, S, K, D] and values [B, S, K, E], and sums P (dP - delta).
 
-    The sums are float32, in the scales of the operands.
+    The sums [B, K, S] are float32, in the scales of the operands, with S padded to whole blocks.
 
     positions: of the keys, without the padding to whole blocks.
     dtype: of both gradients.
@@ -50,7 +50,7 @@ def key_vjp(
     for results in config.key_results:
         found |= sums(operands, results=results, **options)
     dkey, dvalue = (found[name][:, positions] for name in ("dkey", "dvalue"))
-    return dkey, dvalue, found["dlog"][..., positions]
+    return dkey, dvalue, found["dlog"]
 
 
 def sums(
@@ -106,6 +106,8 @@ def sums(
                 vectors = pl.ds(0, QueryVector.UNIT)
                 rows = gmem["rows"].at[batch_row, query_head, query_block, vectors]
                 plgpu.copy_gmem_to_smem(rows, smem["rows_smem"].at[slot], full)
+                delta = gmem["delta"].at[batch_row, query_head, query_block]
+                plgpu.copy_gmem_to_smem(delta, smem["delta_smem"].at[slot], full)
 
             ring.fill(steps * group, stages, smem["free"], copy_queries)
 
@@ -139,14 +141,15 @@ def sums(
     }
     return launch.launch(
         body,
-        {name: getattr(operands, name) for name in (*moving, *kept, "rows", "columns", "last")},
+        {name: getattr(operands, name) for name in (*moving, *kept, "rows", "delta", "columns", "last")},
         outputs,
         scratch
         | {
+            "delta_smem": plgpu.SMEM((stages, _BLOCK), jnp.float32),
             "rows_smem": plgpu.SMEM((stages, QueryVector.UNIT, _BLOCK), jnp.float32),
             "columns_smem": plgpu.SMEM((count, *operands.columns.shape[3:]), jnp.float32),
             "ready": plgpu.Barrier(num_arrivals=count * (len(kept) + 1)),
-            "full": plgpu.Barrier(num_arrivals=len(moving) + 1, num_barriers=stages),
+            "full": plgpu.Barrier(num_arrivals=len(moving) + 2, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
         },
         grid=grid,
@@ -177,14 +180,12 @@ class _Keys:
             plgpu.barrier_arrive(self.smem["free"].at[slot])
 
         dlog = self._diagonal(own, dlog)
-        # Load the keys only now, and not the values, to save registers.
-        key = pairs.left_operand(self.key, self.config)
         factor = self._of_keys(KeyVector.LATER_FACTOR)
 
         def later(step, carry):
             between, dlog = carry
             slot = self._full(step)
-            scores, dweights = self._products(slot, key)
+            scores, dweights = self._products(slot)
             slopes = pairs.slopes(scores, self.power) * pairs.by_row(factor * between)
             between *= self.smem["rows_smem"][slot, QueryVector.BETWEEN, 0]
             return between, self._add(
@@ -202,7 +203,7 @@ class _Keys:
 
     def _diagonal(self, step, dlog):
         slot = self._full(step)
-        scores, dweights = self._products(slot, self.key)
+        scores, dweights = self._products(slot)
         parts = [self._of_keys(n) for n in (KeyVector.COARSE, KeyVector.FINE)]
         query_parts = [self._of_queries(slot, n) for n in (QueryVector.COARSE, QueryVector.FINE)]
         length = pairs.by_row(self._of_keys(KeyVector.DIAGONAL_FACTOR))
@@ -213,18 +214,22 @@ class _Keys:
             slot, scores, slopes, dweights, dlog, QueryVector.DIAGONAL_WEIGHT, QueryVector.DIAGONAL_SLOPE
         )
 
-    def _products(self, slot, key):
-        """Returns the scores and, if the gradient of keys is requested, the gradient of the weights."""
+    def _products(self, slot):
+        """Returns the scores and, if the gradient of keys is requested, the gradient of the weights.
+
+        Keys and values stay in shared memory: with keys in registers, the kernel would spill.
+        """
         query, dout = (self.smem[name].at[slot] for name in ("query_smem", "dout_smem"))
         if self.value is None:
-            return self.core.product(key, query), None
-        return self.core.products((key, query), (self.value, dout))
+            return self.core.product(self.key, query), None
+        return self.core.products((self.key, query), (self.value, dout))
 
     def _add(self, slot, scores, slopes, dweights, dlog, weight, slope):
         """Adds one block of queries to the accumulators; returns dlog with sums of P (dP - delta) added."""
         pending = []
         if "dkey" in self.accumulators:
-            dweights = dweights - pairs.by_column(self._of_queries(slot, QueryVector.DELTA))
+            delta = plgpu.load(self.smem["delta_smem"].at[slot], layout=pairs.PER_COLUMN, optimized=False)
+            dweights = dweights - pairs.by_column(delta)
             # The barrier forces one step after the other, to save registers.
             scores, slopes, dweights = lax.optimization_barrier((scores, slopes, dweights))
         weights = slopes * scores * pairs.by_column(self._of_queries(slot, weight))

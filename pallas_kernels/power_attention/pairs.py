@@ -16,7 +16,6 @@ __all__ = [
     "by_row",
     "diagonal_factor",
     "in_units",
-    "left_operand",
     "scaled",
     "slopes",
     "store",
@@ -48,11 +47,6 @@ def scaled(x, exponent):
     """Returns a block [64, D] times 2^exponent of each row."""
     # In two steps, since 2^exponent itself might not be a normal number.
     return in_units(x, *numerics.factors(exponent))
-
-
-def left_operand(ref, config):
-    """Returns the left operand of products over blocks, in registers if there are enough, else the reference itself."""
-    return plgpu.load(ref, layout=LAYOUT) if config.operands_in_registers else ref
 
 
 def slopes(scores, power):

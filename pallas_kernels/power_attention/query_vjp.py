@@ -19,7 +19,7 @@ from pallas_kernels.hopper import launch, ring, tensor_core
 from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import pairs
 from pallas_kernels.power_attention import vjp_operands as inputs
-from pallas_kernels.power_attention.vjp_operands import KeyVector, QueryVector
+from pallas_kernels.power_attention.vectors import KeyVector, QueryVector
 
 __all__ = ["query_vjp"]
 
@@ -76,8 +76,8 @@ def query_vjp(
             plgpu.barrier_wait(smem["ready"])
 
             def sums(acc):
-                rows = gmem["rows"].at[batch_row, head, own]
-                queries = _Queries(core, acc, rows, warpgroup, smem, power, config)
+                rows, delta = (gmem[name].at[batch_row, head, own] for name in ("rows", "delta"))
+                queries = _Queries(core, acc, rows, delta, warpgroup, smem, power, config)
                 dlog = queries.all_keys(last - own, steps)
                 tokens = pl.ds((own - offset) * _BLOCK, _BLOCK)
                 pairs.store(gmem["dlog"].at[batch_row, head, tokens], dlog)
@@ -87,7 +87,7 @@ def query_vjp(
 
         return copy, compute
 
-    names = ("query", "key", "value", "dout", "columns", "rows", "first")
+    names = ("query", "key", "value", "dout", "columns", "rows", "delta", "first")
     output = launch.launch(
         body,
         {name: getattr(operands, name) for name in names},
@@ -116,12 +116,13 @@ def query_vjp(
 class _Queries:
     """The 64 queries of one warpgroup, and their products with each block of keys."""
 
-    def __init__(self, core, acc, rows, warpgroup, smem, power, config):
+    def __init__(self, core, acc, rows, delta, warpgroup, smem, power, config):
         self.core, self.acc, self.rows = core, acc, rows
+        self.delta = plgpu.load(delta, layout=pairs.PER_ROW, optimized=False)
         self.smem, self.power, self.config = smem, power, config
-        self.query, self.dout = (
-            pairs.left_operand(smem[name].at[warpgroup], config) for name in ("query_smem", "dout_smem")
-        )
+        self.query, self.dout = (smem[name].at[warpgroup] for name in ("query_smem", "dout_smem"))
+        if config.operands_in_registers:
+            self.query, self.dout = (plgpu.load(x, layout=pairs.LAYOUT) for x in (self.query, self.dout))
 
     def all_keys(self, passed, steps):
         """Returns the sum of dS S over all keys; the sums of dS K are added to the accumulator."""
@@ -134,7 +135,7 @@ class _Queries:
 
         dlog = self._diagonal(passed)
         slope = self._of_queries(QueryVector.EARLIER_SLOPE)
-        shift = slope * self._of_queries(QueryVector.DELTA)
+        shift = slope * self.delta
 
         def earlier(step, carry):
             between, dlog = carry
@@ -166,7 +167,7 @@ class _Queries:
         slopes = pairs.slopes(scores, self.power) * factor
         dweights = self.core.product(self.dout, value)
         slope = self._of_queries(QueryVector.DIAGONAL_SLOPE)
-        return self._add(slot, scores, slopes, dweights, slope, slope * self._of_queries(QueryVector.DELTA))
+        return self._add(slot, scores, slopes, dweights, slope, slope * self.delta)
 
     def _add(self, slot, scores, slopes, dweights, slope, shift):
         """Adds dS K of one block of keys to the accumulator; returns sums of dS S."""

@@ -12,10 +12,8 @@ __all__ = [
     "FLOOR",
     "FORGET",
     "NOTHING",
-    "Decay",
     "Tokens",
     "exp",
-    "length_factors",
     "visible_blocks",
     "whole_blocks",
     "within_documents",
@@ -83,20 +81,6 @@ def _fill(x, front, back, width):
     return jnp.pad(x, [(0, 0), (front, back), (0, 0), (0, width - x.shape[-1])])
 
 
-class Decay:
-    """Sums of log_decay within each block of [B, K, n, C], none of them a difference of large numbers.
-
-    after: over the keys after each key. total: over the block. coarse + fine: up to and including each position, as in
-    `numerics.running_sums`.
-    """
-
-    def __init__(self, log_decay):
-        later = jnp.pad(log_decay[..., 1:], [(0, 0)] * 3 + [(0, 1)])
-        self.after = numerics.over_earlier(later, jnp.sum, 0, reverse=True)
-        self.total = log_decay.sum(-1)
-        self.coarse, self.fine = numerics.running_sums(log_decay, -FORGET)
-
-
 def exp(log_decay):
     """Returns the decay, zero below FLOOR."""
     return jnp.where(log_decay < FLOOR, 0, jnp.exp(jnp.maximum(log_decay, FLOOR)))
@@ -120,14 +104,3 @@ def visible_blocks(log_decay, segment_ids):
     nearest = numerics.over_earlier(reset, jnp.min, count - 1, reverse=True)
     last = jnp.pad(nearest[..., 1:], [(0, 0), (0, 0), (0, 1)], constant_values=count - 1)
     return first, last
-
-
-def length_factors(exponent, power):
-    """Returns p-th powers of key lengths 2^exponent over the longest, [B, K, S], and the longest's exponent [B, K].
-
-    A key of zeros has the factor 0.
-    """
-    longest = exponent.max(-1)
-    # Clip so that the smallest factor is a normal number.
-    shorter = jnp.maximum(power * (exponent - longest[..., None]), np.finfo(np.float32).minexp)
-    return jnp.where(exponent > NOTHING, numerics.scaled(jnp.float32(1), shorter), 0), longest

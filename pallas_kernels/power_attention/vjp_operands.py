@@ -12,57 +12,21 @@ This bound gives every query a power-of-two scale that brings its pairs close to
 queries undoes the scale at the end. The pass over keys multiplies with queries Q' in which it is already undone.
 """
 
-import enum
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.hopper import numerics
+from pallas_kernels.hopper import numerics, tensor_core
 from pallas_kernels.power_attention import config as configs
-from pallas_kernels.power_attention import sequence
+from pallas_kernels.power_attention import sequence, vectors
+from pallas_kernels.power_attention.vectors import WEIGHT_BITS
 
-__all__ = ["KeyVector", "QueryVector", "Units", "VjpOperands", "corrected", "decay_gradient", "prepare"]
-
-
-class QueryVector(enum.IntEnum):
-    """Vectors of a block of queries, in the order of `VjpOperands.rows`."""
-
-    # f and g for keys of earlier blocks, and for keys of the same block.
-    EARLIER_WEIGHT = 0
-    EARLIER_SLOPE = 1
-    DIAGONAL_WEIGHT = 2
-    DIAGONAL_SLOPE = 3
-    DELTA = 4
-    # The two parts of the decay from the block's start, and the decay over the block, repeated.
-    COARSE = 5
-    FINE = 6
-    BETWEEN = 7
-    # Position in the block.
-    POSITION = 8
-    # Two factors, whose product turns the sum into the gradient.
-    UNIT = 9
+__all__ = ["Units", "VjpOperands", "corrected", "decay_gradient", "prepare"]
 
 
-class KeyVector(enum.IntEnum):
-    """Vectors of a block of keys, in the order of `VjpOperands.columns`."""
-
-    # c for queries of later blocks, and for queries of the same block.
-    LATER_FACTOR = 0
-    DIAGONAL_FACTOR = 1
-    # As for queries.
-    COARSE = 2
-    FINE = 3
-    BETWEEN = 4
-    POSITION = 5
-    # Two factors each, whose product turns the sums into the gradients of the key and of the value.
-    KEY_UNIT = 6
-    VALUE_UNIT = 8
-
-
-# Fractions of the mean are scaled to 2^14, values, cotangents and slopes to 2^15 at most: float16 ends below 2^16.
-_WEIGHT_BITS = 14
+# Values, cotangents and slopes are scaled to 2^15 at most: float16 ends below 2^16.
 _OPERAND_BITS = 15
 # Largest exponent of g, so that it stays finite.
 _LARGEST_EXPONENT = 120
@@ -91,8 +55,9 @@ class VjpOperands(NamedTuple):
     key: jax.Array  # [B, S, K, D]
     value: jax.Array  # [B, S, K, E]
     dout: jax.Array  # [B, S, N, E]
-    rows: jax.Array  # [B, N, n, 11, 64]
+    rows: jax.Array  # [B, N, n, 10, 64]
     columns: jax.Array  # [B, K, n, 10, 64]
+    delta: jax.Array  # [B, N, n, 64]
     first: jax.Array  # [B, K, n / 2]
     last: jax.Array  # [B, K, n / 2]
 
@@ -108,7 +73,7 @@ class Units(NamedTuple):
 
 
 def prepare(
-    query, key, value, dout, saved, *, power, log_decay, segment_ids, config
+    query, key, value, dout, saved, *, power, log_decay, segment_ids, config, interpret=None
 ) -> tuple[VjpOperands, Units, slice]:
     """Returns the operands, exponents of scales, and the slice of the real keys after the front padding.
 
@@ -124,7 +89,7 @@ def prepare(
     if bits != configs.weight_bits(power):
         query = numerics.scaled(query, bits - configs.weight_bits(power))
     key, key_exponent = saved["unit_key"], saved["key_exponent"]
-    length_factor, longest = sequence.length_factors(key_exponent, power)
+    longest = key_exponent.max(-1)
     # Convert from weights of the original queries and keys to weights of the operands, relative to the longest key.
     exponent = saved["weight_exponent"] - power * (query_exponent + _of_heads(longest, query)[..., None])
     denominator = numerics.scaled(saved["weight_sum"], exponent)
@@ -147,22 +112,21 @@ def prepare(
     undone = _OPERAND_BITS + _of_heads(least, query)[..., None] - slope_unit
     unit_query = numerics.scaled(query.astype(jnp.float32), jnp.moveaxis(undone, 1, 2)[..., None])
     unit_query = jnp.where(seen, unit_query, 0)
-    share = jnp.where(some, 1 / jnp.where(some, denominator, 1), 0)
-    slope, delta = numerics.scaled(share, slope_unit), jnp.moveaxis((dout * out).sum(-1), 1, 2)
+    delta = jnp.moveaxis((dout * out).sum(-1), 1, 2)
 
-    decay = sequence.Decay(tokens.log_decay.reshape(*longest.shape, -1, config.block))
-    # The powers of two by which the sums are larger than the gradients; those of queries and keys lack the factor p.
-    pair_unit = value_unit + dout_unit + _WEIGHT_BITS
+    # Exponents of the units of the sums; those of queries and keys lack the factor p.
+    pair_unit = value_unit + dout_unit + WEIGHT_BITS
     by_query = slope_unit + _of_heads(pair_unit, query)[..., None] + query_exponent
-    by_key = (pair_unit + least + _OPERAND_BITS)[..., None] + key_exponent
-    by_value = jnp.broadcast_to((dout_unit + _WEIGHT_BITS)[..., None], key_exponent.shape)
-    query_units, key_units, value_units = (numerics.factors(-x) for x in (by_query, by_key, by_value))
+    head = jnp.stack([longest, pair_unit + least + _OPERAND_BITS, dout_unit + WEIGHT_BITS], -1)
 
     # Pad queries in front to the positions of all keys.
     front = [(0, 0), (key.shape[1] - rows, 0), (0, 0), (0, 0)]
-    of_queries = (jnp.pad(x, [(0, 0), (0, 0), front[1]]) for x in (share, slope, delta, *query_units))
-    length_factor = numerics.scaled(length_factor, _WEIGHT_BITS)
-    rows, columns = _vectors(of_queries, (*key_units, *value_units), length_factor, decay)
+    denominator, slope_exponent, delta, by_query = (
+        jnp.pad(x, [(0, 0), (0, 0), front[1]]) for x in (denominator, slope_unit, delta, by_query)
+    )
+    of_queries = {"denominator": denominator, "slope_exponent": slope_exponent, "query_exponent": by_query}
+    of_keys = {"log_decay": tokens.log_decay, "key_exponent": key_exponent, "head": head}
+    rows, columns = vectors.prepare(**of_queries, **of_keys, power=power, interpret=interpret)
     query, unit_query, dout = (jnp.pad(x.astype(jnp.float16), front) for x in (query, unit_query, dout))
     value = value.astype(jnp.float16)
     first, last = sequence.visible_blocks(tokens.log_decay.reshape(*longest.shape, -1, pair), segment_ids)
@@ -174,6 +138,7 @@ def prepare(
         dout=dout,
         rows=rows,
         columns=columns,
+        delta=delta.reshape(*rows.shape[:3], config.block),
         first=first,
         last=last,
     )
@@ -185,12 +150,10 @@ def corrected(operands: VjpOperands, units: Units, query_log) -> VjpOperands:
 
     query_log: dS S [B, N, T], which would be zero if delta were exact.
     """
-    excess = numerics.scaled(query_log, -(units.slope + _WEIGHT_BITS))
+    excess = numerics.scaled(query_log, -(units.slope + WEIGHT_BITS))
     front = operands.query.shape[1] - excess.shape[2]
-    excess = jnp.pad(excess, [(0, 0), (0, 0), (front, 0)])
-    delta = operands.rows[..., QueryVector.DELTA, :]
-    delta = delta + excess.reshape(delta.shape)
-    return operands._replace(rows=operands.rows.at[..., QueryVector.DELTA, :].set(delta))
+    excess = jnp.pad(excess, [(0, 0), (0, 0), (front, 0)]).reshape(operands.delta.shape)
+    return operands._replace(delta=operands.delta + excess)
 
 
 def decay_gradient(key_log, units: Units):
@@ -199,7 +162,14 @@ def decay_gradient(key_log, units: Units):
     The decay at t multiplies the weights of all pairs of a query at or after t and a key before t. For each query the
     gradients of all log weights sum to zero, so the result is minus the sum over pairs with keys at or after t.
     """
-    return -jnp.moveaxis(numerics.suffix_sums(numerics.scaled(key_log, -units.pair[..., None])), 1, 2)
+    terms = numerics.scaled(key_log, -units.pair[..., None])
+    # In blocks, then over blocks: a scan takes twice as many launches.
+    blocks = terms.reshape(*terms.shape[:2], -1, tensor_core.ROWS)
+    within = numerics.over_earlier(blocks, jnp.sum, 0, reverse=True)
+    after = numerics.over_earlier(
+        jnp.pad(blocks.sum(-1)[..., 1:], [(0, 0), (0, 0), (0, 1)]), jnp.sum, 0, reverse=True
+    )
+    return -jnp.moveaxis((within + after[..., None]).reshape(terms.shape), 1, 2)
 
 
 def _of_heads(x, like):
@@ -222,22 +192,4 @@ def _slope_units(denominator, dout, value, power):
     # denominator^(-1/p) is at most 2 to minus `root`; the extra bit is for the difference.
     root = (exponent - 1) // power
     dweight = 1 + dout_exponent + _of_heads(value_exponent.max(2), dout)[..., None]
-    return jnp.minimum(_OPERAND_BITS - _WEIGHT_BITS + root - dweight, _LARGEST_EXPONENT + exponent)
-
-
-def _vectors(of_queries, of_keys, length_factor, decay):
-    """Returns `rows` and `columns` of the operands; `of_queries` and `of_keys` are [B, N, S] and [B, K, S]."""
-    share, slope, delta, *query_units, first, second, third, fourth = (
-        x.reshape(*x.shape[:2], *decay.after.shape[2:]) for x in (*of_queries, *of_keys)
-    )
-    length_factor = length_factor.reshape(decay.after.shape)
-    from_start = sequence.exp(decay.coarse + decay.fine)
-    between = jnp.broadcast_to(sequence.exp(decay.total)[..., None], from_start.shape)
-    position = jnp.broadcast_to(jnp.arange(from_start.shape[-1], dtype=jnp.float32), from_start.shape)
-    decays = decay.coarse, decay.fine, between, position
-    key_units = first, second, third, fourth
-    columns = length_factor * sequence.exp(decay.after), length_factor, *decays, *key_units
-    group = share.shape[1] // length_factor.shape[1]
-    from_start, *decays = (jnp.repeat(x, group, 1) for x in (from_start, *decays))
-    rows = share * from_start, slope * from_start, share, slope, delta, *decays, *query_units
-    return jnp.stack(rows, 3), jnp.stack(columns, 3)
+    return jnp.minimum(_OPERAND_BITS - WEIGHT_BITS + root - dweight, _LARGEST_EXPONENT + exponent)

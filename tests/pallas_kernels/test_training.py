@@ -13,7 +13,14 @@ from tests.pallas_kernels import traced
 ATTENTION, CHUNKED = "attention_mosaic_gpu", "chunked_mosaic_gpu"
 # Kernels of both passes.
 KERNELS = {
-    ATTENTION: {"power_attention_forward", "power_attention_query_vjp", "power_attention_key_vjp"},
+    ATTENTION: {
+        "power_attention_units",
+        "power_attention_blocks",
+        "power_attention_forward",
+        "power_attention_vectors",
+        "power_attention_query_vjp",
+        "power_attention_key_vjp",
+    },
     CHUNKED: {
         "power_state_update",
         "power_state_norms",

@@ -48,7 +48,7 @@ def check_kernels(case, found):
         once = {"query": 1, "query_vjp": 1, "key_vjp": 1, "update": folds, "norms": folds}
         form, prefix = "chunked", "power_state"
     else:
-        once = {"forward": 1, "query_vjp": 1, "key_vjp": 1}
+        once = dict.fromkeys(("units", "blocks", "forward", "vectors", "query_vjp", "key_vjp"), 1)
         form, prefix = "attention", "power_attention"
     assert found.forms == [f"{form}_mosaic_gpu"]
     assert found.kernels == {f"{prefix}_{name}": times * layers for name, times in once.items()}
