@@ -7,7 +7,7 @@ Each compilation runs in a separate process, since LLVM may crash it:
 
 A module `tools.compiled.KERNEL` has CASES, by name, and RARE ones, which the table leaves out; build(case), which
 returns a function of one kernel and the shapes it is compiled for; and predict(case, kernel), which returns its main
-loops and predicted time. Needs the packages of the dependency group `h100`.
+loops and predicted time, or None if the table leaves the kernel out. Needs the packages of the dependency group `h100`.
 """
 
 import dataclasses
@@ -229,7 +229,9 @@ def main(command: str, *names: str) -> None:
         for case in compiled(name).CASES:
             rows = []
             for kernel in report(name, case):
-                loops, predicted = compiled(name).predict(case, kernel)
+                if (found := compiled(name).predict(case, kernel)) is None:
+                    continue
+                loops, predicted = found
                 row = [name, case, kernel.registers, kernel.spill_bytes, round(kernel.shared_bytes / 1024)]
                 row += [kernel.hgmma, ", ".join(map(str, loops)) or "-", predicted]
                 rows.append(f"| {' | '.join(map(str, row))} |")

@@ -39,14 +39,16 @@ def build(case: str):
     )
 
 
-def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
+def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str] | None:
     """Returns the loop over full blocks of keys, and the time for 65,536 tokens of 8 heads.
+
+    Kernels that prepare queries, keys and values are left out.
 
     Two warpgroups share a multiprocessor's tensor cores and schedulers. A step takes the longer of both their tensor
     cycles and one's tensor cycles, instructions and waits in a row.
     """
     if not kernel.hgmma:
-        return [], "-"  # it prepares queries, keys or values
+        return None
     *_, chosen = _parsed(case)
     # The shortest loop that multiplies matrices and rounds weights; m64nNk16 takes N / 2 cycles.
     counts = next(loop for loop in kernel.loops if loop["HGMMA"] and loop["F2FP"])
