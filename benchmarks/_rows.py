@@ -47,7 +47,7 @@ def in_processes(
         command: prints the result of a row, which is added to it as `--row=JSON`, by `print_result`.
         seconds: time limit of a row that is measured alone. Each of the other processes at once adds a quarter, since
             a row waits for the device while they use it.
-        deadline: value of `time.monotonic` after which no row is begun.
+        deadline: value of `time.monotonic` at which running rows are ended and after which none begins.
         jobs: number of processes at once. They compile at the same time, but take turns on the device.
     """
     names = [json.dumps(row) for row in rows]

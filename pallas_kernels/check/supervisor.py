@@ -92,7 +92,7 @@ def run_all(
         cases: names.
         command: maps a name to the command of its process.
         seconds: time limit of a process.
-        deadline: value of `time.monotonic` after which no process begins.
+        deadline: value of `time.monotonic` at which running processes are ended and after which none begins.
         jobs: number of processes at once. They compile at the same time; in `exclusive` they take turns.
     """
 
@@ -146,7 +146,7 @@ def _shared(jobs: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive() -> Iterator[None]:
-    """Holds the device lock of `run_all`; its other processes can only compile meanwhile."""
+    """Holds the device lock, if `run_all` set one. Meanwhile its other processes can only compile."""
     if (path := os.environ.get(_LOCK)) is None:
         yield
         return

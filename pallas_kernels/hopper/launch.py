@@ -24,11 +24,12 @@ _COPYING = {2: 40, 3: 32}
 
 
 def heads_grid(batch: int, heads: int, blocks: int, head_bytes: float) -> dict[str, int]:
-    """Returns the grid of a kernel with a thread block for each head and each of its `blocks`, the longest first.
+    """Returns the grid of a kernel with a thread block for each head and each of its `blocks`.
 
-    Thread blocks start in the order of the grid, its last axis fastest. If heads came first, the longest blocks of the
-    last heads would start last and determine the time. So all heads of a section start their longest blocks together;
-    a section is as many heads as fit in the cache, each with `head_bytes` that all its blocks read.
+    A head's longest block must be number 0. Thread blocks start in the order of the grid, its last axis fastest. If
+    heads came first, the longest blocks of the last heads would start last and determine the time. So all heads of a
+    section start their longest blocks together; a section is as many heads as fit in the cache, each with `head_bytes`
+    that all its blocks read.
     """
     section = max(
         n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or n * head_bytes <= _CACHED_BYTES)
@@ -58,8 +59,8 @@ def launch(
 
     Args:
         body: body(gmem, smem) returns copy(), for the last warpgroup, and compute(warpgroup, core), for the others.
-            What it computes before, all of them do. gmem has the inputs and outputs by name, smem the scratch; core is
-            a `tensor_core.TensorCore`.
+            Code of `body` itself runs in every warpgroup. gmem has the inputs and outputs by name, smem the scratch;
+            core is a `tensor_core.TensorCore`.
         inputs: arrays in global memory.
         outputs: types of the results.
         scratch: types of shared memory and barriers.
@@ -73,8 +74,8 @@ def launch(
     """
     names = (*inputs, *outputs)
     assert len({*names}) == len(names)
-    # A single warpgroup that computes has all that a thread can use.
-    copying = copying_registers or _COPYING.get(warpgroups) if warpgroups > 1 else None
+    # With one computing warpgroup, every thread already has the most registers that it can use.
+    copying = (copying_registers or _COPYING.get(warpgroups)) if warpgroups > 1 else None
 
     def kernel(*refs, accumulators=None, **smem):
         copy, compute = body(dict(zip(names, refs, strict=True)), smem)

@@ -1,4 +1,4 @@
-"""Exact scaling by powers of two and accurate running sums in plain JAX, used to prepare the kernels' arguments."""
+"""Exact scaling by powers of two and accurate running sums, around kernels and inside them."""
 
 import math
 from collections.abc import Callable

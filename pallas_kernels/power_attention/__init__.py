@@ -19,15 +19,16 @@ def power_attention(
     power: int,
     log_decay: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
-    exact: bool = True,
+    save_residuals: bool = True,
     interpret=None,
 ) -> dict[str, jax.Array]:
     """Returns means of values weighted by exp(G_i - G_j) (q_i . k_j)^p over j <= i, and the sums of the weights.
 
     G is the running sum of log_decay. A mean is zero if no weight is positive.
 
-    Products are of 16 bits with float32 sums. Scores are exact to float32. Weights and decayed values are rounded to
-    float16 (11 bits), with a scale per block, or from p = 8 on per row, that keeps them in range. Not differentiable.
+    Products take 16-bit operands and accumulate in float32. Scores are exact to float32. Weights and decayed values are
+    rounded to float16 (11 bits), with a scale per block, or from p = 8 on per row, that keeps them in range. Not
+    differentiable.
 
     Args:
         query: [B, T, N, D], bfloat16 or float16; N is a multiple of K. D up to 128.
@@ -36,14 +37,15 @@ def power_attention(
         power: p, even.
         log_decay: [B, S, K], at most 0; a token's decay discounts earlier tokens.
         segment_ids: [B, S]; a document starts where the id changes; negative ids are padding.
-        exact: whether to return what `power_attention_vjp` needs.
+        save_residuals: whether to return what `power_attention_vjp` needs.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
 
     Returns:
-        `out`, the means [B, T, N, E] in the values' dtype. If `exact`, also `remainder`, what rounding took from them,
-        in bfloat16, and with T and S padded to whole blocks: `weight_sum` [B, N, T], float32, and `weight_exponent`,
-        int32, so that sums of weights are 2^weight_exponent weight_sum; `unit_query` and `unit_key`, float16, and the
-        exponents of lengths that were taken out of them, `query_exponent` [B, N, T] and `key_exponent` [B, K, S].
+        `out`, the means [B, T, N, E] in the values' dtype. If `save_residuals`, also `remainder`, what rounding took
+        from them, in bfloat16, and with T and S padded to whole blocks: `weight_sum` [B, N, T], float32, and
+        `weight_exponent`, int32, so that sums of weights are 2^weight_exponent weight_sum; `unit_query` and `unit_key`,
+        float16, and the exponents of lengths that were taken out of them, `query_exponent` [B, N, T] and `key_exponent`
+        [B, K, S].
 
     Raises:
         NotImplementedError: for unsupported requests, naming the constraint.
@@ -57,7 +59,7 @@ def power_attention(
     tokens = sequence.whole_blocks(
         query, key, value, log_decay=log_decay, segment_ids=segment_ids, block=config.block, config=config
     )
-    bits, run = configs.weight_bits(power), {"interpret": interpret}
+    bits, run = configs.query_bits(power), {"interpret": interpret}
     unit_query, unit_key, query_exponent, key_exponent = units.unit_lengths(
         tokens.query, tokens.key, bits, **run
     )
@@ -66,11 +68,11 @@ def power_attention(
     by_block = tokens.log_decay.reshape(*tokens.log_decay.shape[:2], -1, config.block)
     first, _ = sequence.visible_blocks(by_block, segment_ids)
     first = first[..., first.shape[-1] - tokens.query.shape[1] // config.block :]
-    options |= {"dtype": value.dtype, "exact": exact}
+    options |= {"dtype": value.dtype, "save_residuals": save_residuals}
     results = forward.means(unit_query, unit_key, of_blocks, query_exponent, first, **options)
-    for name in ("out", "remainder") if exact else ("out",):
+    for name in ("out", "remainder") if save_residuals else ("out",):
         results[name] = results[name][:, : query.shape[1], :, : value.shape[-1]]
-    if not exact:
+    if not save_residuals:
         return results
     saved = {"unit_query": unit_query, "query_exponent": query_exponent}
     return results | saved | {"unit_key": unit_key, "key_exponent": key_exponent}
@@ -95,15 +97,16 @@ def power_attention_vjp(
     k_j), dv_j = sum_i P_ij dO_i, and the gradient of log_decay_t is the sum of dlog_ij over j < t <= i. Weights are
     recomputed. No sum depends on the order in which thread blocks run.
 
-    Products are of float16 with float32 sums. Operands are exact, except weights, which are rounded to 11 bits with a
-    scale that keeps them in range. Queries whose weights are all zero have a gradient of zero.
+    Products are of float16 with float32 sums. Weights and the gradients of scores are rounded to 11 bits, with scales
+    that keep them in range. Other operands are exact unless they are too small to be normal in float16. Queries whose
+    weights are all zero have a gradient of zero.
 
     Args:
         query: [B, T, N, D]; query, key and value are the arguments of `power_attention`.
         key: [B, S, K, D].
         value: [B, S, K, E].
         dout: [B, T, N, E], the cotangent of the mean.
-        saved: results of `power_attention`.
+        saved: results of `power_attention` with `save_residuals`.
         power: p, as in `power_attention`.
         log_decay: [B, S, K], as in `power_attention`.
         segment_ids: [B, S], as in `power_attention`.
@@ -123,15 +126,15 @@ def power_attention_vjp(
         query, key, value, dout, saved, power=power, **arrays, config=config, interpret=interpret
     )
     options = {"power": power, "config": config, "interpret": interpret}
-    dquery, query_log = query_vjp.query_vjp(prepared, time=query.shape[1], dtype=query.dtype, **options)
-    prepared = vjp_operands.corrected(prepared, scales, query_log)
-    dkey, dvalue, key_log = key_vjp.key_vjp(prepared, positions=positions, dtype=key.dtype, **options)
+    dquery, query_dlog = query_vjp.query_vjp(prepared, time=query.shape[1], dtype=query.dtype, **options)
+    prepared = vjp_operands.corrected(prepared, scales, query_dlog)
+    dkey, dvalue, key_dlog = key_vjp.key_vjp(prepared, positions=positions, dtype=key.dtype, **options)
     dquery, dkey, dvalue = (
         x[..., : like.shape[-1]] for x, like in ((dquery, query), (dkey, key), (dvalue, value))
     )
     if log_decay is None:
         return dquery, dkey, dvalue, None
-    ddecay = vjp_operands.decay_gradient(key_log, scales)[:, positions]
+    ddecay = vjp_operands.decay_gradient(key_dlog, scales)[:, positions]
     if segment_ids is not None:
         ddecay = jnp.where(sequence.within_documents(segment_ids)[..., None], ddecay, 0)
     return dquery, dkey, dvalue, ddecay

@@ -1,7 +1,7 @@
 """Values, decays and lengths of each block of keys, as the forward kernel multiplies them: one launch.
 
-All is relative to the block alone, so that no sum over time is needed before the kernel: lengths to the block's longest
-key, values to its largest one. The kernel brings the blocks that it adds to one unit.
+Everything is relative to the block alone, so that no sum over time is needed before the kernel: lengths to the block's
+longest key, values to its largest one. The kernel brings the blocks that it adds to one unit.
 """
 
 import enum
@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -21,7 +20,7 @@ from pallas_kernels.power_attention import pairs, sequence
 
 __all__ = ["VALUE_BITS", "Blocks", "Scalar", "Vector", "prepare", "scalar_at"]
 
-# Blocks of keys in a thread block. With as many threads, registers are few enough for four warpgroups at once.
+# Blocks of keys per thread block: two are four warpgroups, which limits registers to 128 per thread.
 _TOGETHER = 2
 # The largest value of a block is near 2^15: float16 ends just below 2^16.
 VALUE_BITS = 15
@@ -30,7 +29,7 @@ VALUE_BITS = 15
 class Vector(enum.IntEnum):
     """Vectors over the tokens of a block, in the order of `Blocks.vectors`."""
 
-    # The two parts of the decay from the block's start, see `numerics.running_sums`, and the decay.
+    # The sum of log decays from the block's start, in two parts (`numerics.running_sums`), and the decay.
     COARSE = 0
     FINE = 1
     FROM_START = 2
@@ -41,7 +40,7 @@ class Vector(enum.IntEnum):
 class Scalar(enum.IntEnum):
     """Numbers of a block, in the order in which they follow its factors in `Blocks.columns`."""
 
-    # Exponent of the largest weighted value, and of the weight of the longest key.
+    # Exponents of a bound on the block's weighted values before decay, and of the weight of the longest key.
     SUM_UNIT = 0
     WEIGHT_UNIT = 1
     # The decay over the block, and its logarithm to base 2.
@@ -74,7 +73,7 @@ def scalar_at(scalar: Scalar, block: int) -> tuple[int, int]:
 
 
 def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Config, interpret=None) -> Blocks:
-    """Returns the operands.
+    """Returns the forward kernel's operands by block of keys.
 
     Args:
         key_exponent: [B, K, S] of `units.unit_lengths`.
@@ -125,8 +124,8 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
         plgpu.barrier_arrive(ready)
         plgpu.barrier_wait(ready)
 
-        # Each row of these arrays holds a half of the block, its own or the other; a sum over columns is the same in
-        # all rows.
+        # Each half of the block, its own and the other, is broadcast over rows, so that a reduction over columns leaves
+        # the same number in every row.
         both = rows, pl.ds((1 - half) * pairs.BLOCK, pairs.BLOCK)
         exponents = exponents.at[row, head, pl.ds(begin, block)]
         longest = jnp.maximum(*(by_column(exponents.at[part]).max(1) for part in both))
@@ -135,7 +134,7 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
         def weighted(part):
             exponent = by_column(exponents.at[part])
             shorter = power * (exponent - lax.broadcast_in_dim(longest, shape, [0]))
-            return (by_column(peaks.at[part]) * _length_factor(exponent, shorter)).max(1)
+            return (by_column(peaks.at[part]) * pairs.length_factor(exponent, shorter)).max(1)
 
         sum_unit = _exponent(jnp.maximum(*map(weighted, both)))
 
@@ -158,7 +157,7 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
         after = jnp.where(column > token, decay, 0.0).sum(1) + sum(others) * (1 - is_later)
         total = decay.sum(1) + sum(others)
         own = plgpu.load(exponents.at[rows], layout=pairs.PER_ROW, optimized=False)
-        length = _length_factor(own, power * (own - longest))
+        length = pairs.length_factor(own, power * (own - longest))
         to_end = length * sequence.exp(after)
         vectors = {
             Vector.COARSE: sums[0],
@@ -215,13 +214,7 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
         **({} if interpret is None else {"interpret": interpret}),
     )(key_exponent, value, log_decay)
     found = dict(zip(types, results))
-    return Blocks(**{"decayed_value": found["plain_value"]} | found)
-
-
-def _length_factor(exponent, shorter):
-    """Returns 2^shorter, at least the smallest normal number, or 0 for a key of zeros."""
-    least = np.finfo(np.float32).minexp
-    return jnp.where(exponent > sequence.NOTHING, numerics.power_of_two(jnp.maximum(shorter, least)), 0.0)
+    return Blocks(**({"decayed_value": found["plain_value"]} | found))
 
 
 def _exponent(x):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.hopper import tensor_core
 
-__all__ = ["BLOCK", "Config", "VjpConfig", "choose", "choose_vjp", "scaled_by_row", "weight_bits"]
+__all__ = ["BLOCK", "Config", "VjpConfig", "choose", "choose_vjp", "query_bits", "scaled_by_row"]
 
 # Two warpgroups of queries share every block of keys; a block of queries is as long as a block of keys, so that
 # exactly one block of keys, the diagonal one, needs a mask.
@@ -60,7 +60,7 @@ def scaled_by_row(power: int) -> bool:
     return power >= _SCALED_POWER
 
 
-def weight_bits(power: int) -> int:
+def query_bits(power: int) -> int:
     """Returns h: queries are scaled by 2^h, so that weights use the available range.
 
     Scores are then at most 2^h, and weights at most 2^(ph).
@@ -106,9 +106,9 @@ class VjpConfig:
     def shared_bytes(self) -> tuple[int, int]:
         """Bytes of shared memory of the tiles in the pass over queries and in the pass over keys."""
         tile, vector = self.block * 2 * (self.head_dim + self.value_dim), 4 * self.block
-        own = self.compute_warpgroups * (tile + 6 * vector)
         queries = tile + self.block * 2 * self.head_dim + 9 * vector
-        return own + self.query_stages * (tile + 6 * vector), own + self.key_stages * queries
+        own, own_keys = (self.compute_warpgroups * (tile + count * vector) for count in (0, 10))
+        return own + self.query_stages * (tile + 6 * vector), own_keys + self.key_stages * queries
 
 
 def choose(*, head_dim: int, value_dim: int, power: int, dtype) -> Config:

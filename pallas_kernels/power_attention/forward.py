@@ -2,8 +2,9 @@
 
 One thread block takes C queries of one head, one half per warpgroup. A third warpgroup loads blocks of keys and values
 through a ring in shared memory. Scores S = Q K^T and sums P V run on the tensor cores (wgmma); P passes from one to the
-other in registers. Blocks before the diagonal need p - 1 multiplications, one conversion and one multiply-add per pair,
-and no exponential. From p = 8 on, two multiplications, a maximum and an addition replace the multiply-add.
+other in registers. Per pair, blocks before the diagonal need the multiplications of a power by repeated squaring, one
+conversion and one multiply-add, and no exponential. From p = 8 on, two multiplications, a maximum and an addition
+replace the multiply-add.
 """
 
 from typing import NamedTuple
@@ -21,9 +22,6 @@ from pallas_kernels.power_attention.blocks import Scalar, Vector
 
 __all__ = ["means"]
 
-_ROWS = tensor_core.ROWS
-_LAYOUT = plgpu.Layout.WGMMA
-_PER_ROW, _PER_COLUMN = _LAYOUT.reduce(1), _LAYOUT.reduce(0)
 # Weights of the diagonal block, and all weights of high powers, are scaled per row so that the largest is 2^15.
 _WEIGHT_BITS = 15
 # Lower bound on a row's largest weight, so that its inverse stays finite.
@@ -51,13 +49,13 @@ def means(
     power,
     config: configs.Config,
     dtype,
-    exact,
+    save_residuals,
     interpret=None,
 ):
     """Returns weighted means of values [B, T, N, E], zero where no weight is positive, by name: see `power_attention`.
 
     Args:
-        query: [B, T, N, D], of length at most 2^h, h of `config.weight_bits`; float16, as in the backward pass, whose
+        query: [B, T, N, D], of length at most 2^h, h of `config.query_bits`; float16, as in the backward pass, whose
             scores must be the same to the bit: a weight that is alone in its sum is 1 in both passes, however small.
         key: [B, S, K, D], of length at most 1; float16 too.
         of_blocks: values and factors of the keys.
@@ -66,7 +64,7 @@ def means(
         power: p.
         config: tile sizes.
         dtype: of the means.
-        exact: whether to return `remainder`, `weight_sum` and `weight_exponent`.
+        save_residuals: whether to return `remainder`, `weight_sum` and `weight_exponent`.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
     batch, time, heads, head_dim = query.shape
@@ -91,8 +89,8 @@ def means(
             _copy_blocks(gmem, smem, batch_row, kv_head, begin, earlier_steps, config)
 
         def compute(warpgroup, core):
-            start = warpgroup * _ROWS
-            rows = pl.ds(query_block * block + start, _ROWS)
+            start = warpgroup * pairs.BLOCK
+            rows = pl.ds(query_block * block + start, pairs.BLOCK)
             tile, ready = smem["query_smem"].at[warpgroup], smem["query_ready"].at[warpgroup]
             plgpu.copy_gmem_to_smem(gmem["query"].at[batch_row, rows, head], tile, ready)
             plgpu.barrier_wait(ready)
@@ -112,12 +110,12 @@ def means(
             # Join both in units of the larger weight and of the larger value.
             weights = jnp.maximum(units.weight, weight_unit)
             values = jnp.maximum(units.sum - weights, value_unit)
-            from_start = vectors.at[Vector.FROM_START, pl.ds(diagonal * block + start, _ROWS)]
-            from_start = plgpu.load(from_start, layout=_PER_ROW, optimized=False)
+            from_start = vectors.at[Vector.FROM_START, pl.ds(diagonal * block + start, pairs.BLOCK)]
+            from_start = plgpu.load(from_start, layout=pairs.PER_ROW, optimized=False)
             weight = earlier_weight * (from_start * jnp.exp2(units.weight - weights))
             weight = weight + diagonal_weight * jnp.exp2(weight_unit - weights)
             sum_factor = from_start * jnp.exp2(units.sum - weights - values - blocks.VALUE_BITS)
-            total = earlier_sum * _by_row(sum_factor, earlier_sum)
+            total = pairs.in_units(earlier_sum, sum_factor)
             total = total + diagonal_sum * jnp.exp2(weight_unit - weights + value_unit - values)
 
             # A NaN is a weight too: the mean is NaN, not zero.
@@ -128,13 +126,13 @@ def means(
             mean = mean * jnp.exp2(_half(values)) * jnp.exp2(values - _half(values))
             out = mean.astype(dtype)
             pairs.store(gmem["out"].at[batch_row, rows, head], out)
-            if exact:
+            if save_residuals:
                 remainder = (mean - out.astype(jnp.float32)).astype(jnp.bfloat16)
                 pairs.store(gmem["remainder"].at[batch_row, rows, head], remainder)
                 pairs.store(gmem["weight_sum"].at[batch_row, head, rows], weight)
                 lengths = gmem["query_exponent"].at[batch_row, head, rows]
-                lengths = plgpu.load(lengths, layout=_PER_ROW, optimized=False)
-                exponent = power * (lengths - configs.weight_bits(power)) + weights.astype(jnp.int32)
+                lengths = plgpu.load(lengths, layout=pairs.PER_ROW, optimized=False)
+                exponent = power * (lengths - configs.query_bits(power)) + weights.astype(jnp.int32)
                 pairs.store(gmem["weight_exponent"].at[batch_row, head, rows], exponent)
 
         return copy, compute
@@ -142,7 +140,7 @@ def means(
     arrays = {"query": query, "key": key, "query_exponent": query_exponent, "first": first}
     shape, by_head = (batch, time, heads, config.value_dim), (batch, heads, time)
     results = {"out": jax.ShapeDtypeStruct(shape, dtype)}
-    if exact:
+    if save_residuals:
         results |= {
             "remainder": jax.ShapeDtypeStruct(shape, jnp.bfloat16),
             "weight_sum": jax.ShapeDtypeStruct(by_head, jnp.float32),
@@ -153,7 +151,7 @@ def means(
         arrays | of_blocks._asdict(),
         results,
         {
-            "query_smem": tensor_core.operand((count,), _ROWS, head_dim, jnp.float16),
+            "query_smem": tensor_core.operand((count,), pairs.BLOCK, head_dim, jnp.float16),
             "key_smem": tensor_core.operand((stages,), block, head_dim, jnp.float16),
             "value_smem": tensor_core.operand((stages,), block, config.value_dim, jnp.float16),
             "column_smem": plgpu.SMEM((stages, *config.columns), jnp.float32),
@@ -205,23 +203,24 @@ class _Queries:
 
     def all_earlier(self, steps):
         """Returns the sums over all blocks before the diagonal one, of values and of weights, and their `_Units`."""
-        total = plgpu.layout_cast(jnp.zeros((_ROWS, self.config.value_dim), jnp.float32), _LAYOUT)
-        weight = plgpu.layout_cast(jnp.zeros((_ROWS,), jnp.float32), _PER_ROW)
+        total = plgpu.layout_cast(jnp.zeros((pairs.BLOCK, self.config.value_dim), jnp.float32), pairs.LAYOUT)
+        weight = plgpu.layout_cast(jnp.zeros((pairs.BLOCK,), jnp.float32), pairs.PER_ROW)
         units = _Units(jnp.float32(_NO_UNIT), jnp.float32(_NO_UNIT))
         if not configs.scaled_by_row(self.power):
             return lax.fori_loop(jnp.int32(0), steps, self._earlier, (total, weight, units))
-        largest = plgpu.layout_cast(jnp.full((_ROWS,), _SMALLEST, jnp.float32), _PER_ROW)
+        largest = plgpu.layout_cast(jnp.full((pairs.BLOCK,), _SMALLEST, jnp.float32), pairs.PER_ROW)
         carry = total, weight, units, largest
         total, weight, units, largest = lax.fori_loop(jnp.int32(0), steps, self._earlier_by_row, carry)
-        # The sums are those of values, over the largest weight of each row.
+        # The sums so far are in units of values over each row's largest weight: multiply that weight back in.
         units = _Units(units.sum + units.weight, units.weight)
-        return total * _by_row(largest * 2.0**-_WEIGHT_BITS, total), weight, units
+        return pairs.in_units(total, largest * 2.0**-_WEIGHT_BITS), weight, units
 
     def _earlier(self, step, carry):
         """Adds one block before the diagonal."""
         total, weight, units = carry
         slot = self._slot(step)
         weights, (factors, new, kept, added) = self._weights(slot, lambda: self._joined(slot, units))
+        # The factor is nearly always 1, and multiplying by it skipped.
         rounded = lax.cond(
             added.sum < 1,
             lambda x: x * added.sum.astype(jnp.float16),
@@ -241,19 +240,20 @@ class _Queries:
         largest = jnp.maximum(jnp.maximum(before, weights.max(1) * added.weight), _SMALLEST)
         # Exactly 1 where the scale does not change, since errors of many blocks would accumulate.
         scale = jnp.where(before < largest, before / largest, 1.0) * kept.sum
-        scaled = weights * _by_row(added.sum * added.weight * 2.0**_WEIGHT_BITS / largest, weights)
+        scaled = pairs.in_units(weights, added.sum * added.weight * 2.0**_WEIGHT_BITS / largest)
         weight = weight * kept.weight + weights.sum(1) * added.weight
-        total = self._add_product(total * _by_row(scale, total), scaled.astype(jnp.float16), slot)
+        total = self._add_product(pairs.in_units(total, scale), scaled.astype(jnp.float16), slot)
         return total, weight, new, largest
 
     def _joined(self, slot, units):
-        """Returns the factors of a block's keys, the units of the sums with the block, and what brings both to them.
+        """Returns (factors, new, kept, added) for adding a block of keys to the sums.
 
-        Those are factors of the sums before the block, with its decay, and factors of the block's own sums.
+        Those are the factors of its keys; the units of the sums after the block; the factors that convert the sums so
+        far, with the block's decay; and those that convert the block's own sums.
         """
         plgpu.barrier_wait(self.smem["column_full"].at[slot])
         columns = self.smem["column_smem"].at[slot]
-        factors = plgpu.load(columns.at[0], layout=_PER_COLUMN, optimized=False)
+        factors = plgpu.load(columns.at[0], layout=pairs.PER_COLUMN, optimized=False)
         own = {n: columns[blocks.scalar_at(n, self.config.block)] for n in Scalar}
         decay, weight_unit = own[Scalar.DECAY], own[Scalar.WEIGHT_UNIT]
         weight = jnp.maximum(units.weight, weight_unit)
@@ -264,7 +264,7 @@ class _Queries:
             sum_unit, slack = own[Scalar.VALUE_UNIT], units.sum - _SLACK_BITS
         else:
             sum_unit = own[Scalar.SUM_UNIT]
-            slack = _ceil(units.sum + own[Scalar.LOG_DECAY]) - _SLACK_BITS
+            slack = _whole_above(units.sum + own[Scalar.LOG_DECAY]) - _SLACK_BITS
         total = jnp.maximum(sum_unit, slack)
         kept_sum = jnp.exp2(units.sum - total) * (1.0 if configs.scaled_by_row(self.power) else decay)
         new = _Units(total, weight)
@@ -277,26 +277,26 @@ class _Queries:
         weights, _ = self._weights(slot)
 
         def per_row(index):
-            part = vectors.at[index, pl.ds(tokens.start + start, _ROWS)]
-            return _by_row(plgpu.load(part, layout=_PER_ROW, optimized=False), weights)
+            part = vectors.at[index, pl.ds(tokens.start + start, pairs.BLOCK)]
+            return _by_row(plgpu.load(part, layout=pairs.PER_ROW, optimized=False), weights)
 
         def per_column(index):
             part = vectors.at[index, tokens]
-            return _by_column(plgpu.load(part, layout=_PER_COLUMN, optimized=False), weights)
+            return _by_column(plgpu.load(part, layout=pairs.PER_COLUMN, optimized=False), weights)
 
         coarse, fine = (per_row(n) - per_column(n) for n in (Vector.COARSE, Vector.FINE))
         decay = coarse + fine
         row, column = (
-            plgpu.broadcasted_iota(jnp.int32, weights.shape, axis, layout=_LAYOUT) for axis in (0, 1)
+            plgpu.broadcasted_iota(jnp.int32, weights.shape, axis, layout=pairs.LAYOUT) for axis in (0, 1)
         )
         seen = (row + start >= column) & (decay >= sequence.FLOOR)
         weights = jnp.where(seen, weights * per_column(Vector.LENGTH) * jnp.exp(decay), 0.0)
         largest = jnp.maximum(weights.max(1), _SMALLEST)
-        scaled = weights * _by_row(2.0**_WEIGHT_BITS / largest, weights)
-        zeros = plgpu.layout_cast(jnp.zeros((_ROWS, self.config.value_dim), jnp.float32), _LAYOUT)
+        scaled = pairs.in_units(weights, 2.0**_WEIGHT_BITS / largest)
+        zeros = plgpu.layout_cast(jnp.zeros((pairs.BLOCK, self.config.value_dim), jnp.float32), pairs.LAYOUT)
         total = self._add_product(zeros, scaled.astype(jnp.float16), slot)
         unit = largest * 2.0 ** -(_WEIGHT_BITS + blocks.VALUE_BITS)
-        return total * _by_row(unit, total), weights.sum(1)
+        return pairs.in_units(total, unit), weights.sum(1)
 
     def _slot(self, step):
         return ring.slot_of(step, self.config.stages)
@@ -309,6 +309,7 @@ class _Queries:
         def compute(accumulator):
             self.core.add(accumulator, self.query_smem, key.T, wait=1)
             done = meanwhile()
+            # Reading the accumulator waits for the product.
             return accumulator[...], done
 
         scores, done = self.core.accumulators(compute, key.shape[0])
@@ -328,8 +329,8 @@ def _half(x):
     return (x * 0.5).astype(jnp.int32).astype(jnp.float32)
 
 
-def _ceil(x):
-    """Returns a whole number that is at least x."""
+def _whole_above(x):
+    """Returns a whole number close to x and not below it."""
     return x.astype(jnp.int32).astype(jnp.float32) + 1
 
 

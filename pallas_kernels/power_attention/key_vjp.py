@@ -6,9 +6,9 @@ pair of blocks, with keys in rows,
 
     S^T = K Q^T,  dP^T = V dO^T,  dV += P^T dO,  dK += dS^T Q',
 
-with P_ij = s_ij^p c_j f_i and dS_ij = s_ij^(p-1) c_j (dP_ij - delta_i) g_i as in the pass over queries. f_i and g_i are
-the factors of a pair's weight that belong to the query and to the blocks between, over the query's denominator. g_i has
-a scale of its own, which Q' undoes.
+with P_ij = s_ij^p c_j f_i and dS_ij = s_ij^(p-1) c_j (dP_ij - delta_i) g_i as in the pass over queries. c_j includes
+the decay over the blocks between. f_i is the query's factor, over its denominator; g_i is f_i with a scale of its own,
+which Q' undoes.
 """
 
 import jax
@@ -103,7 +103,7 @@ def sums(
                 tokens = batch_row, pl.ds(query_block * _BLOCK, _BLOCK), query_head
                 for name in moving:
                     plgpu.copy_gmem_to_smem(gmem[name].at[tokens], smem[f"{name}_smem"].at[slot], full)
-                vectors = pl.ds(0, QueryVector.UNIT)
+                vectors = pl.ds(0, QueryVector.UNIT)  # all but the units
                 rows = gmem["rows"].at[batch_row, query_head, query_block, vectors]
                 plgpu.copy_gmem_to_smem(rows, smem["rows_smem"].at[slot], full)
                 delta = gmem["delta"].at[batch_row, query_head, query_block]
@@ -120,7 +120,7 @@ def sums(
                 dlog = plgpu.layout_cast(jnp.zeros((_BLOCK,), jnp.float32), pairs.PER_ROW)
                 dlog = lax.fori_loop(jnp.int32(0), jnp.int32(group), keys.all_queries, dlog)
                 tokens = pl.ds((block + warpgroup) * _BLOCK, _BLOCK)
-                if "dlog" in gmem:
+                if "dkey" in results:
                     pairs.store(gmem["dlog"].at[batch_row, head, tokens], dlog)
                 for name, acc in by_name.items():
                     result = keys.in_units(acc[...], name)
@@ -187,7 +187,7 @@ class _Keys:
             slot = self._full(step)
             scores, dweights = self._products(slot)
             slopes = pairs.slopes(scores, self.power) * pairs.by_row(factor * between)
-            between *= self.smem["rows_smem"][slot, QueryVector.BETWEEN, 0]
+            between *= self.smem["rows_smem"][slot, QueryVector.BLOCK_DECAY, 0]
             return between, self._add(
                 slot, scores, slopes, dweights, dlog, QueryVector.EARLIER_WEIGHT, QueryVector.EARLIER_SLOPE
             )
@@ -196,10 +196,10 @@ class _Keys:
 
     def in_units(self, sums, name):
         """Returns the gradient from its sums."""
-        unit = KeyVector.VALUE_UNIT
+        units = KeyVector.VALUE_UNIT, KeyVector.SECOND_VALUE_UNIT
         if name == "dkey":
-            sums, unit = sums * self.power, KeyVector.KEY_UNIT
-        return pairs.in_units(sums, self._of_keys(unit), self._of_keys(unit + 1))
+            sums, units = sums * self.power, (KeyVector.KEY_UNIT, KeyVector.SECOND_KEY_UNIT)
+        return pairs.in_units(sums, *map(self._of_keys, units))
 
     def _diagonal(self, step, dlog):
         slot = self._full(step)

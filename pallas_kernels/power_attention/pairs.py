@@ -1,4 +1,4 @@
-"""Elementwise operations on a block of 64 queries and one of 64 keys, shared by both gradient kernels."""
+"""Elementwise operations on blocks in registers: tiles of queries, keys or values, and pairs of 64 by 64."""
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ __all__ = [
     "by_row",
     "diagonal_factor",
     "in_units",
+    "length_factor",
     "scaled",
     "slopes",
     "store",
@@ -43,6 +44,12 @@ def in_units(x, *factors):
     return x
 
 
+def length_factor(exponent, shorter):
+    """Returns 2^shorter, at least the smallest normal number, or 0 for a key of zeros; `exponent` is of its length."""
+    shorter = jnp.maximum(shorter, jnp.finfo(jnp.float32).minexp)
+    return jnp.where(exponent > sequence.NOTHING, numerics.power_of_two(shorter), 0.0)
+
+
 def scaled(x, exponent):
     """Returns a block [64, D] times 2^exponent of each row."""
     # In two steps, since 2^exponent itself might not be a normal number.
@@ -61,8 +68,8 @@ def slopes(scores, power):
 def diagonal_factor(rows, columns, position, length, *, sign):
     """Returns the decay of each pair within a block times its key's factor; zero for later keys and below FLOOR.
 
-    rows, columns: the two parts of the decay at each. position: position of each column in the block. sign: 1 if rows
-    are queries, -1 if they are keys.
+    rows, columns: the two parts of the sum of log decays at each. position: position of each column in the block. sign:
+    1 if rows are queries, -1 if they are keys.
     """
     # The barriers force one part after the other, to save registers.
     decay = jax.lax.optimization_barrier(by_row(rows[0]) - by_column(columns[0]))

@@ -45,11 +45,11 @@ def query_vjp(
 
     def body(gmem, smem):
         batch_row, head = lax.axis_index("batch"), launch.head_index(grid)
-        key_head = lax.div(head, jnp.int32(group))
+        kv_head = lax.div(head, jnp.int32(group))
         # The last queries attend to the most keys. They run first, so that short blocks fill the gaps at the end.
         block = (jnp.int32(blocks - 1) - lax.axis_index("block")) * count + offset
         last = block + count - 1
-        begin = gmem["first"][batch_row, key_head, lax.div(block, jnp.int32(count))] * count
+        begin = gmem["first"][batch_row, kv_head, lax.div(block, jnp.int32(count))] * count
         steps = last - begin + 1
 
         def copy():
@@ -63,10 +63,10 @@ def query_vjp(
             # Keys and values, backward from the last visible block.
             def copy_keys(step, slot):
                 full, key_block = smem["full"].at[slot], last - step
-                tokens = batch_row, pl.ds(key_block * _BLOCK, _BLOCK), key_head
+                tokens = batch_row, pl.ds(key_block * _BLOCK, _BLOCK), kv_head
                 for name in ("key", "value"):
                     plgpu.copy_gmem_to_smem(gmem[name].at[tokens], smem[f"{name}_smem"].at[slot], full)
-                columns = gmem["columns"].at[batch_row, key_head, key_block, pl.ds(0, KeyVector.KEY_UNIT)]
+                columns = gmem["columns"].at[batch_row, kv_head, key_block, pl.ds(0, KeyVector.KEY_UNIT)]
                 plgpu.copy_gmem_to_smem(columns, smem["column_smem"].at[slot], full)
 
             ring.fill(steps, stages, smem["free"], copy_keys)
@@ -144,14 +144,14 @@ class _Queries:
             scores, dweights = self.core.products((self.query, key), (self.dout, value))
             factor = self._of_keys(slot, KeyVector.LATER_FACTOR) * between
             slopes = pairs.slopes(scores, self.power) * pairs.by_column(factor)
-            between *= self.smem["column_smem"][slot, KeyVector.BETWEEN, 0]
+            between *= self.smem["column_smem"][slot, KeyVector.BLOCK_DECAY, 0]
             return between, dlog + self._add(slot, scores, slopes, dweights, slope, shift)
 
         return lax.fori_loop(passed + 1, steps, earlier, (jnp.float32(1), dlog))[1]
 
     def gradient(self):
         """Returns the gradient of the queries from the accumulator."""
-        units = (self._of_queries(QueryVector.UNIT + n) for n in range(2))
+        units = (self._of_queries(n) for n in (QueryVector.UNIT, QueryVector.SECOND_UNIT))
         return pairs.in_units(self.acc[...] * self.power, *units)
 
     def _diagonal(self, step):

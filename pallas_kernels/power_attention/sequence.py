@@ -1,4 +1,4 @@
-"""Tokens of a call as whole blocks: documents, padding, decays, and lengths as powers of two, in plain JAX."""
+"""Tokens of a call as whole blocks: documents, padding and decays, in plain JAX."""
 
 from typing import NamedTuple
 

@@ -42,14 +42,14 @@ def unit_lengths(query: jax.Array, key: jax.Array, bits: int, *, interpret=None)
             plgpu.copy_gmem_to_smem(x.at[row, tokens, head], source, full)
             plgpu.barrier_wait(full)
             tile = plgpu.load(source, layout=pairs.LAYOUT).astype(jnp.float32)
-            largest = numerics.normal_exponent(jnp.abs(tile).max(1))
-            tile = pairs.scaled(tile, -largest)
+            peak = numerics.normal_exponent(jnp.abs(tile).max(1))
+            tile = pairs.scaled(tile, -peak)
             # The exponent of a square root is half of its argument's, rounded up.
-            length = (numerics.normal_exponent((tile * tile).sum(1)) + 1) >> 1
-            target[...] = pairs.scaled(tile, bits - length).astype(jnp.float16)
+            norm = (numerics.normal_exponent((tile * tile).sum(1)) + 1) >> 1
+            target[...] = pairs.scaled(tile, bits - norm).astype(jnp.float16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(target, unit.at[row, tokens, head])
-            exponent = jnp.where(largest > _LEAST, largest + length, sequence.NOTHING)
+            exponent = jnp.where(peak > _LEAST, peak + norm, sequence.NOTHING)
             pairs.store(exponents.at[row, head, tokens], exponent)
             plgpu.wait_smem_to_gmem(0)
 

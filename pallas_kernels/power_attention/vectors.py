@@ -1,4 +1,8 @@
-"""Vectors of each block of 64 queries and keys, as the gradient kernels multiply them: one launch."""
+"""Vectors of each block of 64 queries and keys, as the gradient kernels multiply them: one launch.
+
+With scores s of scaled queries and keys, a pair's fraction of the mean is s^p c f, and the gradient with respect to s
+is s^(p-1) c g (dP - delta), up to the factor p. c is the key's factor, f the query's, g is f with a scale of its own.
+"""
 
 import enum
 
@@ -26,14 +30,16 @@ class QueryVector(enum.IntEnum):
     EARLIER_SLOPE = 1
     DIAGONAL_WEIGHT = 2
     DIAGONAL_SLOPE = 3
-    # The two parts of the decay from the block's start, and the decay over the block, repeated.
+    # The sum of log decays from the block's start, in two parts (`numerics.running_sums`), and the decay over the
+    # block, repeated.
     COARSE = 4
     FINE = 5
-    BETWEEN = 6
-    # Position in the block.
+    BLOCK_DECAY = 6
+    # Position in the block: comparing numbers takes fewer registers than comparing indices.
     POSITION = 7
-    # Two factors, whose product turns the sum into the gradient.
+    # Two factors, whose product turns the sum into the gradient, up to the factor p.
     UNIT = 8
+    SECOND_UNIT = 9
 
 
 class KeyVector(enum.IntEnum):
@@ -45,21 +51,24 @@ class KeyVector(enum.IntEnum):
     # As for queries.
     COARSE = 2
     FINE = 3
-    BETWEEN = 4
+    BLOCK_DECAY = 4
     POSITION = 5
-    # Two factors each, whose product turns the sums into the gradients of the key and of the value.
+    # Two factors each, whose product turns the sums into the gradients of the key, up to the factor p, and of the
+    # value.
     KEY_UNIT = 6
+    SECOND_KEY_UNIT = 7
     VALUE_UNIT = 8
+    SECOND_VALUE_UNIT = 9
 
 
 def prepare(
     *,
     log_decay: jax.Array,
     key_exponent: jax.Array,
-    head: jax.Array,
+    head_exponents: jax.Array,
     denominator: jax.Array,
     slope_exponent: jax.Array,
-    query_exponent: jax.Array,
+    query_sum_exponent: jax.Array,
     power: int,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -68,12 +77,12 @@ def prepare(
     Args:
         log_decay: [B, K, S], at least `sequence.FORGET`.
         key_exponent: [B, K, S] of the keys' lengths.
-        head: [B, K, 3], int32, exponents of a head: of its longest key, and of the units of the sums for keys, up to
-            the length of each, and for values.
+        head_exponents: [B, K, 3], int32: of the head's longest key, and of the units of the sums for keys, not counting
+            each key's length, and for values.
         denominator: [B, N, S], sums of weights in the operands' scale; where it is not a normal number, the query has
             no gradient.
         slope_exponent: [B, N, S], int32, of the scale of g.
-        query_exponent: [B, N, S], int32, of the units of the sums for queries.
+        query_sum_exponent: [B, N, S], int32, of the units of the sums for queries.
         power: p.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
@@ -81,7 +90,9 @@ def prepare(
     kv_heads = log_decay.shape[1]
     group, count, block = heads // kv_heads, length // pairs.BLOCK, pairs.BLOCK
 
-    def body(log_decay, key_exponent, units, denominator, slope_exponent, query_exponent, rows, columns):
+    def body(
+        log_decay, key_exponent, head_exponents, denominator, slope_exponent, sum_exponent, rows, columns
+    ):
         batch_row, index, head = (lax.axis_index(name) for name in ("batch", "block", "head"))
         kv_head = lax.div(head, jnp.int32(group))
         tokens = pl.ds(index * block, block)
@@ -100,7 +111,7 @@ def prepare(
         )
         coarse = numerics.coarse(decay, block, -sequence.FORGET)
         coarse, fine = (jnp.where(column <= token, x, 0.0).sum(1) for x in (coarse, decay - coarse))
-        between = sequence.exp(decay.sum(1))
+        block_decay = sequence.exp(decay.sum(1))
         position = token.astype(jnp.float32).max(1)
 
         # A NaN is a weight too: its gradients are NaN, not zero.
@@ -109,7 +120,7 @@ def prepare(
         share = jnp.where(none, 0.0, 1 / jnp.where(none, 1.0, weight))
         first, second = numerics.factors(load(slope_exponent, head))
         slope, from_start = share * first * second, sequence.exp(coarse + fine)
-        first, second = numerics.factors(-load(query_exponent, head))
+        first, second = numerics.factors(-load(sum_exponent, head))
         of_query = {
             QueryVector.EARLIER_WEIGHT: share * from_start,
             QueryVector.EARLIER_SLOPE: slope * from_start,
@@ -117,20 +128,18 @@ def prepare(
             QueryVector.DIAGONAL_SLOPE: slope,
             QueryVector.COARSE: coarse,
             QueryVector.FINE: fine,
-            QueryVector.BETWEEN: between,
+            QueryVector.BLOCK_DECAY: block_decay,
             QueryVector.POSITION: position,
             QueryVector.UNIT: first,
-            QueryVector.UNIT + 1: second,
+            QueryVector.SECOND_UNIT: second,
         }
         store(rows, head, of_query)
 
         @pl.when(lax.rem(head, jnp.int32(group)) == 0)
         def _keys():
-            longest, of_keys, of_values = (units[batch_row, kv_head, n] for n in range(3))
+            longest, of_keys, of_values = (head_exponents[batch_row, kv_head, n] for n in range(3))
             exponent = load(key_exponent, kv_head)
-            shorter = jnp.maximum(power * (exponent - longest), np.finfo(np.float32).minexp)
-            factor = numerics.power_of_two(shorter) * 2.0**WEIGHT_BITS
-            factor = jnp.where(exponent > sequence.NOTHING, factor, 0.0)
+            factor = pairs.length_factor(exponent, power * (exponent - longest)) * 2.0**WEIGHT_BITS
             after = jnp.where(column > token, decay, 0.0).sum(1)
             key_units = numerics.factors(-(of_keys + exponent))
             value_units = numerics.factors(
@@ -141,23 +150,23 @@ def prepare(
                 KeyVector.DIAGONAL_FACTOR: factor,
                 KeyVector.COARSE: coarse,
                 KeyVector.FINE: fine,
-                KeyVector.BETWEEN: between,
+                KeyVector.BLOCK_DECAY: block_decay,
                 KeyVector.POSITION: position,
                 KeyVector.KEY_UNIT: key_units[0],
-                KeyVector.KEY_UNIT + 1: key_units[1],
+                KeyVector.SECOND_KEY_UNIT: key_units[1],
                 KeyVector.VALUE_UNIT: value_units[0],
-                KeyVector.VALUE_UNIT + 1: value_units[1],
+                KeyVector.SECOND_VALUE_UNIT: value_units[1],
             }
             store(columns, kv_head, of_key)
 
     return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((batch, heads, count, QueryVector.UNIT + 2, block), jnp.float32),
-            jax.ShapeDtypeStruct((batch, kv_heads, count, KeyVector.VALUE_UNIT + 2, block), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, count, len(QueryVector), block), jnp.float32),
+            jax.ShapeDtypeStruct((batch, kv_heads, count, len(KeyVector), block), jnp.float32),
         ),
         grid=(batch, count, heads),
         grid_names=("batch", "block", "head"),
         kernel_name="power_attention_vectors",
         **({} if interpret is None else {"interpret": interpret}),
-    )(log_decay, key_exponent, head, denominator, slope_exponent, query_exponent)
+    )(log_decay, key_exponent, head_exponents, denominator, slope_exponent, query_sum_exponent)

@@ -1,4 +1,6 @@
-"""Operands of the gradient kernels and final steps on their sums: all work that is linear in T, in plain JAX.
+"""Arguments of the gradient kernels, and the gradient of the decays from their sums.
+
+Padding, scales and bounds are plain JAX; `vectors` is a kernel.
 
 With a query's and a key's length taken out, s = q . k, a pair's fraction of the mean is P_ij = s^p c_j f_i. c_j is the
 key's factor, of its length and its decay to the end of its block. f_i is the query's factor, of the decay from the
@@ -30,11 +32,10 @@ __all__ = ["Units", "VjpOperands", "corrected", "decay_gradient", "prepare"]
 _OPERAND_BITS = 15
 # Largest exponent of g, so that it stays finite.
 _LARGEST_EXPONENT = 120
-# Queries are scaled up as in the forward pass, so that scores are the same to the bit. From this power on, weights are
-# at most 2^64, so that their products with gradients of weights stay finite.
-_LONG_POWER = 8
-_LONG_WEIGHT_BITS = 64
-# Cotangents further below the largest are zero in float16.
+# Where weights are scaled by row, they are at most 2^64 here, so that their products with gradients of weights stay
+# finite. Otherwise queries are scaled up as in the forward pass.
+_HIGH_WEIGHT_BITS = 64
+# Least exponent of the length of a scaled row: smaller entries are zero in float16.
 _SMALLEST_EXPONENT = -24
 # Exponent for queries that have no gradient, larger than that of any scale.
 _NO_UNIT = 1000
@@ -83,11 +84,12 @@ def prepare(
     pair = config.block * config.compute_warpgroups
     arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
     tokens = sequence.whole_blocks(query, key, value, **arrays, block=pair, config=config)
-    # Queries and keys are those of the forward pass; from p = 8 on, queries are scaled up less.
-    bits = _LONG_WEIGHT_BITS // power if power >= _LONG_POWER else configs.weight_bits(power)
+    # Queries and keys are those of the forward pass; from p = 8 on, queries are scaled up less. Those of `tokens` are
+    # not used.
+    bits = _HIGH_WEIGHT_BITS // power if configs.scaled_by_row(power) else configs.query_bits(power)
     query, query_exponent = saved["unit_query"], saved["query_exponent"] - bits
-    if bits != configs.weight_bits(power):
-        query = numerics.scaled(query, bits - configs.weight_bits(power))
+    if bits != configs.query_bits(power):
+        query = numerics.scaled(query, bits - configs.query_bits(power))
     key, key_exponent = saved["unit_key"], saved["key_exponent"]
     longest = key_exponent.max(-1)
     # Convert from weights of the original queries and keys to weights of the operands, relative to the longest key.
@@ -104,8 +106,8 @@ def prepare(
         jnp.pad(x, [(0, 0), (0, rows - x.shape[1]), (0, 0), (0, value_dim - x.shape[3])]).astype(jnp.float32)
         for x in (saved["out"], saved["remainder"], dout)
     )
-    value, value_unit = _large(tokens.value.astype(jnp.float32), kv_heads)
-    dout, dout_unit = _large(jnp.where(seen, dout, 0), kv_heads)
+    value, value_unit = _to_operand_range(tokens.value.astype(jnp.float32), kv_heads)
+    dout, dout_unit = _to_operand_range(jnp.where(seen, dout, 0), kv_heads)
     out = numerics.scaled(out + remainder, _of_heads(value_unit, query)[:, None, :, None])
     slope_unit = _slope_units(denominator, dout, value, power)
     least = jnp.where(some, slope_unit, _NO_UNIT).min(2).reshape(*longest.shape, -1).min(-1) - bits
@@ -117,15 +119,19 @@ def prepare(
     # Exponents of the units of the sums; those of queries and keys lack the factor p.
     pair_unit = value_unit + dout_unit + WEIGHT_BITS
     by_query = slope_unit + _of_heads(pair_unit, query)[..., None] + query_exponent
-    head = jnp.stack([longest, pair_unit + least + _OPERAND_BITS, dout_unit + WEIGHT_BITS], -1)
+    head_exponents = jnp.stack([longest, pair_unit + least + _OPERAND_BITS, dout_unit + WEIGHT_BITS], -1)
 
     # Pad queries in front to the positions of all keys.
     front = [(0, 0), (key.shape[1] - rows, 0), (0, 0), (0, 0)]
     denominator, slope_exponent, delta, by_query = (
         jnp.pad(x, [(0, 0), (0, 0), front[1]]) for x in (denominator, slope_unit, delta, by_query)
     )
-    of_queries = {"denominator": denominator, "slope_exponent": slope_exponent, "query_exponent": by_query}
-    of_keys = {"log_decay": tokens.log_decay, "key_exponent": key_exponent, "head": head}
+    of_queries = {
+        "denominator": denominator,
+        "slope_exponent": slope_exponent,
+        "query_sum_exponent": by_query,
+    }
+    of_keys = {"log_decay": tokens.log_decay, "key_exponent": key_exponent, "head_exponents": head_exponents}
     rows, columns = vectors.prepare(**of_queries, **of_keys, power=power, interpret=interpret)
     query, unit_query, dout = (jnp.pad(x.astype(jnp.float16), front) for x in (query, unit_query, dout))
     value = value.astype(jnp.float16)
@@ -177,7 +183,7 @@ def _of_heads(x, like):
     return jnp.repeat(x, like.shape[2] // x.shape[1], axis=1)
 
 
-def _large(x, kv_heads):
+def _to_operand_range(x, kv_heads):
     """Returns x times a power of two per key head that brings it below 2^15, and the exponent of that power."""
     largest = jnp.abs(x).max((1, 3)).reshape(len(x), kv_heads, -1).max(-1)
     unit = _OPERAND_BITS - numerics.exponent(largest)

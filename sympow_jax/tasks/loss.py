@@ -1,4 +1,4 @@
-"""Cross-entropy of tokens, fused with its gradients, with logits of one slice of time at once."""
+"""Cross-entropy of tokens, fused with its gradients, with logits of one slice of time at a time."""
 
 import functools
 import math
@@ -12,8 +12,8 @@ from sympow_jax.layers import parallel, partitioning
 
 __all__ = ["token_sums"]
 
-# Maximum bytes of float32 logits that exist on a device at the same time. Each slice also reads and writes the float32
-# gradient of the embedding: with 512 MB and a width of 768, an eighth of the bytes of its logits and their gradients.
+# Bytes of float32 logits that exist on a device at the same time. Each slice also reads and writes the float32 gradient
+# of the embedding: with 512 MB, a width of 768 and GPT-2's vocabulary, an eighth of the bytes of its logits.
 _LOGITS_BYTES = 1 << 29
 # For the products of gradients, the vocabulary of a device and the tokens of a slice are padded to multiples of this,
 # once. Otherwise XLA pads the operands of each product on a GPU.
@@ -41,9 +41,9 @@ def token_sums(
     a slice's logits to `dtype` and multiplies it by the embedding and by `hidden`. The backward pass only multiplies by
     the cotangent, which must be the same for both sums. Otherwise gradients are NaN.
 
-    Products are in `dtype` with float32 accumulation, and the results are float32. Logits of at most 512 MB exist at
-    once. Under a mesh, rows, times and the vocabulary are sharded; the embedding is gathered over `fsdp`, and its
-    gradient is scattered.
+    Products are in `dtype` with float32 accumulation, and the results are float32. Each device holds about 512 MB of
+    float32 logits at a time. Under a mesh, rows, time and the vocabulary are sharded; the embedding is gathered over
+    `fsdp`, and its gradient is scattered.
     """
     loss, z = _sums(hidden, embedding, targets, jnp.dtype(dtype), float(z_loss))
     return loss, z if z_loss else None
@@ -97,24 +97,24 @@ def _over_slices(
             logits = logits[..., :size]
 
             # Sums. Over a sharded vocabulary, they are those of all devices.
-            highest, weight = _max_and_sum(logits)
+            highest, total = _max_and_sum(logits)
             if vocabulary is not None:
                 of_device, highest = highest, jax.lax.pmax(jax.lax.stop_gradient(highest), vocabulary)
-                weight = jax.lax.psum(weight * jnp.exp(of_device - highest), vocabulary)
+                total = jax.lax.psum(total * jnp.exp(of_device - highest), vocabulary)
             label = targets if vocabulary is None else targets - size * jax.lax.axis_index(vocabulary)
-            row = jnp.maximum(label, 0) if vocabulary is None else jnp.clip(label, 0, size - 1)
-            picked = jnp.take_along_axis(logits, row[..., None], axis=-1)[..., 0]
+            index = jnp.maximum(label, 0) if vocabulary is None else jnp.clip(label, 0, size - 1)
+            picked = jnp.take_along_axis(logits, index[..., None], axis=-1)[..., 0]
             if vocabulary is not None:
-                picked = jax.lax.psum(jnp.where(label == row, picked, 0), vocabulary)
-            normalizers = jnp.log(weight) + highest
-            terms = jnp.log(weight) - (picked - highest), z_loss * jnp.square(normalizers)
+                picked = jax.lax.psum(jnp.where(label == index, picked, 0), vocabulary)
+            normalizers = jnp.log(total) + highest
+            terms = jnp.log(total) - (picked - highest), z_loss * jnp.square(normalizers)
             counts = targets >= 0
-            sums = tuple(total + jnp.sum(term, where=counts) for total, term in zip(sums, terms))
+            sums = tuple(before + jnp.sum(term, where=counts) for before, term in zip(sums, terms))
             if not differentiate:
                 return (sums, None), None
 
             # Gradients.
-            factor = jnp.where(counts, 1 + 2 * z_loss * normalizers, 0) / weight
+            factor = jnp.where(counts, 1 + 2 * z_loss * normalizers, 0) / total
             is_label = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2) == label[..., None]
             dlogits = (factor[..., None] * jnp.exp(logits - highest[..., None]) - is_label).astype(dtype)
             dlogits = jnp.pad(dlogits, ((0, 0), (0, 0), (0, len(table) - size)))
@@ -127,6 +127,7 @@ def _over_slices(
             return (sums, dtable), dhidden
 
         rows, time = targets.shape
+        # Equal slices within the limit, rounded up so that they have multiples of 8 tokens.
         width = max(1, min(time, _LOGITS_BYTES // (4 * rows * len(table))))
         slices = -(-time // width)
         width = -(-time // slices)
@@ -161,7 +162,7 @@ def _over_slices(
 
 @jax.custom_jvp
 def _max_and_sum(logits: Float[Array, "B T V"]) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Returns max_v x_v and sum_v exp(x_v - max), in one pass over the logits on a GPU, which their bytes limit."""
+    """Returns max_v x_v and sum_v exp(x_v - max); on a GPU, whose bandwidth limits this, reads the logits once."""
     return jax.lax.platform_dependent(logits, cuda=_in_one_pass, default=_in_two_passes)
 
 

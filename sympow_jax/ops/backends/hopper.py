@@ -88,8 +88,10 @@ def _attend(power, interpret, tokens, names):
     """Returns the results of the kernels with these names."""
 
     def compute(arrays):
-        exact = len(names) > 1
-        found = attention_kernel.power_attention(**arrays, power=power, exact=exact, interpret=interpret)
+        residuals = len(names) > 1
+        found = attention_kernel.power_attention(
+            **arrays, power=power, save_residuals=residuals, interpret=interpret
+        )
         return {name: found[name] for name in names}
 
     return per_device(compute, tokens._asdict(), names)
