@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 __all__ = [
+    "INFINITE",
     "coarse",
     "exponent",
     "factors",
@@ -20,6 +21,8 @@ __all__ = [
     "suffix_sums",
 ]
 
+# What `normal_exponent` returns for infinity and NaN.
+INFINITE = 129
 # The product of two factors of at most 2^126 each.
 _LARGEST_EXPONENT = 252
 
@@ -90,7 +93,7 @@ def suffix_sums(x: jax.Array) -> jax.Array:
 
 
 def normal_exponent(x: jax.Array) -> jax.Array:
-    """Returns int32 e with positive, normal float32 x in [2^(e-1), 2^e)."""
+    """Returns int32 e with positive, normal float32 x in [2^(e-1), 2^e), or INFINITE for infinity and NaN."""
     return (jax.lax.bitcast_convert_type(x, jnp.int32) >> 23) - 126
 
 

@@ -129,12 +129,18 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
         both = rows, pl.ds((1 - half) * pairs.BLOCK, pairs.BLOCK)
         exponents = exponents.at[row, head, pl.ds(begin, block)]
         longest = jnp.maximum(*(by_column(exponents.at[part]).max(1) for part in both))
-        value_unit = _exponent(jnp.maximum(*(by_column(peaks.at[part]).max(1) for part in both)))
+
+        def largest(part):
+            # A value with NaN or infinity must not outweigh others.
+            peak = by_column(peaks.at[part])
+            return jnp.where(peak < jnp.inf, peak, 0.0)
+
+        value_unit = _exponent(jnp.maximum(*(largest(part).max(1) for part in both)))
 
         def weighted(part):
             exponent = by_column(exponents.at[part])
             shorter = power * (exponent - lax.broadcast_in_dim(longest, shape, [0]))
-            return (by_column(peaks.at[part]) * pairs.length_factor(exponent, shorter)).max(1)
+            return (largest(part) * pairs.length_factor(exponent, shorter)).max(1)
 
         sum_unit = _exponent(jnp.maximum(*map(weighted, both)))
 
@@ -169,16 +175,6 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
             pairs.store(out["vectors"].at[row, head, vector, tokens], x)
         pairs.store(out["columns"].at[row, head, index, 0, rows], to_end)
 
-        def store(name, x):
-            target = result_smem.at[("plain_value", "decayed_value").index(name)]
-            target[...] = x.astype(jnp.float16)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(target, out[name].at[row, tokens, head])
-
-        store("plain_value", pairs.scaled(value(), VALUE_BITS - value_unit))
-        if "decayed_value" in out:
-            store("decayed_value", pairs.scaled(pairs.in_units(value(), to_end), VALUE_BITS - sum_unit))
-
         weight_unit = power * longest
         scalars = {
             Scalar.SUM_UNIT: (sum_unit + weight_unit).astype(jnp.float32),
@@ -193,6 +189,16 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
             for scalar, x in scalars.items():
                 line, place = scalar_at(scalar, block)
                 pairs.store(out["columns"].at[row, head, index, line, pl.ds(place, pairs.BLOCK)], x)
+
+        def store(name, x):
+            target = result_smem.at[("plain_value", "decayed_value").index(name)]
+            target[...] = x.astype(jnp.float16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(target, out[name].at[row, tokens, head])
+
+        store("plain_value", pairs.scaled(value(), VALUE_BITS - value_unit))
+        if "decayed_value" in out:
+            store("decayed_value", pairs.scaled(pairs.in_units(value(), to_end), VALUE_BITS - sum_unit))
 
         plgpu.wait_smem_to_gmem(0)
 

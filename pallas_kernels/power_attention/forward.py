@@ -28,15 +28,18 @@ _WEIGHT_BITS = 15
 _SMALLEST = 2.0**-100
 # Bits by which a block's values may be smaller than the sums before it without losing precision.
 _SLACK_BITS = 40
+# The unit of the sums may fall by this much from one block to the next: the factor stays a normal number.
+_FALL_BITS = 120
 # Exponent of the unit of sums over nothing.
-_NO_UNIT = -30_000
+_NOTHING = -30_000
 
 
 class _Units(NamedTuple):
-    """Exponents of the units of both sums, or factors for both: of weighted values and of weights."""
+    """Exponents of the units of the sums of weighted values and of weights, and a bound on the former, all float32."""
 
     sum: jax.Array
     weight: jax.Array
+    bound: jax.Array
 
 
 def means(
@@ -205,71 +208,78 @@ class _Queries:
         """Returns the sums over all blocks before the diagonal one, of values and of weights, and their `_Units`."""
         total = plgpu.layout_cast(jnp.zeros((pairs.BLOCK, self.config.value_dim), jnp.float32), pairs.LAYOUT)
         weight = plgpu.layout_cast(jnp.zeros((pairs.BLOCK,), jnp.float32), pairs.PER_ROW)
-        units = _Units(jnp.float32(_NO_UNIT), jnp.float32(_NO_UNIT))
+        units = _Units(*[jnp.float32(_NOTHING)] * 3)
         if not configs.scaled_by_row(self.power):
             return lax.fori_loop(jnp.int32(0), steps, self._earlier, (total, weight, units))
         largest = plgpu.layout_cast(jnp.full((pairs.BLOCK,), _SMALLEST, jnp.float32), pairs.PER_ROW)
         carry = total, weight, units, largest
         total, weight, units, largest = lax.fori_loop(jnp.int32(0), steps, self._earlier_by_row, carry)
         # The sums so far are in units of values over each row's largest weight: multiply that weight back in.
-        units = _Units(units.sum + units.weight, units.weight)
+        units = units._replace(sum=units.sum + units.weight)
         return pairs.in_units(total, largest * 2.0**-_WEIGHT_BITS), weight, units
 
     def _earlier(self, step, carry):
         """Adds one block before the diagonal."""
         total, weight, units = carry
         slot = self._slot(step)
-        weights, (factors, new, kept, added) = self._weights(slot, lambda: self._joined(slot, units))
+        weights, joined = self._weights(slot, lambda: self._joined(slot, units))
+        factors, units, (kept_sum, kept_weight), (added_sum, added_weight) = joined
         # The factor is nearly always 1, and multiplying by it skipped.
         rounded = lax.cond(
-            added.sum < 1,
-            lambda x: x * added.sum.astype(jnp.float16),
+            added_sum < 1,
+            lambda x: x * added_sum.astype(jnp.float16),
             lambda x: x,
             weights.astype(jnp.float16),
         )
-        weight = weight * kept.weight + (weights * _by_column(factors, weights)).sum(1) * added.weight
-        return self._add_product(total * kept.sum, rounded, slot), weight, new
+        weight = weight * kept_weight + (weights * _by_column(factors, weights)).sum(1) * added_weight
+        return self._add_product(total * kept_sum, rounded, slot), weight, units
 
     def _earlier_by_row(self, step, carry):
         """Adds one block before the diagonal, scaling each row of weights by its largest one so far."""
         total, weight, units, largest = carry
         slot = self._slot(step)
-        weights, (factors, new, kept, added) = self._weights(slot, lambda: self._joined(slot, units))
+        weights, joined = self._weights(slot, lambda: self._joined(slot, units))
+        factors, units, (kept_sum, kept_weight), (added_sum, added_weight) = joined
         weights *= _by_column(factors, weights)
-        before = largest * kept.weight
-        largest = jnp.maximum(jnp.maximum(before, weights.max(1) * added.weight), _SMALLEST)
+        before = largest * kept_weight
+        largest = jnp.maximum(jnp.maximum(before, weights.max(1) * added_weight), _SMALLEST)
         # Exactly 1 where the scale does not change, since errors of many blocks would accumulate.
-        scale = jnp.where(before < largest, before / largest, 1.0) * kept.sum
-        scaled = pairs.in_units(weights, added.sum * added.weight * 2.0**_WEIGHT_BITS / largest)
-        weight = weight * kept.weight + weights.sum(1) * added.weight
+        scale = jnp.where(before < largest, before / largest, 1.0) * kept_sum
+        scaled = pairs.in_units(weights, added_sum * added_weight * 2.0**_WEIGHT_BITS / largest)
+        weight = weight * kept_weight + weights.sum(1) * added_weight
         total = self._add_product(pairs.in_units(total, scale), scaled.astype(jnp.float16), slot)
-        return total, weight, new, largest
+        return total, weight, units, largest
 
     def _joined(self, slot, units):
-        """Returns (factors, new, kept, added) for adding a block of keys to the sums.
+        """Returns (factors, units, kept, added) for adding a block of keys to the sums.
 
-        Those are the factors of its keys; the units of the sums after the block; the factors that convert the sums so
-        far, with the block's decay; and those that convert the block's own sums.
+        Those are the factors of its keys; the units of the sums after the block; the factors, of values and of weights,
+        that convert the sums so far, with the block's decay; and those that convert the block's own sums.
         """
         plgpu.barrier_wait(self.smem["column_full"].at[slot])
         columns = self.smem["column_smem"].at[slot]
         factors = plgpu.load(columns.at[0], layout=pairs.PER_COLUMN, optimized=False)
         own = {n: columns[blocks.scalar_at(n, self.config.block)] for n in Scalar}
-        decay, weight_unit = own[Scalar.DECAY], own[Scalar.WEIGHT_UNIT]
-        weight = jnp.maximum(units.weight, weight_unit)
+        decay = own[Scalar.DECAY]
+        weight = jnp.maximum(units.weight, own[Scalar.WEIGHT_UNIT])
         kept_weight = decay * jnp.exp2(units.weight - weight)
-        added_weight = jnp.exp2(weight_unit - weight)
+        added_weight = jnp.exp2(own[Scalar.WEIGHT_UNIT] - weight)
         if configs.scaled_by_row(self.power):
-            # Weights have a unit of their own, and decay in it.
-            sum_unit, slack = own[Scalar.VALUE_UNIT], units.sum - _SLACK_BITS
+            # The sums are of values over weights, which decay in the largest weight of their row. Their unit never
+            # falls, since they are multiplied by that weight at the end.
+            sum_unit = own[Scalar.VALUE_UNIT]
+            bound = total = jnp.maximum(sum_unit, units.sum)
+            kept_sum = jnp.exp2(units.sum - total)
         else:
+            # The block's own unit, unless the sums are too large for it.
             sum_unit = own[Scalar.SUM_UNIT]
-            slack = _whole_above(units.sum + own[Scalar.LOG_DECAY]) - _SLACK_BITS
-        total = jnp.maximum(sum_unit, slack)
-        kept_sum = jnp.exp2(units.sum - total) * (1.0 if configs.scaled_by_row(self.power) else decay)
-        new = _Units(total, weight)
-        kept, added = _Units(kept_sum, kept_weight), _Units(jnp.exp2(sum_unit - total), added_weight)
-        return factors, new, kept, added
+            decayed = units.bound + own[Scalar.LOG_DECAY]
+            bound = jnp.maximum(sum_unit, decayed)
+            least = jnp.maximum(_whole_above(decayed) - _SLACK_BITS, units.sum - _FALL_BITS)
+            total = jnp.where(decay > 0, jnp.maximum(sum_unit, least), sum_unit)
+            kept_sum = decay * jnp.exp2(jnp.minimum(units.sum - total, _FALL_BITS))
+        kept, added = (kept_sum, kept_weight), (jnp.exp2(sum_unit - total), added_weight)
+        return factors, _Units(total, weight, bound), kept, added
 
     def diagonal(self, step, start, vectors, tokens):
         """Returns the sums over the queries' own block, whose weights need the mask and an exponential per pair."""

@@ -44,12 +44,15 @@ def unit_lengths(query: jax.Array, key: jax.Array, bits: int, *, interpret=None)
             tile = plgpu.load(source, layout=pairs.LAYOUT).astype(jnp.float32)
             peak = numerics.normal_exponent(jnp.abs(tile).max(1))
             tile = pairs.scaled(tile, -peak)
+            square = numerics.normal_exponent((tile * tile).sum(1))
             # The exponent of a square root is half of its argument's, rounded up.
-            norm = (numerics.normal_exponent((tile * tile).sum(1)) + 1) >> 1
+            norm = (square + 1) >> 1
             target[...] = pairs.scaled(tile, bits - norm).astype(jnp.float16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(target, unit.at[row, tokens, head])
             exponent = jnp.where(peak > _LEAST, peak + norm, sequence.NOTHING)
+            # A row with NaN or infinity must not outweigh others.
+            exponent = jnp.where(square < numerics.INFINITE, exponent, 0)
             pairs.store(exponents.at[row, head, tokens], exponent)
             plgpu.wait_smem_to_gmem(0)
 

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -70,6 +71,54 @@ def test_hardly_less_exact_than_the_plain_form(case, more):
     assert out.dtype == dtype
     ratio = 1.5 if dtype == "float16" else 1.2
     assert cases.error(out, expected) <= ratio * cases.error(plain, expected)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("power", [2, 8])
+@pytest.mark.parametrize("empty", ["key", "value", "segment_ids"])
+def test_blocks_that_weigh_nothing(power, empty):
+    """Sums keep their size over four blocks of zeros or padding, and over blocks with ever smaller values."""
+    case = cases.Case(power=power, head_dim=64, value_dim=64, time=900, decay="gentle")
+    drawn = cases.arrays(case, batch=1, kv_heads=1, dtype="bfloat16")
+    del drawn["dout"]
+    drawn["value"] *= 2.0 ** -(39.0 * (np.arange(900) // 128 % 2))[:, None, None]
+    if empty == "segment_ids":
+        drawn["segment_ids"] = np.where(np.arange(900) // 128 % 6 > 1, -1, 0)[None].astype(np.int32)
+    else:
+        drawn[empty] = np.where((np.arange(900) // 128 % 6 > 1)[:, None, None], 0, drawn[empty])
+
+    def attend(arrays, implementation):
+        call = functools.partial(
+            ops.power_attention, power=power, form="attention", implementation=implementation
+        )
+        return jax.jit(lambda arrays: call(**arrays))(arrays)
+
+    with jax.enable_x64(True):
+        expected = jax.device_get(attend(suite.cast(drawn, "float64"), "reference"))
+    short = suite.cast(drawn, "bfloat16")
+    with target.interpreted(plgpu.InterpretGPUParams()):
+        assert cases.error(attend(short, "mosaic_gpu"), expected) < 2.0**-9
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_a_nan_does_not_outweigh_its_block(name):
+    """Earlier outputs stay right if it is in a key, and other channels if it is in a value."""
+    case = cases.Case(head_dim=64, value_dim=64, time=200, decay="gentle")
+    drawn = cases.arrays(case, batch=1, kv_heads=1, dtype="bfloat16")
+    del drawn["dout"]
+    whole = suite.cast(drawn, "bfloat16")
+    broken = whole | {name: whole[name].at[0, 120, 0, 3].set(jnp.nan)}
+    with target.interpreted(plgpu.InterpretGPUParams()):
+        found, expected = (
+            jax.jit(
+                lambda arrays: ops.power_attention(**arrays, form="attention", implementation="mosaic_gpu")
+            )(arrays)
+            for arrays in (broken, whole)
+        )
+    right = (slice(None), slice(120)) if name == "key" else (..., slice(4, None))
+    assert cases.error(found[right], expected[right]) < 2.0**-9
+    assert np.isnan(np.asarray(found[0, 120:, 0, 3], np.float32)).all()
 
 
 def test_heads_whose_keys_fit_in_the_cache_start_together():
