@@ -8,8 +8,9 @@ import os
 import sys
 import time
 
-# Set before JAX is imported. A kernel inside a CUDA graph is harder to find, and XLA's autotuning of its own kernels
-# would double the compilation time.
+# Set before JAX is imported. Other processes need memory too, a kernel inside a CUDA graph is harder to find, and XLA's
+# autotuning of its own kernels would double the compilation time.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 _FLAGS = "--xla_gpu_enable_command_buffer=", "--xla_gpu_autotune_level=0"
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS])
 

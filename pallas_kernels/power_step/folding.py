@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import launch
 from pallas_kernels.power_step import config as configs
 
 __all__ = ["fold"]
@@ -37,7 +38,7 @@ def fold(kv, norm, rows, count, features, values, carry, *, interpret=None):
         grid_names=("tile", "head", "row"),
         kernel_name="power_step_fold",
         compiler_params=configs.COMPILER,
-        **({} if interpret is None else {"interpret": interpret}),
+        **launch.interpreted(interpret),
     )(kv, norm, rows, count, features, values, carry)
 
 

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import launch
 from pallas_kernels.power_step import config as configs
 
 __all__ = ["read"]
@@ -48,7 +49,7 @@ def read(features, kv, norm, query, keys, values, decay, *, power, config, inter
         grid_names=("part", "head", "batch"),
         kernel_name="power_step_read",
         compiler_params=configs.COMPILER,
-        **({} if interpret is None else {"interpret": interpret}),
+        **launch.interpreted(interpret),
     )
     return kernel(features, kv, norm, query, keys, values, decay)
 
