@@ -22,7 +22,7 @@ def unit_lengths(query: jax.Array, key: jax.Array, bits: int, *, interpret=None)
 
     Args:
         query: [B, T, N, D], 16-bit, T a multiple of 64, D of 16.
-        key: [B, S, K, D], likewise.
+        key: [B, S, K, D], with the same constraints.
         bits: the lengths of queries are 2^bits times as large.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
 
