@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -63,8 +64,13 @@ class MLP(nnx.Module):
     @by_default_rules
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         (hidden,) = initializers.project(x, self.up)
-        (out,) = initializers.project(self.activation(hidden), self.down)
+        (out,) = initializers.project(self._activated(hidden), self.down)
         return out
+
+    def _activated(self, x):
+        # The backward pass computes it again from x, which is saved anyway: as large as the hidden units, what it would
+        # save besides takes longer to write and read than to compute.
+        return jax.checkpoint(self.activation)(x)
 
 
 class GatedMLP(MLP):
@@ -103,7 +109,7 @@ class GatedMLP(MLP):
     @by_default_rules
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         gate, hidden = initializers.project(x, self.gate, self.up)
-        (out,) = initializers.project(self.activation(gate) * hidden, self.down)
+        (out,) = initializers.project(self._activated(gate) * hidden, self.down)
         return out
 
 
