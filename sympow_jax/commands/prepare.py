@@ -6,21 +6,17 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import rich.console
-import rich.progress
 
 from sympow_jax.commands import command_line
 from sympow_jax.config import literals
 from sympow_jax.data import prepare
 from sympow_jax.data.sources import zarr
-from sympow_jax.process import signals, streams, workdir
+from sympow_jax.process import progress, signals, streams, workdir
 
 __all__ = ["main"]
-
-# Seconds between two lines about the progress, where the output is not a terminal.
-_LINE_SECONDS = 5.0
 
 
 @contextlib.contextmanager
@@ -42,30 +38,6 @@ def _stops() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _reporting() -> Iterator[Callable[[prepare.Progress], None]]:
-    """Yields a function that shows progress on stderr: as a bar on a terminal, or else as a line now and then."""
-    console, begin = rich.console.Console(stderr=True), time.monotonic()
-    earlier, last = None, begin  # tokens of an earlier command, and the time of the last line
-    bar = rich.progress.Progress(console=console, transient=True, disable=not console.is_terminal)
-    task = bar.add_task("")
-
-    def show(progress: prepare.Progress) -> None:
-        nonlocal earlier, last
-        earlier, now = progress.tokens if earlier is None else earlier, time.monotonic()
-        line = (
-            f"{progress.done} of {progress.pieces} files, {progress.documents:,} documents, {progress.tokens:,} "
-            f"tokens, {(progress.tokens - earlier) / (now - begin):,.0f} tokens/s"
-        )
-        bar.update(task, completed=progress.done, total=progress.pieces, description=line)
-        if not console.is_terminal and now - last >= _LINE_SECONDS:
-            print(line, file=sys.stderr, flush=True)
-            last = now
-
-    with bar:
-        yield show
 
 
 def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
@@ -103,7 +75,16 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
             workdir.require_path("--out", flags.out, "Zarr arrays", refused="\\")
         names = ("tokenizer", "separator", "text_column", "shortest_document", "workers")
         options = prepare.Options(**{name: getattr(flags, name) for name in names})
-        with _stops(), _reporting() as report:
+        began, earlier = time.monotonic(), None  # the tokens of an earlier command
+        with _stops(), progress.Progress(rich.console.Console(stderr=True), "file", 0) as shown:
+
+            def report(found: prepare.Progress) -> None:
+                nonlocal earlier
+                earlier = found.tokens if earlier is None else earlier
+                rate = (found.tokens - earlier) / (time.monotonic() - began)
+                text = f"{found.documents:,} documents, {found.tokens:,} tokens, {rate:,.0f} tokens/s"
+                shown.show(found.done, text, total=found.pieces)
+
             if flags.format == "bin":
                 about = prepare.write_bin(flags.out, flags.files, options, report=report)
             else:

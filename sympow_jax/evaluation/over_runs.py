@@ -6,6 +6,7 @@ An evaluation is a class of one file: `Evaluation` has what differs between them
 import abc
 import contextlib
 import dataclasses
+import functools
 import os
 import pathlib
 import tempfile
@@ -15,14 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.console
-import rich.markup
-import rich.progress
 
 from sympow_jax import config as config_lib
 from sympow_jax import data, models, spelling, training
 from sympow_jax.config import fields, serialize
 from sympow_jax.evaluation import report
-from sympow_jax.process import hosts, workdir
+from sympow_jax.process import hosts, progress, workdir
 from sympow_jax.training import checkpoint
 
 __all__ = [
@@ -34,9 +33,6 @@ __all__ = [
     "writable_folder",
     "writing",
 ]
-
-# Seconds between lines of progress where there is no terminal.
-_LINE_SECONDS = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,8 +168,8 @@ def evaluate[Row: report.Run](
             update_tokens=trained.data.batch_tokens,
             data=workdir.read_description(path).get("digest", "unknown")[:8],
         )
-        with _progress(console, name, work) as advance:
-            rows += evaluation.score(model, run, advance)
+        with progress.Progress(console, "part", work) as shown:
+            rows += evaluation.score(model, run, functools.partial(shown.advance, name))
         del model  # its memory is free for the next
         _say(console, f"{name}: step {step:,}, {time.perf_counter() - started:.1f} s")
         runs.append({"run": name, "workdir": str(path), "step": step, "config": dataclasses.asdict(config)})
@@ -249,26 +245,6 @@ def require_held_apart(source: config_lib.DataConfig, paths: Sequence[pathlib.Pa
 def _say(console: rich.console.Console, line: str, *, style: str | None = None) -> None:
     """Prints a line without markup, with control characters escaped."""
     console.print(spelling.printable(line), style=style, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def _progress(console: rich.console.Console, name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Shows a progress bar and yields the function that advances it; without a terminal, writes a line now and then."""
-    if console.is_terminal:
-        with rich.progress.Progress(console=console, transient=True) as progress:
-            task = progress.add_task(rich.markup.escape(spelling.printable(name)), total=total)
-            yield lambda done: progress.advance(task, done)
-        return
-    finished, last = 0, time.monotonic()
-
-    def advance(done: int) -> None:
-        nonlocal finished, last
-        finished += done
-        if time.monotonic() - last >= _LINE_SECONDS:
-            hosts.say(f"{name}: {finished / total:.0%}", error=True)
-            last = time.monotonic()
-
-    yield advance
 
 
 @contextlib.contextmanager

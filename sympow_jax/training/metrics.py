@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import rich.console
-import rich.progress
 
 from sympow_jax import config as config_lib
 from sympow_jax import tasks
+from sympow_jax.process import progress
 from sympow_jax.tasks import flops
 from sympow_jax.training import writers
 
@@ -72,28 +72,28 @@ class Reporter:
         self._trace = StepTrace(
             workdir / "profile", config.training.profile_steps if writes else (), start=start
         )
-        console = rich.console.Console()
-        self._bar = rich.progress.Progress(
-            rich.progress.TextColumn("{task.completed}/{task.total}"),
-            rich.progress.BarColumn(),
-            rich.progress.TextColumn("{task.description}"),
-            console=console,
-            disable=not (console.is_terminal and writes),
+        self._progress = progress.Progress(
+            rich.console.Console(quiet=not writes),
+            "step",
+            config.training.steps,
+            completed=start,
+            seconds=0,
+            transient=False,
+            error=False,
         )
-        self._bar.add_task("compiling", total=config.training.steps, completed=start)
         self._waits: dict[int, float] = {}  # by step, until its metrics arrive, which is after the next wait
         self._wait_to_show = 0.0
         self._held_out = ""  # what the bar shows of the last held-out metrics
 
     def __enter__(self) -> "Reporter":
-        self._bar.start()
+        self._progress.__enter__()
         # Times of the start, of the first update, of the last one, and of the last line on the terminal.
         self._began = self._first = self._last = self._shown = time.perf_counter()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         self._trace.stop()
-        self._bar.stop()
+        self._progress.__exit__()
         for writer in self._writers:
             writer.close(failed=kind is not None)
 
@@ -184,12 +184,11 @@ class Reporter:
         since = step - self._start - 1
         seconds = (now - self._first) / since if since else now - self._began
         rates, steps = self._rates(seconds), self._config.training.steps
-        is_terminal = not self._bar.disable
         parts = [f"loss {loss:.4f}"]
         if held_out:
             shown = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in held_out.items()]
             self._held_out = f"held-out {', '.join(shown)}"
-        if held_out or (is_terminal and self._held_out):
+        if held_out or (self._progress.is_bar and self._held_out):
             parts.append(self._held_out)
         parts.append(f"{rates['tokens_per_second']:,.0f} tokens/s")
         if "mfu" in rates:
@@ -201,11 +200,7 @@ class Reporter:
         minutes, seconds = divmod(round(seconds * (steps - step)), 60)
         hours, minutes = divmod(minutes, 60)
         parts.append(f"{hours}:{minutes:02}:{seconds:02} left" if hours else f"{minutes}:{seconds:02} left")
-        text = "  ".join(parts)
-        if is_terminal:
-            self._bar.update(self._bar.task_ids[0], completed=step, description=text)
-        else:
-            print(f"step {step}/{steps}  {text}", flush=True)
+        self._progress.show(step, "  ".join(parts))
 
 
 class StepTrace:

@@ -22,6 +22,7 @@ from sympow_jax.data import prepare as prepare_lib
 from sympow_jax.data import tokenizer
 from sympow_jax.data.corpus import encoding
 from sympow_jax.data.sources import tokens
+from sympow_jax.process import progress
 from tests import mistakes
 from tests.data import builders
 
@@ -455,15 +456,17 @@ def test_mistakes_are_one_line_and_leave_no_files(folder, lines, word_tokenizer,
 
 def test_progress_in_lines_and_as_a_bar(folder, lines, monkeypatch, capsys):
     command = ["--format=bin", "--text_column=text", "lines.jsonl"]
-    monkeypatch.setattr(prepare, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     prepare.main([*command, "--out=a.bin"])
     written = capsys.readouterr().err.splitlines()
     assert len(written) == PIECES + 1
-    assert written[-1].startswith(f"{PIECES} of {PIECES} files, 60 documents, {len(lines):,} tokens, ")
+    assert written[-1].startswith(f"file {PIECES}/{PIECES}  60 documents, {len(lines):,} tokens, ")
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "200")
     prepare.main([*command, "--out=b.bin"])
-    assert f"{PIECES} of {PIECES} files, 60 documents" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert f"file {PIECES}/{PIECES}" in shown
+    assert "60 documents" in shown
 
 
 VOCABULARY = {"[UNK]": 0, "the": 1, "first": 2, "</s>": 3, "end": 4}

@@ -10,7 +10,7 @@ import pytest
 from sympow_jax import data, evaluation, training
 from sympow_jax.commands import evaluate as eval_program
 from sympow_jax.commands import launch
-from sympow_jax.evaluation import over_runs
+from sympow_jax.process import progress
 from tests import mistakes
 
 
@@ -85,12 +85,12 @@ def test_results_are_in_the_first_workdir_by_default(runs, capsys):
 
 
 def test_tasks_of_two_runs_are_written_next_to_the_losses(runs, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(over_runs, "_LINE_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     arguments = [f"--workdir={runs}/a,{runs}/b", f"--out={tmp_path}", "--trials=2"]
     assert eval_program.main([*arguments, "--tasks=copy,recall", "--context_lengths=128"]) == 0
     out, err = capsys.readouterr()
     assert "answers that are right" in out
-    assert err.splitlines() == ["a: 50%", "a: 100%", "b: 50%", "b: 100%"]
+    assert err.splitlines() == ["part 1/2  a", "part 2/2  a", "part 1/2  b", "part 2/2  b"]
     records = read(tmp_path / "tasks.csv")
     found = [(record["run"], record["task"], record["questions"]) for record in records]
     assert found == [(run, *row) for run in "ab" for row in (("copy", "2"), ("recall", "8"))]
