@@ -8,7 +8,6 @@ process consumes while `data.tokenizer_workers` processes tokenize. It excludes 
 prepare` is timed from start to finished output, including the start of its processes; `workers=1` is a thread.
 """
 
-import contextlib
 import itertools
 import json
 import pathlib
@@ -96,10 +95,11 @@ def _open_rows(
 def measure_speed(folder: pathlib.Path, size: int, tokenizer: str, kind: str, workers: int) -> dict:
     """Returns the speed of a case; `size` is the number of bytes of the corpus."""
     corpus = _open_rows(folder, tokenizer, kind, workers=workers)
-    with contextlib.closing(corpus.tokens(0)) as groups:
+    with corpus.open_workers() as submit:
+        groups = corpus.tokens(submit, itertools.count())
         next(groups)
         began = time.perf_counter()
-        count = sum(len(group.tokens) for group in itertools.islice(groups, _GROUPS))
+        count = sum(len(group.tokens) for _, group in itertools.islice(groups, _GROUPS))
         seconds = time.perf_counter() - began
     bytes_per_token = size * _GROUPS / corpus.groups_per_epoch / count
     return {
@@ -131,8 +131,8 @@ def measure_waste(folder: pathlib.Path, context_length: int) -> dict:
     """Returns the tokens that an epoch of a context length drops."""
     corpus = _open_rows(folder, "bpe", "parquet", context_length=context_length)
     tokens = packed = 0
-    with contextlib.closing(corpus.tokens(0)) as groups:
-        for number, group in enumerate(itertools.islice(groups, corpus.groups_per_epoch)):
+    with corpus.open_workers() as submit:
+        for number, group in corpus.tokens(submit, range(corpus.groups_per_epoch)):
             tokens += len(group.tokens)
             packed += len(corpus.rows_of_group(number, group)) * context_length
     return {"context_length": context_length, "tokens": tokens, "dropped": tokens - packed}

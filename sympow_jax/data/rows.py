@@ -66,10 +66,10 @@ class Batches(Protocol):
     def __next__(self) -> Row: ...
 
     def get_state(self) -> dict[str, int]:
-        """Returns the position of the next batch as one integer, by a name."""
+        """Returns the position of the next batch, as integers by names; those that this process needs."""
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Sets the position."""
+        """Sets the position to the states of all processes together, whose number may differ from now."""
 
     def close(self) -> None:
         """Ends the threads and processes that read ahead."""

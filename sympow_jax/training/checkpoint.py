@@ -125,12 +125,15 @@ class Checkpoints:
         Args:
             number: number of updates.
             state: state after them. An optimizer state of `()` is not saved.
-            position: state of the data iterator; None at its start.
+            position: state of this process's data iterator; None at its start. Those of all processes are saved.
 
         Raises:
             ValueError: this save cannot start, the previous one failed, or the first one cannot be read.
         """
         arrays = _arrays(state)
+        if position is not None:
+            parts = map(json.loads, hosts.gather(json.dumps(position)))
+            position = {name: value for part in parts for name, value in part.items()}
         metadata = {"config": dataclasses.asdict(self._config), "data": position, "step": number}
         metadata["fingerprints"] = jax.tree.map(int, _fingerprints(arrays))
         metadata["digest"] = _digest(metadata)

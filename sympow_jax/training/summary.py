@@ -48,7 +48,7 @@ def describe(
         f"{parameters:,} parameters, {model.dtype}",
         *_attention(program, traced),
         *([_decoding(program)] if config.task.is_language_model else []),
-        *_data(config, data),
+        *_data(config, data, mesh),
         f"batch: {config.data.batch_tokens:,} tokens per step, {rows} rows of {config.data.context_length:,}"
         f"{accumulated}",
         f"devices: {sharding.describe(mesh)}",
@@ -116,7 +116,7 @@ def _nbytes(make: Callable[..., Any], *arguments: int) -> int:
     return jax.eval_shape(functools.partial(make, *arguments)).nbytes
 
 
-def _data(config: config_lib.Config, data: Mapping[str, Any]) -> Iterator[str]:
+def _data(config: config_lib.Config, data: Mapping[str, Any], mesh: jax.sharding.Mesh) -> Iterator[str]:
     unit = "tokens" if "tokens" in data else "examples"
     heldout = data[f"heldout_{unit}"]
     kept = f"{heldout:,} held out" if heldout else "nothing held out"
@@ -128,6 +128,12 @@ def _data(config: config_lib.Config, data: Mapping[str, Any]) -> Iterator[str]:
     # An estimate of 0 is of an unknown number.
     if 0 < data[unit] < batch:
         yield f"warning: a batch has {batch:,} {unit}, more than there are to train on, so that it repeats them"
+    if "streams" in data and data["streams"] % (shares := sharding.batch_share(mesh)[1]):
+        yield (
+            f"warning: {shares} processes, or groups of them that read the same rows, cannot divide the "
+            f"{data['streams']} streams of the data, so that some tokenize the same documents; take a divisor of "
+            f"{data['streams']}, or prepare the data by `sympow prepare`"
+        )
 
 
 def memory(

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -17,9 +18,12 @@ import pytest
 
 from sympow_jax import config, data, evaluation
 from sympow_jax.commands import command_line, launch
+from sympow_jax.data.corpus import pieces
+from sympow_jax.data.sources import corpus as corpora
 from sympow_jax.process import hosts, signals, workdir
 from sympow_jax.training import sharding
 from tests import programs
+from tests.data import builders
 from tests.training import small
 from tools import launching
 
@@ -138,6 +142,37 @@ def test_processes_may_be_more_or_fewer_when_a_run_goes_on(start, alone, tmp_pat
         started = start(f"--config.training.steps={steps}", processes=processes)
         assert [one.wait() for one in started] == [0] * processes
     _assert_same_run(tmp_path / "run", alone)
+
+
+def _use_small_groups(patch: Callable = setattr) -> None:
+    patch(pieces, "GROUP_BYTES", 500)
+    patch(corpora, "_ROWS", 0)
+
+
+def _record_rows_of_small_groups(folder: pathlib.Path) -> None:
+    _use_small_groups()
+    _record_rows(folder)
+
+
+@pytest.mark.robust
+def test_processes_divide_a_corpus_and_resume_in_other_numbers(start, arguments, tmp_path, monkeypatch):
+    texts = [f"{index}: the quick brown fox jumps over the lazy dog. " * 4 for index in range(60)]
+    path = builders.write_jsonl(tmp_path / "a.jsonl", texts)
+    flags = ["--config.data.source=jsonl", f"--config.data.paths={path}", "--config.data.tokenizer_workers=0"]
+    _use_small_groups(monkeypatch.setattr)
+    settings, _, _ = command_line.parse_training([*arguments, *flags, "--workdir=unused"])
+    assert data.describe(settings.data)["streams"] == 4
+    whole = data.train_dataset(settings.data, vocab_size=256).batches(4)
+    for first, last, processes in ((1, 3, 2), (4, 6, 1), (7, 10, 4)):
+        rows = tmp_path / f"{processes}"
+        rows.mkdir()
+        record = functools.partial(_record_rows_of_small_groups, rows)
+        started = start(*flags, f"--config.training.steps={last}", processes=processes, before_start=record)
+        assert [one.wait() for one in started] == [0] * processes, started[0].errors()
+        for number, batch in zip(range(first, last + 1), whole):
+            # After the held-out batch.
+            read = [np.load(rows / f"{process}.{number - first + 1}.npy") for process in range(processes)]
+            np.testing.assert_array_equal(np.concatenate(read), batch["inputs"])
 
 
 @pytest.mark.slow

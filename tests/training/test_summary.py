@@ -5,6 +5,7 @@ import types
 
 import jax
 import numpy as np
+import pytest
 
 from sympow_jax import config
 from sympow_jax.layers import partitioning
@@ -13,11 +14,11 @@ from sympow_jax.training import summary
 from tests.training import small
 
 
-def _describe(settings: config.Config) -> list[str]:
+def _describe(settings: config.Config, **data: int) -> list[str]:
     program = small.program(settings)
     tokens = np.zeros(settings.data.context_length, np.int32)
     traced = program.trace({"inputs": tokens, "targets": tokens})
-    return summary.describe(program, traced, {"tokens": 1234, "heldout_tokens": 0}, "runs/a")
+    return summary.describe(program, traced, {"tokens": 1234, "heldout_tokens": 0, **data}, "runs/a")
 
 
 def _with_attention(settings: config.Config, preset: str, **changes) -> config.Config:
@@ -37,6 +38,13 @@ def test_a_fact_a_line(settings):
         "results: runs/a, with a checkpoint every 4 steps",
         "metrics: tensorboard --logdir=runs/a",
     ]
+
+
+@pytest.mark.parametrize(("shares", "warned"), [(1, 0), (2, 0), (4, 0), (3, 1), (8, 1)])
+def test_a_warning_of_streams_that_processes_cannot_divide(settings, monkeypatch, shares, warned):
+    monkeypatch.setattr(summary.sharding, "batch_share", lambda mesh: (0, shares))
+    lines = [line for line in _describe(settings, streams=4) if "cannot divide the 4 streams" in line]
+    assert len(lines) == warned
 
 
 def test_softmax_has_a_cache_and_a_sliding_window_a_state_of_a_fixed_size(settings):

@@ -5,7 +5,8 @@ import concurrent.futures
 import dataclasses
 import functools
 import importlib
-from collections.abc import Generator, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,9 +14,9 @@ from jaxtyping import Int64, Integer
 
 from sympow_jax.data import documents, files
 from sympow_jax.data import tokenizer as tokenizer_lib
-from sympow_jax.data.corpus import pieces, processes
+from sympow_jax.data.corpus import pieces
 
-__all__ = ["Encoder", "Encoding", "Tokens", "in_order"]
+__all__ = ["Encoder", "Encoding", "Submit", "Tokens", "in_order"]
 
 
 class Tokens(NamedTuple):
@@ -28,6 +29,10 @@ class Tokens(NamedTuple):
     def spans(self, name: str) -> documents.Spans:
         """Returns the documents; `name` is that of the pieces, for errors."""
         return documents.Spans.consecutive([self.tokens].__getitem__, [name], [self.lengths])
+
+
+# Gives a group to a worker that has an `Encoder`.
+Submit = Callable[[pieces.Group], concurrent.futures.Future[Tokens]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,21 +126,19 @@ class Encoder:
         return self._readers[piece.format].read(piece)
 
 
-def in_order(
-    encoding: Encoding, groups: Iterable[Sequence[pieces.Piece]], *, workers: int
-) -> Generator[Tokens]:
-    """Yields the tokens of each group of pieces, in order, and reads a few groups ahead.
+def in_order(submit: Submit, groups: Iterable[pieces.Group], *, ahead: int) -> Iterator[Tokens]:
+    """Returns the tokens of each group of pieces, in order.
 
-    `workers` is the number of processes; 0 for a thread of this one. Raises ValueError as `Encoder`, or if a worker
-    process ended.
+    The first group is submitted at once. While the caller uses the tokens of a group, `ahead` more are submitted.
     """
-    make = functools.partial(Encoder, encoding)
-    with processes.pool(make, workers=workers, setting="data.tokenizer_workers") as submit:
-        ahead: collections.deque[concurrent.futures.Future[Tokens]] = collections.deque()
-        for group in groups:
-            ahead.append(submit(group))
-            # While the caller uses the tokens of one group, each worker has a group, and one more waits for a worker.
-            if len(ahead) == workers + 2:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+    futures = map(submit, groups)
+    submitted = collections.deque(itertools.islice(futures, 1))
+
+    def results() -> Iterator[Tokens]:
+        while True:
+            submitted.extend(itertools.islice(futures, ahead + 1 - len(submitted)))
+            if not submitted:
+                return
+            yield submitted.popleft().result()
+
+    return results()

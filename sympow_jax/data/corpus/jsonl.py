@@ -30,6 +30,8 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),
 }
 _CORRUPT = (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError, EOFError)
+# Compressed files that are read on: as many as the streams of training data, each of which reads one at a time.
+_OPEN_FILES = 8
 _REMEDY = "copy or make the file again"
 
 
@@ -152,9 +154,8 @@ class Reader:
 
     def __init__(self, column: str, *, texts: bool):
         self._column, self._texts = column, texts
-        self._file: tuple[files.File, int] | None = None
-        self._lines: Iterator[_Line] = iter(())
-        self._ahead: _Line | None = None  # first line that is not in a piece that was read
+        # Of compressed files in pieces: the first line that is not in a piece that was read, and those after it.
+        self._open: dict[tuple[files.File, int], tuple[_Line, Iterator[_Line]]] = {}
 
     def read(self, piece: pieces.Piece) -> pieces.Block:
         """Returns the documents of a piece.
@@ -166,12 +167,11 @@ class Reader:
         file, path = piece.file, piece.file.path
         positions: list[int] = []
         documents: list[pieces.Document] = []
-        ahead, self._ahead = self._ahead, None  # so that after an error the file is read anew
-        continues = pieces.compression(path) and self._file == (file, piece.count)
-        if not continues or ahead is None or ahead.piece > piece.index:
-            self._lines = _lines(file, piece.count, piece.index)
-            ahead = next(self._lines, None)
-        self._file = (file, piece.count)
+        # Removed, so that after an error the file is read anew.
+        ahead, lines = self._open.pop((file, piece.count), (None, iter(())))
+        if ahead is None or ahead.piece > piece.index:
+            lines = _lines(file, piece.count, piece.index)
+            ahead = next(lines, None)
         while ahead is not None and ahead.piece <= piece.index:
             document = _value(ahead, self._column, path) if ahead.piece == piece.index else None
             if document is not None and len(document):
@@ -180,6 +180,9 @@ class Reader:
                     raise ValueError(pieces.of_two_kinds(place, texts=self._texts))
                 positions.append(ahead.start)
                 documents.append(document)
-            ahead = next(self._lines, None)
-        self._ahead = ahead
+            ahead = next(lines, None)
+        if ahead is not None and pieces.compression(path):
+            self._open[file, piece.count] = ahead, lines
+            if len(self._open) > _OPEN_FILES:
+                del self._open[next(iter(self._open))]  # the one that was not read for longest
         return pieces.Block(path, "line at byte", np.array(positions, np.int64), documents)

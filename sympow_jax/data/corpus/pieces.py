@@ -40,6 +40,14 @@ class Piece:
     index: int = 0
     count: int = 1
 
+    @property
+    def text_bytes(self) -> int:
+        """Rough number of bytes of text, on which the cuts of files depend, and so the meaning of saved positions."""
+        packed = compression(self.file.path) is not None
+        return (
+            self.file.size * {"text": 1, "parquet": 2, "jsonl": 4 if packed else 1}[self.format] // self.count
+        )
+
 
 Group = tuple[Piece, ...]
 
@@ -108,9 +116,7 @@ def grouped(found: Iterable[tuple[files.File, str]], text_bytes: int = 0) -> lis
     for file, format in found:
         if not file.size:
             raise ValueError(f"{file.path} is empty; remove it, or make it again")
-        # A rough number of bytes of text. Pieces depend on it, and with them the meaning of saved positions.
-        compressed = compression(file.path) is not None
-        size = file.size * {"text": 1, "parquet": 2, "jsonl": 4 if compressed else 1}[format]
+        size = Piece(file, format).text_bytes
         count = 1 if format == "text" else -(-size // text_bytes)
         for index in range(count):
             piece = Piece(file, format, index, count)

@@ -1,20 +1,34 @@
-"""Training batches of a corpus, in an order that one integer resumes."""
+"""Training batches of a corpus, whose rows come from streams that processes read apart from each other."""
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int64
 
 from sympow_jax.data import documents, rows
 from sympow_jax.data.corpus import encoding as encoding_lib
-from sympow_jax.data.corpus import pieces
+from sympow_jax.data.corpus import pieces, processes
 
-__all__ = ["BatchIterator", "CorpusRows"]
+__all__ = ["BatchIterator", "CorpusRows", "count_streams"]
 
 # A position is the number of a group in the order of all epochs, shifted by these bits, and the number of a row in it.
 _ROW_BITS = 32
+# A process alone holds a group of every stream in memory, and reads all of these before its first batch.
+_MOST_STREAMS = 8
+
+
+def _begins(group: pieces.Group) -> bool:
+    """Returns whether a group begins a unit: all groups of a compressed file are one, and so is each other group."""
+    return not group[0].index or pieces.compression(group[0].file.path) is None
+
+
+def count_streams(groups: Sequence[pieces.Group], batch_size: int) -> int:
+    """Returns the number of streams: the largest that divides the batch, at most 8 and at most that of the units."""
+    most = min(_MOST_STREAMS, sum(map(_begins, groups)))
+    return max(count for count in range(1, most + 1) if batch_size % count == 0)
 
 
 class CorpusRows:
@@ -23,6 +37,9 @@ class CorpusRows:
     Each epoch has the groups of pieces in a new random order; the pieces of a compressed file stay in order, one after
     the other. The documents of a group are packed into rows of `length` tokens. Its whole rows are read in a random
     order, and the tokens after the last of them are dropped.
+
+    The groups are dealt to streams, and each stream fills the same rows of every batch, so that a process needs the
+    streams of its own rows only. Nothing of this depends on the number of processes.
     """
 
     def __init__(
@@ -37,9 +54,12 @@ class CorpusRows:
     ):
         self._encoding, self._groups, self._pack, self.length = encoding, groups, pack, length
         self._seed, self._workers = seed, workers
-        # Number of each group's unit: a group, or the groups of a compressed file.
-        begins = [not group[0].index or pieces.compression(group[0].file.path) is None for group in groups]
-        self._unit = np.cumsum(begins) - 1
+        # Number of each group's unit, and the bytes of text of each unit.
+        self._unit = np.cumsum([*map(_begins, groups)]) - 1
+        self._text_bytes = np.zeros(self._unit[-1] + 1, np.int64)
+        np.add.at(
+            self._text_bytes, self._unit, [sum(piece.text_bytes for piece in group) for group in groups]
+        )
         self._order = functools.lru_cache(maxsize=2)(self._new_order)  # of the epoch that ends and the next
 
     def example(self) -> rows.Row:
@@ -50,12 +70,37 @@ class CorpusRows:
 
     def batches(self, batch_size: int, *, share: int = 0, shares: int = 1) -> "BatchIterator":
         """Returns an iterator of shard `share` of every batch, as described in `rows.TrainRows`."""
-        return BatchIterator(self, batch_size, rows.shard(batch_size, share=share, shares=shares))
+        shard = rows.shard(batch_size, share=share, shares=shares)
+        return BatchIterator(self, batch_size, shard, streams=count_streams(self._groups, batch_size))
 
-    def tokens(self, start: int) -> Generator[encoding_lib.Tokens]:
-        """Yields the tokens of each group, from number `start` in the order of all epochs."""
-        order = (self._group(number) for number in itertools.count(start))
-        return encoding_lib.in_order(self._encoding, order, workers=self._workers)
+    def numbers(self, stream: int, streams: int, *, start: int = 0) -> Iterator[int]:
+        """Yields the numbers of a stream's groups in the order of all epochs, from number `start`.
+
+        In that order, each unit goes to the stream that has been given the least text.
+        """
+        given, owner, number = [0] * streams, 0, 0
+        for epoch in itertools.count():
+            before = None
+            for unit in self._unit[self._order(epoch)].tolist():
+                if unit != before:
+                    owner = given.index(min(given))
+                    given[owner] += int(self._text_bytes[unit])
+                if owner == stream and number >= start:
+                    yield number
+                number, before = number + 1, unit
+
+    def open_workers(self) -> contextlib.AbstractContextManager[encoding_lib.Submit]:
+        """Starts the workers; the context is the `submit` of `tokens`."""
+        make = functools.partial(encoding_lib.Encoder, self._encoding)
+        return processes.pool(make, workers=self._workers, setting="data.tokenizer_workers")
+
+    def tokens(
+        self, submit: encoding_lib.Submit, numbers: Iterable[int], *, streams: int = 1
+    ) -> Iterator[tuple[int, encoding_lib.Tokens]]:
+        """Returns the numbers and the tokens of groups; the workers are shared by this number of streams."""
+        numbers, groups = itertools.tee(numbers)
+        ahead = -(-(self._workers + 1) // streams)  # each worker has a group, and one more waits for a worker
+        return zip(numbers, encoding_lib.in_order(submit, map(self._group, groups), ahead=ahead))
 
     def rows_of_group(self, number: int, tokens: encoding_lib.Tokens) -> Sequence[Callable[[], rows.Row]]:
         """Returns functions that make the whole rows of group `number`, in their order."""
@@ -66,6 +111,33 @@ class CorpusRows:
         order = np.random.default_rng((self._seed, number, rows.ROW_ORDER)).permutation(packed.whole)
         keys = ((self._seed, number << _ROW_BITS | row, rows.TRAINING) for row in range(packed.whole))
         return [functools.partial(packed.row, int(index), key) for index, key in zip(order, keys)]
+
+    def rows_of_stream(
+        self, tokens: Iterable[tuple[int, encoding_lib.Tokens]], row: int
+    ) -> Iterator[tuple[Callable[[], rows.Row], int]]:
+        """Yields functions that make the rows of groups, from `row` of the first one, and the position after each.
+
+        Raises:
+            ValueError: data cannot be read, or no group has a whole row, or the first group does not have `row`.
+        """
+        empty = 0
+        for number, encoded in tokens:
+            found = self.rows_of_group(number, encoded)
+            if row and row >= len(found):
+                raise ValueError(
+                    f"the run was saved at row {row} of a part of the data that now has {len(found)} rows; restore the "
+                    f"data and the tokenizer that the run began with"
+                )
+            for index in range(row, len(found)):
+                is_last = index + 1 == len(found)
+                yield found[index], number + 1 << _ROW_BITS if is_last else number << _ROW_BITS | index + 1
+            row, empty = 0, 0 if found else empty + 1
+            # As many groups as two epochs have.
+            if empty == 2 * self.groups_per_epoch:
+                raise ValueError(
+                    f"no part of the data has the {self.length + 1} tokens of a whole row; name more data in "
+                    f"data.paths, or lower data.context_length, data.shortest_document or data.heldout_fraction"
+                )
 
     @property
     def groups_per_epoch(self) -> int:
@@ -82,17 +154,14 @@ class CorpusRows:
 
 
 class BatchIterator:
-    """Iterator over rows `shard` of every batch.
+    """Iterator over rows `shard` of every batch. It reads the streams of these rows, and no others."""
 
-    Every process tokenizes all documents, because only then does it know which rows are its own.
-    """
-
-    def __init__(self, corpus: CorpusRows, batch_size: int, shard: range):
-        self._corpus, self._batch_size, self._shard = corpus, batch_size, shard
-        self._group = self._row = 0
-        # Of the group at the position; none if it is still to be read.
-        self._rows: Sequence[Callable[[], rows.Row]] = []
-        self._tokens = corpus.tokens(0)
+    def __init__(self, corpus: CorpusRows, batch_size: int, shard: range, *, streams: int):
+        self._corpus, self._shard, self._count = corpus, shard, streams
+        self._size = batch_size // streams  # rows of a batch that a stream fills
+        self._own = range(shard.start // self._size, -(-shard.stop // self._size))
+        self._positions: Sequence[int] = [0] * len(self._own)
+        self._batches = self._read(self._positions)
 
     def __iter__(self) -> "BatchIterator":
         return self
@@ -101,52 +170,63 @@ class BatchIterator:
         """Returns this shard of the next batch. If it raises, the position stays at this batch.
 
         Raises:
-            ValueError: data cannot be read, or no group has a whole row, or the saved position is not in the data.
+            ValueError: as `CorpusRows.rows_of_stream`.
         """
-        position, batch, start = self.get_state(), [], 0  # start: row of the batch that is next
         try:
-            while start < self._batch_size:
-                empty = 0
-                while not self._rows:
-                    self._rows = self._corpus.rows_of_group(self._group, next(self._tokens))
-                    if self._row and self._row >= len(self._rows):
-                        raise ValueError(
-                            f"the run was saved at row {self._row} of a part of the data that now has "
-                            f"{len(self._rows)} rows; restore the data and the tokenizer that the run began with"
-                        )
-                    if not self._rows:
-                        self._group += 1
-                        empty += 1
-                    # Two epochs, because the first group of one may be the last of the next.
-                    if empty == 2 * self._corpus.groups_per_epoch:
-                        raise ValueError(
-                            f"no part of the data has the {self._corpus.length + 1} tokens of a whole row; name more "
-                            f"data in data.paths, or lower data.context_length, data.shortest_document or "
-                            f"data.heldout_fraction"
-                        )
-                stop = min(start + len(self._rows) - self._row, self._batch_size)
-                # The other rows up to `stop` are those of other processes.
-                for index in range(max(start, self._shard.start), min(stop, self._shard.stop)):
-                    batch.append(self._rows[self._row + index - start]())
-                self._row += stop - start
-                start = stop
-                if self._row == len(self._rows):
-                    self._group, self._row, self._rows = self._group + 1, 0, []
+            batch, self._positions = next(self._batches)
         except BaseException:
-            self.set_state(position)  # an error ends the generator of tokens, which would end this iterator
+            self._read_from(self._positions)  # an error ends the generator, which would end this iterator
             raise
-        return rows.stacked(batch)
+        return batch
 
     def get_state(self) -> dict[str, int]:
-        """Returns the position of the next batch as one integer."""
-        return {"next_row": self._group << _ROW_BITS | self._row}
+        """Returns the position of the next batch in each stream that this process reads."""
+        return dict(zip(map(self._name, self._own), self._positions, strict=True))
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Sets the position; the group at it is read again."""
-        self.close()
-        self._group, self._row = state["next_row"] >> _ROW_BITS, state["next_row"] & ((1 << _ROW_BITS) - 1)
-        self._rows, self._tokens = [], self._corpus.tokens(self._group)
+        """Sets the positions; the groups at them are read again. `state` has those of all processes."""
+        if missing := [name for name in map(self._name, self._own) if name not in state]:
+            raise ValueError(
+                f"the run was saved at {', '.join(sorted(state))} of the data, without {missing[0]}; restore the data "
+                f"and the batch that the run began with"
+            )
+        self._read_from([state[self._name(stream)] for stream in self._own])
 
     def close(self) -> None:
         """Ends the workers."""
-        self._tokens.close()
+        self._batches.close()
+
+    def _name(self, stream: int) -> str:
+        return f"stream {stream} of {self._count}"
+
+    def _read_from(self, positions: Sequence[int]) -> None:
+        self.close()
+        self._positions, self._batches = positions, self._read(positions)
+
+    def _read(self, positions: Sequence[int]) -> Generator[tuple[rows.Row, Sequence[int]]]:
+        """Yields batches and the positions after them."""
+        corpus, ends = self._corpus, [*positions]
+        with corpus.open_workers() as submit:
+            # All streams submit their first group before one of them waits.
+            tokens = [
+                corpus.tokens(
+                    submit,
+                    corpus.numbers(stream, self._count, start=position >> _ROW_BITS),
+                    streams=len(self._own),
+                )
+                for stream, position in zip(self._own, positions, strict=True)
+            ]
+            streams = [
+                corpus.rows_of_stream(groups, position & ((1 << _ROW_BITS) - 1))
+                for groups, position in zip(tokens, positions, strict=True)
+            ]
+            while True:
+                batch = []
+                for index, stream in enumerate(streams):
+                    first = self._own[index] * self._size
+                    for place, (make, end) in enumerate(itertools.islice(stream, self._size), first):
+                        # The others are those of other processes.
+                        if place in self._shard:
+                            batch.append(make())
+                        ends[index] = end
+                yield rows.stacked(batch), [*ends]

@@ -1,6 +1,5 @@
 """A corpus of text or token ids in parquet and JSON lines, larger than memory, local or remote."""
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -14,7 +13,7 @@ from sympow_jax import config as config_lib
 from sympow_jax.data import documents, files, rows, sources
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.corpus import encoding as encoding_lib
-from sympow_jax.data.corpus import pieces, stream
+from sympow_jax.data.corpus import pieces, processes, stream
 
 __all__ = ["HELDOUT_TOKENS", "Source"]
 
@@ -139,6 +138,7 @@ class Source:
             "tokens_note": note,
             "heldout_documents": len(heldout),
             "heldout_tokens": int(heldout.sum()),
+            "streams": stream.count_streams(self._groups(heldout=False), config.batch_size),
             "digest": digest.hexdigest(),
             "digest_of": "names and sizes of all files, middles and ends of some, and tokens of a sample",
         }
@@ -156,9 +156,9 @@ def _read_heldout(
     encoding: encoding_lib.Encoding, groups: tuple[pieces.Group, ...], *, workers: int
 ) -> documents.Spans:
     read: list[encoding_lib.Tokens] = []
-    # Closed here, so that the workers have ended when an error leaves this function too.
-    with contextlib.closing(encoding_lib.in_order(encoding, groups, workers=workers)) as results:
-        for tokens in results:
+    make = functools.partial(encoding_lib.Encoder, encoding)
+    with processes.pool(make, workers=workers, setting="data.tokenizer_workers") as submit:
+        for tokens in encoding_lib.in_order(submit, groups, ahead=workers + 1):
             read.append(tokens)
             if sum(len(part.tokens) for part in read) >= HELDOUT_TOKENS:
                 break

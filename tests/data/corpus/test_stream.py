@@ -10,7 +10,7 @@ import pytest
 from sympow_jax import config as config_lib
 from sympow_jax import data
 from sympow_jax.data import files
-from sympow_jax.data.corpus import encoding, pieces
+from sympow_jax.data.corpus import encoding, pieces, stream
 from sympow_jax.data.sources import corpus
 from tests.data import builders
 
@@ -60,11 +60,27 @@ def open_batches(config, batch_size=4, *, vocab_size=50_000, task=None, **shares
     return data.train_dataset(config, task=task, vocab_size=vocab_size).batches(batch_size, **shares)
 
 
-def epoch_of_tokens(config) -> list[encoding.Tokens]:
+def epoch_of_tokens(config, *, vocab_size=50_000) -> list[encoding.Tokens]:
     """Returns the tokens of every group of the first epoch."""
-    dataset = data.train_dataset(config, vocab_size=50_000)
-    with contextlib.closing(dataset.tokens(0)) as tokens:
-        return list(itertools.islice(tokens, dataset.groups_per_epoch))
+    dataset = data.train_dataset(config, vocab_size=vocab_size)
+    with dataset.open_workers() as submit:
+        return [tokens for _, tokens in dataset.tokens(submit, range(dataset.groups_per_epoch))]
+
+
+def read(config, count, *, shares=1, state=None, batch_size=4):
+    """Returns batches that several processes read, and the state that they save, from the state of other processes."""
+    parts = [open_batches(config, batch_size, share=share, shares=shares) for share in range(shares)]
+    for part in parts:
+        if state is not None:
+            part.set_state(state)
+    batches = []
+    for _ in range(count):
+        found = [next(part) for part in parts]
+        batches.append({name: np.concatenate([one[name] for one in found]) for name in found[0]})
+    states = [part.get_state() for part in parts]
+    for part in parts:
+        part.close()
+    return batches, {name: value for one in states for name, value in one.items()}
 
 
 @pytest.mark.parametrize("packing", ["windows", "documents"])
@@ -97,19 +113,52 @@ def test_rows_are_those_of_the_source_tokens(tmp_path, packing, task):
 
 
 def test_every_token_is_in_one_row_of_an_epoch_except_for_the_dropped(config):
-    dataset = data.train_dataset(config, vocab_size=50_000)
-    batches, found = dataset.batches(1), []
-    with contextlib.closing(batches):
-        while (position := batches.get_state()["next_row"]) >> 32 < dataset.groups_per_epoch:
-            found.append(next(batches)["inputs"][0])
-    if position % (1 << 32):  # a row of the next epoch
-        found.pop()
+    dataset, found, streams = data.train_dataset(config, vocab_size=50_000), [], 3
+    count = dataset.groups_per_epoch
+    with dataset.open_workers() as submit:
+        for stream in range(streams):
+            numbers = itertools.takewhile(lambda number: number < count, dataset.numbers(stream, streams))
+            tokens = dataset.tokens(submit, numbers, streams=streams)
+            found += [row()["inputs"] for row, _ in dataset.rows_of_stream(tokens, 0)]
     tokens = np.concatenate(found)
     ids = tokens[tokens != SEPARATOR]
     assert len(np.unique(ids)) == len(ids)
     everything = [id for one in all_documents() for id in one]
     assert set(ids) < set(everything)
-    assert 0 < len(everything) + 300 - len(tokens) < 9 * dataset.groups_per_epoch
+    assert 0 < len(everything) + 300 - len(tokens) < 9 * count
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3])
+def test_streams_divide_every_epoch(config, streams):
+    dataset = data.train_dataset(config, vocab_size=50_000)
+    count, epochs = dataset.groups_per_epoch, 5
+
+    def numbers(index, start=0):
+        found = dataset.numbers(index, streams, start=start)
+        return list(itertools.takewhile(lambda number: number < epochs * count, found))
+
+    found = [numbers(index) for index in range(streams)]
+    assert sorted(itertools.chain(*found)) == list(range(epochs * count))
+    for index, own in enumerate(found):
+        assert numbers(index, own[3]) == own[3:]
+        assert numbers(index, own[3] + 1) == own[4:]
+    # They advance together: the text of a compressed file or of a group is the largest difference.
+    groups = [[dataset._group(number) for number in own] for own in found]
+    sizes = [sum(piece.text_bytes for group in own for piece in group) for own in groups]
+    compressed = pieces.compression(groups[0][0][0].file.path) is not None
+    assert max(sizes) - min(sizes) <= (20_000 if compressed else 2000)
+    if compressed:  # from the first piece to the last
+        for before, after in itertools.chain(*map(itertools.pairwise, groups)):
+            assert after[0].index == (before[0].index + 1) % before[0].count
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "units", "expected"),
+    [(1, 100, 1), (8, 100, 8), (512, 9, 8), (24, 7, 6), (17, 100, 1), (8, 1, 1)],
+)
+def test_the_number_of_streams(batch_size, units, expected):
+    group = (pieces.Piece(files.File("a.parquet", "a.parquet", 10), "parquet"),)
+    assert stream.count_streams([group] * units, batch_size) == expected
 
 
 def test_epochs_have_other_orders(config):
@@ -124,9 +173,9 @@ def test_epochs_have_other_orders(config):
 
 
 @pytest.mark.parametrize("config", ["jsonl"], indirect=True)
-def test_the_order_is_that_of_existing_runs(config):
+def test_the_order_stays_what_it_is(config):
     read = [batch["inputs"][:, 0].tolist() for batch in itertools.islice(open_batches(config), 40)]
-    assert (read[0], read[-1]) == ([10972, 11017, 11040, 0], [21308, 21324, 21200, 21372])
+    assert (read[0], read[-1]) == ([10972, 1722, 21565, 20283], [20746, 21679, 21364, 21115])
 
 
 def test_compressed_files_are_read_in_order(tmp_path, small_groups):
@@ -143,24 +192,43 @@ def test_compressed_files_are_read_in_order(tmp_path, small_groups):
 
 
 @pytest.mark.parametrize("start", [1, 40])
-def test_batches_resume_from_one_integer(config, start):
-    running = open_batches(config)
-    batches = [next(running) for _ in range(start)]
-    state = running.get_state()
-    assert [type(value) for value in state.values()] == [int]
-    batches += [next(running) for _ in range(6)]
-    resumed = open_batches(config)
-    resumed.set_state(state)
-    parts = [open_batches(config, share=share, shares=2) for share in range(2)]
-    for part in parts:
-        part.set_state(state)
-    for batch in batches[start:]:
-        builders.assert_same(next(resumed), batch)
-        halves = [next(part) for part in parts]
-        builders.assert_same({name: np.concatenate([half[name] for half in halves]) for name in batch}, batch)
-    assert resumed.get_state() == running.get_state() == parts[0].get_state()
-    for iterator in (running, resumed, *parts):
-        iterator.close()
+def test_batches_do_not_depend_on_the_number_of_processes(config, start):
+    expected, end = read(config, start + 12)
+    assert {type(value) for value in end.values()} == {int}
+    state, found = None, []
+    for count, shares in ((start, 2), (6, 1), (6, 4)):
+        batches, state = read(config, count, shares=shares, state=state)
+        found += batches
+    assert state == end
+    for one, other in zip(found, expected, strict=True):
+        builders.assert_same(one, other)
+
+
+@pytest.mark.parametrize("shares", [2, 4, 8])
+def test_each_process_reads_its_own_streams(config, monkeypatch, shares):
+    submitted: list[pieces.Group] = []
+    in_order = encoding.in_order
+
+    def record(submit, groups, *, ahead):
+        return in_order(lambda group: submitted.append(group) or submit(group), groups, ahead=ahead)
+
+    def groups_of(share, shares):
+        submitted.clear()
+        with contextlib.closing(open_batches(config, 8, share=share, shares=shares)) as batches:
+            next(batches)
+        return set(submitted)
+
+    monkeypatch.setattr(encoding, "in_order", record)
+    config = dataclasses.replace(config, batch_tokens=64)
+    streams = data.describe(config)["streams"]
+    assert streams in (2, 8)  # of three compressed files, or of many groups
+    alone = groups_of(0, 1)
+    parts = [groups_of(share, shares) for share in range(shares)]
+    assert set.union(*parts) == alone
+    # Two groups of a stream: of the rows of a batch, and ahead of them.
+    assert {len(part) for part in parts} == {2 * max(1, streams // shares)}
+    if shares <= streams:
+        assert sum(map(len, parts)) == len(alone)
 
 
 @pytest.mark.parametrize("config", ["parquet"], indirect=True)
@@ -193,7 +261,7 @@ def test_text_is_tokenized_and_separated(tmp_path):
     config = builders.whole(
         "parquet", str(tmp_path), text_columns=("body",), tokenizer_workers=0, packing="documents"
     )
-    tokens = next(data.train_dataset(config, vocab_size=256).tokens(0))
+    (tokens,) = epoch_of_tokens(config, vocab_size=256)
     assert tokens.tokens.tobytes().decode("utf-16-le") == "one \xc3\xa9\0two\0three\0"
     assert tokens.lengths.tolist() == [7, 4, 6]
     words = builders.write_words(
@@ -204,7 +272,7 @@ def test_text_is_tokenized_and_separated(tmp_path):
         (3, [0, 0, 3, 5, 3, 70_000, 3]),
     ):
         changed = dataclasses.replace(config, tokenizer=words, document_separator=separator)
-        tokens = next(data.train_dataset(changed, vocab_size=70_002).tokens(0))
+        (tokens,) = epoch_of_tokens(changed, vocab_size=70_002)
         assert tokens.tokens.tolist() == expected
 
 
@@ -302,9 +370,11 @@ def test_mistakes(config, tmp_path):
     with builders.refused(r"no part of the data has the 8193 tokens of a whole row; name"):
         next(batches)
     batches = open_batches(config)
-    batches.set_state({"next_row": 100_000})
+    batches.set_state(dict.fromkeys(batches.get_state(), 100_000))
     with builders.refused(r"saved at row 100000 of a part of the data that now has \d+"):
         next(batches)
+    with builders.refused(r"saved at stream 0 of 5 of the data, without stream 0 of"):
+        batches.set_state({"stream 0 of 5": 0})
     (tmp_path / "text").mkdir()
     path = builders.write_parquet(tmp_path / "text" / "a.parquet", ["a"])
     with builders.refused(r"data\.tokenizer byte has 256 ids, but model\.vocab_size is 255; raise it to at"):
@@ -318,7 +388,7 @@ def test_bad_documents_met_in_training(tmp_path):
     with builders.refused(r"a\.jsonl \(line at byte 29\) holds id 500, but"):
         next(batches)
     # The next call reads the same batch again. Data that end silently would be taken for the end of a run.
-    assert batches.get_state() == {"next_row": 0}
+    assert batches.get_state() == {"stream 0 of 1": 0}
     with builders.refused("holds id 500"):
         next(batches)
     batches.close()
@@ -333,30 +403,22 @@ def test_bad_documents_met_in_training(tmp_path):
 
 
 def test_an_error_within_a_batch_leaves_the_position_at_its_start(config, monkeypatch):
-    dataset = data.train_dataset(config, vocab_size=50_000)
-    batches = dataset.batches(600)
-    expected = next(batches)
-    with contextlib.closing(dataset.batches(1)) as one_by_one:
-        next(one_by_one)
-        position = one_by_one.get_state()
+    expected, _ = read(config, 40)
+    _, position = read(config, 30)
+    batches, calls, load = open_batches(config), itertools.count(), encoding.Encoder._read
     batches.set_state(position)
-    assert position["next_row"] % (1 << 32)  # so that the batch from here has rows of this group first
-    next_group, failures = dataset._group((position["next_row"] >> 32) + 1), []
-    read = encoding.Encoder._read
 
     def fail_once(encoder, piece):
-        if piece in next_group and not failures:
-            failures.append(piece)
+        if next(calls) == 1:  # after the rows of the first stream
             raise ValueError("the network fails")
-        return read(encoder, piece)
+        return load(encoder, piece)
 
     monkeypatch.setattr(encoding.Encoder, "_read", fail_once)
     with builders.refused("the network fails"):
         next(batches)
     assert batches.get_state() == position
-    batch = next(batches)
-    for name, array in batch.items():
-        np.testing.assert_array_equal(array[:-1], expected[name][1:])
+    for batch in expected[30:]:
+        builders.assert_same(next(batches), batch)
     batches.close()
 
 
