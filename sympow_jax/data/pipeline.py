@@ -83,7 +83,8 @@ def train_dataset(
     """Returns the training rows of a task, shuffled anew each epoch and repeated indefinitely.
 
     The default task is to predict the next token. Row i is a function of i, the data, `config.seed` and the task only.
-    Rows of `parquet` and `jsonl` can only be read in order; of others, row i is `dataset[i]`. A row is a dict:
+    Rows of `parquet` and `jsonl` can only be read as batches, on whose size their order depends; of others, row i is
+    `dataset[i]`. A row is a dict:
 
     * `next_token`: `inputs [T]` and `targets [T]`, int32, and `segment_ids [T]` if packing is `documents`, as in
       `rows.Rows`. A target of -1 does not count.

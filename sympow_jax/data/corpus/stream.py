@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Int64
@@ -54,12 +54,9 @@ class CorpusRows:
     ):
         self._encoding, self._groups, self._pack, self.length = encoding, groups, pack, length
         self._seed, self._workers = seed, workers
-        # Number of each group's unit, and the bytes of text of each unit.
-        self._unit = np.cumsum([*map(_begins, groups)]) - 1
-        self._text_bytes = np.zeros(self._unit[-1] + 1, np.int64)
-        np.add.at(
-            self._text_bytes, self._unit, [sum(piece.text_bytes for piece in group) for group in groups]
-        )
+        self._begins = [*map(_begins, groups)]
+        self._unit = np.cumsum(self._begins) - 1  # number of each group's unit
+        self._text_bytes = [sum(piece.text_bytes for piece in group) for group in groups]
         self._order = functools.lru_cache(maxsize=2)(self._new_order)  # of the epoch that ends and the next
 
     def example(self) -> rows.Row:
@@ -80,14 +77,13 @@ class CorpusRows:
         """
         given, owner, number = [0] * streams, 0, 0
         for epoch in itertools.count():
-            before = None
-            for unit in self._unit[self._order(epoch)].tolist():
-                if unit != before:
+            for group in self._order(epoch).tolist():
+                if self._begins[group]:
                     owner = given.index(min(given))
-                    given[owner] += int(self._text_bytes[unit])
+                given[owner] += self._text_bytes[group]
                 if owner == stream and number >= start:
                     yield number
-                number, before = number + 1, unit
+                number += 1
 
     def open_workers(self) -> contextlib.AbstractContextManager[encoding_lib.Submit]:
         """Starts the workers; the context is the `submit` of `tokens`."""
@@ -139,6 +135,31 @@ class CorpusRows:
                     f"data.paths, or lower data.context_length, data.shortest_document or data.heldout_fraction"
                 )
 
+    def read(
+        self, positions: Mapping[int, int], *, size: int, shard: range, streams: int
+    ) -> Generator[tuple[rows.Row, dict[int, int]]]:
+        """Yields the rows of batches that are in `shard`, and the positions after them.
+
+        `positions` are those of the streams that fill these rows, by their numbers. Stream s fills rows s * size to
+        (s + 1) * size - 1.
+        """
+        positions, found = dict(positions), {}
+        with self.open_workers() as submit:
+            # All streams submit their first group before one of them waits.
+            for stream, position in positions.items():
+                start, row = divmod(position, 1 << _ROW_BITS)
+                numbers = self.numbers(stream, streams, start=start)
+                found[stream] = self.rows_of_stream(self.tokens(submit, numbers, streams=len(positions)), row)
+            while True:
+                batch = []
+                for stream, made in found.items():
+                    for place, (make, end) in enumerate(itertools.islice(made, size), stream * size):
+                        positions[stream] = end
+                        # The others are those of other processes.
+                        if place in shard:
+                            batch.append(make())
+                yield rows.stacked(batch), dict(positions)
+
     @property
     def groups_per_epoch(self) -> int:
         """Number of groups, each of which is read once per epoch."""
@@ -157,10 +178,10 @@ class BatchIterator:
     """Iterator over rows `shard` of every batch. It reads the streams of these rows, and no others."""
 
     def __init__(self, corpus: CorpusRows, batch_size: int, shard: range, *, streams: int):
-        self._corpus, self._shard, self._count = corpus, shard, streams
-        self._size = batch_size // streams  # rows of a batch that a stream fills
-        self._own = range(shard.start // self._size, -(-shard.stop // self._size))
-        self._positions: Sequence[int] = [0] * len(self._own)
+        self._streams = streams
+        self._read = functools.partial(corpus.read, size=batch_size // streams, shard=shard, streams=streams)
+        first, last = (row * streams // batch_size for row in (shard.start, shard.stop - 1))
+        self._positions = dict.fromkeys(range(first, last + 1), 0)
         self._batches = self._read(self._positions)
 
     def __iter__(self) -> "BatchIterator":
@@ -181,52 +202,24 @@ class BatchIterator:
 
     def get_state(self) -> dict[str, int]:
         """Returns the position of the next batch in each stream that this process reads."""
-        return dict(zip(map(self._name, self._own), self._positions, strict=True))
+        return {self._name(stream): position for stream, position in self._positions.items()}
 
     def set_state(self, state: dict[str, int]) -> None:
         """Sets the positions; the groups at them are read again. `state` has those of all processes."""
-        if missing := [name for name in map(self._name, self._own) if name not in state]:
+        if missing := [name for name in map(self._name, self._positions) if name not in state]:
             raise ValueError(
                 f"the run was saved at {', '.join(sorted(state))} of the data, without {missing[0]}; restore the data "
                 f"and the batch that the run began with"
             )
-        self._read_from([state[self._name(stream)] for stream in self._own])
+        self._read_from({stream: state[self._name(stream)] for stream in self._positions})
 
     def close(self) -> None:
         """Ends the workers."""
         self._batches.close()
 
     def _name(self, stream: int) -> str:
-        return f"stream {stream} of {self._count}"
+        return f"stream {stream} of {self._streams}"
 
-    def _read_from(self, positions: Sequence[int]) -> None:
+    def _read_from(self, positions: dict[int, int]) -> None:
         self.close()
         self._positions, self._batches = positions, self._read(positions)
-
-    def _read(self, positions: Sequence[int]) -> Generator[tuple[rows.Row, Sequence[int]]]:
-        """Yields batches and the positions after them."""
-        corpus, ends = self._corpus, [*positions]
-        with corpus.open_workers() as submit:
-            # All streams submit their first group before one of them waits.
-            tokens = [
-                corpus.tokens(
-                    submit,
-                    corpus.numbers(stream, self._count, start=position >> _ROW_BITS),
-                    streams=len(self._own),
-                )
-                for stream, position in zip(self._own, positions, strict=True)
-            ]
-            streams = [
-                corpus.rows_of_stream(groups, position & ((1 << _ROW_BITS) - 1))
-                for groups, position in zip(tokens, positions, strict=True)
-            ]
-            while True:
-                batch = []
-                for index, stream in enumerate(streams):
-                    first = self._own[index] * self._size
-                    for place, (make, end) in enumerate(itertools.islice(stream, self._size), first):
-                        # The others are those of other processes.
-                        if place in self._shard:
-                            batch.append(make())
-                        ends[index] = end
-                yield rows.stacked(batch), [*ends]
