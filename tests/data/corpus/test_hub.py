@@ -194,7 +194,7 @@ def test_a_run_continues_after_the_hub_has_failed(hub, tmp_path):
         "--config.data.paths=hf://datasets/org/many/sample/10BT/*",
         "--config.data.heldout_fraction=0",
         "--config.data.tokenizer_workers=0",
-        "--config.training.steps=40",
+        "--config.training.steps=120",
         "--config.training.checkpoint_every=10",
     ]
     use = functools.partial(_use_small_parts, hub.url, str(tmp_path / "cache"))
@@ -216,14 +216,14 @@ def test_a_run_continues_after_the_hub_has_failed(hub, tmp_path):
     assert whole.wait() == 0, whole.errors()
     requests = hub.requests.total()
     hub.requests.clear()
-    # Before a file is read for training, the description of the data is made.
-    hub.fault = lambda path: DROP if hub.requests.total() > 0.9 * requests else None
+    # Before a file is read for training, the description of the data is made. What is read last is not needed any more.
+    hub.fault = lambda path: DROP if hub.requests.total() > 0.8 * requests else None
     broken = run("broken")
     assert broken.wait() == 1
     lines = [line for line in broken.errors() if "Retrying in" not in line and "thrown while" not in line]
     assert len(lines) == 1
     assert lines[0].startswith("error: cannot read hf://datasets/org/many/sample/10BT/")
-    assert 10 < max(losses("broken")) < 40
+    assert 10 < max(losses("broken")) < 120
     hub.fault = lambda path: None
     resumed = run("broken")
     assert resumed.wait() == 0, resumed.errors()
