@@ -126,6 +126,18 @@ def test_frames_of_compressed_files_are_read_as_one(tmp_path):
     assert documents_of(read(find(tmp_path / "a.jsonl.zst"))) == [b"a"]
 
 
+def test_compressed_files_are_read_on_in_turns(tmp_path, small_blocks, monkeypatch):
+    opened, open_file = [], files.open_file
+    monkeypatch.setattr(files, "open_file", lambda path: opened.append(path) or open_file(path))
+    found = [write(tmp_path / f"{name}.jsonl.gz", texts()) for name in "abc"]
+    reader = jsonl.Reader("text", texts=True)
+    blocks = [[reader.read(piece) for piece in turn] for turn in zip(*(cut(file, 2000) for file in found))]
+    assert len(blocks) > 5
+    for one in zip(*blocks):
+        assert documents_of(one) == ENCODED
+    assert sorted(opened) == [file.path for file in found]
+
+
 def test_lines_end_in_any_way(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n\n  \n{"text": "b"}')
