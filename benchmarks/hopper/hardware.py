@@ -2,10 +2,11 @@
 
     python -m benchmarks.hopper.hardware [--out=FILE]
 
-`wgmma`: every multiprocessor adds m64nNk16 products, whose first operand is in registers, to the accumulators of two
-warpgroups. The model assumes N / 2 cycles for each, also where N is not a multiple of 16. `cache`: every multiprocessor
-copies the same few megabytes into shared memory by TMA, again and again. Cycles are those of the model's clock
-(`tools.h100.SUSTAINED_HERTZ`), so that they replace its constants as they are. Results are compared with plain JAX.
+`wgmma`: every multiprocessor adds m64nNk16 products to the accumulators of one warpgroup or of two, with the first
+operand in registers or in shared memory. The model assumes N / 2 cycles for each, also where N is not a multiple of 16.
+`cache`: every multiprocessor copies the same few megabytes into shared memory by TMA, again and again. Cycles are those
+of the model's clock (`tools.h100.SUSTAINED_HERTZ`), so that they replace its constants as they are. Results are
+compared with plain JAX.
 """
 
 import functools
@@ -32,7 +33,7 @@ MEGABYTES = (4, 16, 32)
 DEPTH = 64
 # Products of depth 64 in one iteration, after which the warpgroup waits; four instructions each.
 UNROLLED, INSTRUCTIONS = 16, DEPTH // 16
-WARPGROUPS, STAGES = 2, 6
+STAGES = 6
 # Rows of 128 bytes in one copy of 16 KB.
 TILE = 128
 ITERATIONS, PASSES = 2048, 64
@@ -48,10 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.row:
         _rows.print_result(measure, options.row)
         return
-    described: list[dict] = [{"rate": "wgmma", "columns": columns} for columns in COLUMNS]
+    described: list[dict] = [
+        {"rate": "wgmma", "columns": columns, "left": left, "warpgroups": warpgroups}
+        for columns in COLUMNS
+        for left in ("registers", "memory")
+        for warpgroups in ((2, 1) if columns in (64, 128) else (2,))
+    ]
     described += [{"rate": "cache", "megabytes": megabytes} for megabytes in MEGABYTES]
     if options.smoke:
-        described = [described[1], {"rate": "cache", "megabytes": 1 / 32}]
+        described = [*described[:2], {"rate": "cache", "megabytes": 1 / 32}]
     report = _rows.make_report(
         "benchmarks.hopper.hardware",
         described,
@@ -63,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "rates", ("rate", "of", "measured", "assumed", "spread", "note"), ("rate", "note")
     )
     for row in report["rows"]:
-        size = f"N = {row['columns']}" if row["rate"] == "wgmma" else f"{row['megabytes']:g} MB"
+        size = f"{row.get('megabytes', 0):g} MB"
+        if row["rate"] == "wgmma":
+            size = f"N = {row['columns']}, {row['warpgroups']} warpgroups, left in {row['left']}"
         cells = [f"{row[name]:.4g}" if name in row else "-" for name in ("measured", "assumed", "spread")]
         table.add_row(row["rate"], size, *cells, row.get("note", row.get("unit", "")))
     _rows.print_tables(report, [table])
@@ -96,7 +104,9 @@ def measure(row: dict, *, smoke: bool = False) -> dict:
     if not smoke:
         _rows.require_hopper()
     measurement = (
-        _products(row["columns"], smoke) if row["rate"] == "wgmma" else _reads(row["megabytes"], smoke)
+        _products(**{name: row[name] for name in ("columns", "left", "warpgroups")}, smoke=smoke)
+        if row["rate"] == "wgmma"
+        else _reads(row["megabytes"], smoke)
     )
     kernel = functools.partial(
         measurement.kernel,
@@ -123,18 +133,18 @@ def measure(row: dict, *, smoke: bool = False) -> dict:
     }
 
 
-def _products(columns: int, smoke: bool) -> _Measurement:
+def _products(columns: int, left: str, warpgroups: int, smoke: bool) -> _Measurement:
     """Returns the measurement of cycles per product with N = `columns`."""
     random = np.random.default_rng(0)
-    left = jnp.asarray(random.standard_normal((64, DEPTH)), jnp.bfloat16)
+    first = jnp.asarray(random.standard_normal((64, DEPTH)), jnp.bfloat16)
     right = jnp.asarray(random.standard_normal((columns, DEPTH)), jnp.bfloat16)
     repeats = 1 if smoke else ITERATIONS
-    # Both warpgroups share the tensor cores of their multiprocessor.
-    instructions = WARPGROUPS * repeats * UNROLLED * INSTRUCTIONS
+    # All warpgroups share the tensor cores of their multiprocessor.
+    instructions = warpgroups * repeats * UNROLLED * INSTRUCTIONS
     return _Measurement(
-        kernel=wgmma,
-        arrays=(left, right),
-        expected=UNROLLED * left.astype(jnp.float32) @ right.astype(jnp.float32).T,
+        kernel=functools.partial(wgmma, warpgroups=warpgroups, in_registers=left == "registers"),
+        arrays=(first, right),
+        expected=UNROLLED * first.astype(jnp.float32) @ right.astype(jnp.float32).T,
         repeats=repeats,
         rate=lambda cycles: cycles / instructions,
         assumed=columns / 2,
@@ -158,18 +168,29 @@ def _reads(megabytes: float, smoke: bool) -> _Measurement:
     )
 
 
-def wgmma(left, right, *, repeats: int, blocks: int, interpret: Any = None) -> jax.Array:
+def wgmma(
+    left,
+    right,
+    *,
+    repeats: int,
+    blocks: int,
+    warpgroups: int = 2,
+    in_registers: bool = True,
+    interpret: Any = None,
+) -> jax.Array:
     """Returns the sum of repeats * UNROLLED products left @ right^T of every block and warpgroup.
 
     Args:
-        left: bfloat16 [64, DEPTH], which is read from registers.
+        left: bfloat16 [64, DEPTH].
         right: bfloat16 [N, DEPTH], which is read from shared memory.
         repeats: iterations of the loop.
         blocks: number of thread blocks, one for each multiprocessor.
+        warpgroups: number of warpgroups that multiply.
+        in_registers: whether `left` is read from registers or from shared memory.
         interpret: parameters of the GPU interpreter, or None.
 
     Returns:
-        float32 [blocks, WARPGROUPS, 64, N].
+        float32 [blocks, warpgroups, 64, N].
     """
     columns = right.shape[0]
 
@@ -182,7 +203,9 @@ def wgmma(left, right, *, repeats: int, blocks: int, interpret: Any = None) -> j
 
         def compute(warpgroup, core):
             plgpu.barrier_wait(smem["full"])
-            first = plgpu.load(smem["left_smem"], layout=plgpu.Layout.WGMMA)
+            first = smem["left_smem"]
+            if in_registers:
+                first = plgpu.load(first, layout=plgpu.Layout.WGMMA)
 
             def add(accumulator):
                 @pl.loop(jnp.int32(0), jnp.int32(repeats))
@@ -201,14 +224,14 @@ def wgmma(left, right, *, repeats: int, blocks: int, interpret: Any = None) -> j
     return launch.launch(
         body,
         {"left": left, "right": right},
-        {"out": jax.ShapeDtypeStruct((blocks, WARPGROUPS, 64, columns), jnp.float32)},
+        {"out": jax.ShapeDtypeStruct((blocks, warpgroups, 64, columns), jnp.float32)},
         {
             "left_smem": tensor_core.operand((), 64, DEPTH, left.dtype),
             "right_smem": tensor_core.operand((), columns, DEPTH, right.dtype),
             "full": plgpu.Barrier(num_arrivals=2),
         },
         grid={"block": blocks},
-        warpgroups=WARPGROUPS,
+        warpgroups=warpgroups,
         name="measure_wgmma",
         interpret=interpret,
     )["out"]
