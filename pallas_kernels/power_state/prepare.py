@@ -26,7 +26,6 @@ __all__ = [
     "fill",
     "heads_first",
     "key_decays",
-    "norms",
     "over_chunks",
     "queries",
     "scale_of",
@@ -252,55 +251,43 @@ def time_last(x):
     return jnp.swapaxes(x, -1, -2).swapaxes(1, 2).reshape(len(x), x.shape[-1], -1)
 
 
-def norms(log2_carry, new, start):
-    """Returns the normalizers Z before each chunk and after the last, [H, n + 1, D, D], scaled like the states.
-
-    new: the contribution of each chunk, [H, n, D, D].
-    """
-
-    def add(weights, x):
-        return jnp.einsum("...cj,...jde->...cde", jnp.exp2(weights), x, precision=jax.lax.Precision.HIGHEST)
-
-    return _recurrence(log2_carry, new, start, add)
-
-
 def _shift(strength, size, log2_carry, start_size):
     """Returns exponents, int32 [H, n + 1], whose powers of two bring the states below 2^HEADROOM."""
 
     def log2(x):
         return jnp.where(x > 0, jnp.log2(jnp.where(x > 0, x, 1)), _NOTHING)
 
-    def add(weights, x):
-        return _log2_sum(weights + x[..., None, :])
-
-    bound = _recurrence(log2_carry, _log2_sum(strength + log2(size)), log2(start_size), add)
+    bound = _log2_recurrence(log2_carry, _log2_sum(strength + log2(size)), log2(start_size))
     # An empty state needs no scale.
     return jnp.where(bound > _NOTHING / 2, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
 
 
-def _recurrence(log2_carry, new, start, add):
-    """Computes x_0 = start and x_{c+1} = 2^log2_carry_c x_c + new_c, [H, n + 1, ...], by sums of many terms at once.
+def _log2_recurrence(log2_carry, new, start):
+    """Returns log2 of x_0 = 2^start and x_{c+1} = 2^log2_carry_c x_c + 2^new_c, [H, n + 1], by sums of many terms.
 
-    add(weights [..., c, j], x [..., j, *rest]) is the sum of 2^weights x over j, [..., c, *rest]. Many chunks are
-    combined within runs of about sqrt(n), then the runs: all n^2 pairs at once would take more memory than the states.
+    Many chunks are combined within runs of about sqrt(n), then the runs: all n^2 pairs at once would take more memory
+    than the states.
     """
+
+    def add(weights, x):
+        return _log2_sum(weights + x[..., None, :])
+
     heads, count = log2_carry.shape
     if count <= _FEW_CHUNKS:
         return add(_between(log2_carry), jnp.concatenate([start[:, None], new], 1))
     length = math.isqrt(count)
     runs = -(-count // length)
 
-    # Chunks of zeros at the end, which no other chunk reads.
+    # Chunks at the end, which no other chunk reads.
     def in_runs(x):
-        x = jnp.pad(x, [(0, 0), (0, runs * length - count)] + [(0, 0)] * (x.ndim - 2))
-        return x.reshape(heads, runs, length, *x.shape[2:])
+        return jnp.pad(x, [(0, 0), (0, runs * length - count)]).reshape(heads, runs, length)
 
     log2_carry, new = in_runs(log2_carry), in_runs(new)
     inside, across = _between(log2_carry), _between(log2_carry.sum(-1))
-    added = add(inside[..., -1:, 1:], new)[:, :, 0]
+    added = add(inside[..., -1:, 1:], new)[..., 0]
     before = add(across, jnp.concatenate([start[:, None], added], 1))
     x = add(inside, jnp.concatenate([before[:, :-1, None], new], 2))
-    every = x[:, :, :-1].reshape(heads, -1, *x.shape[3:])
+    every = x[:, :, :-1].reshape(heads, -1)
     return jnp.concatenate([every, before[:, -1:]], 1)[:, : count + 1]
 
 

@@ -14,13 +14,14 @@ import numpy as np
 
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
+from pallas_kernels.power_state import recurrence as recurrences
 from pallas_kernels.power_state import segments
 from pallas_kernels.power_state.square import backward, forward
 from pallas_kernels.power_state.square import key_vjp as key_kernel
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import query_vjp as query_kernel
 
-__all__ = ["KERNELS", "add_arriving", "kernels", "norms", "query_states", "query_vjp", "update"]
+__all__ = ["KERNELS", "add_arriving", "kernels", "norms", "query_states", "query_vjp", "recurrence", "update"]
 
 
 @contextlib.contextmanager
@@ -67,6 +68,18 @@ def norms(key, weights, *, interpret):
     heads, head_dim, _ = key.shape
     keys = key.reshape(heads, head_dim, *weights.shape[1:]).astype(jnp.float32)
     return jnp.einsum("hincx,hncx,hjncx->hnij", keys, weights, keys, precision="highest")
+
+
+def recurrence(carry, factor, new, start, *, interpret):
+    """Computes `recurrence.recurrence`."""
+
+    def step(x, inputs):
+        carry, factor, new = inputs
+        after = carry[:, None, None] * x + factor[:, None, None] * new
+        return after, after
+
+    _, after = jax.lax.scan(step, start, [jnp.moveaxis(x, 1, 0) for x in (carry, factor, new)])
+    return jnp.concatenate([start[:, None], jnp.moveaxis(after, 0, 1)], 1)
 
 
 def add_arriving(states, arriving, factor, *, interpret):
@@ -294,5 +307,6 @@ KERNELS = (
     (forward.query_kernel, query_states),
     (backward.query_kernel, query_vjp),
     (backward.key_kernel, key_vjp),
+    (recurrences, recurrence),
     (segments, add_arriving),
 )

@@ -3,10 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import power_state
 from pallas_kernels.hopper import results
 from pallas_kernels.power_state import prepare as preparation
+from pallas_kernels.power_state import recurrence
 
 SIZES = {"power": 2, "head_dim": 64, "value_dim": 64, "time": 128, "heads": 1, "dtype": jnp.bfloat16}
 
@@ -65,17 +67,22 @@ def test_results_are_whole_tiles():
     assert shapes == [(2, 304, 3, 64), (3, 304, 2, 64), (1, 64, 6, 64)]
 
 
-# Up to 128 chunks are summed at once, more in runs.
-@pytest.mark.parametrize("chunks", [2, 128, 150])
+@pytest.mark.interpret
+@pytest.mark.parametrize("chunks", [2, 32, 37])
 def test_normalizers(chunks):
     random = np.random.default_rng(chunks)
-    carry = random.uniform(-3, 0, size=(2, chunks)).astype("float32")
-    carry[:, chunks // 2] = -1e5
-    new, start = (random.normal(size=(2, *shape, 3, 3)).astype("float32") for shape in ((chunks,), ()))
+    carry = np.exp2(random.uniform(-3, 0, size=(2, chunks)).astype("float32"))
+    carry[:, chunks // 2] = 0
+    factor = random.uniform(-2, 2, size=(2, chunks)).astype("float32")
+    new, start = (random.normal(size=(2, *shape, 16, 16)).astype("float32") for shape in ((chunks,), ()))
     states = [start.astype("float64")]
-    for chunk in range(chunks):
-        states.append(np.exp2(carry[:, chunk, None, None], dtype="float64") * states[-1] + new[:, chunk])
-    found = np.asarray(preparation.norms(carry, new, start))
+    for carried, added, x in zip(
+        *(np.moveaxis(a, 1, 0)[..., None, None] for a in (carry, factor)), np.moveaxis(new, 1, 0)
+    ):
+        states.append(carried * states[-1] + added * x)
+    found = recurrence.recurrence(
+        carry, factor, new, start, interpret=plgpu.InterpretGPUParams(detect_races=True)
+    )
     np.testing.assert_allclose(found, np.stack(states, 1), rtol=2e-6, atol=2e-6)
 
 

@@ -38,7 +38,8 @@ def fold_vjp(prepared, key, value, dfinal, call: configs.Call):
         layout=layout,
         call=call.with_chunk(dual.query.shape[2]),
     )
-    norm, shift = quartic.norms(vector, strength * dual.dnorm, dual.carried, end_norm), dual.carried.shift
+    norm = quartic.norms(vector, strength * dual.dnorm, dual.carried, end_norm, call.interpret)
+    shift = dual.carried.shift
     sizes = batch, kv_heads, head_dim, value.shape[-1]
     saved = preparation.Saved.of(duals, norm, shift, batch)
     return saved, quartic.returned(first, norm[:, -1], shift[:, -1], layout, sizes)

@@ -8,7 +8,7 @@ import numpy as np
 from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import segments
+from pallas_kernels.power_state import recurrence, segments
 from pallas_kernels.power_state.quartic import layout as layouts
 from pallas_kernels.power_state.quartic import query as query_kernel
 from pallas_kernels.power_state.quartic import update as update_kernel
@@ -37,7 +37,7 @@ def fold(key, value, log_decay, folds, initial_state, call: configs.Call):
     of = preparation.tokens(key, value, log_decay, folds, sizes=padded, call=call)
     carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), 4)
     vector, scalars = pair_products(preparation.time_last(of.old_key), layout)
-    norm = norms(vector, carried.strength, carried, start_norm)
+    norm = norms(vector, carried.strength, carried, start_norm, call.interpret)
     value = preparation.time_last((of.old_value * carried.strength[..., None]).astype(vector.dtype))
     states, final = states_of(vector, scalars, value, carried, start, layout=layout, call=call)
 
@@ -156,7 +156,7 @@ def states_of(vector, scalars, value, carried, start, *, layout, call: configs.C
     return segments.join(states, finals, carried.log2_carry, stored, interpret=call.interpret)
 
 
-def norms(vector, strength, carried, start):
+def norms(vector, strength, carried, start, interpret):
     """Returns the normalizers Z before each chunk and after the last, [H, n + 1, rows, rows].
 
     Z is the sum of y y^T with weights `strength`. vector: y, float16 [H, rows, X]; strength: float32 [H, n, C], of
@@ -171,7 +171,7 @@ def norms(vector, strength, carried, start):
     weighted = (y * relative[:, None]).astype(vector.dtype)
     new = jnp.einsum("hanc,hbnc->hnab", weighted, y, preferred_element_type=jnp.float32)
     start = numerics.scaled(start, -carried.shift[:, :1, None])
-    return preparation.norms(carried.log2_carry, new * peak[..., None], start)
+    return recurrence.recurrence(carried.carry, peak[..., 0], new, start, interpret=interpret)
 
 
 def norm_products(vector, norm, layout):

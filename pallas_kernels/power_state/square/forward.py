@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import segments
+from pallas_kernels.power_state import recurrence, segments
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import norms as norm_kernel
 from pallas_kernels.power_state.square import query as query_kernel
@@ -69,7 +69,7 @@ def norms(key, strength, carried, start, interpret):
     relative = relative.reshape(*strength.shape[:2], -1, configs.BLOCK)
     new = norm_kernel.norms(key.astype(jnp.float16), relative, interpret=interpret)
     start = numerics.scaled(start, -carried.shift[:, :1, None])
-    return preparation.norms(carried.log2_carry, new * peak[..., None], start)
+    return recurrence.recurrence(carried.carry, peak[..., 0], new, start, interpret=interpret)
 
 
 def stored_start(state, key, value):
