@@ -35,7 +35,6 @@ __all__ = [
     "time_last",
     "tokens",
     "tokens_second",
-    "update_operands",
     "whole",
 ]
 
@@ -106,15 +105,6 @@ class Carried(NamedTuple):
     carry: jax.Array  # float32 [H, n], factor from one state to the next, in their scales
     shift: jax.Array  # int32 [H, n + 1], exponents of the states' scales
     log2_carry: jax.Array  # float32 [H, n], finite
-
-
-def update_operands(key, value, carried, dtype):
-    """Returns the operands of the update at p = 2: keys [H, D, X], and values [H, E, X] times their weights.
-
-    key: [H, n, C, D]; value: [H, n, C, E].
-    """
-    value = value * carried.strength[..., None]
-    return time_last(key.astype(dtype)), time_last(value.astype(dtype))
 
 
 def carried_keys(of: Tokens, start_size, power) -> Carried:

@@ -14,10 +14,12 @@ __all__ = [
     "Dual",
     "Mean",
     "Sums",
+    "backwards",
     "columns",
     "decay_gradient",
     "decays_of_keys",
     "dual_of",
+    "forwards",
     "lengthened",
     "mean_of",
     "sums_of",
@@ -34,16 +36,16 @@ class Mean(NamedTuple):
     dout: jax.Array  # bfloat16 [B N, X, E]
     inverse: jax.Array  # float32 [B N, X], 1 / d; 0 where d is 0
     delta: jax.Array  # float32 [B N, X], do . o
+    size: jax.Array  # float32 [B N, X], the largest entry of do
 
 
 class Dual(NamedTuple):
-    """Operands of the gradients of states: queries in place of keys, do / d in place of values.
+    """Operands of the gradients of states, with queries in place of keys: do / d in place of values, and their weights.
 
-    Chunks contain all heads of a group and are in reverse order.
+    Except in `value`, chunks contain all heads of a group and are in reverse order.
     """
 
-    query: jax.Array  # float32 [H, n, G C, D]
-    value: jax.Array  # float32 [H, n, G C, E]
+    value: jax.Array  # float32 [B N, X, E]
     dnorm: jax.Array  # float32 [H, n, G C], weight of each query's square in the normalizer's gradient
     carried: preparation.Carried
 
@@ -63,10 +65,12 @@ def mean_of(out, denominator, dout, value_dim, length) -> Mean:
 
     E is padded to `value_dim`, and X is `length`.
     """
-    delta = (dout.astype(jnp.float32) * out).sum(-1)
-    denominator, dout, delta = (
+    # Both of one launch, which must come before the transpose.
+    whole = dout.astype(jnp.float32)
+    delta, size = jax.lax.optimization_barrier(((whole * out).sum(-1), jnp.abs(whole).max(-1)))
+    denominator, dout, delta, size = (
         lengthened(preparation.heads_first(x), length)
-        for x in (denominator, preparation.fill(dout, value_dim), delta)
+        for x in (denominator, preparation.fill(dout, value_dim), delta, size)
     )
     # A NaN is a weight too: its gradients are NaN, not zero.
     some = ~(denominator < jnp.finfo(jnp.float32).tiny)
@@ -74,30 +78,36 @@ def mean_of(out, denominator, dout, value_dim, length) -> Mean:
         dout=dout,
         inverse=jnp.where(some, 1 / jnp.where(some, denominator, 1), 0),
         delta=delta,
+        size=size,
     )
 
 
-def dual_of(of: preparation.Tokens, query, mean: Mean, start_size) -> Dual:
-    """Computes Dual from queries bfloat16 [B N, X, D] and the mean's cotangent.
+def dual_of(of: preparation.Tokens, mean: Mean, start_size) -> Dual:
+    """Computes Dual from the mean's cotangent.
 
     start_size: float32 [H], the largest entry of the final state's gradient.
     """
-    heads, chunks, chunk, _ = of.old_key.shape
-    group = len(query) // heads
-
-    def backwards(x):
-        x = x.reshape(heads, group, chunks, chunk, *x.shape[2:])
-        return jnp.flip(jnp.swapaxes(x, 1, 2), 1).reshape(heads, chunks, group * chunk, *x.shape[4:])
-
-    value = backwards(mean.inverse[..., None] * mean.dout.astype(jnp.float32))
-    strength = jnp.tile(jnp.flip(of.from_state, 1), (1, 1, group))
-    over_chunk = jnp.flip(of.over_chunk, 1)
+    value = mean.inverse[..., None] * mean.dout.astype(jnp.float32)
+    strength = jnp.tile(jnp.flip(of.from_state, 1), (1, 1, len(value) // len(of.old_key)))
+    size = backwards(mean.inverse * mean.size, strength.shape)
     return Dual(
-        query=backwards(query).astype(jnp.float32),
         value=value,
-        dnorm=backwards(-mean.delta * mean.inverse),
-        carried=preparation.carry_along(strength, jnp.abs(value).max(-1), over_chunk, start_size),
+        dnorm=backwards(-mean.delta * mean.inverse, strength.shape),
+        carried=preparation.carry_along(strength, size, jnp.flip(of.over_chunk, 1), start_size),
     )
+
+
+def backwards(x, shape):
+    """Reshapes [B N, X, ...] to `shape` [H, n, G C], with the last chunk first and all heads of a group in a chunk."""
+    heads, chunks, _ = shape
+    x = x.reshape(heads, len(x) // heads, chunks, -1, *x.shape[2:])
+    return jnp.flip(jnp.swapaxes(x, 1, 2), 1).reshape(*shape, *x.shape[4:])
+
+
+def forwards(x, heads):
+    """Inverts `backwards` of x [H, n, G C], for B N = `heads`."""
+    x = jnp.flip(x, 1).reshape(*x.shape[:2], heads // len(x), -1)
+    return jnp.swapaxes(x, 1, 2).reshape(heads, -1)
 
 
 def columns(of: preparation.Tokens, mean: Mean, exact_window):

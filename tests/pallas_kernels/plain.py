@@ -34,7 +34,7 @@ def kernels(multiprocessors=20):
         yield
 
 
-def update(key, value, carry, start, *, layout, config, chunk, terms, interpret):
+def update(key, value, carry, start, *, layout, config, chunk, terms, interpret, reverse=False):
     """Computes `update.update`."""
     heads, chunks = carry.shape
     segments, value_dim = config.segments, value.shape[1]
@@ -51,7 +51,7 @@ def update(key, value, carry, start, *, layout, config, chunk, terms, interpret)
         after = carry[:, None, None, None] * state + new
         return after, (preparation.split(state, key.dtype, terms), after)
 
-    by_chunk = (_in_chunks(key, chunk), _in_chunks(value, chunk), carry)
+    by_chunk = *(_in_chunks(x, chunk, heads, reverse) for x in (key, value)), carry
     by_chunk = tuple(jnp.moveaxis(x, 1, 0) for x in by_chunk)
     # Segments after the first begin with zeros.
     begins = (np.arange(chunks) % each == 0) & (np.arange(chunks) > 0)
@@ -63,11 +63,12 @@ def update(key, value, carry, start, *, layout, config, chunk, terms, interpret)
     return jnp.moveaxis(states, 0, 1), jnp.swapaxes(finals, 3, 4)
 
 
-def norms(key, weights, *, interpret):
+def norms(key, weights, *, interpret, reverse=False):
     """Computes `norms.norms`."""
-    heads, head_dim, _ = key.shape
-    keys = key.reshape(heads, head_dim, *weights.shape[1:]).astype(jnp.float32)
-    return jnp.einsum("hincx,hncx,hjncx->hnij", keys, weights, keys, precision="highest")
+    heads, chunks, *_ = weights.shape
+    keys = _in_chunks(key, key.shape[2] // chunks, heads, reverse).astype(jnp.float32)
+    weights = weights.reshape(heads, chunks, -1)
+    return jnp.einsum("hnix,hnx,hnjx->hnij", keys, weights, keys, precision="highest")
 
 
 def recurrence(carry, factor, new, start, *, interpret):
@@ -295,9 +296,11 @@ def _decay_of(rows, chunks, chunk, exact_window):
     return jnp.swapaxes(seen, 1, 2).reshape(len(rows), chunks, 2, -1, configs.BLOCK)
 
 
-def _in_chunks(x, chunk):
-    """Reshapes [H, A, X] to [H, n, A, C]."""
-    return jnp.swapaxes(x.reshape(*x.shape[:2], -1, chunk), 1, 2)
+def _in_chunks(x, chunk, heads, reverse):
+    """Reshapes [H G, A, X] to [H, n, A, G C], with the last chunk first or not."""
+    x = jnp.moveaxis(x.reshape(heads, -1, x.shape[1], x.shape[2] // chunk, chunk), 3, 1)
+    x = jnp.swapaxes(x, 2, 3).reshape(*x.shape[:2], x.shape[3], -1)
+    return jnp.flip(x, 1) if reverse else x
 
 
 # Each stand-in, with the module in which it replaces the kernel of the same name.

@@ -52,7 +52,8 @@ RARE = sorted(set(RARE) - set(CASES))
 def build(case: str):
     """Returns the kernel of a case without its preparation, which is plain JAX and not compiled.
 
-    A query is compiled twice, without the remainder of its output and with it.
+    A query is compiled twice, without the remainder of its output and with it. Others are compiled forward and
+    reversed, with a group of heads.
     """
     kernel, head_dim, value_dim, chunk, state_dtype, config = found = cases.parse(case, power=2)
     operand, terms = configs.operands(state_dtype)
@@ -64,16 +65,16 @@ def build(case: str):
     state = (layouts.TILE, layout.sections, value_dim, layout.section_width)
     options = {"layout": layout, "config": config, "chunk": chunk}
     if kernel == "update":
-        return functools.partial(update.update, **options, terms=terms), [
-            shape(cases.HEADS, layout.head_dim, time),
-            shape(cases.HEADS, value_dim, time),
+        return _both_ways(functools.partial(update.update, **options, terms=terms)), [
+            shape(cases.HEADS * cases.GROUP, layout.head_dim, time),
+            shape(cases.HEADS * cases.GROUP, value_dim, time),
             cases.exact(cases.HEADS, cases.CHUNKS),
             cases.exact(cases.HEADS, *state),
         ]
     if kernel == "norms":
-        return norms.norms, [
-            shape(cases.HEADS, head_dim, time),
-            cases.exact(cases.HEADS, cases.CHUNKS, chunk // configs.BLOCK, configs.BLOCK),
+        return _both_ways(norms.norms), [
+            shape(cases.HEADS * cases.GROUP, head_dim, time),
+            cases.exact(cases.HEADS, cases.CHUNKS, cases.GROUP * chunk // configs.BLOCK, configs.BLOCK),
         ]
     options |= {"exact_window": cases.WINDOW, "batch_time": (1, time)}
     return cases.with_and_without_remainder(query.query_states, options), [
@@ -86,6 +87,10 @@ def build(case: str):
         cases.exact(cases.HEADS, cases.CHUNKS, 3, (cases.WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
         cases.exact(cases.HEADS, time // configs.BLOCK, configs.BLOCK),
     ]
+
+
+def _both_ways(kernel):
+    return lambda *arrays: [kernel(*arrays, reverse=reverse) for reverse in (False, True)]
 
 
 def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:

@@ -26,17 +26,20 @@ def fold_vjp(prepared, key, value, dfinal, call: configs.Call):
     layout = layouts.layout_for(head_dim, value.shape[-1])
     end, end_norm = quartic.start_of(dfinal, batch * kv_heads, head_dim, layout)
     of, unit, _, mean = prepared
-    dual = preparation_vjp.dual_of(of, unit, mean, preparation.size_of(end, dfinal))
+    dual = preparation_vjp.dual_of(of, mean, preparation.size_of(end, dfinal))
     strength = dual.carried.strength
-    vector, scalars = quartic.pair_products(preparation.time_last(dual.query), layout)
+    query, dout = (
+        preparation_vjp.backwards(x, strength.shape).astype(jnp.float32) for x in (unit, dual.value)
+    )
+    vector, scalars = quartic.pair_products(preparation.time_last(query), layout)
     duals, first = quartic.states_of(
         vector,
         scalars,
-        preparation.time_last((dual.value * strength[..., None]).astype(vector.dtype)),
+        preparation.time_last((dout * strength[..., None]).astype(vector.dtype)),
         dual.carried,
         end,
         layout=layout,
-        call=call.with_chunk(dual.query.shape[2]),
+        call=call.with_chunk(strength.shape[2]),
     )
     norm = quartic.norms(vector, strength * dual.dnorm, dual.carried, end_norm, call.interpret)
     shift = dual.carried.shift
@@ -69,7 +72,7 @@ def _query_vjp(of, unit, mean, saved, options):
     vector, scalars = quartic.pair_products(jnp.swapaxes(unit, 1, 2).astype(jnp.float32), layout)
     vector = jnp.swapaxes(vector, 1, 2)
     scale = jnp.repeat(preparation.scale_of(of, saved.shifts).reshape(heads, -1), group, 0)
-    exponent = preparation.exponent_of(mean.dout)[..., 0]
+    exponent = numerics.exponent(mean.size)
     rows = query_kernel.Rows(
         narrow=numerics.scaled(jnp.ones_like(scale), -exponent),
         state=numerics.scaled(scale, exponent + layouts.WEIGHT_BITS),

@@ -20,14 +20,16 @@ def fold_vjp(prepared, key, value, dfinal, call: configs.Call):
     batch, _, kv_heads, head_dim = key.shape
     operand, terms = configs.operands(call.state_dtype)
     layout, end, end_norm = forward.start_of(dfinal, key, value)
-    dual = preparation_vjp.dual_of(of, unit, mean, preparation.size_of(end, dfinal))
-    query, value_operand = preparation.update_operands(dual.query, dual.value, dual.carried, operand)
-    reverse = call.with_chunk(dual.query.shape[2])
+    dual = preparation_vjp.dual_of(of, mean, preparation.size_of(end, dfinal))
+    query, value_operand = (
+        jnp.swapaxes(x, 1, 2).astype(operand)
+        for x in (unit, dual.value * preparation_vjp.forwards(dual.carried.strength, len(unit))[..., None])
+    )
     duals, first = forward.walk(
-        query, value_operand, dual.carried, end, layout=layout, call=reverse, terms=terms
+        query, value_operand, dual.carried, end, layout=layout, call=call, terms=terms, reverse=True
     )
     strength = dual.carried.strength * dual.dnorm
-    norm = forward.norms(query, strength, dual.carried, end_norm, call.interpret)
+    norm = forward.norms(query, strength, dual.carried, end_norm, call.interpret, reverse=True)
     shift = dual.carried.shift
     sizes = batch, kv_heads, head_dim, value.shape[-1]
     saved = preparation.Saved.of(duals, norm, shift, batch)
@@ -74,7 +76,7 @@ def _rows_of_queries(of, query_exponent, mean, shift):
     """Returns the vectors of `query_vjp.Rows`, float32 [B N, X / 64, 6, 64]."""
     scale = preparation.scale_of(of, shift).reshape(len(shift), -1)
     scale = jnp.repeat(scale, len(mean.dout) // len(shift), 0)
-    exponent = preparation.exponent_of(mean.dout)[..., 0]
+    exponent = numerics.exponent(mean.size)
     unit, unit_rest = numerics.factors(-query_exponent[..., 0])
     rows = query_kernel.Rows(
         narrow=numerics.scaled(jnp.ones_like(scale), -exponent),

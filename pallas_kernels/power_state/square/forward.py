@@ -23,7 +23,8 @@ def fold(key, value, log_decay, folds, initial_state, call: configs.Call):
     padded = tiles.padded(head_dim, value.shape[-1])
     of = preparation.tokens(key, value, log_decay, folds, sizes=padded, call=call)
     carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), 2)
-    key_operand, value_operand = preparation.update_operands(of.old_key, of.old_value, carried, operand)
+    key_operand = preparation.time_last(of.old_key.astype(operand))
+    value_operand = preparation.time_last((of.old_value * carried.strength[..., None]).astype(operand))
     states, final = walk(key_operand, value_operand, carried, start, layout=layout, call=call, terms=terms)
     norm = norms(key_operand, carried.strength, carried, start_norm, call.interpret)
     saved = preparation.Saved.of(states, norm, carried.shift, batch)
@@ -57,17 +58,17 @@ def attend(query, key, value, log_decay, folds, saved, with_remainder, call: con
     return *means, preparation.tokens_second(denominator, batch)[:, :time]
 
 
-def norms(key, strength, carried, start, interpret):
+def norms(key, strength, carried, start, interpret, reverse=False):
     """Returns Z before each chunk and after the last, float32 [H, n + 1, D, D], scaled like the states.
 
-    key: operand of the update, 16-bit [H, D, X]; strength: float32 [H, n, C], weights of either sign; start: float32
-    [H, D, D].
+    key: operand of the update, 16-bit [HN, D, X], its chunks in reverse order or not; strength: float32 [H, n, HN C /
+    H], weights of either sign; start: float32 [H, D, D].
     """
     # Divided by the largest of their chunk, weights are in the range of float16.
     peak = jnp.abs(strength).max(-1, keepdims=True)
     relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
     relative = relative.reshape(*strength.shape[:2], -1, configs.BLOCK)
-    new = norm_kernel.norms(key.astype(jnp.float16), relative, interpret=interpret)
+    new = norm_kernel.norms(key.astype(jnp.float16), relative, reverse=reverse, interpret=interpret)
     start = numerics.scaled(start, -carried.shift[:, :1, None])
     return recurrence.recurrence(carried.carry, peak[..., 0], new, start, interpret=interpret)
 
@@ -103,10 +104,11 @@ def start_of(initial_state, key, value):
     return layout, start, jnp.pad(norm, [(0, 0)] + [(0, width - head_dim)] * 2)
 
 
-def walk(key, value, carried, start, *, layout, call: configs.Call, terms):
+def walk(key, value, carried, start, *, layout, call: configs.Call, terms, reverse=False):
     """Returns the state before each chunk [H, n, 16, terms E, P] and the last one [H, 16, E, P], divided by 2^shift.
 
-    key, value: operands of the update kernel, of n chunks; start: [H, 16, E, P], the state before the first.
+    key, value: operands of the update kernel, of n chunks in reverse order or not; start: [H, 16, E, P], the state
+    before the first.
     """
     start = numerics.scaled(start, -carried.shift[:, :1, None, None])
     start = jnp.swapaxes(start.reshape(*start.shape[:3], layout.sections, -1), 2, 3)
@@ -119,6 +121,7 @@ def walk(key, value, carried, start, *, layout, call: configs.Call, terms):
         config=call.config,
         chunk=call.chunk,
         terms=terms,
+        reverse=reverse,
         interpret=call.interpret,
     )
     finals = jnp.swapaxes(finals, 3, 4).reshape(*finals.shape[:3], -1, layout.width)

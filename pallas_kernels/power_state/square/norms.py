@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, ring, tensor_core
 from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state.square import update
 
 __all__ = ["norms"]
 
@@ -21,14 +22,16 @@ _BLOCK = configs.BLOCK
 _STAGES = 4
 
 
-def norms(key, weights, *, interpret=None):
+def norms(key, weights, *, reverse=False, interpret=None):
     """Returns Z of each chunk, float32 [H, n, D, D].
 
-    key: float16 [H, D, X], D = 32 or a multiple of 64, entries below 1, time last. weights: float32 [H, n, C / 64, 64],
-    at most 1; X = n C.
+    key: float16 [HN, D, X], D = 32 or a multiple of 64, entries below 1, time last; HN a multiple of H; X = n C.
+    weights: float32 [H, n, HN C / 64 H, 64], at most 1. reverse: whether chunks of keys come in reverse order.
     """
-    heads, head_dim, _ = key.shape
-    _, chunks, blocks, _ = weights.shape
+    head_dim = key.shape[1]
+    heads, chunks, blocks, _ = weights.shape
+    group = len(key) // heads
+    order = update.Order(group, chunks, blocks // group, reverse)
     warpgroups = max(1, head_dim // _BLOCK)
     # With fewer than 64 indices, a tile has copies of them, and so does the result.
     rows = min(head_dim, _BLOCK)
@@ -39,9 +42,9 @@ def norms(key, weights, *, interpret=None):
 
         def copy():
             def copy_tokens(step, slot):
-                tokens, full = pl.ds((chunk * blocks + step) * _BLOCK, _BLOCK), smem["full"].at[slot]
+                (row, tokens), full = order.place(head, chunk, step), smem["full"].at[slot]
                 for tile in range(warpgroups):
-                    source = gmem["key"].at[head, pl.ds(tile * rows, rows), tokens]
+                    source = gmem["key"].at[row, pl.ds(tile * rows, rows), tokens]
                     for n in range(copies):
                         target = smem["key_smem"].at[slot, tile, pl.ds(n * rows, rows)]
                         plgpu.copy_gmem_to_smem(source, target, full)

@@ -9,6 +9,8 @@ a product over 64 tokens whose first operand is scaled in registers along the to
 the current state, which the chunk's queries read; then the state decays over the chunk.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,31 +21,54 @@ from pallas_kernels.hopper import launch, ring, tensor_core
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import layout as layouts
 
-__all__ = ["update"]
+__all__ = ["Order", "update"]
 
 _BLOCK = configs.BLOCK
 # Warpgroups that compute.
 _WARPGROUPS = 2
 
 
-def update(key, value, carry, start, *, layout, config, chunk, terms=1, interpret=None):
+class Order(NamedTuple):
+    """Order in which a kernel walks over the tokens of `group` heads in `chunks` chunks of `blocks` blocks of 64.
+
+    A step of the walk is a chunk of all heads of a group. In reverse, the last chunk is the first.
+    """
+
+    group: int
+    chunks: int
+    blocks: int
+    reverse: bool
+
+    def place(self, head, chunk, block):
+        """Returns the head and the tokens of a block, counted over all heads of a group, of a chunk of the walk."""
+        chunk = self.chunks - 1 - chunk if self.reverse else chunk
+        head = head * self.group + lax.div(block, jnp.int32(self.blocks))
+        return head, pl.ds((chunk * self.blocks + lax.rem(block, jnp.int32(self.blocks))) * _BLOCK, _BLOCK)
+
+
+def update(key, value, carry, start, *, layout, config, chunk, terms=1, reverse=False, interpret=None):
     """Returns the states that the chunks read, and the state after each segment.
 
-    key: 16-bit [H, D, X], time last.
-    value: 16-bit [H, E, X], times its decay up to the end of its chunk; E a multiple of 64.
+    key: 16-bit [HN, D, X], time last; HN a multiple of H.
+    value: 16-bit [HN, E, X], times its decay up to the end of its chunk; E a multiple of 64.
     carry: float32 [H, n], the factor of the state over each of the n = X / chunk chunks.
     start: float32 [H, 16, sections, E, P / sections], the state before the first chunk. Later segments begin at zero.
 
+    reverse: whether chunks of keys and values come in reverse order.
     terms: number of terms whose sum is a stored entry: 1, or 2, the rounded entry and the rounding error.
 
     Returns states [H, n, 16, terms E, P] in the dtype of keys, with the second terms after the first, and the state
     after each segment, float32 [H, segments, 16, sections, E, P / sections]. Accumulates in float32; products of a key
     and a value are rounded to the 16 bits of the operands.
     """
-    heads, head_dim, time = key.shape
-    dtype, value_dim, chunks = key.dtype, value.shape[1], time // chunk
+    (heads, chunks), head_dim = carry.shape, key.shape[1]
+    dtype, value_dim, order = (
+        key.dtype,
+        value.shape[1],
+        Order(len(key) // heads, chunks, chunk // _BLOCK, reverse),
+    )
     segments, scalars, stages = config.segments, config.update_scalars, config.update_stages
-    blocks, chunks_of_segment = chunk // _BLOCK, -(-chunks // segments)
+    blocks, chunks_of_segment = order.group * order.blocks, -(-chunks // segments)
     groups_of_warpgroup = scalars // _WARPGROUPS
     pieces = _key_pieces(layout)
 
@@ -58,18 +83,20 @@ def update(key, value, carry, start, *, layout, config, chunk, terms=1, interpre
         def copy():
             def copy_tokens(step, slot):
                 # Keys of the section, values, and the scalars of every tile, for 64 tokens.
-                tokens, full = pl.ds(first_chunk * chunk + step * _BLOCK, _BLOCK), smem["full"].at[slot]
+                index, block = lax.div(step, jnp.int32(blocks)), lax.rem(step, jnp.int32(blocks))
+                row, tokens = order.place(head, first_chunk + index, block)
+                full = smem["full"].at[slot]
                 for begin, size in pieces:
                     rows = pl.ds(lax.rem(first_row + begin, head_dim), size)
                     piece = smem["key_smem"].at[slot, pl.ds(begin, size)]
-                    plgpu.copy_gmem_to_smem(gmem["key"].at[head, rows, tokens], piece, full)
+                    plgpu.copy_gmem_to_smem(gmem["key"].at[row, rows, tokens], piece, full)
                 plgpu.copy_gmem_to_smem(
-                    gmem["value"].at[head, values, tokens], smem["value_smem"].at[slot], full
+                    gmem["value"].at[row, values, tokens], smem["value_smem"].at[slot], full
                 )
                 for n, tile in enumerate(layout.section):
                     rows = pl.ds(first_row + tile.begin + first_group, scalars)
                     scalar_smem = smem["scalar_smem"].at[slot, n]
-                    plgpu.copy_gmem_to_smem(gmem["key"].at[head, rows, tokens], scalar_smem, full)
+                    plgpu.copy_gmem_to_smem(gmem["key"].at[row, rows, tokens], scalar_smem, full)
 
             ring.fill(count * blocks, stages, smem["free"], copy_tokens)
 
