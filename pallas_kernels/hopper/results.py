@@ -1,6 +1,7 @@
-"""Results in the layout of an op's arguments, [B, T, N, D], written in blocks of 64 tokens of a head.
+"""Arguments and results of an op, [B, T, N, D], read and written in blocks of 64 tokens of a head.
 
-Rows of such a block are not contiguous, so TMA copies them with a tensor map, which drops tokens that do not exist.
+Rows of such a block are not contiguous, so TMA copies them with a tensor map. It reads zeros in place of tokens that do
+not exist, and drops what is written to them.
 """
 
 import jax
@@ -10,17 +11,22 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import tensor_core
 
-__all__ = ["block", "cut", "kind"]
+__all__ = ["block", "cut", "kind", "whole"]
 
-# Tokens in a swizzled tile; arrays that TMA writes have whole tiles.
+# Tokens in a swizzled tile; arrays that TMA copies have whole tiles.
 _TILE = 8
 
 
 def kind(batch_time: tuple[int, int], heads: int, size: int, dtype) -> jax.ShapeDtypeStruct:
     """Returns the type of a kernel's result of B N = `heads` heads, in whole tiles and at least a block long."""
     batch, time = batch_time
-    length = max(-(-time // _TILE) * _TILE, tensor_core.ROWS)
-    return jax.ShapeDtypeStruct((batch, length, heads // batch, size), dtype)
+    return jax.ShapeDtypeStruct((batch, _length(time), heads // batch, size), dtype)
+
+
+def whole(argument, least=0):
+    """Returns an argument of at least `least` tokens, in whole tiles and at least a block long, padded with zeros."""
+    time = argument.shape[1]
+    return jnp.pad(argument, [(0, 0), (0, max(_length(time), least) - time), (0, 0), (0, 0)])
 
 
 def cut(result, batch_time: tuple[int, int]):
@@ -28,7 +34,15 @@ def cut(result, batch_time: tuple[int, int]):
     return result[:, : batch_time[1]]
 
 
-def block(result, head, begin):
-    """Returns the 64 tokens from `begin` on of head b N + n of a result, [64, D]."""
-    heads = jnp.int32(result.shape[2])
-    return result.at[lax.div(head, heads), pl.ds(begin, tensor_core.ROWS), lax.rem(head, heads)]
+def block(array, head, begin):
+    """Returns the 64 tokens from `begin` on of head b N + n of an argument or a result, [64, D].
+
+    A negative `begin` must be at most -64: the block is then one of tokens after the last, which do not exist either.
+    """
+    heads = jnp.int32(array.shape[2])
+    begin = jnp.where(begin < 0, array.shape[1], begin)
+    return array.at[lax.div(head, heads), pl.ds(begin, tensor_core.ROWS), lax.rem(head, heads)]
+
+
+def _length(time):
+    return max(-(-time // _TILE) * _TILE, tensor_core.ROWS)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.hopper import numerics
+from pallas_kernels.hopper import numerics, results
 from pallas_kernels.power_state import config as configs
 
 __all__ = [
@@ -22,11 +22,11 @@ __all__ = [
     "Tokens",
     "carried_keys",
     "carry_along",
-    "exponent_of",
     "fill",
     "heads_first",
     "key_decays",
     "over_chunks",
+    "pad",
     "queries",
     "scale_of",
     "scaled_decay",
@@ -84,11 +84,12 @@ class Tokens(NamedTuple):
     H = B K heads, n chunks of C, X = n C, and W positions before the first.
     """
 
-    key: jax.Array  # bfloat16 [H, W + X, D]
-    value: jax.Array  # bfloat16 [H, W + X, E]
+    key: jax.Array  # bfloat16 [B, at least T, K, D]
+    value: jax.Array  # bfloat16 [B, at least T, K, E]
     old_key: jax.Array  # float32 [H, n, C, D], keys folded in chunk c, largest entries in [1/2, 1)
     old_exponent: jax.Array  # int32 [H, n, C, 1], exponent of its divisor
     old_value: jax.Array  # float32 [H, n, C, E]
+    old_size: jax.Array  # float32 [H, n, C], its largest entry
     # float32 [H, n, 3, (W + C) / 64, 64]: running sums over a chunk's keys, in two parts, and the decay from each key
     # to the last one of its block of 64.
     decay: jax.Array
@@ -113,7 +114,7 @@ def carried_keys(of: Tokens, start_size, power) -> Carried:
     start_size: float32 [H], the largest entry of the state before the first chunk.
     """
     strength = jnp.where(of.to_state > _NOTHING, of.to_state + power * of.old_exponent[..., 0], _NOTHING)
-    return carry_along(strength, jnp.abs(of.old_value).max(-1), of.over_chunk, start_size)
+    return carry_along(strength, of.old_size, of.over_chunk, start_size)
 
 
 def size_of(state, known):
@@ -137,9 +138,8 @@ def queries(query, chunk):
     query: [B, T, N, D].
     """
     extra = -query.shape[1] % chunk
-    # Compute largest entries before the transpose: after it, XLA would read rows with a stride.
-    exponent = jax.lax.optimization_barrier(exponent_of(query.reshape(-1, query.shape[-1])))
-    query, exponent = (_pad(heads_first(x), 0, extra) for x in (query, exponent.reshape(*query.shape[:3], 1)))
+    query, size = (pad(heads_first(x), 0, extra) for x in (query, _sizes(query)))
+    exponent = numerics.exponent(size)[..., None]
     return numerics.scaled(query, -exponent), exponent
 
 
@@ -151,12 +151,13 @@ def tokens(key, value, log_decay, folds, *, sizes: tuple[int, int], call: config
     """
     chunk, exact_window = call.chunk, call.exact_window
     extra = -key.shape[1] % chunk
-    key, value = (
-        _pad(heads_first(fill(x, size)), exact_window, extra)
-        for x, size in zip((key, value), sizes, strict=True)
+    key, value = (results.whole(fill(x, size)) for x, size in zip((key, value), sizes, strict=True))
+    old_key, old_value, key_size, old_size = (
+        _folded(pad(heads_first(x[:, : log_decay.shape[1]]), exact_window, extra), chunk, exact_window)
+        for x in (key, value, _sizes(key), _sizes(value))
     )
-    old_key, old_value = (_folded(x, chunk, exact_window).astype(jnp.float32) for x in (key, value))
-    old_exponent = exponent_of(old_key)
+    old_key, old_value = old_key.astype(jnp.float32), old_value.astype(jnp.float32)
+    old_exponent = numerics.exponent(key_size)[..., None]
     block, folded = _decays(log_decay, folds, chunk, exact_window)
     coarse, fine = numerics.running_sums(block, -_FORGET * _LOG2E)
     block = jnp.where(folded, block[..., :chunk], 0)
@@ -168,6 +169,7 @@ def tokens(key, value, log_decay, folds, *, sizes: tuple[int, int], call: config
         old_key=numerics.scaled(old_key, -old_exponent),
         old_exponent=old_exponent,
         old_value=old_value,
+        old_size=old_size,
         decay=key_decays(coarse, fine),
         from_state=_log2((coarse + fine)[..., exact_window:]),
         to_state=jnp.where(folded, _log2(to_state), _NOTHING),
@@ -195,8 +197,8 @@ def _decays(log_decay, folds, chunk, exact_window):
     The decays are [H, n, W + C]. The mask is of the first C of these positions.
     """
     heads, extra = log_decay.shape[2], -log_decay.shape[1] % chunk
-    log_decay = _pad(heads_first(log_decay.astype(jnp.float32)), exact_window, extra)
-    folds = _pad(jnp.repeat(folds, heads, 0), exact_window, extra)
+    log_decay = pad(heads_first(log_decay.astype(jnp.float32)), exact_window, extra)
+    folds = pad(jnp.repeat(folds, heads, 0), exact_window, extra)
     log2_decay = jnp.where(log_decay < _FLOOR, _FORGET, log_decay) * _LOG2E
     # A chunk's positions are those that it folds, followed by the first positions that the next chunk folds.
     own = _folded(log2_decay, chunk, exact_window)
@@ -306,12 +308,10 @@ def _log2_sum(x):
     return largest[..., 0] + jnp.log2(jnp.exp2(x - largest).sum(-1))
 
 
-def exponent_of(x):
-    """Returns the exponent, int32 [..., 1], of the largest entry of x [..., D].
-
-    Divided by that power of two, x has its largest entry in [1/2, 1).
-    """
-    return numerics.exponent(jnp.abs(x).max(-1, keepdims=True))
+def _sizes(x):
+    """Returns the largest entries of x [B, T, N, D], float32 [B, T, N]."""
+    # Before any transpose: after it, XLA would read rows with a stride.
+    return jax.lax.optimization_barrier(jnp.abs(x).max(-1)).astype(jnp.float32)
 
 
 def heads_first(x):
@@ -319,7 +319,7 @@ def heads_first(x):
     return jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:])
 
 
-def _pad(x, front, back):
+def pad(x, front, back):
     """Pads the second axis with zeros before and after."""
     return jnp.pad(x, [(0, 0), (front, back)] + [(0, 0)] * (x.ndim - 2))
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper import numerics
+from pallas_kernels.hopper import numerics, results
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
 from pallas_kernels.power_state import window_queries
@@ -33,7 +33,7 @@ class Mean(NamedTuple):
     H, X and n are as in `prepare.Tokens`.
     """
 
-    dout: jax.Array  # bfloat16 [B N, X, E]
+    dout: jax.Array  # bfloat16 [B, at least T, N, E]
     inverse: jax.Array  # float32 [B N, X], 1 / d; 0 where d is 0
     delta: jax.Array  # float32 [B N, X], do . o
     size: jax.Array  # float32 [B N, X], the largest entry of do
@@ -68,14 +68,14 @@ def mean_of(out, denominator, dout, value_dim, length) -> Mean:
     # Both of one launch, which must come before the transpose.
     whole = dout.astype(jnp.float32)
     delta, size = jax.lax.optimization_barrier(((whole * out).sum(-1), jnp.abs(whole).max(-1)))
-    denominator, dout, delta, size = (
-        lengthened(preparation.heads_first(x), length)
-        for x in (denominator, preparation.fill(dout, value_dim), delta, size)
+    denominator, delta, size = (
+        lengthened(preparation.heads_first(x), length) for x in (denominator, delta, size)
     )
     # A NaN is a weight too: its gradients are NaN, not zero.
     some = ~(denominator < jnp.finfo(jnp.float32).tiny)
     return Mean(
-        dout=dout,
+        # Values of 128 are read without TMA, for which there are no tokens after the last.
+        dout=results.whole(preparation.fill(dout, value_dim), length if value_dim == 128 else 0),
         inverse=jnp.where(some, 1 / jnp.where(some, denominator, 1), 0),
         delta=delta,
         size=size,
@@ -87,7 +87,8 @@ def dual_of(of: preparation.Tokens, mean: Mean, start_size) -> Dual:
 
     start_size: float32 [H], the largest entry of the final state's gradient.
     """
-    value = mean.inverse[..., None] * mean.dout.astype(jnp.float32)
+    dout = lengthened(preparation.heads_first(mean.dout), mean.inverse.shape[1])
+    value = mean.inverse[..., None] * dout.astype(jnp.float32)
     strength = jnp.tile(jnp.flip(of.from_state, 1), (1, 1, len(value) // len(of.old_key)))
     size = backwards(mean.inverse * mean.size, strength.shape)
     return Dual(
@@ -112,7 +113,7 @@ def forwards(x, heads):
 
 def columns(of: preparation.Tokens, mean: Mean, exact_window):
     """Returns vectors of queries in the order of `window_queries.Columns`, float32 [B N, X / 64, 5, 64]."""
-    group = len(mean.dout) // len(of.decay)
+    group = len(mean.inverse) // len(of.decay)
     coarse, fine = (jnp.repeat(x[..., exact_window:].reshape(len(x), -1), group, 0) for x in _frames(of))
     return vectors(*window_queries.Columns.of(mean.inverse, mean.delta, coarse, fine))
 

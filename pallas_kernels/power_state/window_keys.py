@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import ring, tensor_core
+from pallas_kernels.hopper import results, ring, tensor_core
 from pallas_kernels.power_state import config as configs
 
 __all__ = ["Keys", "scratch"]
@@ -35,7 +35,7 @@ def scratch(key, value, decay, count, stages, chunk):
 class Keys:
     """Ring of the blocks of 64 keys that are visible to the rows of a thread block.
 
-    gmem: "key" [H, W + X, D], "value" [H, W + X, E] and "decay", as in `prepare.Tokens`. smem: as `scratch` returns it.
+    gmem: "key", "value" and "decay", as in `prepare.Tokens`. smem: as `scratch` returns it.
     first: number of other steps that precede the keys in their ring.
     """
 
@@ -61,9 +61,9 @@ class Keys:
 
         def copy(step, slot):
             block, full = step - self._first, smem["key_full"].at[slot]
-            tokens = pl.ds(tile.chunk * self._chunk + block * _BLOCK, _BLOCK)
+            begin = tile.chunk * self._chunk + block * _BLOCK - self._window
             for name in ("key", "value"):
-                source = self._gmem[name].at[tile.key_head, tokens]
+                source = results.block(self._gmem[name], tile.key_head, begin)
                 plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[slot], full)
             if self._to_last is not None:
                 source = self._gmem["decay"].at[tile.key_head, tile.chunk, 2, block]

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import ring, tensor_core
+from pallas_kernels.hopper import results, ring, tensor_core
 from pallas_kernels.power_state import config as configs
 
 __all__ = ["COPIES", "STAGES", "Columns", "Span", "copy_queries", "read_queries", "scratch"]
@@ -69,10 +69,9 @@ class Span(NamedTuple):
     end: jax.Array
 
     @classmethod
-    def of_keys(cls, block, warpgroup, *, chunk, exact_window, time):
-        """Returns the span of the keys from the padded block `block` of 64; `time` is that of queries."""
+    def of_keys(cls, index, block, warpgroup, *, chunk, exact_window, time):
+        """Returns the span of the keys from the padded block `block` of 64, in chunk `index`; `time` of queries."""
         blocks = chunk // _BLOCK
-        index = lax.div(block, jnp.int32(blocks))
         end = jnp.minimum((index + 1) * blocks, time // _BLOCK)
         first = block - exact_window // _BLOCK
         begin, own, inner = (jnp.clip(first + n, 0, end) for n in (0, warpgroup, warpgroup + 1))
@@ -101,7 +100,7 @@ def scratch(head_dim, value_dim, dtype, count, slices=None):
 def copy_queries(gmem, smem, key_head, span, *, groups, first=0):
     """Fills the ring with the queries that attend to the block's keys, after `first` other steps.
 
-    Returns when all is read. gmem: "query" bfloat16 [H groups, X, D], "dout" bfloat16 [H groups, X, E] and "columns"
+    Returns when all is read. gmem: "query" bfloat16 [H groups, X, D], "dout" bfloat16 [B, T, N, E] and "columns"
     float32 [H groups, X / 64, 5, 64] in the order of Columns.
     """
 
@@ -109,9 +108,10 @@ def copy_queries(gmem, smem, key_head, span, *, groups, first=0):
         head = key_head * groups + lax.div(step - first, span.count)
         block = span.begin + lax.rem(step - first, span.count)
         full = smem["query_full"].at[slot]
-        for name in ("query", "dout"):
-            tile = gmem[name].at[head, pl.ds(block * _BLOCK, _BLOCK)]
-            plgpu.copy_gmem_to_smem(tile, smem[f"{name}_smem"].at[slot], full)
+        query = gmem["query"].at[head, pl.ds(block * _BLOCK, _BLOCK)]
+        dout = results.block(gmem["dout"], head, block * _BLOCK)
+        plgpu.copy_gmem_to_smem(query, smem["query_smem"].at[slot], full)
+        plgpu.copy_gmem_to_smem(dout, smem["dout_smem"].at[slot], full)
         plgpu.copy_gmem_to_smem(gmem["columns"].at[head, block], smem["column_smem"].at[slot], full)
 
     ring.fill(first + groups * span.count, STAGES, smem["query_free"], copy, first)

@@ -14,6 +14,7 @@ import numpy as np
 
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
+from pallas_kernels.power_state import prepare_vjp as preparation_vjp
 from pallas_kernels.power_state import recurrence as recurrences
 from pallas_kernels.power_state import segments
 from pallas_kernels.power_state.square import backward, forward
@@ -111,7 +112,8 @@ def query_states(
 ):
     """Computes `query.query_states`."""
     heads, time, head_dim = query.shape
-    group, shape = heads // len(key), (time // chunk, chunk)
+    group, shape = heads // len(states), (time // chunk, chunk)
+    key, value = (in_heads(x, exact_window, exact_window + time) for x in (key, value))
     states, norm = _whole(states, value.shape[-1]), _whole(norm, head_dim)
     seen = _seen(len(states[0]), chunk, exact_window)
     scale = scale.reshape(len(scale), -1)[:, :time].reshape(len(scale), *shape)
@@ -133,6 +135,11 @@ def query_states(
     out = as_arguments(out.reshape(heads, time, -1), batch_time)
     means = preparation.split(out[..., None, :], value.dtype, 1 + with_remainder)
     return *jnp.moveaxis(means, -2, 0), total.reshape(heads, time)
+
+
+def in_heads(x, before, length):
+    """Returns [B, T, N, ...] as [B N, `length`, ...], with `before` zeros in front."""
+    return preparation_vjp.lengthened(preparation.pad(preparation.heads_first(x), before, 0), length)
 
 
 def as_arguments(x, batch_time, before=0):
@@ -160,7 +167,9 @@ def query_vjp(
     interpret,
 ):
     """Computes `query_vjp.query_vjp`, one head and one chunk at a time."""
-    group, dtype = len(query) // len(key), query.dtype
+    group, dtype, time = len(query) // len(states), query.dtype, query.shape[1]
+    key, value = (in_heads(x, exact_window, exact_window + time) for x in (key, value))
+    dout = in_heads(dout, 0, time)
     states, norm = _whole(states, value.shape[-1]), _whole(norm, query.shape[-1])
     query, dout, key, value = _exact(query, dout, key, value)
     seen = _seen(states.shape[1], chunk, exact_window)
@@ -202,8 +211,12 @@ def key_vjp(
     interpret,
 ):
     """Computes `key_vjp.key_vjp`, one head and one chunk at a time."""
-    (heads, length, head_dim), value_dim, chunks = key.shape, value.shape[-1], dual.shape[1]
+    (heads, head_dim, length), value_dim, chunks = scalars.shape, value.shape[-1], dual.shape[1]
     group, dtype, narrow = len(query) // heads, key.dtype, dual.dtype
+    # Positions after the last are empty.
+    reach = max(length, chunks * chunk + exact_window)
+    key, value = (in_heads(x, exact_window, reach) for x in (key, value))
+    dout = in_heads(dout, 0, chunks * chunk)
     decay = _decay_of(rows, chunks, chunk, exact_window)
     dual, dual_norm = (jnp.flip(_whole(x, n), 1) for x, n in ((dual, value_dim), (dual_norm, head_dim)))
     key, value, query, dout = _exact(key, value, query, dout)
@@ -229,10 +242,7 @@ def key_vjp(
 
     old = [_chunks_of_rows(x[:, : chunks * chunk], chunk) for x in (key, value)]
     gradients = jax.vmap(jax.vmap(far))(*old, dual, dual_norm, _vectors_in_chunks(rows, chunk)[:, :chunks])
-    # Positions after the last are empty.
-    reach = max(length, chunks * chunk + exact_window)
-    ends = [jnp.pad(x, [(0, 0), (0, reach - length), (0, 0)])[:, seen] for x in (key, value)]
-    shared = [jnp.repeat(x, group, 0) for x in (*ends, decay)]
+    shared = [jnp.repeat(x, group, 0) for x in (key[:, seen], value[:, seen], decay)]
     each = [_chunks_of_rows(x, chunk) for x in (query, dout)]
     added = jax.vmap(jax.vmap(near))(*each, _vectors_in_chunks(columns, chunk), *shared)
     results = []
@@ -240,9 +250,9 @@ def key_vjp(
         result = jnp.zeros((heads, reach, x.shape[-1]))
         result = result.at[:, : chunks * chunk].add(total.reshape(heads, -1, x.shape[-1]))
         result = result.at[:, seen].add(x.reshape(heads, group, *x.shape[1:]).sum(1))
-        results.append(result[:, :length])
+        results.append(result)
     dkey, dvalue = (as_arguments(x.astype(dtype), batch_time, exact_window) for x in results[:2])
-    return dkey, dvalue, jnp.swapaxes(results[2], 1, 2)[..., : scalars.shape[-1]]
+    return dkey, dvalue, jnp.swapaxes(results[2], 1, 2)[..., :length]
 
 
 def _pairs(query, key, decay, exact_window):

@@ -79,6 +79,12 @@ def blocks_and_scalars(vector, scalars, layout):
     return vector[column], scalars[scalar]
 
 
+def _in_heads(x, before, length):
+    """Returns [B, T, N, ...] as [B N, `length`, ...], with `before` zeros in front."""
+    x = np.swapaxes(x, 1, 2).reshape(-1, x.shape[1], x.shape[3])[:, : length - before]
+    return np.pad(x, [(0, 0), (before, length - before - x.shape[1]), (0, 0)])
+
+
 def query_vjp(
     query,
     vector,
@@ -97,10 +103,12 @@ def query_vjp(
     interpret=None,
 ):
     heads, time, _ = query.shape
+    key, value = (_in_heads(x, exact_window, exact_window + time) for x in (key, value))
+    dout = _in_heads(dout, 0, time)
     gradient, sums = np.zeros(query.shape, np.float32), np.zeros((heads, 2, time), np.float32)
     rows = _vectors(rows)
     for head in range(heads):
-        held = head // (heads // len(key))
+        held = head // (heads // len(states))
         for c in range(time // chunk):
             own = slice(c * chunk, (c + 1) * chunk)
             seen = slice(c * chunk, (c + 1) * chunk + exact_window)
@@ -137,6 +145,7 @@ def key_vjp(
 ):
     heads, time, _ = key.shape
     chunks, group = dual.shape[1], len(query) // heads
+    dout = _in_heads(dout, 0, query.shape[1])
     dkey, dvalue = np.zeros(key.shape, np.float32), np.zeros(value.shape, np.float32)
     sums = np.zeros((heads, 2, time), np.float32)
     rows, columns = _vectors(rows), _vectors(columns)
@@ -213,12 +222,13 @@ def query_states(
 ):
     """Computes `quartic.query.query_states`."""
     heads, time, _ = query.shape
+    key, value = (_in_heads(x, exact_window, exact_window + time) for x in (key, value))
     out = np.zeros((heads, time, layout.value_dim), np.float32)
     total = single(denominator).reshape(heads, time).copy()
     first, count, _ = layout.steps.T
     read = np.concatenate([f + np.arange(n * layouts.STEP) for f, n in zip(first, count, strict=True)])
     for head in range(heads):
-        held = head // (heads // len(key))
+        held = head // (heads // len(stored))
         columns, factors = blocks_and_scalars(single(vector[head]).T, single(scalars[head]), layout)
         for index in range(time // chunk):
             rows = slice(index * chunk, (index + 1) * chunk)

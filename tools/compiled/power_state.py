@@ -82,8 +82,8 @@ def build(case: str):
         shape(cases.HEADS * cases.GROUP, head_dim, time),
         shape(cases.HEADS, cases.CHUNKS, layouts.TILE, terms * value_dim, layout.width),
         cases.brief(cases.HEADS, cases.CHUNKS, 2 * head_dim, head_dim),
-        cases.brief(cases.HEADS, cases.WINDOW + time, head_dim),
-        cases.brief(cases.HEADS, cases.WINDOW + time, value_dim),
+        cases.brief(1, time, cases.HEADS, head_dim),
+        cases.brief(1, time, cases.HEADS, value_dim),
         cases.exact(cases.HEADS, cases.CHUNKS, 3, (cases.WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
         cases.exact(cases.HEADS, time // configs.BLOCK, configs.BLOCK),
     ]

@@ -36,15 +36,15 @@ def build(case: str):
     layout, time, padded = layouts.Layout(head_dim), found.time, found.time + chunk
     options = {"layout": layout, "config": config, "chunk": chunk, "exact_window": cases.WINDOW}
     return functools.partial(key_vjp.key_vjp, **options, batch_time=(1, time)), [
-        cases.brief(cases.HEADS, padded, head_dim),
+        cases.brief(1, time, cases.HEADS, head_dim),
         jax.ShapeDtypeStruct((cases.HEADS, head_dim, padded), operand),
-        cases.brief(cases.HEADS, padded, value_dim),
+        cases.brief(1, time, cases.HEADS, value_dim),
         jax.ShapeDtypeStruct(
             (cases.HEADS, cases.CHUNKS, layouts.TILE, terms * value_dim, layout.width), operand
         ),
         cases.brief(cases.HEADS, cases.CHUNKS, 2 * head_dim, head_dim),
         cases.brief(cases.HEADS * cases.GROUP, time, head_dim),
-        cases.brief(cases.HEADS * cases.GROUP, time, value_dim),
+        cases.brief(1, time, cases.HEADS * cases.GROUP, value_dim),
         cases.exact(cases.HEADS, padded // configs.BLOCK, len(key_vjp.Rows._fields), configs.BLOCK),
         cases.exact(
             cases.HEADS * cases.GROUP, time // configs.BLOCK, len(key_vjp.Columns._fields), configs.BLOCK

@@ -52,8 +52,8 @@ def build(case: str):
         cases.half(heads, layout.scalar_rows, time),
         cases.half(cases.HEADS, cases.CHUNKS, layout.stacks, value_dim, layout.width),
         cases.exact(heads, time // configs.BLOCK, configs.BLOCK),
-        cases.brief(cases.HEADS, cases.WINDOW + time, head_dim),
-        cases.brief(cases.HEADS, cases.WINDOW + time, value_dim),
+        cases.brief(1, time, cases.HEADS, head_dim),
+        cases.brief(1, time, cases.HEADS, value_dim),
         cases.exact(cases.HEADS, cases.CHUNKS, 3, (cases.WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
         cases.exact(cases.HEADS, time // configs.BLOCK, configs.BLOCK),
     ]

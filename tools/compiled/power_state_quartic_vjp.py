@@ -42,10 +42,10 @@ def build(case: str):
             cases.brief(heads, time, head_dim),
             cases.half(heads, time, layout.rows),
             cases.half(heads, layout.scalar_rows, time),
-            cases.brief(heads, time, value_dim),
+            cases.brief(1, time, heads, value_dim),
             states,
-            cases.brief(cases.HEADS, cases.WINDOW + time, head_dim),
-            cases.brief(cases.HEADS, cases.WINDOW + time, value_dim),
+            cases.brief(1, time, cases.HEADS, head_dim),
+            cases.brief(1, time, cases.HEADS, value_dim),
             cases.exact(cases.HEADS, cases.CHUNKS, 3, (cases.WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
             cases.exact(heads, time // configs.BLOCK, len(quartic_query_vjp.Rows._fields), configs.BLOCK),
         ]
@@ -57,7 +57,7 @@ def build(case: str):
         cases.brief(cases.HEADS, padded, value_dim),
         states,
         cases.brief(heads, time, head_dim),
-        cases.brief(heads, time, value_dim),
+        cases.brief(1, time, heads, value_dim),
         cases.exact(cases.HEADS, padded // configs.BLOCK, len(quartic_key_vjp.Rows._fields), configs.BLOCK),
         cases.exact(heads, time // configs.BLOCK, len(window_queries.Columns._fields), configs.BLOCK),
     ]

@@ -38,13 +38,13 @@ def build(case: str):
     return functools.partial(query_vjp.query_vjp, **options, batch_time=(1, time)), [
         cases.brief(queries, time, head_dim),
         jax.ShapeDtypeStruct((queries, head_dim, time), operand),
-        cases.brief(queries, time, value_dim),
+        cases.brief(1, time, queries, value_dim),
         jax.ShapeDtypeStruct(
             (cases.HEADS, cases.CHUNKS, layouts.TILE, terms * value_dim, layout.width), operand
         ),
         cases.brief(cases.HEADS, cases.CHUNKS, 2 * head_dim, head_dim),
-        cases.brief(cases.HEADS, cases.WINDOW + time, head_dim),
-        cases.brief(cases.HEADS, cases.WINDOW + time, value_dim),
+        cases.brief(1, time, cases.HEADS, head_dim),
+        cases.brief(1, time, cases.HEADS, value_dim),
         cases.exact(cases.HEADS, cases.CHUNKS, 3, (cases.WINDOW + chunk) // configs.BLOCK, configs.BLOCK),
         cases.exact(queries, time // configs.BLOCK, len(query_vjp.Rows._fields), configs.BLOCK),
     ]

@@ -100,8 +100,11 @@ def _query_vjp(of, unit, mean, saved, options):
 def _key_vjp(of, unit, mean, dual, length, options):
     layout, chunk, exact_window = (options[name] for name in ("layout", "chunk", "exact_window"))
     heads, chunks = dual.shifts.shape
-    key, value = (preparation_vjp.lengthened(x, length) for x in (of.key, of.value))
-    exponent, value_exponent = (preparation.exponent_of(x)[..., 0] for x in (key, value))
+    key, value = (
+        preparation_vjp.lengthened(preparation.pad(preparation.heads_first(x), exact_window, 0), length)
+        for x in (of.key, of.value)
+    )
+    exponent, value_exponent = (numerics.exponent(jnp.abs(x).max(-1)) for x in (key, value))
     narrow = numerics.scaled(key, -exponent[..., None])
     vector, scalars = quartic.pair_products(jnp.swapaxes(narrow, 1, 2).astype(jnp.float32), layout)
     vector = jnp.swapaxes(vector, 1, 2)

@@ -96,8 +96,9 @@ def key_vjp(
             )
 
         def span(block, warpgroup):
+            index = lax.axis_index("chunk")
             return window_queries.Span.of_keys(
-                block, warpgroup, chunk=chunk, exact_window=exact_window, time=queries_time
+                index, block, warpgroup, chunk=chunk, exact_window=exact_window, time=queries_time
             )
 
         def copy():

@@ -58,7 +58,7 @@ def query_states(
     front. scalars: 16-bit [HN, layout.scalar_rows, X], the same products in the order of the scalars, time last.
     states: 16-bit [H, n, U, E, P], the state that chunk c's queries read at c, times its weights.
     denominator: float32 [HN, X / 64, 64], the state's contribution to the sum of weights.
-    key: bfloat16 [H, W + X, D]; value: bfloat16 [H, W + X, E]; the first W are the window before the first chunk.
+    key: bfloat16 [B, at least T, K, D]; value: bfloat16 [B, at least T, K, E].
     decay: float32 [H, n, 3, (W + C) / 64, 64], as in `prepare.Tokens`. scale: float32 [H, X / 64,
     64], from the state to each query.
 
@@ -69,7 +69,7 @@ def query_states(
     means = ("out", "remainder") if with_remainder else ("out",)
 
     def body(gmem, smem):
-        tile = query_tile.QueryTile.of_thread_block(heads // len(key), chunk, count)
+        tile = query_tile.QueryTile.of_thread_block(heads // len(states), chunk, count)
         keys = window_keys.Keys(gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window)
 
         def copy():

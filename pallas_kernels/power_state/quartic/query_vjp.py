@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import launch, tensor_core
+from pallas_kernels.hopper import launch, results, tensor_core
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import query_tile, window_keys, window_keys_vjp
 from pallas_kernels.power_state.quartic import state_vjp
@@ -69,7 +69,7 @@ def query_vjp(
     def body(gmem, smem):
         def tiles():
             # In each branch, to save registers.
-            tile = query_tile.QueryTile.of_thread_block(heads // len(key), chunk, count)
+            tile = query_tile.QueryTile.of_thread_block(heads // len(states), chunk, count)
             vectors = state_vjp.Vectors(
                 tile.head, tile.token, tile.key_head, tile.chunk, jnp.int32(layout.blocks)
             )
@@ -81,9 +81,10 @@ def query_vjp(
             # Inputs that every warpgroup needs from the start.
             ready = smem["ready"]
             for n in range(count):
-                for name in ("query", "dout"):
-                    source = gmem[name].at[tile.head, tile.tokens_of(n)]
-                    plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[n], ready)
+                query = gmem["query"].at[tile.head, tile.tokens_of(n)]
+                dout = results.block(gmem["dout"], tile.head, tile.token + n * _BLOCK)
+                plgpu.copy_gmem_to_smem(query, smem["query_smem"].at[n], ready)
+                plgpu.copy_gmem_to_smem(dout, smem["dout_smem"].at[n], ready)
             keys.copy_decays(ready)
             blocks = tile.blocks_of(chunk, count)
             plgpu.copy_gmem_to_smem(gmem["rows"].at[tile.head, blocks], smem["rows_smem"], ready)

@@ -58,9 +58,9 @@ def attend_vjp(prepared, saved, dual, batch_time, length, call: configs.Call):
         **options,
     )
     dkey, dvalue, of_keys = key_kernel.key_vjp(
-        preparation_vjp.lengthened(of.key, max(length, of.key.shape[1])),
+        of.key,
         _scalars_of_keys(of, length).astype(dual.states.dtype),
-        preparation_vjp.lengthened(of.value, max(length, of.value.shape[1])),
+        of.value,
         dual.states,
         preparation.split(dual.norms, jnp.bfloat16, 2),
         unit,
@@ -75,7 +75,7 @@ def attend_vjp(prepared, saved, dual, batch_time, length, call: configs.Call):
 def _rows_of_queries(of, query_exponent, mean, shift):
     """Returns the vectors of `query_vjp.Rows`, float32 [B N, X / 64, 6, 64]."""
     scale = preparation.scale_of(of, shift).reshape(len(shift), -1)
-    scale = jnp.repeat(scale, len(mean.dout) // len(shift), 0)
+    scale = jnp.repeat(scale, len(mean.inverse) // len(shift), 0)
     exponent = numerics.exponent(mean.size)
     unit, unit_rest = numerics.factors(-query_exponent[..., 0])
     rows = query_kernel.Rows(
@@ -99,7 +99,7 @@ def _rows_of_keys(of, dual_shift, chunks):
     heads, _, chunk, _ = of.old_key.shape
     shift = jnp.flip(dual_shift, 1)[..., None]
     key_exponent = of.old_exponent[..., 0]
-    value_exponent = preparation.exponent_of(of.old_value)[..., 0]
+    value_exponent = numerics.exponent(of.old_size)
 
     def met(exponent):
         x = preparation.scaled_decay(of.to_state, shift + exponent)

@@ -79,11 +79,11 @@ def key_vjp(
     """Returns dk bfloat16 [B, T, K, D], dv bfloat16 [B, T, K, E], and sums for the gradients of decays.
 
     batch_time: B and T; H = B K, and position t is padded position W + t.
-    key: bfloat16 [H, at least Y, D]; value: bfloat16 [H, at least Y, E]. Of the padded positions, Y = n C or (n + 1) C
-    are used; keys of chunk n are in no state. scalars: 16-bit [H, D, Y], keys times `narrow_key`, time last.
+    key: bfloat16 [B, at least T, K, D]; value: bfloat16 [B, at least T, K, E]. Of the padded positions, Y = n C or
+    (n + 1) C are used; keys of chunk n are in no state. scalars: 16-bit [H, D, Y], keys times `narrow_key`, time last.
     dual: 16-bit [H, n, 16, terms E, P], the gradient of the state after chunk c at n - 1 - c, as the sum of its terms.
     dual_norm: bfloat16 [H, n, 2 D, D], Rz at the same positions, symmetric, as the sum of two.
-    query: bfloat16 [H N / K, X, D]; dout: bfloat16 [H N / K, X, E]; gradients are summed over the queries of a group.
+    query: bfloat16 [H N / K, X, D]; dout: bfloat16 [B, at least T, N, E]; gradients are sums over a group's queries.
     rows: float32 [H, Y / 64, 9, 64] in the order of Rows; columns: float32 [H N / K, X / 64, 5, 64] in that of Columns.
 
     The window is at most a chunk. Sums, float32 [H, 2, Y]: over queries, of weights times (dout . v - delta); and
@@ -100,7 +100,7 @@ def key_vjp(
         "rows": rows,
         "columns": columns,
     }
-    heads, value_dim = len(key), value.shape[-1]
+    heads, value_dim = len(scalars), value.shape[-1]
     types = {
         "dkey": results.kind(batch_time, heads, key.shape[-1], key.dtype),
         "dvalue": results.kind(batch_time, heads, value_dim, value.dtype),
@@ -125,8 +125,8 @@ def key_vjp(
 def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
     """Runs the kernel for the requested gradients; returns its results by name."""
     key, value, dual = (inputs[name] for name in ("key", "value", "dual"))
-    heads, _, head_dim = key.shape
-    time, value_dim = inputs["scalars"].shape[2], value.shape[-1]
+    heads, head_dim, time = inputs["scalars"].shape
+    value_dim = value.shape[-1]
     count, stages, parts = config.key_vjp_blocks, config.key_vjp_stages, config.key_vjp_parts
     chunks, terms = dual.shape[1], dual.shape[3] // value_dim
     queries_time, groups = inputs["query"].shape[1], len(inputs["query"]) // heads
@@ -145,16 +145,22 @@ def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
         # Keys after the last query's chunk are in no state.
         in_state = index < chunks
         span = functools.partial(
-            window_queries.Span.of_keys, block, chunk=chunk, exact_window=exact_window, time=queries_time
+            window_queries.Span.of_keys,
+            index,
+            block,
+            chunk=chunk,
+            exact_window=exact_window,
+            time=queries_time,
         )
 
         def copy():
             # Inputs that every warpgroup needs from the start.
             ready = smem["ready"]
             for n in range(count):
-                tokens = pl.ds((block + n) * _BLOCK, _BLOCK)
+                tokens, begin = pl.ds((block + n) * _BLOCK, _BLOCK), (block + n) * _BLOCK - exact_window
                 for name in operands:
-                    plgpu.copy_gmem_to_smem(gmem[name].at[head, tokens], smem[f"{name}_smem"].at[n], ready)
+                    source = results.block(gmem[name], head, begin)
+                    plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[n], ready)
                 scalars = gmem["scalars"].at[head, :, tokens]
                 plgpu.copy_gmem_to_smem(scalars, smem["scalar_smem"].at[n], ready)
             plgpu.copy_gmem_to_smem(gmem["rows"].at[head, pl.ds(block, count)], smem["row_smem"], ready)
@@ -205,15 +211,11 @@ def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
                     if with_value:
                         own["value_smem"][...] = dvalue[...].astype(own["value_smem"].dtype)
                     plgpu.commit_smem()
-                    # No token comes before the first, where the window is.
                     begin = (block + warpgroup) * _BLOCK - exact_window
-
-                    @pl.when(begin >= 0)
-                    def _store():
-                        for name in gradients:
-                            target = results.block(gmem[name], head, begin)
-                            plgpu.copy_smem_to_gmem(own[f"{name[1:]}_smem"], target)
-                        plgpu.wait_smem_to_gmem(0)
+                    for name in gradients:
+                        target = results.block(gmem[name], head, begin)
+                        plgpu.copy_smem_to_gmem(own[f"{name[1:]}_smem"], target)
+                    plgpu.wait_smem_to_gmem(0)
 
                 _with_accumulator(core, with_dkey, head_dim if with_key else None)
 

@@ -65,7 +65,7 @@ def query_states(
     query: bfloat16 [HN, X, D]; scalars: 16-bit [HN, D, X], the same, time last; HN a multiple of H.
     states: 16-bit [H, n, 16, terms E, P], the state that chunk c's queries read at c, as the sum of its terms. norm:
     bfloat16 [H, n, 2 D, D], Z as the sum of two.
-    key: bfloat16 [H, W + X, D]; value: bfloat16 [H, W + X, E]; the first W are the window before the first chunk.
+    key: bfloat16 [B, at least T, K, D]; value: bfloat16 [B, at least T, K, E].
     decay: float32 [H, n, 3, (W + C) / 64, 64], both parts of g, and the decay from each key to the last of its block.
     scale: float32 [H, X / 64, 64], from the state to each query.
 
@@ -79,7 +79,7 @@ def query_states(
     # gmem has the arguments and results in global memory by name, smem the shared memory of `scratch`.
     def body(gmem, smem):
         # This block's query head, key head and chunk, and the first of its rows.
-        tile = query_tile.QueryTile.of_thread_block(heads // len(key), chunk, count)
+        tile = query_tile.QueryTile.of_thread_block(heads // len(states), chunk, count)
         # The ring of blocks of 64 keys and values that are visible to any row of the tile, after the blocks of Z.
         keys = window_keys.Keys(
             gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window, first=norm_steps

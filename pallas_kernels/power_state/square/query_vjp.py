@@ -71,8 +71,9 @@ def query_vjp(
 
     batch_time: B and T; HN = B N, and X is T in whole chunks.
 
-    query, scalars, states, norm, key, value, decay: as in `query.query_states`. dout: bfloat16 [HN, X, E], the
-    cotangent of the weighted mean. rows: float32 [HN, X / 64, 6, 64], in the order of `Rows`.
+    query, scalars, states, norm, key, value, decay: as in `query.query_states`. dout: bfloat16 [B, at least T, N, E],
+    at E = 128 at least X tokens, the cotangent of the weighted mean. rows: float32 [HN, X / 64, 6, 64], in the order
+    of `Rows`.
 
     The sums [HN, 2, X] are those of the gradient with respect to the logarithms of decays, over the in-window keys, and
     over the keys in the state. Accumulates in float32.
@@ -91,19 +92,22 @@ def query_vjp(
     slices = layouts.TILE if head_dim == 128 else None
 
     def body(gmem, smem):
-        tile = query_tile.QueryTile.of_thread_block(heads // len(key), chunk, count)
+        tile = query_tile.QueryTile.of_thread_block(heads // len(states), chunk, count)
         keys = window_keys.Keys(
             gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window, first=norm_steps
         )
+
+        def dout_of(warpgroup):
+            return results.block(gmem["dout"], tile.head, tile.token + warpgroup * _BLOCK)
 
         def copy():
             # Inputs that every warpgroup needs from the start.
             ready = smem["ready"]
             for n in range(count):
-                for name in ("query", "dout"):
-                    if f"{name}_smem" in smem:
-                        source = gmem[name].at[tile.head, tile.tokens_of(n)]
-                        plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[n], ready)
+                query = gmem["query"].at[tile.head, tile.tokens_of(n)]
+                plgpu.copy_gmem_to_smem(query, smem["query_smem"].at[n], ready)
+                if "dout_smem" in smem:
+                    plgpu.copy_gmem_to_smem(dout_of(n), smem["dout_smem"].at[n], ready)
                 scalars = gmem["scalars"].at[tile.head, :, tile.tokens_of(n)]
                 plgpu.copy_gmem_to_smem(scalars, smem["scalar_smem"].at[n], ready)
             keys.copy_decays(ready)
@@ -121,7 +125,7 @@ def query_vjp(
             names = ("query_smem", "dout_smem", "narrow_smem", "scalar_smem")
             own = {name: smem[name].at[warpgroup] for name in names if name in smem}
             tokens = tile.tokens_of(warpgroup)
-            dout = _rows_of(own["dout_smem"] if "dout_smem" in own else gmem["dout"].at[tile.head, tokens])
+            dout = _rows_of(own["dout_smem"] if "dout_smem" in own else dout_of(warpgroup))
             plgpu.barrier_wait(smem["ready"])
             rows_smem = smem["rows_smem"].at[warpgroup]
             row = Rows(*(rows_smem.at[n] for n in range(rows_smem.shape[0])))
