@@ -20,13 +20,18 @@ _TILE = 8
 def kind(batch_time: tuple[int, int], heads: int, size: int, dtype) -> jax.ShapeDtypeStruct:
     """Returns the type of a kernel's result of B N = `heads` heads, in whole tiles and at least a block long."""
     batch, time = batch_time
-    return jax.ShapeDtypeStruct((batch, _length(time), heads // batch, size), dtype)
+    length = max(-(-time // _TILE) * _TILE, tensor_core.ROWS)
+    return jax.ShapeDtypeStruct((batch, length, heads // batch, size), dtype)
 
 
 def whole(argument, least=0):
-    """Returns an argument of at least `least` tokens, in whole tiles and at least a block long, padded with zeros."""
+    """Returns an argument of at least `least` tokens, padded with zeros to whole blocks.
+
+    With time last, a block is a tile.
+    """
     time = argument.shape[1]
-    return jnp.pad(argument, [(0, 0), (0, max(_length(time), least) - time), (0, 0), (0, 0)])
+    length = -(-max(time, least) // tensor_core.ROWS) * tensor_core.ROWS
+    return jnp.pad(argument, [(0, 0), (0, length - time), (0, 0), (0, 0)])
 
 
 def cut(result, batch_time: tuple[int, int]):
@@ -42,7 +47,3 @@ def block(array, head, begin):
     heads = jnp.int32(array.shape[2])
     begin = jnp.where(begin < 0, array.shape[1], begin)
     return array.at[lax.div(head, heads), pl.ds(begin, tensor_core.ROWS), lax.rem(head, heads)]
-
-
-def _length(time):
-    return max(-(-time // _TILE) * _TILE, tensor_core.ROWS)

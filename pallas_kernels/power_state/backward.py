@@ -82,6 +82,6 @@ def _prepared(query, key, value, log_decay, folds, out, denominator, dout, call)
     """
     sizes = width, value_width = degrees.degree(call.power).tiles.padded(key.shape[-1], value.shape[-1])
     of = preparation.tokens(key, value, log_decay, folds, sizes=sizes, call=call)
-    unit, exponent = preparation.queries(preparation.fill(query, width), call.chunk)
-    mean = preparation_vjp.mean_of(out, denominator, dout, value_width, unit.shape[1])
+    unit, exponent = preparation.queries(preparation.fill(query, width))
+    mean = preparation_vjp.mean_of(out, denominator, dout, value_width, of.from_state[0].size)
     return of, unit, exponent, mean

@@ -132,13 +132,14 @@ def scale_of(of: Tokens, shift):
     return scale.reshape(len(scale), -1, configs.BLOCK)
 
 
-def queries(query, chunk):
-    """Returns queries with largest entries in [1/2, 1), [B N, X, D], and their exponents, int32 [B N, X, 1].
+def queries(query):
+    """Returns queries with largest entries in [1/2, 1), [B N, T, D], and their exponents, int32 [B N, T, 1].
 
-    query: [B, T, N, D].
+    query: [B, T, N, D]; time is padded to whole blocks.
     """
-    extra = -query.shape[1] % chunk
-    query, size = (pad(heads_first(x), 0, extra) for x in (query, _sizes(query)))
+    # No further: with more padding, XLA would write a copy before the transposed one.
+    query = results.whole(query)
+    query, size = (heads_first(x) for x in (query, _sizes(query)))
     exponent = numerics.exponent(size)[..., None]
     return numerics.scaled(query, -exponent), exponent
 

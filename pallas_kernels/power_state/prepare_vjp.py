@@ -45,7 +45,7 @@ class Dual(NamedTuple):
     Except in `value`, chunks contain all heads of a group and are in reverse order.
     """
 
-    value: jax.Array  # float32 [B N, X, E]
+    value: jax.Array  # float32 [B N, at least T, E]
     dnorm: jax.Array  # float32 [H, n, G C], weight of each query's square in the normalizer's gradient
     carried: preparation.Carried
 
@@ -87,8 +87,8 @@ def dual_of(of: preparation.Tokens, mean: Mean, start_size) -> Dual:
 
     start_size: float32 [H], the largest entry of the final state's gradient.
     """
-    dout = lengthened(preparation.heads_first(mean.dout), mean.inverse.shape[1])
-    value = mean.inverse[..., None] * dout.astype(jnp.float32)
+    dout = preparation.heads_first(mean.dout).astype(jnp.float32)
+    value = mean.inverse[:, : dout.shape[1], None] * dout
     strength = jnp.tile(jnp.flip(of.from_state, 1), (1, 1, len(value) // len(of.old_key)))
     size = backwards(mean.inverse * mean.size, strength.shape)
     return Dual(

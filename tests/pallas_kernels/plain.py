@@ -52,7 +52,7 @@ def update(key, value, carry, start, *, layout, config, chunk, terms, interpret,
         after = carry[:, None, None, None] * state + new
         return after, (preparation.split(state, key.dtype, terms), after)
 
-    by_chunk = *(_in_chunks(x, chunk, heads, reverse) for x in (key, value)), carry
+    by_chunk = *(_in_chunks(x, chunks, chunk, heads, reverse) for x in (key, value)), carry
     by_chunk = tuple(jnp.moveaxis(x, 1, 0) for x in by_chunk)
     # Segments after the first begin with zeros.
     begins = (np.arange(chunks) % each == 0) & (np.arange(chunks) > 0)
@@ -67,8 +67,9 @@ def update(key, value, carry, start, *, layout, config, chunk, terms, interpret,
 def norms(key, weights, *, interpret, reverse=False):
     """Computes `norms.norms`."""
     heads, chunks, *_ = weights.shape
-    keys = _in_chunks(key, key.shape[2] // chunks, heads, reverse).astype(jnp.float32)
     weights = weights.reshape(heads, chunks, -1)
+    chunk = weights.shape[2] * heads // len(key)
+    keys = _in_chunks(key, chunks, chunk, heads, reverse).astype(jnp.float32)
     return jnp.einsum("hnix,hnx,hnjx->hnij", keys, weights, keys, precision="highest")
 
 
@@ -111,8 +112,10 @@ def query_states(
     interpret,
 ):
     """Computes `query.query_states`."""
-    heads, time, head_dim = query.shape
-    group, shape = heads // len(states), (time // chunk, chunk)
+    heads, _, head_dim = query.shape
+    group, shape = heads // len(states), (states.shape[1], chunk)
+    time = states.shape[1] * chunk
+    query, scalars = preparation_vjp.lengthened(query, time), preparation_vjp.lengthened(scalars, time, 2)
     key, value = (in_heads(x, exact_window, exact_window + time) for x in (key, value))
     states, norm = _whole(states, value.shape[-1]), _whole(norm, head_dim)
     seen = _seen(len(states[0]), chunk, exact_window)
@@ -167,7 +170,8 @@ def query_vjp(
     interpret,
 ):
     """Computes `query_vjp.query_vjp`, one head and one chunk at a time."""
-    group, dtype, time = len(query) // len(states), query.dtype, query.shape[1]
+    group, dtype, time = len(query) // len(states), query.dtype, states.shape[1] * chunk
+    query = preparation_vjp.lengthened(query, time)
     key, value = (in_heads(x, exact_window, exact_window + time) for x in (key, value))
     dout = in_heads(dout, 0, time)
     states, norm = _whole(states, value.shape[-1]), _whole(norm, query.shape[-1])
@@ -216,7 +220,7 @@ def key_vjp(
     # Positions after the last are empty.
     reach = max(length, chunks * chunk + exact_window)
     key, value = (in_heads(x, exact_window, reach) for x in (key, value))
-    dout = in_heads(dout, 0, chunks * chunk)
+    dout, query = in_heads(dout, 0, chunks * chunk), preparation_vjp.lengthened(query, chunks * chunk)
     decay = _decay_of(rows, chunks, chunk, exact_window)
     dual, dual_norm = (jnp.flip(_whole(x, n), 1) for x, n in ((dual, value_dim), (dual_norm, head_dim)))
     key, value, query, dout = _exact(key, value, query, dout)
@@ -306,9 +310,10 @@ def _decay_of(rows, chunks, chunk, exact_window):
     return jnp.swapaxes(seen, 1, 2).reshape(len(rows), chunks, 2, -1, configs.BLOCK)
 
 
-def _in_chunks(x, chunk, heads, reverse):
-    """Reshapes [H G, A, X] to [H, n, A, G C], with the last chunk first or not."""
-    x = jnp.moveaxis(x.reshape(heads, -1, x.shape[1], x.shape[2] // chunk, chunk), 3, 1)
+def _in_chunks(x, chunks, chunk, heads, reverse):
+    """Reshapes [H G, A, at most X] to [H, n, A, G C], with the last chunk first or not."""
+    x = preparation_vjp.lengthened(x, chunks * chunk, 2)
+    x = jnp.moveaxis(x.reshape(heads, -1, x.shape[1], chunks, chunk), 3, 1)
     x = jnp.swapaxes(x, 2, 3).reshape(*x.shape[:2], x.shape[3], -1)
     return jnp.flip(x, 1) if reverse else x
 

@@ -26,10 +26,12 @@ def fold_vjp(prepared, key, value, dfinal, call: configs.Call):
     layout = layouts.layout_for(head_dim, value.shape[-1])
     end, end_norm = quartic.start_of(dfinal, batch * kv_heads, head_dim, layout)
     of, unit, _, mean = prepared
+    length = mean.inverse.shape[1]
     dual = preparation_vjp.dual_of(of, mean, preparation.size_of(end, dfinal))
     strength = dual.carried.strength
     query, dout = (
-        preparation_vjp.backwards(x, strength.shape).astype(jnp.float32) for x in (unit, dual.value)
+        preparation_vjp.backwards(preparation_vjp.lengthened(x, length), strength.shape).astype(jnp.float32)
+        for x in (unit, dual.value)
     )
     vector, scalars = quartic.pair_products(preparation.time_last(query), layout)
     duals, first = quartic.states_of(
@@ -54,6 +56,7 @@ def attend_vjp(prepared, saved, dual, batch_time, length, call: configs.Call):
     <R, S> is [H, n]. saved, dual: with heads as the first axis; batch_time: B and T; length: of padded keys.
     """
     of, unit, exponent, mean = prepared
+    unit, exponent = (preparation_vjp.lengthened(x, mean.inverse.shape[1]) for x in (unit, exponent))
     batch, time = batch_time
     layout = layouts.Layout(unit.shape[-1], mean.dout.shape[-1])
     options = {"layout": layout, **call.kernel_options}

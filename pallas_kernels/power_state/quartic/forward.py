@@ -53,7 +53,8 @@ def attend(query, key, value, log_decay, folds, saved, with_remainder, call: con
     layout = layouts.layout_for(head_dim, value_dim)
     padded = layout.head_dim, layout.value_dim
     of = preparation.tokens(key, value, log_decay, folds, sizes=padded, call=call)
-    unit, _ = preparation.queries(preparation.fill(query, layout.head_dim), call.chunk)
+    unit, _ = preparation.queries(preparation.fill(query, layout.head_dim))
+    unit = preparation.pad(unit, 0, -unit.shape[1] % call.chunk)
     states, norm, shift = saved.by_head()
     scale = preparation.scale_of(of, shift)
     vector, scalars = pair_products(jnp.swapaxes(unit, 1, 2).astype(jnp.float32), layout)

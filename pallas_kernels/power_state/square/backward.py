@@ -21,9 +21,9 @@ def fold_vjp(prepared, key, value, dfinal, call: configs.Call):
     operand, terms = configs.operands(call.state_dtype)
     layout, end, end_norm = forward.start_of(dfinal, key, value)
     dual = preparation_vjp.dual_of(of, mean, preparation.size_of(end, dfinal))
+    strength = preparation_vjp.forwards(dual.carried.strength, len(unit))[:, : dual.value.shape[1]]
     query, value_operand = (
-        jnp.swapaxes(x, 1, 2).astype(operand)
-        for x in (unit, dual.value * preparation_vjp.forwards(dual.carried.strength, len(unit))[..., None])
+        jnp.swapaxes(x, 1, 2).astype(operand) for x in (unit, dual.value * strength[..., None])
     )
     duals, first = forward.walk(
         query, value_operand, dual.carried, end, layout=layout, call=call, terms=terms, reverse=True
@@ -77,7 +77,8 @@ def _rows_of_queries(of, query_exponent, mean, shift):
     scale = preparation.scale_of(of, shift).reshape(len(shift), -1)
     scale = jnp.repeat(scale, len(mean.inverse) // len(shift), 0)
     exponent = numerics.exponent(mean.size)
-    unit, unit_rest = numerics.factors(-query_exponent[..., 0])
+    query_exponent = preparation_vjp.lengthened(query_exponent[..., 0], scale.shape[1])
+    unit, unit_rest = numerics.factors(-query_exponent)
     rows = query_kernel.Rows(
         narrow=numerics.scaled(jnp.ones_like(scale), -exponent),
         state=numerics.scaled(scale, exponent),

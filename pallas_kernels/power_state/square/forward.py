@@ -38,7 +38,7 @@ def attend(query, key, value, log_decay, folds, saved, with_remainder, call: con
     value_dim = value.shape[-1]
     padded = tiles.padded(query.shape[-1], value_dim)
     of = preparation.tokens(key, value, log_decay, folds, sizes=padded, call=call)
-    unit, _ = preparation.queries(preparation.fill(query, padded[0]), call.chunk)
+    unit, _ = preparation.queries(preparation.fill(query, padded[0]))
     states, norm, shift = saved.by_head()
     *means, denominator = query_kernel.query_states(
         unit,

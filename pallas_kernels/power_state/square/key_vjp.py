@@ -83,7 +83,8 @@ def key_vjp(
     (n + 1) C are used; keys of chunk n are in no state. scalars: 16-bit [H, D, Y], keys times `narrow_key`, time last.
     dual: 16-bit [H, n, 16, terms E, P], the gradient of the state after chunk c at n - 1 - c, as the sum of its terms.
     dual_norm: bfloat16 [H, n, 2 D, D], Rz at the same positions, symmetric, as the sum of two.
-    query: bfloat16 [H N / K, X, D]; dout: bfloat16 [B, at least T, N, E]; gradients are sums over a group's queries.
+    query: bfloat16 [H N / K, at least T, D]; dout: bfloat16 [B, at least T, N, E]; gradients are sums over the queries
+    of a group.
     rows: float32 [H, Y / 64, 9, 64] in the order of Rows; columns: float32 [H N / K, X / 64, 5, 64] in that of Columns.
 
     The window is at most a chunk. Sums, float32 [H, 2, Y]: over queries, of weights times (dout . v - delta); and
@@ -129,7 +130,7 @@ def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
     value_dim = value.shape[-1]
     count, stages, parts = config.key_vjp_blocks, config.key_vjp_stages, config.key_vjp_parts
     chunks, terms = dual.shape[1], dual.shape[3] // value_dim
-    queries_time, groups = inputs["query"].shape[1], len(inputs["query"]) // heads
+    queries_time, groups = chunks * chunk, len(inputs["query"]) // heads
     gradients = [name for name in _GRADIENTS if name in outputs]
     with_key, with_value = "dkey" in outputs, "dvalue" in outputs
     # Tiles of its own keys that the kernel multiplies.

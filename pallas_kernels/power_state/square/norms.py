@@ -25,7 +25,7 @@ _STAGES = 4
 def norms(key, weights, *, reverse=False, interpret=None):
     """Returns Z of each chunk, float32 [H, n, D, D].
 
-    key: float16 [HN, D, X], D = 32 or a multiple of 64, entries below 1, time last; HN a multiple of H; X = n C.
+    key: float16 [HN, D, at most n C], D = 32 or a multiple of 64, entries below 1, time last; HN a multiple of H.
     weights: float32 [H, n, HN C / 64 H, 64], at most 1. reverse: whether chunks of keys come in reverse order.
     """
     head_dim = key.shape[1]

@@ -62,7 +62,7 @@ def query_states(
     batch_time: B and T. H = B K key heads and HN = B N query heads over the batch, n chunks of C, X = n C tokens, and a
     window of W.
 
-    query: bfloat16 [HN, X, D]; scalars: 16-bit [HN, D, X], the same, time last; HN a multiple of H.
+    query: bfloat16 [HN, at least T, D]; scalars: 16-bit [HN, D, at least T], the same, time last; HN a multiple of H.
     states: 16-bit [H, n, 16, terms E, P], the state that chunk c's queries read at c, as the sum of its terms. norm:
     bfloat16 [H, n, 2 D, D], Z as the sum of two.
     key: bfloat16 [B, at least T, K, D]; value: bfloat16 [B, at least T, K, E].
@@ -71,8 +71,8 @@ def query_states(
 
     Where the sum of weights is not positive, the output is zero. Accumulates in float32.
     """
-    heads, time, head_dim = query.shape
-    value_dim, count = value.shape[-1], config.query_blocks
+    heads, _, head_dim = query.shape
+    time, value_dim, count = states.shape[1] * chunk, value.shape[-1], config.query_blocks
     terms, norm_steps = states.shape[3] // value_dim, state_copies.norm_blocks(layout)
     means = ("out", "remainder") if with_remainder else ("out",)
 

@@ -78,7 +78,7 @@ def query_vjp(
     The sums [HN, 2, X] are those of the gradient with respect to the logarithms of decays, over the in-window keys, and
     over the keys in the state. Accumulates in float32.
     """
-    heads, time, head_dim = query.shape
+    (heads, _, head_dim), time = query.shape, states.shape[1] * chunk
     value_dim, count, stages = value.shape[-1], config.query_vjp_blocks, config.query_vjp_stages
     parts, norm_steps = config.query_vjp_parts, state_copies.norm_blocks(layout)
     width = layout.width // parts

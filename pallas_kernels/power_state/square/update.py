@@ -49,8 +49,8 @@ class Order(NamedTuple):
 def update(key, value, carry, start, *, layout, config, chunk, terms=1, reverse=False, interpret=None):
     """Returns the states that the chunks read, and the state after each segment.
 
-    key: 16-bit [HN, D, X], time last; HN a multiple of H.
-    value: 16-bit [HN, E, X], times its decay up to the end of its chunk; E a multiple of 64.
+    key: 16-bit [HN, D, at most X], time last, zeros beyond its end; HN a multiple of H; X = n C.
+    value: 16-bit [HN, E, at most X], times its decay up to the end of its chunk; E a multiple of 64.
     carry: float32 [H, n], the factor of the state over each of the n = X / chunk chunks.
     start: float32 [H, 16, sections, E, P / sections], the state before the first chunk. Later segments begin at zero.
 
