@@ -36,8 +36,8 @@ KERNELS = sorted(
 # Dense matrix products sustain about 0.8 of the data sheet's 989 TFLOP/s, given the clock under load.
 SUSTAINED_HERTZ = 0.8 * 1.83e9
 MULTIPROCESSORS = 132
-# Bytes per cycle from shared memory, which wgmma reads at half that rate, and (a guess) from L2.
-SHARED_BYTES, PRODUCT_BYTES, CACHE_BYTES = 128, 64, 25
+# Bytes per cycle from shared memory, which wgmma reads at half that rate, and from L2 (measured, on an H100).
+SHARED_BYTES, PRODUCT_BYTES, CACHE_BYTES = 128, 64, 90
 # Latency of the last wgmma of each product, of barriers and of sums, per step; guesses. The kernels of states wait for
 # products and barriers only.
 STATE_WAITING_CYCLES = 120

@@ -39,7 +39,7 @@ TILE = 128
 ITERATIONS, PASSES = 2048, 64
 ROW_SECONDS = 120.0
 # The clock, number of multiprocessors and bytes per cycle from L2 that the model assumes, as in `tools.h100`.
-HERTZ, MULTIPROCESSORS, CACHE_BYTES = 0.8 * 1.83e9, 132, 25
+HERTZ, MULTIPROCESSORS, CACHE_BYTES = 0.8 * 1.83e9, 132, 90
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 from sympow_jax.ops import feature_maps, target
 
 __all__ = [
-    "FEATURE_COST",
-    "LEAST_CHUNKED_TIME",
     "default_chunk",
     "exceeds_memory",
     "faster_kernel",
@@ -20,10 +18,6 @@ __all__ = [
     "require_memory",
     "state_bytes",
 ]
-
-# Measured for the kernels, see `faster_kernel`: both fit the rows of benchmarks/results/h200.
-FEATURE_COST = 2.0
-LEAST_CHUNKED_TIME = 6144
 
 
 def flops_per_token(
@@ -67,21 +61,22 @@ def feature_flops(*, heads: int, kv_heads: int, head_dim: int, value_dim: int, p
     return 2 * feature_maps.symmetric_power_dim(head_dim, power) * value_dim * (heads + kv_heads)
 
 
-def faster_kernel(
-    flops: Mapping[str, float],
-    time: int,
-    *,
-    feature_cost: float = FEATURE_COST,
-    least_chunked_time: int = LEAST_CHUNKED_TIME,
-) -> str:
+def faster_kernel(flops: Mapping[str, float], time: int, heads: int) -> str:
     """Returns the form whose Hopper kernels are faster, from the FLOPs of each form.
 
-    Fitted to an H200 at batch 1 with 8 heads (benchmarks/results/h200): a FLOP over features takes at least twice as
-    long as one over pairs, and the chunked form has more small launches. FLOPs count a chunk of 128, whatever the
-    kernels choose. Both forms take equally long at about 6,000 tokens for p = 2, D = 32 (both passes), and at 7,000
-    (both passes) to 12,000 (forward) for D = 64.
+    A FLOP over features takes longer than one over pairs, and the chunked form has more small launches, which matter
+    less with more heads. Fitted to forward and both passes at batch 1 with 8 heads on an H200 and an H100, and on the
+    H100 to both passes of 192 heads at 4,096 tokens and of 48 at 16,384 (benchmarks/results). Both forms then take
+    equally long at about 8,900 tokens for p = 2, D = 64 and 8 heads, and at 5,000 for 192. FLOPs count a chunk of 128,
+    whatever the kernels choose.
+
+    Args:
+        flops: FLOPs of each form.
+        time: tokens per row.
+        heads: heads of all rows.
     """
-    pays = time >= least_chunked_time and feature_cost * flops["chunked"] < flops["attention"]
+    launches = 1 + 6.6 / heads
+    pays = time >= 3400 * launches and 1.1 * launches * flops["chunked"] < flops["attention"]
     return "chunked" if pays else "attention"
 
 

@@ -147,8 +147,9 @@ def make(
     if form is None:
         shards = 1 if axis_name is None else jax.lax.axis_size(axis_name)
         time = shards * query.shape[1]
+        batch = 1 if jax.export.is_symbolic_dim(sizes["batch"]) else sizes["batch"]
         flops = {
-            candidate: (1 if jax.export.is_symbolic_dim(sizes["batch"]) else sizes["batch"])
+            candidate: batch
             * time
             * cost.flops_per_token(
                 candidate,
@@ -179,7 +180,10 @@ def make(
         elif len(kernels) == 1 and (not stateless or implementation == "mosaic_gpu"):
             form, reason = kernels[0], "it has no kernel"
         elif len(kernels) == 2:
-            form, reason = cost.faster_kernel(flops, time), "its kernels are slower at this length"
+            form, reason = (
+                cost.faster_kernel(flops, time, batch * query.shape[2]),
+                "its kernels are slower at this length",
+            )
         else:
             form, reason = min(flops, key=flops.__getitem__), "it takes more FLOPs"
         not_taken["chunked" if form == "attention" else "attention"] = reason
