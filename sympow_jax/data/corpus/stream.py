@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Int64
@@ -135,30 +135,19 @@ class CorpusRows:
                     f"data.paths, or lower data.context_length, data.shortest_document or data.heldout_fraction"
                 )
 
-    def read(
-        self, positions: Mapping[int, int], *, size: int, shard: range, streams: int
-    ) -> Generator[tuple[rows.Row, dict[int, int]]]:
-        """Yields the rows of batches that are in `shard`, and the positions after them.
+    def open_streams(
+        self, submit: encoding_lib.Submit, positions: Mapping[int, int], *, streams: int
+    ) -> dict[int, Iterator[tuple[Callable[[], rows.Row], int]]]:
+        """Returns `rows_of_stream` of the streams whose positions are given, by their numbers.
 
-        `positions` are those of the streams that fill these rows, by their numbers. Stream s fills rows s * size to
-        (s + 1) * size - 1.
+        The first group of each is submitted at once.
         """
-        positions, found = dict(positions), {}
-        with self.open_workers() as submit:
-            # All streams submit their first group before one of them waits.
-            for stream, position in positions.items():
-                start, row = divmod(position, 1 << _ROW_BITS)
-                numbers = self.numbers(stream, streams, start=start)
-                found[stream] = self.rows_of_stream(self.tokens(submit, numbers, streams=len(positions)), row)
-            while True:
-                batch = []
-                for stream, made in found.items():
-                    for place, (make, end) in enumerate(itertools.islice(made, size), stream * size):
-                        positions[stream] = end
-                        # The others are those of other processes.
-                        if place in shard:
-                            batch.append(make())
-                yield rows.stacked(batch), dict(positions)
+        found = {}
+        for stream, position in positions.items():
+            start, row = divmod(position, 1 << _ROW_BITS)
+            numbers = self.numbers(stream, streams, start=start)
+            found[stream] = self.rows_of_stream(self.tokens(submit, numbers, streams=len(positions)), row)
+        return found
 
     @property
     def groups_per_epoch(self) -> int:
@@ -175,14 +164,17 @@ class CorpusRows:
 
 
 class BatchIterator:
-    """Iterator over rows `shard` of every batch. It reads the streams of these rows, and no others."""
+    """Iterator over rows `shard` of every batch. It reads the streams of these rows, and no others.
+
+    Stream s fills the s-th of equal ranges of rows.
+    """
 
     def __init__(self, corpus: CorpusRows, batch_size: int, shard: range, *, streams: int):
-        self._streams = streams
-        self._read = functools.partial(corpus.read, size=batch_size // streams, shard=shard, streams=streams)
-        first, last = (row * streams // batch_size for row in (shard.start, shard.stop - 1))
-        self._positions = dict.fromkeys(range(first, last + 1), 0)
-        self._batches = self._read(self._positions)
+        self._corpus, self._streams, self._shard = corpus, streams, shard
+        self._size = batch_size // streams  # rows of a stream
+        self._positions = dict.fromkeys(range(shard[0] // self._size, shard[-1] // self._size + 1), 0)
+        self._workers = contextlib.ExitStack()
+        self._found: dict[int, Iterator] | None = None  # `open_streams` of the positions
 
     def __iter__(self) -> "BatchIterator":
         return self
@@ -193,33 +185,45 @@ class BatchIterator:
         Raises:
             ValueError: as `CorpusRows.rows_of_stream`.
         """
+        found = self._found or self._open()
+        positions, batch = dict(self._positions), []
         try:
-            batch, self._positions = next(self._batches)
+            for stream, made in found.items():
+                for place, (make, end) in enumerate(itertools.islice(made, self._size), stream * self._size):
+                    positions[stream] = end
+                    # The others are those of other processes.
+                    if place in self._shard:
+                        batch.append(make())
         except BaseException:
-            self._read_from(self._positions)  # an error ends the generator, which would end this iterator
+            self.close()  # an error ends the streams, which are opened again at the position
             raise
-        return batch
+        self._positions = positions
+        return rows.stacked(batch)
 
     def get_state(self) -> dict[str, int]:
         """Returns the position of the next batch in each stream that this process reads."""
         return {self._name(stream): position for stream, position in self._positions.items()}
 
     def set_state(self, state: dict[str, int]) -> None:
-        """Sets the positions; the groups at them are read again. `state` has those of all processes."""
+        """Sets the positions, and begins to read the groups at them. `state` has those of all processes."""
         if missing := [name for name in map(self._name, self._positions) if name not in state]:
             raise ValueError(
                 f"the run was saved at {', '.join(sorted(state))} of the data, without {missing[0]}; restore the data "
                 f"and the batch that the run began with"
             )
-        self._read_from({stream: state[self._name(stream)] for stream in self._positions})
+        self.close()
+        self._positions = {stream: state[self._name(stream)] for stream in self._positions}
+        self._open()
 
     def close(self) -> None:
         """Ends the workers."""
-        self._batches.close()
+        self._found = None
+        self._workers.close()
+
+    def _open(self) -> dict[int, Iterator]:
+        submit = self._workers.enter_context(self._corpus.open_workers())
+        self._found = self._corpus.open_streams(submit, self._positions, streams=self._streams)
+        return self._found
 
     def _name(self, stream: int) -> str:
         return f"stream {stream} of {self._streams}"
-
-    def _read_from(self, positions: dict[int, int]) -> None:
-        self.close()
-        self._positions, self._batches = positions, self._read(positions)

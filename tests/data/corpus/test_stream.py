@@ -406,7 +406,6 @@ def test_an_error_within_a_batch_leaves_the_position_at_its_start(config, monkey
     expected, _ = read(config, 40)
     _, position = read(config, 30)
     batches, calls, load = open_batches(config), itertools.count(), encoding.Encoder._read
-    batches.set_state(position)
 
     def fail_once(encoder, piece):
         if next(calls) == 1:  # after the rows of the first stream
@@ -414,6 +413,7 @@ def test_an_error_within_a_batch_leaves_the_position_at_its_start(config, monkey
         return load(encoder, piece)
 
     monkeypatch.setattr(encoding.Encoder, "_read", fail_once)
+    batches.set_state(position)
     with builders.refused("the network fails"):
         next(batches)
     assert batches.get_state() == position
