@@ -4,21 +4,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
-import jax
-
 from sympow_jax import layers
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.models import trunk
 from sympow_jax.ops import arguments, documents
-from sympow_jax.ops.serialization import serializable
+from sympow_jax.ops.pytree import State
 
 __all__ = ["DecoderLM", "DecoderState"]
 
 
-@serializable
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecoderState:
+class DecoderState(State):
     """State of a decoder after a prefix of tokens.
 
     Attributes:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int, Shaped
 from sympow_jax.ops import arguments, calls, time_axis
-from sympow_jax.ops.serialization import serializable
+from sympow_jax.ops.pytree import State
 
 __all__ = [
     "NO_SEGMENT",
@@ -72,10 +72,7 @@ def continued(previous: Int[Array, " B"]) -> Int[Array, " B"]:
     return jnp.where(previous == NO_SEGMENT, 0, previous)
 
 
-@serializable
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PositionState:
+class PositionState(State):
     """Position in a document after a prefix of its tokens.
 
     Attributes:

@@ -10,15 +10,12 @@ import numpy as np
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import arguments, calls, cost, documents, fixed_point
 from sympow_jax.ops.promotion import by_default_rules
-from sympow_jax.ops.serialization import serializable
+from sympow_jax.ops.pytree import State
 
 __all__ = ["KVCache"]
 
 
-@serializable
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
+class KVCache(State):
     """Ring of the keys and values of the last S tokens of a document; a pytree that the caller holds.
 
     From slot `next` on, around the end of the ring, slots are in order of time, empty ones first. `step` attends with
@@ -75,11 +72,6 @@ class KVCache:
     def capacity(self) -> int:
         """S, the number of slots."""
         return self.segment_ids.shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes stored."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def tokens(self) -> dict[str, Array]:
         """Returns key [B, S, K, D], value, log_decay and segment_ids of all slots in order of time."""

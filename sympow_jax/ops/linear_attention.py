@@ -21,7 +21,7 @@ from sympow_jax.ops import plan as plans
 from sympow_jax.ops import state as power_state
 from sympow_jax.ops.forms import bidirectional
 from sympow_jax.ops.promotion import by_default_rules
-from sympow_jax.ops.serialization import serializable
+from sympow_jax.ops.pytree import State
 from sympow_jax.ops.tokens import SEQUENCE, Tokens
 
 __all__ = ["LinearState", "linear_attention", "linear_attention_step"]
@@ -33,10 +33,7 @@ _NORMALIZERS = ("unrotated", "rotated")
 Rotate = Callable[[Float[Array, "B T H F"]], Float[Array, "B T H L"]]
 
 
-@serializable
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LinearState:
+class LinearState(State):
     """State of linear attention after a prefix of a document; a pytree that the caller holds.
 
     Attributes:
@@ -100,11 +97,6 @@ class LinearState:
     def exact_window(self) -> int:
         """Window size W: every query attends exactly to at least its last W keys."""
         return self.numerator.exact_window
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes stored, windows included."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
 
 def linear_attention(

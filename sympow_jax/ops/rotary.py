@@ -20,7 +20,7 @@ import numpy as np
 from sympow_jax.array_types import Array, Float, Int, UInt
 from sympow_jax.ops import arguments, calls, documents, fixed_point, phase
 from sympow_jax.ops.promotion import by_default_rules
-from sympow_jax.ops.serialization import serializable
+from sympow_jax.ops.pytree import State
 
 __all__ = [
     "LAYOUTS",
@@ -38,10 +38,7 @@ LAYOUTS = ("pairs", "halves")
 """Dimensions that rotate together, m from 0: 2m and 2m + 1 in `pairs`, m and m + D/2 in `halves`."""
 
 
-@serializable
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class RotaryState:
+class RotaryState(State):
     """Learned position after a prefix of a document, and the document's segment id.
 
     There is one position per head, or one for each of its D/2 pairs.

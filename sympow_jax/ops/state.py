@@ -8,15 +8,12 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import arguments, cost, documents, feature_maps, layout
-from sympow_jax.ops.serialization import serializable
+from sympow_jax.ops.pytree import State
 
 __all__ = ["PowerState", "Sequence", "window_of", "zeros"]
 
 
-@serializable
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PowerState:
+class PowerState(State):
     """State of power attention after a prefix of a document; a pytree that the caller holds.
 
     Old tokens are in the feature state, updated as S <- gamma S + phi(k) v^T. The most recent tokens are stored
@@ -94,11 +91,6 @@ class PowerState:
     def per_channel(self) -> bool:
         """True if decays are one per value channel."""
         return self.norm.ndim == self.kv.ndim
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes stored, window included."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def astype(self, dtype) -> "PowerState":
         """Returns the state with `kv`, `keys` and `values` in this dtype."""

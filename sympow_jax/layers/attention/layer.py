@@ -16,15 +16,12 @@ from sympow_jax.layers import initializers, norms, partitioning
 from sympow_jax.layers.attention import kernels, positions
 from sympow_jax.ops import arguments, documents, rotary
 from sympow_jax.ops.promotion import by_default_rules
-from sympow_jax.ops.serialization import serializable
+from sympow_jax.ops.pytree import State
 
 __all__ = ["Attention", "AttentionMaps", "AttentionState", "make_attention"]
 
 
-@serializable
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class AttentionState:
+class AttentionState(State):
     """State of an attention layer after a prefix of tokens.
 
     Attributes:
