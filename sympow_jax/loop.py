@@ -44,11 +44,12 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
     with contextlib.closing(batches), checkpoint.Checkpoints(folder, config) as checkpoints:
         # Restore before anything is compiled or read, because the position in the data comes with the state.
         state, position = restore.restore_or_begin(program, checkpoints)
-        # Begin to read now, so that the first batch of a corpus is ready when the update has been compiled.
-        batches.set_state(batches.get_state() if position is None else position)
         start = int(state.step)
         if start > steps:
             raise ValueError(f"{folder} is at step {start}, past training.steps={steps}; ask for more steps")
+        if start < steps:
+            # Begin to read now, so that the first batch of a corpus is ready when the update has been compiled.
+            batches.set_state(batches.get_state() if position is None else position)
 
         plan = summary.describe(program, traced, description, folder)
         if heldout.rows is None and (config.data.heldout_paths or config.data.heldout_fraction):

@@ -50,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _rows.print_result(measure, options.row)
         return
     described: list[dict] = [
-        {"rate": "wgmma", "columns": columns, "left": left, "warpgroups": warpgroups}
+        {"rate": "wgmma", "columns": columns, "left_in": left_in, "warpgroups": warpgroups}
         for columns in COLUMNS
-        for left in ("registers", "memory")
+        for left_in in ("registers", "memory")
         for warpgroups in ((2, 1) if columns in (64, 128) else (2,))
     ]
     described += [{"rate": "cache", "megabytes": megabytes} for megabytes in MEGABYTES]
@@ -66,12 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         seconds=ROW_SECONDS,
     )
     table = _rows.make_table(
-        "rates", ("rate", "of", "measured", "assumed", "spread", "note"), ("rate", "note")
+        "rates", ("rate", "of", "measured", "assumed", "spread", "unit or note"), ("rate", "unit or note")
     )
     for row in report["rows"]:
         size = f"{row.get('megabytes', 0):g} MB"
         if row["rate"] == "wgmma":
-            size = f"N = {row['columns']}, {row['warpgroups']} warpgroups, left in {row['left']}"
+            size = f"N = {row['columns']}, {row['warpgroups']} warpgroups, left in {row['left_in']}"
         cells = [f"{row[name]:.4g}" if name in row else "-" for name in ("measured", "assumed", "spread")]
         table.add_row(row["rate"], size, *cells, row.get("note", row.get("unit", "")))
     _rows.print_tables(report, [table])
@@ -103,8 +103,12 @@ def measure(row: dict, *, smoke: bool = False) -> dict:
     """Measures a row. `smoke` interprets one block on any device."""
     if not smoke:
         _rows.require_hopper()
+        if (found := jax.devices()[0].core_count) != MULTIPROCESSORS:
+            raise NotImplementedError(
+                f"it needs {MULTIPROCESSORS} multiprocessors, as of an H100 SXM, not {found}"
+            )
     measurement = (
-        _products(**{name: row[name] for name in ("columns", "left", "warpgroups")}, smoke=smoke)
+        _products(**{name: row[name] for name in ("columns", "left_in", "warpgroups")}, smoke=smoke)
         if row["rate"] == "wgmma"
         else _reads(row["megabytes"], smoke)
     )
@@ -133,7 +137,7 @@ def measure(row: dict, *, smoke: bool = False) -> dict:
     }
 
 
-def _products(columns: int, left: str, warpgroups: int, smoke: bool) -> _Measurement:
+def _products(columns: int, left_in: str, warpgroups: int, smoke: bool) -> _Measurement:
     """Returns the measurement of cycles per product with N = `columns`."""
     random = np.random.default_rng(0)
     first = jnp.asarray(random.standard_normal((64, DEPTH)), jnp.bfloat16)
@@ -142,7 +146,7 @@ def _products(columns: int, left: str, warpgroups: int, smoke: bool) -> _Measure
     # All warpgroups share the tensor cores of their multiprocessor.
     instructions = warpgroups * repeats * UNROLLED * INSTRUCTIONS
     return _Measurement(
-        kernel=functools.partial(wgmma, warpgroups=warpgroups, in_registers=left == "registers"),
+        kernel=functools.partial(wgmma, warpgroups=warpgroups, left_in=left_in),
         arrays=(first, right),
         expected=UNROLLED * first.astype(jnp.float32) @ right.astype(jnp.float32).T,
         repeats=repeats,
@@ -174,8 +178,8 @@ def wgmma(
     *,
     repeats: int,
     blocks: int,
-    warpgroups: int = 2,
-    in_registers: bool = True,
+    warpgroups: int,
+    left_in: str,
     interpret: Any = None,
 ) -> jax.Array:
     """Returns the sum of repeats * UNROLLED products left @ right^T of every block and warpgroup.
@@ -186,7 +190,7 @@ def wgmma(
         repeats: iterations of the loop.
         blocks: number of thread blocks, one for each multiprocessor.
         warpgroups: number of warpgroups that multiply.
-        in_registers: whether `left` is read from registers or from shared memory.
+        left_in: "registers" or "memory", from which `left` is read.
         interpret: parameters of the GPU interpreter, or None.
 
     Returns:
@@ -204,7 +208,7 @@ def wgmma(
         def compute(warpgroup, core):
             plgpu.barrier_wait(smem["full"])
             first = smem["left_smem"]
-            if in_registers:
+            if left_in == "registers":
                 first = plgpu.load(first, layout=plgpu.Layout.WGMMA)
 
             def add(accumulator):

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
         names = ("tokenizer", "separator", "text_column", "shortest_document", "workers")
         options = prepare.Options(**{name: getattr(flags, name) for name in names})
         began, earlier = time.monotonic(), None  # the tokens of an earlier command
-        with _stops(), progress.Progress(rich.console.Console(stderr=True), "file", 0) as shown:
+        with _stops(), progress.Progress(rich.console.Console(stderr=True), "file", None) as shown:
 
             def report(found: prepare.Progress) -> None:
                 nonlocal earlier

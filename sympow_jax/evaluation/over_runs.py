@@ -168,8 +168,8 @@ def evaluate[Row: report.Run](
             update_tokens=trained.data.batch_tokens,
             data=workdir.read_description(path).get("digest", "unknown")[:8],
         )
-        with progress.Progress(console, "part", work) as shown:
-            rows += evaluation.score(model, run, functools.partial(shown.advance, name))
+        with progress.Progress(console, "part", work, text=name) as shown:
+            rows += evaluation.score(model, run, functools.partial(shown.advance, text=name))
         del model  # its memory is free for the next
         _say(console, f"{name}: step {step:,}, {time.perf_counter() - started:.1f} s")
         runs.append({"run": name, "workdir": str(path), "step": step, "config": dataclasses.asdict(config)})

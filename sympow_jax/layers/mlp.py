@@ -67,10 +67,11 @@ class MLP(nnx.Module):
         (out,) = initializers.project(self._activated(hidden), self.down)
         return out
 
-    def _activated(self, x):
-        # The backward pass computes it again from x, which is saved anyway: as large as the hidden units, what it would
-        # save besides takes longer to write and read than to compute.
-        return jax.checkpoint(self.activation)(x)
+    def _activated(self, x, *factors):
+        """Returns f(x) times the factors."""
+        # The backward pass computes the derivative again from arrays that are kept anyway: it is as large as x, and to
+        # write and read it takes longer than to compute it.
+        return jax.checkpoint(lambda x, *factors: math.prod(factors, start=self.activation(x)))(x, *factors)
 
 
 class GatedMLP(MLP):
@@ -109,7 +110,7 @@ class GatedMLP(MLP):
     @by_default_rules
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
         gate, hidden = initializers.project(x, self.gate, self.up)
-        (out,) = initializers.project(self._activated(gate) * hidden, self.down)
+        (out,) = initializers.project(self._activated(gate, hidden), self.down)
         return out
 
 

@@ -61,22 +61,22 @@ def feature_flops(*, heads: int, kv_heads: int, head_dim: int, value_dim: int, p
     return 2 * feature_maps.symmetric_power_dim(head_dim, power) * value_dim * (heads + kv_heads)
 
 
-def faster_kernel(flops: Mapping[str, float], time: int, heads: int) -> str:
+def faster_kernel(flops: Mapping[str, float], time: int, heads: float) -> str:
     """Returns the form whose Hopper kernels are faster, from the FLOPs of each form.
 
-    A FLOP over features takes longer than one over pairs, and the chunked form has more small launches, which matter
-    less with more heads. Fitted to forward and both passes at batch 1 with 8 heads on an H200 and an H100, and on the
-    H100 to both passes of 192 heads at 4,096 tokens and of 48 at 16,384 (benchmarks/results). Both forms then take
-    equally long at about 8,900 tokens for p = 2, D = 64 and 8 heads, and at 5,000 for 192. FLOPs count a chunk of 128,
-    whatever the kernels choose.
+    A FLOP over features takes longer than one over pairs, and the chunked form has more small launches, whose share of
+    the time is smaller with more heads. Fitted to forward and both passes at batch 1 with 8 heads on an H200 and an
+    H100, and on the H100 to both passes of 192 heads at 4,096 tokens and of 48 at 16,384 (benchmarks/results). Both
+    forms then take equally long at about 8,900 tokens for p = 2, D = 64 and 8 heads, and at 5,000 for 192. FLOPs count
+    a chunk of 128, whatever the kernels choose.
 
     Args:
-        flops: FLOPs of each form.
+        flops: FLOPs of each form, of which only the ratio counts.
         time: tokens per row.
-        heads: heads of all rows.
+        heads: heads of all rows of one device.
     """
-    launches = 1 + 6.6 / heads
-    pays = time >= 3400 * launches and 1.1 * launches * flops["chunked"] < flops["attention"]
+    overhead = 1 + 6.6 / heads
+    pays = time >= 3400 * overhead and 1.1 * overhead * flops["chunked"] < flops["attention"]
     return "chunked" if pays else "attention"
 
 

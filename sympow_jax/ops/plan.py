@@ -180,10 +180,8 @@ def make(
         elif len(kernels) == 1 and (not stateless or implementation == "mosaic_gpu"):
             form, reason = kernels[0], "it has no kernel"
         elif len(kernels) == 2:
-            form, reason = (
-                cost.faster_kernel(flops, time, batch * query.shape[2]),
-                "its kernels are slower at this length",
-            )
+            heads = batch * query.shape[2] / target.device_count()
+            form, reason = cost.faster_kernel(flops, time, heads), "its kernels are slower at this length"
         else:
             form, reason = min(flops, key=flops.__getitem__), "it takes more FLOPs"
         not_taken["chunked" if form == "attention" else "attention"] = reason

@@ -3,12 +3,14 @@
 import contextlib
 import contextvars
 import importlib
+import math
 import os
 
 import jax
 
 __all__ = [
     "device",
+    "device_count",
     "interpret",
     "interpreted",
     "is_hopper",
@@ -83,6 +85,12 @@ def device():
     """
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.devices()[0] if abstract is None else abstract
+
+
+def device_count() -> int:
+    """Returns the number of devices of the mesh in scope over which arrays of this program may be divided."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(size for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
 
 
 def memory_bytes() -> int:

@@ -72,14 +72,9 @@ class Reporter:
         self._trace = StepTrace(
             workdir / "profile", config.training.profile_steps if writes else (), start=start
         )
+        console, steps = rich.console.Console(quiet=not writes), config.training.steps
         self._progress = progress.Progress(
-            rich.console.Console(quiet=not writes),
-            "step",
-            config.training.steps,
-            completed=start,
-            seconds=0,
-            transient=False,
-            error=False,
+            console, "step", steps, text="compiling", completed=start, is_log=True
         )
         self._waits: dict[int, float] = {}  # by step, until its metrics arrive, which is after the next wait
         self._wait_to_show = 0.0

@@ -49,7 +49,7 @@ def test_constants_are_those_of_the_model():
 @pytest.mark.robust
 def test_rates_are_measured_on_right_results():
     found = hardware.measure(
-        {"rate": "wgmma", "columns": 40, "left": "registers", "warpgroups": 2}, smoke=True
+        {"rate": "wgmma", "columns": 40, "left_in": "registers", "warpgroups": 2}, smoke=True
     )
     assert found["assumed"] == 20
     assert found["error"] < 1e-2
@@ -66,8 +66,17 @@ import dataclasses, functools, json, jax, jax.numpy as jnp
 from benchmarks.hopper import hardware, text
 from tools import h100
 shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-product = functools.partial(hardware.wgmma, repeats=hardware.ITERATIONS, blocks=h100.MULTIPROCESSORS)
-found = [h100.kernels(product, shape((64, 64)), shape((columns, 64))) for columns in hardware.COLUMNS]
+found = [
+    h100.kernels(
+        functools.partial(
+            hardware.wgmma, repeats=hardware.ITERATIONS, blocks=h100.MULTIPROCESSORS, warpgroups=count, left_in=left
+        ),
+        shape((64, 64)),
+        shape((columns, 64)),
+    )
+    for columns in hardware.COLUMNS
+    for left, count in (("registers", 2), ("memory", 2), ("memory", 1))
+]
 read = functools.partial(hardware.cache, repeats=hardware.PASSES, blocks=h100.MULTIPROCESSORS)
 found.append(h100.kernels(read, shape((2**15, 64))))
 print(json.dumps([dataclasses.asdict(kernel) for kernels in found for kernel in kernels]))
@@ -82,7 +91,7 @@ def test_kernels_that_measure_compile_for_an_h100():
         [sys.executable, "-c", COMPILED], env=environment, stdout=subprocess.PIPE, text=True, check=True
     )
     *products, read = json.loads(done.stdout.splitlines()[-1])
-    assert len(products) == len(hardware.COLUMNS)
+    assert len(products) == 3 * len(hardware.COLUMNS)
     for kernel in products:
         assert kernel["spill_bytes"] == 0
         assert not kernel["serialized"]

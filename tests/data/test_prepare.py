@@ -465,7 +465,7 @@ def test_progress_in_lines_and_as_a_bar(folder, lines, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     prepare.main([*command, "--out=b.bin"])
     shown = capsys.readouterr().err
-    assert f"file {PIECES}/{PIECES}" in shown
+    assert f"{PIECES}/{PIECES}" in shown
     assert "60 documents" in shown
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int64
@@ -16,18 +16,23 @@ __all__ = ["BatchIterator", "CorpusRows", "count_streams"]
 
 # A position is the number of a group in the order of all epochs, shifted by these bits, and the number of a row in it.
 _ROW_BITS = 32
-# A process alone holds a group of every stream in memory, and reads all of these before its first batch.
+# A process alone holds at least two groups of every stream in memory, and waits for one of each before its first batch.
 _MOST_STREAMS = 8
 
 
-def _begins(group: pieces.Group) -> bool:
+def _begins_unit(group: pieces.Group) -> bool:
     """Returns whether a group begins a unit: all groups of a compressed file are one, and so is each other group."""
     return not group[0].index or pieces.compression(group[0].file.path) is None
 
 
+def _position(number: int, row: int) -> int:
+    """Returns the position of a row of a group."""
+    return number << _ROW_BITS | row
+
+
 def count_streams(groups: Sequence[pieces.Group], batch_size: int) -> int:
     """Returns the number of streams: the largest that divides the batch, at most 8 and at most that of the units."""
-    most = min(_MOST_STREAMS, sum(map(_begins, groups)))
+    most = min(_MOST_STREAMS, sum(map(_begins_unit, groups)))
     return max(count for count in range(1, most + 1) if batch_size % count == 0)
 
 
@@ -54,7 +59,7 @@ class CorpusRows:
     ):
         self._encoding, self._groups, self._pack, self.length = encoding, groups, pack, length
         self._seed, self._workers = seed, workers
-        self._begins = [*map(_begins, groups)]
+        self._begins = [*map(_begins_unit, groups)]
         self._unit = np.cumsum(self._begins) - 1  # number of each group's unit
         self._text_bytes = [sum(piece.text_bytes for piece in group) for group in groups]
         self._order = functools.lru_cache(maxsize=2)(self._new_order)  # of the epoch that ends and the next
@@ -105,7 +110,7 @@ class CorpusRows:
             return ()
         packed = self._pack(tokens.spans(pieces.name_of(self._group(number))))
         order = np.random.default_rng((self._seed, number, rows.ROW_ORDER)).permutation(packed.whole)
-        keys = ((self._seed, number << _ROW_BITS | row, rows.TRAINING) for row in range(packed.whole))
+        keys = ((self._seed, _position(number, row), rows.TRAINING) for row in range(packed.whole))
         return [functools.partial(packed.row, int(index), key) for index, key in zip(order, keys)]
 
     def rows_of_stream(
@@ -126,28 +131,15 @@ class CorpusRows:
                 )
             for index in range(row, len(found)):
                 is_last = index + 1 == len(found)
-                yield found[index], number + 1 << _ROW_BITS if is_last else number << _ROW_BITS | index + 1
-            row, empty = 0, 0 if found else empty + 1
+                yield found[index], _position(number + 1, 0) if is_last else _position(number, index + 1)
+            row = 0
+            empty = 0 if found else empty + 1
             # As many groups as two epochs have.
             if empty == 2 * self.groups_per_epoch:
                 raise ValueError(
                     f"no part of the data has the {self.length + 1} tokens of a whole row; name more data in "
                     f"data.paths, or lower data.context_length, data.shortest_document or data.heldout_fraction"
                 )
-
-    def open_streams(
-        self, submit: encoding_lib.Submit, positions: Mapping[int, int], *, streams: int
-    ) -> dict[int, Iterator[tuple[Callable[[], rows.Row], int]]]:
-        """Returns `rows_of_stream` of the streams whose positions are given, by their numbers.
-
-        The first group of each is submitted at once.
-        """
-        found = {}
-        for stream, position in positions.items():
-            start, row = divmod(position, 1 << _ROW_BITS)
-            numbers = self.numbers(stream, streams, start=start)
-            found[stream] = self.rows_of_stream(self.tokens(submit, numbers, streams=len(positions)), row)
-        return found
 
     @property
     def groups_per_epoch(self) -> int:
@@ -170,11 +162,13 @@ class BatchIterator:
     """
 
     def __init__(self, corpus: CorpusRows, batch_size: int, shard: range, *, streams: int):
-        self._corpus, self._streams, self._shard = corpus, streams, shard
+        self._corpus, self._count, self._shard = corpus, streams, shard
         self._size = batch_size // streams  # rows of a stream
         self._positions = dict.fromkeys(range(shard[0] // self._size, shard[-1] // self._size + 1), 0)
-        self._workers = contextlib.ExitStack()
-        self._found: dict[int, Iterator] | None = None  # `open_streams` of the positions
+        self._pool = contextlib.ExitStack()
+        self._rows: dict[
+            int, Iterator[tuple[Callable[[], rows.Row], int]]
+        ] = {}  # of the streams, if they are open
 
     def __iter__(self) -> "BatchIterator":
         return self
@@ -185,10 +179,10 @@ class BatchIterator:
         Raises:
             ValueError: as `CorpusRows.rows_of_stream`.
         """
-        found = self._found or self._open()
+        by_stream = self._rows or self._open()
         positions, batch = dict(self._positions), []
         try:
-            for stream, made in found.items():
+            for stream, made in by_stream.items():
                 for place, (make, end) in enumerate(itertools.islice(made, self._size), stream * self._size):
                     positions[stream] = end
                     # The others are those of other processes.
@@ -217,13 +211,19 @@ class BatchIterator:
 
     def close(self) -> None:
         """Ends the workers."""
-        self._found = None
-        self._workers.close()
+        self._rows = {}
+        self._pool.close()
 
-    def _open(self) -> dict[int, Iterator]:
-        submit = self._workers.enter_context(self._corpus.open_workers())
-        self._found = self._corpus.open_streams(submit, self._positions, streams=self._streams)
-        return self._found
+    def _open(self) -> dict[int, Iterator[tuple[Callable[[], rows.Row], int]]]:
+        """Opens the streams at their positions, and submits the first group of each at once."""
+        submit = self._pool.enter_context(self._corpus.open_workers())
+        self._rows = {}
+        for stream, position in self._positions.items():
+            number, row = divmod(position, _position(1, 0))
+            numbers = self._corpus.numbers(stream, self._count, start=number)
+            tokens = self._corpus.tokens(submit, numbers, streams=len(self._positions))
+            self._rows[stream] = self._corpus.rows_of_stream(tokens, row)
+        return self._rows
 
     def _name(self, stream: int) -> str:
-        return f"stream {stream} of {self._streams}"
+        return f"stream {stream} of {self._count}"
