@@ -14,17 +14,15 @@ from tools import h100
 HEADS, GROUP, CHUNKS, WINDOW = 2, 2, 4, 64
 # Times are predicted for batch 1.
 PREDICTED_HEADS, PREDICTED_TIME = 8, 65_536
-STATES = ("float16", "bfloat16", "float32")
 
 
 class Case(NamedTuple):
-    """A case such as "query-d64-e64-c768-float16": kernel, head size, value size, chunk and dtype of states."""
+    """A case such as "query-d64-e64-c768": kernel, head size, value size and chunk."""
 
     kernel: str
     head_dim: int
     value_dim: int
     chunk: int
-    state_dtype: jnp.dtype
     config: configs.Config
 
     @property
@@ -35,10 +33,9 @@ class Case(NamedTuple):
 
 def parse(case: str, *, power: int) -> Case:
     """Returns the parts of a case's name, and the kernels' config for the predicted shape."""
-    found = re.fullmatch(r"(\w+)-d(\d+)-e(\d+)(?:-c(\d+))?(?:-(\w+))?", case)
+    found = re.fullmatch(r"(\w+)-d(\d+)-e(\d+)(?:-c(\d+))?", case)
     assert found is not None, case
-    kernel, head_dim, value_dim, chunk, dtype = found.groups()
-    state_dtype = jnp.dtype(dtype or jnp.float16)
+    kernel, head_dim, value_dim, chunk = found.groups()
     config = power_state.choose(
         power=power,
         time=PREDICTED_TIME,
@@ -48,9 +45,8 @@ def parse(case: str, *, power: int) -> Case:
         dtype=jnp.bfloat16,
         chunk=int(chunk or 1024),
         exact_window=WINDOW,
-        state_dtype=state_dtype,
     )
-    return Case(kernel, int(head_dim), int(value_dim), int(chunk or 1024), state_dtype, config)
+    return Case(kernel, int(head_dim), int(value_dim), int(chunk or 1024), config)
 
 
 def sizes(head_dims: tuple[int, ...], value_dims: tuple[int, ...]) -> list[str]:

@@ -14,7 +14,6 @@ __all__ = [
     "Call",
     "Config",
     "needs_of_rows",
-    "operands",
     "require",
     "stages",
 ]
@@ -43,7 +42,7 @@ class Config:
     key_stages: blocks of 64 keys in flight in the query.
     query_vjp_blocks, query_vjp_parts, query_vjp_stages: counterparts of query_blocks, parts and state_stages in the
     gradient of queries.
-    query_vjp_groups: groups that one round of its loop reads, 1, 2 or 4.
+    query_vjp_groups: groups that one round of its loop reads, 1 or 4.
     key_vjp_blocks: blocks of 64 keys, one for each warpgroup, that share the gradients of states in the gradient of
     keys.
     key_vjp_parts: pieces of equal width in which it reads a group.
@@ -78,14 +77,12 @@ class Call:
         power: 2 or 4.
         config: tile sizes, with the chunk.
         exact_window: positions before each chunk that its queries attend to exactly.
-        state_dtype: dtype of stored states.
         interpret: parameters of the GPU interpreter, or None.
     """
 
     power: int
     config: Config
     exact_window: int
-    state_dtype: Any
     interpret: Any
 
     @property
@@ -136,8 +133,3 @@ def require(supported: dict[str, bool]) -> None:
     for constraint, holds in supported.items():
         if not holds:
             raise NotImplementedError(f"the power_state kernels need {constraint}")
-
-
-def operands(state_dtype) -> tuple[jnp.dtype, int]:
-    """Returns the 16-bit dtype of products with states, and the number of such terms per entry of a state."""
-    return (jnp.dtype(jnp.float16), 2) if state_dtype == jnp.float32 else (jnp.dtype(state_dtype), 1)

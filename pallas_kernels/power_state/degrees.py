@@ -56,7 +56,6 @@ def choose(
     dtype,
     exact_window: int = _BLOCK,
     chunk: int | None = None,
-    state_dtype=jnp.float16,
 ) -> configs.Config:
     """Returns chunk, segments and tiles for rows of `time` positions and `heads` key heads in total over all rows.
 
@@ -66,7 +65,7 @@ def choose(
     """
     tiles = degree(power).tiles
     chunk = chunk or max(_chunk_for(tiles, head_dim, time, heads), exact_window)
-    config = tiles.choose(head_dim, value_dim, dtype, chunk, exact_window, state_dtype)
+    config = tiles.choose(head_dim, value_dim, dtype, chunk, exact_window)
     return dataclasses.replace(config, segments=_segments(heads * config.update_blocks, -(-time // chunk)))
 
 
@@ -87,7 +86,6 @@ def call_for(
     power: int,
     chunk: int | None = None,
     exact_window: int = _BLOCK,
-    state_dtype=jnp.float16,
     interpret=None,
 ) -> configs.Call:
     """Returns the static options of a call on keys [B, T, K, D] and values [B, T, K, E], as in `power_state`.
@@ -104,11 +102,8 @@ def call_for(
         dtype=jnp.result_type(key, value),
         exact_window=exact_window,
         chunk=chunk,
-        state_dtype=state_dtype,
     )
-    return configs.Call(
-        power=power, config=config, exact_window=exact_window, state_dtype=state_dtype, interpret=interpret
-    )
+    return configs.Call(power=power, config=config, exact_window=exact_window, interpret=interpret)
 
 
 def _chunk_for(tiles, head_dim, time, heads):

@@ -20,7 +20,6 @@ def power_state(
     initial_state: tuple[jax.Array, jax.Array] | None = None,
     chunk: int | None = None,
     exact_window: int = 64,
-    state_dtype=jnp.float16,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
     """Computes the chunked form of power attention: exact near each query, through features for all older tokens.
@@ -28,7 +27,9 @@ def power_state(
     Query i's output is sum_j w_ij v_j / sum_j w_ij over j <= i with w_ij = exp(G_i - G_j) (q_i . k_j)^p, where G sums
     log_decay along time; it is zero if all weights are zero.
 
-    It has no derivative of its own: use `power_state_vjp` in a custom_vjp. Sums are float32.
+    It has no derivative of its own: use `power_state_vjp` in a custom_vjp. Sums are float32. States between chunks and
+    the operands of products with them are float16, with separate power-of-two scales; the relative rounding error is
+    2^-12, independent in each entry.
 
     Args:
         query: bfloat16 [B, T, N, D], N a multiple of K. At p = 2, D is padded with zeros to 32, 64 or 128 and E to 64
@@ -45,11 +46,6 @@ def power_state(
             means zero.
         chunk: positions between states; None uses the result of `choose`.
         exact_window: positions before each chunk that its queries attend to exactly, at most a chunk.
-        state_dtype: dtype of stored states and of the operands of products with them: float16, with separate
-            power-of-two scales, or bfloat16. The relative rounding error is 2^-12 or 2^-9, independent in each entry.
-            float32 is stored as the sum of two float16, with an error of at most 2^-22, for twice the bytes and
-            products. Products of a key and a value, and of two entries of a query, are rounded to 16 bits in any case.
-            At p = 4 only float16.
         interpret: parameters of the GPU interpreter, or None to run on a GPU.
 
     Returns:
@@ -65,13 +61,7 @@ def power_state(
     if folds is None:
         folds = jnp.broadcast_to(jnp.arange(key.shape[1]) < key.shape[1] - exact_window, key.shape[:2])
     call = degrees.call_for(
-        key,
-        value,
-        power=power,
-        chunk=chunk,
-        exact_window=exact_window,
-        state_dtype=state_dtype,
-        interpret=interpret,
+        key, value, power=power, chunk=chunk, exact_window=exact_window, interpret=interpret
     )
     tokens = key, value, log_decay, folds
     saved, final = fold(*tokens, initial_state, call=call)

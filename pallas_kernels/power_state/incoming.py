@@ -46,14 +46,10 @@ def add_incoming(
     scale = jnp.maximum(jnp.ceil(bound).astype(jnp.int32) - preparation.HEADROOM, shifts)
     kept, added = jnp.exp2((shifts - scale).astype(jnp.float32)), jnp.exp2(since[:, :-1] - scale)
 
-    operand, terms = configs.operands(call.state_dtype)
-    whole = preparation.whole(states, terms)
-    whole = kept[..., None, None, None] * whole + added[..., None, None, None] * start[:, None]
+    whole = kept[..., None, None, None] * states + added[..., None, None, None] * start[:, None]
     norms = kept[..., None, None] * norms + added[..., None, None] * norm[:, None]
-    states = preparation.split(whole, operand, terms)
-    saved = preparation.Saved(
-        *(x.reshape(*y.shape) for x, y in zip((states, norms, scale), saved, strict=True))
-    )
+    arrays = whole.astype(states.dtype), norms, scale
+    saved = preparation.Saved(*(x.reshape(*y.shape) for x, y in zip(arrays, saved, strict=True)))
     decay = jnp.exp2(since[:, -1]).reshape(final[1].shape[:2])[..., None]
     kv, norm = final[0] + decay[..., None] * incoming[0], final[1] + decay * incoming[1]
     return saved, (kv, norm)

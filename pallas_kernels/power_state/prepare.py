@@ -35,7 +35,6 @@ __all__ = [
     "time_last",
     "tokens",
     "tokens_second",
-    "whole",
 ]
 
 _LOG2E = float(np.log2(np.e))
@@ -56,11 +55,11 @@ _NEVER = -1e5
 class Saved(NamedTuple):
     """States before each chunk, read by its queries and the backward pass.
 
-    They take 2 F E bytes per chunk and head in 16 bits. F is that of the kernels' layout: 2,560 for 2,080 distinct
+    They take 2 F E bytes per chunk and head. F is that of the kernels' layout: 2,560 for 2,080 distinct
     features at p = 2 and D = 64.
     """
 
-    states: jax.Array  # 16-bit [B, K, n, ...] in the order of the layout, divided by 2^shift
+    states: jax.Array  # float16 [B, K, n, ...] in the order of the layout, divided by 2^shift
     norms: jax.Array  # float32 [B, K, n, D, D], the normalizers Z, divided by 2^shift
     shifts: jax.Array  # int32 [B, K, n]
 
@@ -335,26 +334,8 @@ def fill(x, size):
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
 
 
-def split(x, dtype, terms):
-    """Splits x [..., A, B] into `terms` roundings of the successive remainders, concatenated: [..., terms A, B]."""
-    return jnp.concatenate(_terms(x, dtype, terms), -2)
-
-
-def _terms(x, dtype, count):
-    """Returns arrays of that dtype that sum to x.
-
-    Each is the rounding of the remainder of the previous ones.
-    """
-    parts = []
-    for _ in range(count - 1):
-        # The compiler may remove a conversion to the dtype and back, so use reduce_precision.
-        rounded = jax.lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
-        parts.append(rounded.astype(dtype))
-        x = x - rounded
-    return [*parts, x.astype(dtype)]
-
-
-def whole(states, terms):
-    """Returns states [H, n, ..., terms E, P] in float32, as the sum of their terms."""
-    shape = *states.shape[:-2], terms, states.shape[-2] // terms, states.shape[-1]
-    return states.astype(jnp.float32).reshape(shape).sum(-3)
+def split(x):
+    """Returns x [..., A, B] rounded to bfloat16, then the rounding errors in bfloat16: [..., 2 A, B]."""
+    # The compiler may remove a conversion to the dtype and back, so use reduce_precision.
+    rounded = jax.lax.reduce_precision(x, jnp.finfo(jnp.bfloat16).nexp, jnp.finfo(jnp.bfloat16).nmant)
+    return jnp.concatenate([rounded.astype(jnp.bfloat16), (x - rounded).astype(jnp.bfloat16)], -2)

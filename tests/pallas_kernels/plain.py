@@ -35,7 +35,7 @@ def kernels(multiprocessors=20):
         yield
 
 
-def update(key, value, carry, start, *, layout, config, chunk, terms, interpret, reverse=False):
+def update(key, value, carry, start, *, layout, config, chunk, interpret, reverse=False):
     """Computes `update.update`."""
     heads, chunks = carry.shape
     segments, value_dim = config.segments, value.shape[1]
@@ -50,7 +50,7 @@ def update(key, value, carry, start, *, layout, config, chunk, terms, interpret,
         scaled = (value[:, None, None] * scalar[:, :, :, None]).astype(key.dtype)
         new = jnp.einsum("hjpex,hjpx->hjep", scaled, vector, preferred_element_type=jnp.float32)
         after = carry[:, None, None, None] * state + new
-        return after, (preparation.split(state, key.dtype, terms), after)
+        return after, (state.astype(key.dtype), after)
 
     by_chunk = *(_in_chunks(x, chunks, chunk, heads, reverse) for x in (key, value)), carry
     by_chunk = tuple(jnp.moveaxis(x, 1, 0) for x in by_chunk)
@@ -112,12 +112,12 @@ def query_states(
     interpret,
 ):
     """Computes `query.query_states`."""
-    heads, _, head_dim = query.shape
+    heads = len(query)
     group, shape = heads // len(states), (states.shape[1], chunk)
     time = states.shape[1] * chunk
     query, scalars = preparation_vjp.lengthened(query, time), preparation_vjp.lengthened(scalars, time, 2)
     key, value = (in_heads(x, exact_window, exact_window + time) for x in (key, value))
-    states, norm = _whole(states, value.shape[-1]), _whole(norm, head_dim)
+    states, norm = states.astype(jnp.float32), _whole(norm)
     seen = _seen(len(states[0]), chunk, exact_window)
     scale = scale.reshape(len(scale), -1)[:, :time].reshape(len(scale), *shape)
 
@@ -136,7 +136,7 @@ def query_states(
     each = [x.reshape(heads, *shape, -1) for x in (query, jnp.swapaxes(scalars, 1, 2))]
     out, total = jax.vmap(jax.vmap(one))(*each, *shared)
     out = as_arguments(out.reshape(heads, time, -1), batch_time)
-    means = preparation.split(out[..., None, :], value.dtype, 1 + with_remainder)
+    means = preparation.split(out[..., None, :])[..., : 1 + with_remainder, :]
     return *jnp.moveaxis(means, -2, 0), total.reshape(heads, time)
 
 
@@ -174,7 +174,7 @@ def query_vjp(
     query = preparation_vjp.lengthened(query, time)
     key, value = (in_heads(x, exact_window, exact_window + time) for x in (key, value))
     dout = in_heads(dout, 0, time)
-    states, norm = _whole(states, value.shape[-1]), _whole(norm, query.shape[-1])
+    states, norm = states.astype(jnp.float32), _whole(norm)
     query, dout, key, value = _exact(query, dout, key, value)
     seen = _seen(states.shape[1], chunk, exact_window)
 
@@ -215,14 +215,14 @@ def key_vjp(
     interpret,
 ):
     """Computes `key_vjp.key_vjp`, one head and one chunk at a time."""
-    (heads, head_dim, length), value_dim, chunks = scalars.shape, value.shape[-1], dual.shape[1]
+    (heads, _, length), chunks = scalars.shape, dual.shape[1]
     group, dtype, narrow = len(query) // heads, key.dtype, dual.dtype
     # Positions after the last are empty.
     reach = max(length, chunks * chunk + exact_window)
     key, value = (in_heads(x, exact_window, reach) for x in (key, value))
     dout, query = in_heads(dout, 0, chunks * chunk), preparation_vjp.lengthened(query, chunks * chunk)
     decay = _decay_of(rows, chunks, chunk, exact_window)
-    dual, dual_norm = (jnp.flip(_whole(x, n), 1) for x, n in ((dual, value_dim), (dual_norm, head_dim)))
+    dual, dual_norm = (jnp.flip(x, 1) for x in (dual.astype(jnp.float32), _whole(dual_norm)))
     key, value, query, dout = _exact(key, value, query, dout)
     seen = _seen(chunks, chunk, exact_window)
 
@@ -267,9 +267,9 @@ def _pairs(query, key, decay, exact_window):
     return query @ key.T, jnp.where(seen, jnp.exp2(between), 0)
 
 
-def _whole(x, size):
-    """Returns the sum of the terms concatenated in x [..., terms size, A], in float32."""
-    return x.astype(jnp.float32).reshape(*x.shape[:-2], -1, size, x.shape[-1]).sum(-3)
+def _whole(norm):
+    """Returns the sum of the two parts of Z [..., 2 D, D], in float32."""
+    return norm.astype(jnp.float32).reshape(*norm.shape[:-2], 2, -1, norm.shape[-1]).sum(-3)
 
 
 def _exact(*arrays):

@@ -45,9 +45,9 @@ def _called(function, shapes, *arrays, **options):
     return calls.same_variation((arrays, jax.pure_callback(call, out, *arrays)))[1]
 
 
-def _shapes_of_update(vector, scalars, value, carry, start, weights, *, layout, config, dtype, **options):
+def _shapes_of_update(vector, scalars, value, carry, start, weights, *, layout, config, **options):
     finals = len(start), config.segments, *start.shape[1:]
-    return ((*carry.shape, layout.stacks, layout.value_dim, layout.width), dtype), (finals, np.float32)
+    return ((*carry.shape, layout.stacks, layout.value_dim, layout.width), np.float16), (finals, np.float32)
 
 
 def _shapes_of_query(query, *arrays, layout, batch_time, with_remainder, **options):
@@ -182,7 +182,7 @@ def key_vjp(
     return dkey, dvalue, sums
 
 
-def update(vector, scalars, value, carry, start, weights, *, layout, config, chunk, dtype, interpret):
+def update(vector, scalars, value, carry, start, weights, *, layout, config, chunk, interpret):
     """Computes `quartic.update.update`."""
     heads, chunks = carry.shape
     segments = config.segments
@@ -198,7 +198,7 @@ def update(vector, scalars, value, carry, start, weights, *, layout, config, chu
             state *= float(carry[head, index])
             state += scaled @ np.swapaxes(columns[..., time], 1, 2)
     shape = (heads, chunks, layout.stacks, layout.value_dim, layout.width)
-    return np.stack(stored).reshape(shape).astype(dtype), finals
+    return np.stack(stored).reshape(shape).astype(np.float16), finals
 
 
 def query_states(

@@ -25,10 +25,8 @@ def test_what_the_kernels_cannot_do_is_named():
         ({"chunk": 16_384}, "need at most 16384 positions .* not 16448"),
         ({"chunk": 15_360}, "need a chunk shorter than 15360, for shared memory"),
         ({"exact_window": 10}, "need.*exact_window"),
-        ({"state_dtype": jnp.int8}, "need.*states"),
         (quartic | {"head_dim": 64}, "need.*head_dim.*power 4"),
         (quartic | {"value_dim": 48}, "need.*value_dim.*power 4"),
-        (quartic | {"state_dtype": jnp.bfloat16}, "need.*states.*power 4"),
         (quartic | {"chunk": 16_384}, "need at most 16384 positions .* not 16448"),
     ):
         with pytest.raises(NotImplementedError, match=message):

@@ -1,12 +1,9 @@
 """Cases of the state kernels that are compiled for an H100, and the time predicted for them.
 
-A case names the kernel, head size, value size, for a query its chunk, and the dtype of states:
-"query-d64-e64-c768-float16".
+A case names the kernel, head size, value size and, for a query, its chunk: "query-d64-e64-c768".
 """
 
 import functools
-
-import jax
 
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import layout as layouts
@@ -16,36 +13,28 @@ from tools import state_cases as cases
 
 # Chunks of 64, 128 and 192 give a query one, two and three warpgroups.
 CASES = [
-    "update-d32-e64-float16",
-    "update-d64-e64-float16",
-    "update-d64-e64-bfloat16",
-    "update-d64-e64-float32",
-    "update-d64-e128-float16",
-    "update-d128-e64-float16",
-    "update-d128-e128-float16",
-    "update-d128-e128-float32",
-    "norms-d32-e64-float16",
-    "norms-d64-e64-float16",
-    "norms-d128-e64-float16",
-    "query-d32-e64-c384-float16",
-    "query-d32-e128-c384-float16",
-    "query-d64-e64-c64-float16",
-    "query-d64-e64-c128-float16",
-    "query-d64-e64-c768-float16",
-    "query-d64-e64-c768-bfloat16",
-    "query-d64-e64-c768-float32",
-    "query-d64-e128-c768-float16",
-    "query-d128-e64-c1024-float16",
-    "query-d128-e128-c64-float16",
-    "query-d128-e128-c1024-float16",
-    "query-d128-e64-c1024-float32",
-    "query-d128-e128-c1024-float32",
+    "update-d32-e64",
+    "update-d64-e64",
+    "update-d64-e128",
+    "update-d128-e64",
+    "update-d128-e128",
+    "norms-d32-e64",
+    "norms-d64-e64",
+    "norms-d128-e64",
+    "query-d32-e64-c384",
+    "query-d32-e128-c384",
+    "query-d64-e64-c64",
+    "query-d64-e64-c128",
+    "query-d64-e64-c768",
+    "query-d64-e128-c768",
+    "query-d128-e64-c1024",
+    "query-d128-e128-c64",
+    "query-d128-e128-c1024",
 ]
-# Every supported size, dtype of states and number of warpgroups.
+# Every supported size and number of warpgroups.
 SIZES, QUERY_CHUNKS = cases.sizes((32, 64, 128), (64, 128)), (64, 128, 192, 384)
-RARE = [f"update-{size}-{dtype}" for size in SIZES for dtype in cases.STATES]
-QUERIES = [f"{size}-c{chunk}-{dtype}" for size in SIZES for chunk in QUERY_CHUNKS for dtype in cases.STATES]
-RARE += [f"query-{case}" for case in QUERIES]
+QUERIES = [f"{size}-c{chunk}" for size in SIZES for chunk in QUERY_CHUNKS]
+RARE = [f"update-{size}" for size in SIZES] + [f"query-{case}" for case in QUERIES]
 RARE = sorted(set(RARE) - set(CASES))
 
 
@@ -55,32 +44,28 @@ def build(case: str):
     A query is compiled twice, without the remainder of its output and with it. Others are compiled forward and
     reversed, with a group of heads.
     """
-    kernel, head_dim, value_dim, chunk, state_dtype, config = found = cases.parse(case, power=2)
-    operand, terms = configs.operands(state_dtype)
+    kernel, head_dim, value_dim, chunk, config = found = cases.parse(case, power=2)
     layout, time = layouts.Layout(head_dim), found.time
-
-    def shape(*sizes):
-        return jax.ShapeDtypeStruct(sizes, operand)
 
     state = (layouts.TILE, layout.sections, value_dim, layout.section_width)
     options = {"layout": layout, "config": config, "chunk": chunk}
     if kernel == "update":
-        return _both_ways(functools.partial(update.update, **options, terms=terms)), [
-            shape(cases.HEADS * cases.GROUP, layout.head_dim, time),
-            shape(cases.HEADS * cases.GROUP, value_dim, time),
+        return _both_ways(functools.partial(update.update, **options)), [
+            cases.half(cases.HEADS * cases.GROUP, layout.head_dim, time),
+            cases.half(cases.HEADS * cases.GROUP, value_dim, time),
             cases.exact(cases.HEADS, cases.CHUNKS),
             cases.exact(cases.HEADS, *state),
         ]
     if kernel == "norms":
         return _both_ways(norms.norms), [
-            shape(cases.HEADS * cases.GROUP, head_dim, time),
+            cases.half(cases.HEADS * cases.GROUP, head_dim, time),
             cases.exact(cases.HEADS, cases.CHUNKS, cases.GROUP * chunk // configs.BLOCK, configs.BLOCK),
         ]
     options |= {"exact_window": cases.WINDOW, "batch_time": (1, time)}
     return cases.with_and_without_remainder(query.query_states, options), [
         cases.brief(cases.HEADS * cases.GROUP, time, head_dim),
-        shape(cases.HEADS * cases.GROUP, head_dim, time),
-        shape(cases.HEADS, cases.CHUNKS, layouts.TILE, terms * value_dim, layout.width),
+        cases.half(cases.HEADS * cases.GROUP, head_dim, time),
+        cases.half(cases.HEADS, cases.CHUNKS, layouts.TILE, value_dim, layout.width),
         cases.brief(cases.HEADS, cases.CHUNKS, 2 * head_dim, head_dim),
         cases.brief(1, time, cases.HEADS, head_dim),
         cases.brief(1, time, cases.HEADS, value_dim),
@@ -139,13 +124,12 @@ def _predict_norms(case, layout, loops):
 
 
 def _predict_query(case, layout, loops):
-    _, _, value_dim, chunk, state_dtype, config = case
-    terms = configs.operands(state_dtype)[1]
-    count, products = config.query_blocks, config.parts * terms
-    tensor = layout.width // 16 * value_dim // 2 * terms
+    _, _, value_dim, chunk, config = case
+    count, waits = config.query_blocks, config.parts * h100.STATE_WAITING_CYCLES
+    tensor = layout.width // 16 * value_dim // 2
     state = next(loop for loop in loops if loop["HMUL2"] and not loop["MUFU"])
-    cached = 2 * value_dim * layout.width * terms / h100.CACHE_BYTES
-    group = max(count * tensor, tensor + state["instructions"] + products * h100.STATE_WAITING_CYCLES, cached)
+    cached = 2 * value_dim * layout.width / h100.CACHE_BYTES
+    group = max(count * tensor, tensor + state["instructions"] + waits, cached)
     found, row = [h100.Loop("states", state, tensor)], layouts.TILE * group
     if chunk > configs.BLOCK:  # a single block of keys has no loop of its own
         # Scores, then two products with values.

@@ -3,8 +3,6 @@
 import functools
 from collections.abc import Sequence
 
-import jax.numpy as jnp
-
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.quartic import layout as layouts
 from pallas_kernels.power_state.quartic import query as quartic_query
@@ -32,12 +30,12 @@ RARE += [f"query-{size}-c{chunk}" for size in SIZES for chunk in (64, 128, 192)]
 
 def build(case: str):
     """Returns the kernel, and the shapes of its inputs from plain JAX."""
-    kernel, head_dim, value_dim, chunk, _, config = found = cases.parse(case, power=4)
+    kernel, head_dim, value_dim, chunk, config = found = cases.parse(case, power=4)
     layout, time, heads = layouts.Layout(head_dim, value_dim), found.time, cases.HEADS * cases.GROUP
     options = {"layout": layout, "config": config, "chunk": chunk}
     if kernel == "update":
         stack = (layout.stacks, configs.BLOCK, layouts.COLUMNS)
-        return functools.partial(quartic_update.update, dtype=jnp.float16, **options), [
+        return functools.partial(quartic_update.update, **options), [
             cases.half(cases.HEADS, layout.rows, time),
             cases.half(cases.HEADS, layout.scalar_rows, time),
             cases.half(cases.HEADS, configs.BLOCK, time),

@@ -33,7 +33,7 @@ RARE = [
 
 def build(case: str):
     """Returns the kernel, and the shapes of its inputs from plain JAX."""
-    kernel, head_dim, value_dim, chunk, _, config = found = cases.parse(case, power=4)
+    kernel, head_dim, value_dim, chunk, config = found = cases.parse(case, power=4)
     layout, time, heads = layouts.Layout(head_dim, value_dim), found.time, cases.HEADS * cases.GROUP
     options = {"layout": layout, "config": config, "chunk": chunk, "exact_window": cases.WINDOW}
     states = cases.half(cases.HEADS, cases.CHUNKS, layout.stacks, value_dim, layout.width)

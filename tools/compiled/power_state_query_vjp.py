@@ -1,11 +1,9 @@
 """Cases of the gradient of queries, and the time predicted for it.
 
-A case names the head size, value size, chunk, and the dtype of states: "dq-d64-e64-c768-float16".
+A case names the head size, value size and chunk: "dq-d64-e64-c768".
 """
 
 import functools
-
-import jax
 
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import layout as layouts
@@ -15,33 +13,28 @@ from tools import state_cases as cases
 from tools.compiled import power_state as forward
 
 CASES = [
-    "dq-d32-e64-c384-float16",
-    "dq-d64-e64-c64-float16",
-    "dq-d64-e64-c768-float16",
-    "dq-d64-e64-c768-bfloat16",
-    "dq-d64-e64-c768-float32",
-    "dq-d64-e128-c768-float16",
-    "dq-d128-e64-c1024-float16",
-    "dq-d128-e128-c1024-float16",
+    "dq-d32-e64-c384",
+    "dq-d64-e64-c64",
+    "dq-d64-e64-c768",
+    "dq-d64-e128-c768",
+    "dq-d128-e64-c1024",
+    "dq-d128-e128-c1024",
 ]
 
-# Every supported size, dtype of states and number of warpgroups.
+# Every supported size and number of warpgroups.
 RARE = sorted({f"dq-{case}" for case in forward.QUERIES} - set(CASES))
 
 
 def build(case: str):
     """Returns the kernel of a case."""
-    _, head_dim, value_dim, chunk, state_dtype, config = found = cases.parse(case, power=2)
-    operand, terms = configs.operands(state_dtype)
+    _, head_dim, value_dim, chunk, config = found = cases.parse(case, power=2)
     layout, time, queries = layouts.Layout(head_dim), found.time, cases.HEADS * cases.GROUP
     options = {"layout": layout, "config": config, "chunk": chunk, "exact_window": cases.WINDOW}
     return functools.partial(query_vjp.query_vjp, **options, batch_time=(1, time)), [
         cases.brief(queries, time, head_dim),
-        jax.ShapeDtypeStruct((queries, head_dim, time), operand),
+        cases.half(queries, head_dim, time),
         cases.brief(1, time, queries, value_dim),
-        jax.ShapeDtypeStruct(
-            (cases.HEADS, cases.CHUNKS, layouts.TILE, terms * value_dim, layout.width), operand
-        ),
+        cases.half(cases.HEADS, cases.CHUNKS, layouts.TILE, value_dim, layout.width),
         cases.brief(cases.HEADS, cases.CHUNKS, 2 * head_dim, head_dim),
         cases.brief(1, time, cases.HEADS, head_dim),
         cases.brief(1, time, cases.HEADS, value_dim),
@@ -55,18 +48,17 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
 
     The prediction is that of the query, except that warpgroups also share issue slots.
     """
-    _, head_dim, value_dim, chunk, state_dtype, config = cases.parse(case, power=2)
-    terms = configs.operands(state_dtype)[1]
+    _, head_dim, value_dim, chunk, config = cases.parse(case, power=2)
     layout, count, groups = layouts.Layout(head_dim), config.query_vjp_blocks, config.query_vjp_groups
     width = layout.width
     loops = [loop for loop in kernel.loops if loop["HGMMA"]]
     state = next(loop for loop in loops if loop["FFMA"] and not loop["MUFU"])
     tensor, instructions = (
-        width // 2 * value_dim // 16 * terms,
+        width // 2 * value_dim // 16,
         state["instructions"] * layout.sections / groups,
     )
     waits = config.query_vjp_parts * h100.STATE_WAITING_CYCLES
-    cached = 2 * value_dim * width * terms / h100.CACHE_BYTES
+    cached = 2 * value_dim * width / h100.CACHE_BYTES
     group = max(count * tensor, count * instructions, tensor + instructions + waits, cached)
     found, row = [h100.Loop("states", state, tensor * groups // layout.sections)], layouts.TILE * group
     near = 2 * (head_dim + value_dim) + 2 * 2 * head_dim

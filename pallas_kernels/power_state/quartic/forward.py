@@ -147,7 +147,6 @@ def states_of(vector, scalars, value, carried, start, *, layout, call: configs.C
         layout=layout,
         config=call.config,
         chunk=call.chunk,
-        dtype=jnp.float16,
         interpret=call.interpret,
     )
 

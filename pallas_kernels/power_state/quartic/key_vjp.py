@@ -68,9 +68,9 @@ def key_vjp(
 
     Positions are those of keys with the window in front, Y = m C of them. m is the n chunks of queries or one more,
     whose keys are in no state. key: bfloat16 [H, Y, D]; value: bfloat16 [H, Y, E].
-    vector: 16-bit [H, Y, layout.rows], y of keys divided by powers of two, with zeros in front. scalars: 16-bit [H,
+    vector: float16 [H, Y, layout.rows], y of keys divided by powers of two, with zeros in front. scalars: float16 [H,
     layout.scalar_rows, Y], the same products in the order of the scalars, time last.
-    dual: 16-bit [H, n, U, E, P], the gradient of the state for the keys of chunk c at n - 1 - c, times its weights.
+    dual: float16 [H, n, U, E, P], the gradient of the state for the keys of chunk c at n - 1 - c, times its weights.
     query: bfloat16 [HN, X, D]; dout: bfloat16 [HN, X, E]; HN a multiple of H.
     rows: float32 [H, Y / 64, 7, 64], in the order of `Rows`; columns: float32 [HN, X / 64, 5, 64], in that of
     `window_queries.Columns`.

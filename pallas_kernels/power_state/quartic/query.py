@@ -54,9 +54,9 @@ def query_states(
 
     batch_time: B and T; HN = B N, and X is T in whole chunks.
 
-    query: bfloat16 [HN, X, D], HN a multiple of H. vector: 16-bit [HN, X, layout.rows], y of the queries with zeros in
-    front. scalars: 16-bit [HN, layout.scalar_rows, X], the same products in the order of the scalars, time last.
-    states: 16-bit [H, n, U, E, P], the state that chunk c's queries read at c, times its weights.
+    query: bfloat16 [HN, X, D], HN a multiple of H. vector: float16 [HN, X, layout.rows], y of the queries with zeros in
+    front. scalars: float16 [HN, layout.scalar_rows, X], the same products in the order of the scalars, time last.
+    states: float16 [H, n, U, E, P], the state that chunk c's queries read at c, times its weights.
     denominator: float32 [HN, X / 64, 64], the state's contribution to the sum of weights.
     key: bfloat16 [B, at least T, K, D]; value: bfloat16 [B, at least T, K, E].
     decay: float32 [H, n, 3, (W + C) / 64, 64], as in `prepare.Tokens`. scale: float32 [H, X / 64,

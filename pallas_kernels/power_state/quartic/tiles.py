@@ -1,7 +1,5 @@
 """Tile sizes of the kernels at p = 4, chosen by predicted cost."""
 
-import jax.numpy as jnp
-
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.quartic import layout as layouts
 
@@ -10,14 +8,13 @@ __all__ = ["choose", "longest_chunk", "padded"]
 _BLOCK = configs.BLOCK
 
 
-def choose(head_dim, value_dim, dtype, chunk, exact_window, state_dtype) -> configs.Config:
+def choose(head_dim, value_dim, dtype, chunk, exact_window) -> configs.Config:
     """Returns the tiles for a chunk; raises NotImplementedError for unsupported sizes and dtypes."""
     sizes = layouts.SIZES
     configs.require(
         {
             f"head_dim at most {sizes[-1]} at power 4, not {head_dim}": head_dim <= sizes[-1],
             f"value_dim at most {sizes[-1]} at power 4, not {value_dim}": value_dim <= sizes[-1],
-            f"states of float16 at power 4, not {jnp.dtype(state_dtype).name}": state_dtype == jnp.float16,
         }
         | configs.needs_of_rows(dtype, chunk, exact_window)
     )

@@ -29,19 +29,19 @@ _WARPGROUPS = 2
 _STACKS = layouts.UNIT // _WARPGROUPS
 
 
-def update(vector, scalars, value, carry, start, weights, *, layout, config, chunk, dtype, interpret=None):
+def update(vector, scalars, value, carry, start, weights, *, layout, config, chunk, interpret=None):
     """Returns the states that the chunks read, times their weights, and the plain state after each segment.
 
-    vector: 16-bit [H, layout.rows, X], y of the keys with zeros in front, time last.
-    scalars: 16-bit [H, layout.scalar_rows, X], the same products in the order of the scalars.
-    value: 16-bit [H, 64, X], E rows repeated for each scalar of a stack, times their decay up to the end of their
+    vector: float16 [H, layout.rows, X], y of the keys with zeros in front, time last.
+    scalars: float16 [H, layout.scalar_rows, X], the same products in the order of the scalars.
+    value: float16 [H, 64, X], E rows repeated for each scalar of a stack, times their decay up to the end of their
     chunk.
     carry: float32 [H, n], the factor of the state over each of the n = X / chunk chunks.
     start: float32 [H, U, 64, 48], the state before the first chunk. Later segments begin at zero.
     weights: float32 [U, 64, 48], the factors of states when they are stored.
 
-    Returns states [H, n, U, E, P] in `dtype`, the scalars of a stack side by side, and final float32 [H, segments, U,
-    64, 48]. Accumulates in float32; products of a scalar and a value are rounded to the 16 bits of the operands.
+    Returns states float16 [H, n, U, E, P], the scalars of a stack side by side, and final float32 [H, segments, U, 64,
+    48]. Accumulates in float32; products of a scalar and a value are rounded to float16.
     """
     heads, _, time = vector.shape
     chunks, segments, stages = time // chunk, config.segments, config.update_stages
@@ -142,7 +142,7 @@ def update(vector, scalars, value, carry, start, weights, *, layout, config, chu
         },
         {
             "states": jax.ShapeDtypeStruct(
-                (heads, chunks, layout.stacks, layout.value_dim, layout.width), dtype
+                (heads, chunks, layout.stacks, layout.value_dim, layout.width), vector.dtype
             ),
             "final": jax.ShapeDtypeStruct((heads, segments, layout.stacks, *stack_shape), jnp.float32),
         },
@@ -150,7 +150,7 @@ def update(vector, scalars, value, carry, start, weights, *, layout, config, chu
             "vector_smem": tensor_core.operand((stages,), layouts.COLUMNS, _BLOCK, vector.dtype),
             "value_smem": tensor_core.operand((stages,), _BLOCK, _BLOCK, value.dtype),
             "scalar_smem": plgpu.SMEM((stages, scalars_of_unit, _BLOCK), scalars.dtype),
-            "store_smem": tensor_core.operand((_WARPGROUPS,), *stack_shape, dtype),
+            "store_smem": tensor_core.operand((_WARPGROUPS,), *stack_shape, vector.dtype),
             "full": plgpu.Barrier(num_arrivals=3, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
         },

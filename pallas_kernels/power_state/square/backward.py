@@ -18,15 +18,14 @@ def fold_vjp(prepared, key, value, dfinal, call: configs.Call):
     """Computes `power_state.fold_vjp` from its prepared arrays."""
     of, unit, _, mean = prepared
     batch, _, kv_heads, head_dim = key.shape
-    operand, terms = configs.operands(call.state_dtype)
     layout, end, end_norm = forward.start_of(dfinal, key, value)
     dual = preparation_vjp.dual_of(of, mean, preparation.size_of(end, dfinal))
     strength = preparation_vjp.forwards(dual.carried.strength, len(unit))[:, : dual.value.shape[1]]
     query, value_operand = (
-        jnp.swapaxes(x, 1, 2).astype(operand) for x in (unit, dual.value * strength[..., None])
+        jnp.swapaxes(x, 1, 2).astype(jnp.float16) for x in (unit, dual.value * strength[..., None])
     )
     duals, first = forward.walk(
-        query, value_operand, dual.carried, end, layout=layout, call=call, terms=terms, reverse=True
+        query, value_operand, dual.carried, end, layout=layout, call=call, reverse=True
     )
     strength = dual.carried.strength * dual.dnorm
     norm = forward.norms(query, strength, dual.carried, end_norm, call.interpret, reverse=True)
@@ -50,7 +49,7 @@ def attend_vjp(prepared, saved, dual, batch_time, length, call: configs.Call):
         jnp.swapaxes(unit, 1, 2).astype(saved.states.dtype),
         mean.dout,
         saved.states,
-        preparation.split(saved.norms, jnp.bfloat16, 2),
+        preparation.split(saved.norms),
         of.key,
         of.value,
         of.decay,
@@ -62,7 +61,7 @@ def attend_vjp(prepared, saved, dual, batch_time, length, call: configs.Call):
         _scalars_of_keys(of, length).astype(dual.states.dtype),
         of.value,
         dual.states,
-        preparation.split(dual.norms, jnp.bfloat16, 2),
+        preparation.split(dual.norms),
         unit,
         mean.dout,
         _rows_of_keys(of, dual.shifts, length // call.chunk),
@@ -126,9 +125,8 @@ def _inner(of, saved, dual, layout):
 
     S is the state before the chunk, decayed over it, and R the gradient of the state after it.
     """
-    terms = saved.states.shape[3] // of.value.shape[-1]
     dual = preparation.Saved(*(jnp.flip(x, 1) for x in dual))
-    inner = preparation.whole(saved.states, terms) * preparation.whole(dual.states, terms) * layout.weights
+    inner = saved.states.astype(jnp.float32) * dual.states.astype(jnp.float32) * layout.weights
     inner = inner.sum((2, 3, 4))
     inner += (saved.norms * dual.norms).sum((2, 3))
     return preparation.scaled_decay(of.over_chunk, (saved.shifts + dual.shifts).astype(jnp.float32)) * inner

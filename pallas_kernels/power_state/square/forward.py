@@ -18,14 +18,13 @@ __all__ = ["attend", "fold", "norms", "returned", "start_of", "stored_start", "w
 def fold(key, value, log_decay, folds, initial_state, call: configs.Call):
     """Computes `power_state.fold`."""
     batch, _, kv_heads, head_dim = key.shape
-    operand, terms = configs.operands(call.state_dtype)
     layout, start, start_norm = start_of(initial_state, key, value)
     padded = tiles.padded(head_dim, value.shape[-1])
     of = preparation.tokens(key, value, log_decay, folds, sizes=padded, call=call)
     carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), 2)
-    key_operand = preparation.time_last(of.old_key.astype(operand))
-    value_operand = preparation.time_last((of.old_value * carried.strength[..., None]).astype(operand))
-    states, final = walk(key_operand, value_operand, carried, start, layout=layout, call=call, terms=terms)
+    key_operand = preparation.time_last(of.old_key.astype(jnp.float16))
+    value_operand = preparation.time_last((of.old_value * carried.strength[..., None]).astype(jnp.float16))
+    states, final = walk(key_operand, value_operand, carried, start, layout=layout, call=call)
     norm = norms(key_operand, carried.strength, carried, start_norm, call.interpret)
     saved = preparation.Saved.of(states, norm, carried.shift, batch)
     sizes = batch, kv_heads, head_dim, value.shape[-1]
@@ -44,7 +43,7 @@ def attend(query, key, value, log_decay, folds, saved, with_remainder, call: con
         unit,
         jnp.swapaxes(unit, 1, 2).astype(states.dtype),
         states,
-        preparation.split(norm, jnp.bfloat16, 2),
+        preparation.split(norm),
         of.key,
         of.value,
         of.decay,
@@ -61,14 +60,14 @@ def attend(query, key, value, log_decay, folds, saved, with_remainder, call: con
 def norms(key, strength, carried, start, interpret, reverse=False):
     """Returns Z before each chunk and after the last, float32 [H, n + 1, D, D], scaled like the states.
 
-    key: operand of the update, 16-bit [HN, D, X], its chunks in reverse order or not; strength: float32 [H, n, HN C /
+    key: operand of the update, float16 [HN, D, X], its chunks in reverse order or not; strength: float32 [H, n, HN C /
     H], weights of either sign; start: float32 [H, D, D].
     """
     # Divided by the largest of their chunk, weights are in the range of float16.
     peak = jnp.abs(strength).max(-1, keepdims=True)
     relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
     relative = relative.reshape(*strength.shape[:2], -1, configs.BLOCK)
-    new = norm_kernel.norms(key.astype(jnp.float16), relative, reverse=reverse, interpret=interpret)
+    new = norm_kernel.norms(key, relative, reverse=reverse, interpret=interpret)
     start = numerics.scaled(start, -carried.shift[:, :1, None])
     return recurrence.recurrence(carried.carry, peak[..., 0], new, start, interpret=interpret)
 
@@ -104,8 +103,8 @@ def start_of(initial_state, key, value):
     return layout, start, jnp.pad(norm, [(0, 0)] + [(0, width - head_dim)] * 2)
 
 
-def walk(key, value, carried, start, *, layout, call: configs.Call, terms, reverse=False):
-    """Returns the state before each chunk [H, n, 16, terms E, P] and the last one [H, 16, E, P], divided by 2^shift.
+def walk(key, value, carried, start, *, layout, call: configs.Call, reverse=False):
+    """Returns the state before each chunk [H, n, 16, E, P] and the last one [H, 16, E, P], divided by 2^shift.
 
     key, value: operands of the update kernel, of n chunks in reverse order or not; start: [H, 16, E, P], the state
     before the first.
@@ -120,14 +119,8 @@ def walk(key, value, carried, start, *, layout, call: configs.Call, terms, rever
         layout=layout,
         config=call.config,
         chunk=call.chunk,
-        terms=terms,
         reverse=reverse,
         interpret=call.interpret,
     )
     finals = jnp.swapaxes(finals, 3, 4).reshape(*finals.shape[:3], -1, layout.width)
-    if call.config.segments == 1 or terms == 1:
-        return segments.join(states, finals, carried.log2_carry, interpret=call.interpret)
-    joined, final = segments.join(
-        preparation.whole(states, terms), finals, carried.log2_carry, interpret=call.interpret
-    )
-    return preparation.split(joined, states.dtype, terms), final
+    return segments.join(states, finals, carried.log2_carry, interpret=call.interpret)

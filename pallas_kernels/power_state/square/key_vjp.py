@@ -80,8 +80,8 @@ def key_vjp(
 
     batch_time: B and T; H = B K, and position t is padded position W + t.
     key: bfloat16 [B, at least T, K, D]; value: bfloat16 [B, at least T, K, E]. Of the padded positions, Y = n C or
-    (n + 1) C are used; keys of chunk n are in no state. scalars: 16-bit [H, D, Y], keys times `narrow_key`, time last.
-    dual: 16-bit [H, n, 16, terms E, P], the gradient of the state after chunk c at n - 1 - c, as the sum of its terms.
+    (n + 1) C are used; keys of chunk n are in no state. scalars: float16 [H, D, Y], keys times `narrow_key`, time last.
+    dual: float16 [H, n, 16, E, P], the gradient of the state after chunk c at n - 1 - c.
     dual_norm: bfloat16 [H, n, 2 D, D], Rz at the same positions, symmetric, as the sum of two.
     query: bfloat16 [H N / K, at least T, D]; dout: bfloat16 [B, at least T, N, E]; gradients are sums over the queries
     of a group.
@@ -129,8 +129,8 @@ def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
     heads, head_dim, time = inputs["scalars"].shape
     value_dim = value.shape[-1]
     count, stages, parts = config.key_vjp_blocks, config.key_vjp_stages, config.key_vjp_parts
-    chunks, terms = dual.shape[1], dual.shape[3] // value_dim
-    queries_time, groups = chunks * chunk, len(inputs["query"]) // heads
+    chunks, groups = dual.shape[1], len(inputs["query"]) // heads
+    queries_time = chunks * chunk
     gradients = [name for name in _GRADIENTS if name in outputs]
     with_key, with_value = "dkey" in outputs, "dvalue" in outputs
     # Tiles of its own keys that the kernel multiplies.
@@ -182,7 +182,7 @@ def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
 
             def with_dvalue(dvalue):
                 # The state's gradient, for both results.
-                tiles = _read_dual(core, dvalue, own, smem, in_state, terms, with_key, layout, parts)
+                tiles = _read_dual(core, dvalue, own, smem, in_state, with_key, layout, parts)
                 if with_value:
                     dvalue[...] = dvalue[...] * tensor_core.along_columns(
                         own["row"].state_value, dvalue.shape
@@ -258,21 +258,18 @@ def _with_accumulator(core, body, columns):
 
 
 def _copy_dual(dual, smem, in_state, parts):
-    """Copies the gradient of the state [16, terms E, P], by parts.
+    """Copies the gradient of the state [16, E, P], by parts.
 
     Returns the number of steps, the last of which may not have been read yet.
     """
-    stages, value_dim, columns = smem["dual_smem"].shape
-    terms = dual.shape[1] // value_dim
+    stages, _, columns = smem["dual_smem"].shape
 
     def copy(step, slot):
-        term, group = lax.rem(step, terms), lax.rem(lax.div(step, terms), _TILE)
-        part = lax.div(step, terms * _TILE)
-        rows, columns_of = pl.ds(term * value_dim, value_dim), pl.ds(part * columns, columns)
-        source = dual.at[group, rows, columns_of]
+        group, part = lax.rem(step, _TILE), lax.div(step, _TILE)
+        source = dual.at[group, :, pl.ds(part * columns, columns)]
         plgpu.copy_gmem_to_smem(source, smem["dual_smem"].at[slot], smem["dual_full"].at[slot])
 
-    count = jnp.where(in_state, _TILE * parts * terms, 0)
+    count = jnp.where(in_state, _TILE * parts, 0)
     pl.loop(jnp.int32(0), count)(lambda step: ring.put(step, stages, smem["dual_free"], copy))
     return count
 
@@ -298,7 +295,7 @@ def _copy_norms(norm, smem, in_state):
     return count
 
 
-def _read_dual(core, dvalue, own, smem, in_state, terms, with_key, layout, parts):
+def _read_dual(core, dvalue, own, smem, in_state, with_key, layout, parts):
     """Adds (w phi(k^)) R^T to dvalue unless it is None.
 
     If the gradient of keys is requested, returns the gradient of k^ through its features, float32 [64, 16] per tile of
@@ -317,11 +314,9 @@ def _read_dual(core, dvalue, own, smem, in_state, terms, with_key, layout, parts
 
     def read(part, group, tiles):
         gradient = _Gradient(group, tiles, narrow) if with_key else None
-        step = (part * _TILE + group) * terms
-        slots = [ring.slot_of(step + term, stages) for term in range(terms)]
+        slot = ring.slot_of(part * _TILE + group, stages)
         # Wait before any accumulator exists, so that its zeros do not occupy registers meanwhile.
-        for slot in slots:
-            plgpu.barrier_wait(smem["dual_full"].at[slot])
+        plgpu.barrier_wait(smem["dual_full"].at[slot])
         for begin in range(0, columns, most):
             width, offset = min(most, columns - begin), part * columns + begin
             pieces = layout.pieces(offset, offset + width)
@@ -329,18 +324,15 @@ def _read_dual(core, dvalue, own, smem, in_state, terms, with_key, layout, parts
                 piece.scalar: plgpu.load(own["scalar_smem"].at[piece.scalar + group], layout=_ROWS)
                 for piece in pieces
             }
-            duals = [smem["dual_smem"].at[slot, :, pl.ds(begin, width)] for slot in slots]
+            dual = smem["dual_smem"].at[slot, :, pl.ds(begin, width)]
             if with_value:
-                features = _features(narrow, pieces, scalars)
-                for dual in duals:
-                    # Stays in flight while the next product is issued; straight-line code waits for both.
-                    core.add(dvalue, features, dual.T, wait=1)
+                # Stays in flight while the next product is issued; straight-line code waits for both.
+                core.add(dvalue, _features(narrow, pieces, scalars), dual.T, wait=1)
             if with_key:
-                gradient.add(_product(core, value, duals), pieces, scalars)
+                gradient.add(_product(core, value, dual), pieces, scalars)
         if with_value and not with_key:
             core.wait()
-        for slot in slots:
-            plgpu.barrier_arrive(smem["dual_free"].at[slot])
+        plgpu.barrier_arrive(smem["dual_free"].at[slot])
         if not with_key:
             return ()
         gradient.give()
@@ -358,7 +350,7 @@ def _read_dual(core, dvalue, own, smem, in_state, terms, with_key, layout, parts
 class _Gradient:
     """Gradient of k^, in `tiles` of 16 columns, through the features of one part of a group.
 
-    narrow: k^, 16-bit [64, D], in registers or, if there are too few, in shared memory.
+    narrow: k^, float16 [64, D], in registers or, if there are too few, in shared memory.
     """
 
     def __init__(self, group, tiles, narrow):
@@ -410,13 +402,13 @@ class _Gradient:
 
 
 def _narrow(x_smem, factor, dtype):
-    """Returns the warpgroup's keys or values divided by powers of two, 16-bit."""
+    """Returns the warpgroup's keys or values divided by powers of two, in `dtype`."""
     whole = plgpu.load(x_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
     return (whole * tensor_core.along_columns(factor, whole.shape)).astype(dtype)
 
 
 def _features(narrow, pieces, scalars):
-    """Returns features times their weights, 16-bit [64, columns of the pieces]."""
+    """Returns features times their weights, float16 [64, columns of the pieces]."""
     tiles = []
     for piece in pieces:
         scalar = scalars[piece.scalar]
@@ -433,15 +425,14 @@ def _broadcast(scalar):
     return lax.broadcast_in_dim(scalar, (_BLOCK, _TILE), [0])
 
 
-def _product(core, value, duals):
-    """Returns value @ the sum of duals, float32."""
+def _product(core, value, dual):
+    """Returns value @ dual, float32."""
 
     def multiply(slopes):
-        for dual in duals:
-            core.add(slopes, value, dual)
+        core.add(slopes, value, dual)
         return slopes[...]
 
-    return core.accumulators(multiply, duals[0].shape[1])
+    return core.accumulators(multiply, dual.shape[1])
 
 
 def _finish_state(core, dkey, tiles, own, smem, in_state):

@@ -62,9 +62,9 @@ def query_states(
     batch_time: B and T. H = B K key heads and HN = B N query heads over the batch, n chunks of C, X = n C tokens, and a
     window of W.
 
-    query: bfloat16 [HN, at least T, D]; scalars: 16-bit [HN, D, at least T], the same, time last; HN a multiple of H.
-    states: 16-bit [H, n, 16, terms E, P], the state that chunk c's queries read at c, as the sum of its terms. norm:
-    bfloat16 [H, n, 2 D, D], Z as the sum of two.
+    query: bfloat16 [HN, at least T, D]; scalars: float16 [HN, D, at least T], the same, time last; HN a multiple of H.
+    states: float16 [H, n, 16, E, P], the state that chunk c's queries read at c. norm: bfloat16 [H, n, 2 D, D], Z as
+    the sum of two.
     key: bfloat16 [B, at least T, K, D]; value: bfloat16 [B, at least T, K, E].
     decay: float32 [H, n, 3, (W + C) / 64, 64], both parts of g, and the decay from each key to the last of its block.
     scale: float32 [H, X / 64, 64], from the state to each query.
@@ -73,7 +73,7 @@ def query_states(
     """
     heads, _, head_dim = query.shape
     time, value_dim, count = states.shape[1] * chunk, value.shape[-1], config.query_blocks
-    terms, norm_steps = states.shape[3] // value_dim, state_copies.norm_blocks(layout)
+    norm_steps = state_copies.norm_blocks(layout)
     means = ("out", "remainder") if with_remainder else ("out",)
 
     # gmem has the arguments and results in global memory by name, smem the shared memory of `scratch`.
@@ -98,7 +98,7 @@ def query_states(
             plgpu.copy_gmem_to_smem(gmem["scale"].at[tile.key_head, blocks], smem["scale_smem"], ready)
             # The normalizer in blocks of 64 rows, each in the number of copies that slots of keys wait for.
             state_copies.copy_norms(gmem, smem, tile, keys.copies)
-            # The states, one step for each term of each part of each group.
+            # The states, one step for each part of each group.
             steps = state_copies.copy_states(gmem, smem, tile, config.parts)
             # Keys are copied while the last states are still being read.
             keys.copy()
@@ -117,7 +117,7 @@ def query_states(
 
             def attend(acc):
                 # The state before the window.
-                _read_states(core, acc, query_smem, scalar_smem, smem, terms, layout, config.parts)
+                _read_states(core, acc, query_smem, scalar_smem, smem, layout, config.parts)
                 acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
                 # The keys from the window on: acc += w v, and the sum of w is added to the denominator.
                 total = query_tile.add_keys(core, acc, query_smem, keys, denominator, warpgroup, power=2)
@@ -186,7 +186,7 @@ def _norm_of_queries(core, query_smem, smem, layout):
     return total
 
 
-def _read_states(core, acc, query_smem, scalar_smem, smem, terms, layout, parts):
+def _read_states(core, acc, query_smem, scalar_smem, smem, layout, parts):
     """Adds phi(q) S^T to acc, one part of a group of features at a time."""
     dtype, stages = smem["state_smem"].dtype, smem["state_smem"].shape[0]
     columns = layout.width // parts
@@ -205,8 +205,7 @@ def _read_states(core, acc, query_smem, scalar_smem, smem, terms, layout, parts)
                 vector = wrapped[:, piece.vector : piece.vector + piece.width]
                 tiles.append(vector * lax.broadcast_in_dim(scalar, vector.shape, [0]))
             features = jnp.concatenate(tiles, 1)
-            for term in range(terms):
-                slot = ring.slot_of((group * parts + part) * terms + term, stages)
-                plgpu.barrier_wait(smem["state_full"].at[slot])
-                core.add(acc, features, smem["state_smem"].at[slot].T)
-                plgpu.barrier_arrive(smem["state_free"].at[slot])
+            slot = ring.slot_of(group * parts + part, stages)
+            plgpu.barrier_wait(smem["state_full"].at[slot])
+            core.add(acc, features, smem["state_smem"].at[slot].T)
+            plgpu.barrier_arrive(smem["state_free"].at[slot])

@@ -86,8 +86,6 @@ def query_vjp(
     narrows = value_dim == 128
     # At D = 128 shared memory cannot hold all values of a part.
     state_values = _BLOCK if head_dim == 128 else value_dim
-    # Blocks of values and terms of a state, which are read one after the other.
-    row_blocks = states.shape[3] // state_values
     # At D = 128 there are too few registers for queries: tiles are read as they are needed.
     slices = layouts.TILE if head_dim == 128 else None
 
@@ -132,17 +130,15 @@ def query_vjp(
 
             # The normalizer.
             narrow, delta = (plgpu.load(ref, layout=_ROWS) for ref in (row.narrow, row.delta))
-            # Registers are short for large queries, two terms, and a chunk whose loop over keys is unrolled.
-            reload_query = head_dim == 128 or row_blocks == 2 or chunk == count * _BLOCK
+            # Registers are short for large queries, and for a chunk whose loop over keys is unrolled.
+            reload_query = head_dim == 128 or chunk == count * _BLOCK
             query = _query_of(own["query_smem"], reload_query)
             start = _read_norm(core, query(), smem, layout)
             start = start * lax.broadcast_in_dim(-narrow * delta, start.shape, [0])
 
             # The state before the window.
             narrowed = _narrowed(dout(), narrow, own, states.dtype)
-            both = _read_states(
-                core, start, narrowed, own, smem, row_blocks, layout, parts, config.query_vjp_groups
-            )
+            both = _read_states(core, start, narrowed, own, smem, layout, parts, config.query_vjp_groups)
             scale = plgpu.load(row.state, layout=_ROWS)
             gradient = lax.broadcast_in_dim(scale, both.shape, [0]) * both
             exact = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
@@ -242,7 +238,7 @@ def _narrowed(dout, narrow, own, dtype):
     return own["narrow_smem"]
 
 
-def _read_states(core, start, dout, own, smem, row_blocks, layout, parts, round_groups):
+def _read_states(core, start, dout, own, smem, layout, parts, round_groups):
     """Returns `start` plus half the gradient of q^T S q, float32 [64, D].
 
     dout: the operand that states are multiplied by. Sections differ only in where they begin: each counts tiles of
@@ -251,18 +247,18 @@ def _read_states(core, start, dout, own, smem, row_blocks, layout, parts, round_
     parts, columns = parts // layout.sections, layout.width // parts
     vector_of = _vector_of(own["query_smem"])
     stages, height, _ = smem["state_smem"].shape
+    # Blocks of values, which are read one after the other.
     douts = [dout]
     if dout.shape[1] > height:
         douts = [dout.at[:, pl.ds(begin, height)] for begin in range(0, dout.shape[1], height)]
-    douts = douts * (row_blocks // len(douts))
     shape = _BLOCK, _HALF
     column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
     ends = {window.begin: window.begin + window.width for window in layout.section}
     half_round = round_groups // 2
 
     def product(rounds, step):
-        slots = range(step * row_blocks, (step + 1) * row_blocks)
-        steps = round_groups * parts * row_blocks
+        slots = range(step * len(douts), (step + 1) * len(douts))
+        steps = round_groups * parts * len(douts)
         if steps % stages:
             slots = [ring.slot_of(rounds * steps + slot, stages) for slot in slots]
         else:

@@ -19,21 +19,21 @@ NORM_COPIES = {2: ((0, 32), (32, 32)), 3: ((0, 32), (32, 16), (48, 16))}
 
 
 def copy_states(gmem, smem, tile: query_tile.QueryTile, parts, piece_of=None):
-    """Copies states by groups, `parts` of a group and terms, or in the order of `piece_of`.
+    """Copies states by groups, `parts` of a group and blocks of values, or in the order of `piece_of`.
 
     piece_of(index): the index-th group and part. Returns the number of steps, the last of which may not have been read.
     """
     stages, height, columns = smem["state_smem"].shape
-    terms = gmem["states"].shape[3] // height
+    blocks = gmem["states"].shape[3] // height
 
     def copy(step, slot):
-        term, index = lax.rem(step, terms), lax.div(step, terms)
+        block, index = lax.rem(step, blocks), lax.div(step, blocks)
         group, part = piece_of(index) if piece_of else (lax.div(index, parts), lax.rem(index, parts))
-        rows, columns_of = pl.ds(term * height, height), pl.ds(part * columns, columns)
+        rows, columns_of = pl.ds(block * height, height), pl.ds(part * columns, columns)
         state = gmem["states"].at[tile.key_head, tile.chunk, group, rows, columns_of]
         plgpu.copy_gmem_to_smem(state, smem["state_smem"].at[slot], smem["state_full"].at[slot])
 
-    count = jnp.int32(layouts.TILE * parts * terms)
+    count = jnp.int32(layouts.TILE * parts * blocks)
     pl.loop(jnp.int32(0), count)(lambda step: ring.put(step, stages, smem["state_free"], copy))
     return count
 

@@ -1,7 +1,5 @@
 """Tile sizes of the kernels at p = 2, chosen by predicted cost."""
 
-import jax.numpy as jnp
-
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import layout as layouts
 
@@ -15,30 +13,24 @@ _HEAD_SIZES = (32, 64, 128)
 _VALUE_SIZES = (64, 128)
 
 
-def choose(head_dim, value_dim, dtype, chunk, exact_window, state_dtype) -> configs.Config:
+def choose(head_dim, value_dim, dtype, chunk, exact_window) -> configs.Config:
     """Returns the tiles for a chunk; raises NotImplementedError for unsupported sizes and dtypes."""
     supported = {
         f"head_dim at most {_HEAD_SIZES[-1]}, not {head_dim}": head_dim <= _HEAD_SIZES[-1],
         f"value_dim at most {_VALUE_SIZES[-1]}, not {value_dim}": value_dim <= _VALUE_SIZES[-1],
-        f"states of float16, bfloat16 or float32, not {jnp.dtype(state_dtype).name}": (
-            state_dtype in (jnp.float16, jnp.bfloat16, jnp.float32)
-        ),
     }
     configs.require(supported | configs.needs_of_rows(dtype, chunk, exact_window))
     head_dim, value_dim = padded(head_dim, value_dim)
     layout = layouts.Layout(head_dim)
     # Three warpgroups have 160 registers per thread, too few for more than 64 values or for the features of D = 128.
-    # Two have 232, too few for two terms at D = 128.
-    two_terms = state_dtype == jnp.float32
-    most = (3 if value_dim == _BLOCK else 2) if head_dim < 128 else 1 if two_terms else 2
-    # If a chunk is one block of rows, the compiler unrolls loops, and these cases lack the registers for that.
-    tight = head_dim == 128 or two_terms
+    most = 3 if head_dim < 128 and value_dim == _BLOCK else 2
+    # If a chunk is one block of rows, the compiler unrolls loops, for which two warpgroups lack registers at D = 128.
     blocks = next(
         count
         for count in (3, 2, 1)
         if count <= most
         and chunk % (count * _BLOCK) == 0
-        and not (tight and count > 1 and chunk == count * _BLOCK)
+        and not (head_dim == 128 and count > 1 and chunk == count * _BLOCK)
     )
     parts = 1 if head_dim < 128 else 3 * value_dim // _BLOCK
     rows = blocks * _BLOCK * (2 * head_dim + (0 if head_dim == value_dim else value_dim))
@@ -46,9 +38,8 @@ def choose(head_dim, value_dim, dtype, chunk, exact_window, state_dtype) -> conf
     vectors = 2 * (chunk + exact_window) + (blocks + _KEY_STAGES) * _BLOCK
     left = configs.SHARED_BYTES - 2 * (rows + keys) - 4 * vectors
     stages = configs.stages(left // (2 * value_dim * (layout.width // parts)), 6, chunk)
-    # Two warpgroups hold at most 2 x 320 features, of 64 values, in their accumulators. Storing in two terms needs more
-    # registers and leaves room for 2 x 288.
-    scalars = {32: 8, 64: 2 if state_dtype == jnp.float32 else 4, 128: 4}[head_dim]
+    # Two warpgroups hold at most 2 x 320 features, of 64 values, in their accumulators.
+    scalars = 8 if head_dim == 32 else 4
     return configs.Config(
         chunk=chunk,
         update_blocks=value_dim // _BLOCK * layout.sections * (layouts.TILE // scalars),
@@ -58,18 +49,17 @@ def choose(head_dim, value_dim, dtype, chunk, exact_window, state_dtype) -> conf
         state_stages=stages,
         key_stages=_KEY_STAGES,
         parts=parts,
-        **_query_vjp(layout, value_dim, chunk, exact_window, 2 if two_terms else 1),
+        **_query_vjp(layout, value_dim, chunk, exact_window),
         **_key_vjp(layout, value_dim, chunk),
     )
 
 
-def _query_vjp(layout, value_dim, chunk, exact_window, terms):
+def _query_vjp(layout, value_dim, chunk, exact_window):
     """Returns the fields of the gradient of queries."""
     head_dim = layout.head_dim
-    # Three warpgroups have too few registers. At the largest sizes even two have too few for two terms, and for a chunk
-    # of one block of rows, whose loop over keys the compiler unrolls.
-    largest = head_dim == value_dim == 128
-    most = 1 if largest and (terms == 2 or chunk == 2 * _BLOCK) else 2
+    # Three warpgroups have too few registers. At the largest sizes even two have too few for a chunk of one block of
+    # rows, whose loop over keys the compiler unrolls.
+    most = 1 if head_dim == value_dim == 128 and chunk == 2 * _BLOCK else 2
     blocks = next(count for count in (2, 1) if count <= most and chunk % (count * _BLOCK) == 0)
     parts = layout.sections
     height = _BLOCK if head_dim == 128 else value_dim
@@ -78,10 +68,10 @@ def _query_vjp(layout, value_dim, chunk, exact_window, terms):
     vectors = 2 * (chunk + exact_window) + (_ROW_VECTORS * blocks + _KEY_STAGES) * _BLOCK
     left = configs.SHARED_BYTES - 2 * (rows + keys) - 4 * vectors
     stages = configs.stages(left // (2 * height * (layout.width // parts)), 6, chunk)
-    groups = 1 if head_dim == 128 else 4 // terms
+    groups = 1 if head_dim == 128 else 4
     if head_dim < 128:
         # Use a number that divides the steps of a round, so that slots are known at compile time.
-        stages = next(number for number in range(stages, 1, -1) if groups * terms % number == 0)
+        stages = next(number for number in range(stages, 1, -1) if groups % number == 0)
     return {
         "query_vjp_blocks": blocks,
         "query_vjp_parts": parts,

@@ -46,20 +46,18 @@ class Order(NamedTuple):
         return head, pl.ds((chunk * self.blocks + lax.rem(block, jnp.int32(self.blocks))) * _BLOCK, _BLOCK)
 
 
-def update(key, value, carry, start, *, layout, config, chunk, terms=1, reverse=False, interpret=None):
+def update(key, value, carry, start, *, layout, config, chunk, reverse=False, interpret=None):
     """Returns the states that the chunks read, and the state after each segment.
 
-    key: 16-bit [HN, D, at most X], time last, zeros beyond its end; HN a multiple of H; X = n C.
-    value: 16-bit [HN, E, at most X], times its decay up to the end of its chunk; E a multiple of 64.
+    key: float16 [HN, D, at most X], time last, zeros beyond its end; HN a multiple of H; X = n C.
+    value: float16 [HN, E, at most X], times its decay up to the end of its chunk; E a multiple of 64.
     carry: float32 [H, n], the factor of the state over each of the n = X / chunk chunks.
     start: float32 [H, 16, sections, E, P / sections], the state before the first chunk. Later segments begin at zero.
 
     reverse: whether chunks of keys and values come in reverse order.
-    terms: number of terms whose sum is a stored entry: 1, or 2, the rounded entry and the rounding error.
 
-    Returns states [H, n, 16, terms E, P] in the dtype of keys, with the second terms after the first, and the state
-    after each segment, float32 [H, segments, 16, sections, E, P / sections]. Accumulates in float32; products of a key
-    and a value are rounded to the 16 bits of the operands.
+    Returns states float16 [H, n, 16, E, P], and the state after each segment, float32 [H, segments, 16, sections, E,
+    P / sections]. Accumulates in float32; products of a key and a value are rounded to float16.
     """
     (heads, chunks), head_dim = carry.shape, key.shape[1]
     dtype, value_dim, order = (
@@ -77,6 +75,7 @@ def update(key, value, carry, start, *, layout, config, chunk, terms=1, reverse=
         section, first_group = lax.axis_index("section"), lax.axis_index("group") * scalars
         first_row = section * layouts.TILE
         values = pl.ds(lax.axis_index("values") * _BLOCK, _BLOCK)
+        columns = pl.ds(section * layout.section_width, layout.section_width)
         first_chunk = segment * chunks_of_segment
         count = jnp.minimum(chunks - first_chunk, chunks_of_segment)
 
@@ -117,7 +116,11 @@ def update(key, value, carry, start, *, layout, config, chunk, terms=1, reverse=
                 def _chunk(index):
                     # Store the state that the chunk's queries read.
                     for group, acc in zip(groups, accumulators):
-                        _store(acc, store_smem, gmem["states"].at[head, first_chunk + index, group], layout)
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        store_smem[...] = acc[...].astype(dtype)
+                        plgpu.commit_smem()
+                        state = gmem["states"].at[head, first_chunk + index, group, values, columns]
+                        plgpu.copy_smem_to_gmem(store_smem, state)
 
                     # Decay it over the chunk.
                     decay = gmem["carry"][head, first_chunk + index]
@@ -153,16 +156,14 @@ def update(key, value, carry, start, *, layout, config, chunk, terms=1, reverse=
         body,
         {"key": key, "value": value, "carry": carry, "start": start},
         {
-            "states": jax.ShapeDtypeStruct(
-                (heads, chunks, layouts.TILE, terms * value_dim, layout.width), dtype
-            ),
+            "states": jax.ShapeDtypeStruct((heads, chunks, layouts.TILE, value_dim, layout.width), dtype),
             "final": jax.ShapeDtypeStruct((heads, segments, *start.shape[1:]), jnp.float32),
         },
         {
             "key_smem": tensor_core.operand((stages,), layout.section_rows, _BLOCK, dtype),
             "value_smem": tensor_core.operand((stages,), _BLOCK, _BLOCK, dtype),
             "scalar_smem": plgpu.SMEM((stages, tiles, scalars, _BLOCK), dtype),
-            "store_smem": tensor_core.operand((_WARPGROUPS, terms), _BLOCK, layout.section_width, dtype),
+            "store_smem": tensor_core.operand((_WARPGROUPS,), _BLOCK, layout.section_width, dtype),
             "full": plgpu.Barrier(num_arrivals=1 + len(pieces) + tiles, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
         },
@@ -191,34 +192,6 @@ def _key_pieces(layout):
         return tuple(piece for piece in pieces if piece[1])
     # A section wraps around at a position that depends on the section, but always between two tiles.
     return tuple((begin, layouts.TILE) for begin in range(0, layout.section_rows, layouts.TILE))
-
-
-def _store(acc, store_smem, states, layout):
-    """Writes the block's part of an accumulator to the states [terms E, P] of a chunk and a group."""
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    _store_terms(acc, store_smem)
-    plgpu.commit_smem()
-    columns = pl.ds(lax.axis_index("section") * layout.section_width, layout.section_width)
-    terms = store_smem.shape[0]
-    value_blocks = states.shape[0] // (terms * _BLOCK)
-    for term in range(terms):
-        rows = pl.ds((term * value_blocks + lax.axis_index("values")) * _BLOCK, _BLOCK)
-        plgpu.copy_smem_to_gmem(store_smem.at[term], states.at[rows, columns])
-
-
-def _store_terms(acc, store_smem):
-    """Stores the accumulator in 16 bits, followed by its rounding error if there is room."""
-    whole = acc[...]
-    if store_smem.shape[0] == 1:
-        store_smem[0] = whole.astype(store_smem.dtype)
-        return
-    # If accumulators leave few registers, a few columns at a time: all rounded columns would not fit.
-    step = 48 if whole.shape[1] % 48 == 0 else whole.shape[1]
-    for begin in range(0, whole.shape[1], step):
-        part = whole[:, begin : begin + step]
-        rounded = part.astype(store_smem.dtype)
-        store_smem[0, :, begin : begin + step] = rounded
-        store_smem[1, :, begin : begin + step] = (part - rounded.astype(jnp.float32)).astype(store_smem.dtype)
 
 
 def _add_tokens(core, accumulators, key_smem, value_smem, scalar_smem, layout):
