@@ -46,7 +46,7 @@ _FORGET = -105
 HEADROOM = 13
 # Base-2 logarithm of zero, finite so that differences are finite.
 _NOTHING = -1e4
-# Up to this number of chunks, states of all are summed at once from those of all earlier ones.
+# Up to this number of chunks, bounds of all states are summed at once from those of all earlier ones.
 _FEW_CHUNKS = 128
 # Base-2 logarithm of a decay to zero between states: below _NOTHING, whatever the difference of their scales.
 _NEVER = -1e5
@@ -136,7 +136,7 @@ def queries(query):
 
     query: [B, T, N, D]; time is padded to whole blocks.
     """
-    # No further: with more padding, XLA would write a copy before the transposed one.
+    # Only to whole blocks, not to whole chunks: with more padding, XLA would write a copy before the transposed one.
     query = results.whole(query)
     query, size = (heads_first(x) for x in (query, _sizes(query)))
     exponent = numerics.exponent(size)[..., None]
@@ -243,13 +243,13 @@ def time_last(x):
     return jnp.swapaxes(x, -1, -2).swapaxes(1, 2).reshape(len(x), x.shape[-1], -1)
 
 
-def _shift(strength, size, log2_carry, start_size):
+def _shift(strength, size, over_chunk, start_size):
     """Returns exponents, int32 [H, n + 1], whose powers of two bring the states below 2^HEADROOM."""
 
     def log2(x):
         return jnp.where(x > 0, jnp.log2(jnp.where(x > 0, x, 1)), _NOTHING)
 
-    bound = _log2_recurrence(log2_carry, _log2_sum(strength + log2(size)), log2(start_size))
+    bound = _log2_recurrence(over_chunk, _log2_sum(strength + log2(size)), log2(start_size))
     # An empty state needs no scale.
     return jnp.where(bound > _NOTHING / 2, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
 
@@ -257,8 +257,7 @@ def _shift(strength, size, log2_carry, start_size):
 def _log2_recurrence(log2_carry, new, start):
     """Returns log2 of x_0 = 2^start and x_{c+1} = 2^log2_carry_c x_c + 2^new_c, [H, n + 1], by sums of many terms.
 
-    Many chunks are combined within runs of about sqrt(n), then the runs: all n^2 pairs at once would take more memory
-    than the states.
+    Many chunks are combined within runs of about sqrt(n), then the runs: all pairs at once would be sums of n^3 terms.
     """
 
     def add(weights, x):

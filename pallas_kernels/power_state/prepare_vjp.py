@@ -65,16 +65,16 @@ def mean_of(out, denominator, dout, value_dim, length) -> Mean:
 
     E is padded to `value_dim`, and X is `length`.
     """
-    # Both of one launch, which must come before the transpose.
-    whole = dout.astype(jnp.float32)
-    delta, size = jax.lax.optimization_barrier(((whole * out).sum(-1), jnp.abs(whole).max(-1)))
+    # Both in one launch, before the transpose.
+    wide = dout.astype(jnp.float32)
+    delta, size = jax.lax.optimization_barrier(((wide * out).sum(-1), jnp.abs(wide).max(-1)))
     denominator, delta, size = (
         lengthened(preparation.heads_first(x), length) for x in (denominator, delta, size)
     )
     # A NaN is a weight too: its gradients are NaN, not zero.
     some = ~(denominator < jnp.finfo(jnp.float32).tiny)
     return Mean(
-        # Values of 128 are read without TMA, for which there are no tokens after the last.
+        # At E = 128 the kernel reads dO without TMA, which alone reads zeros beyond the end.
         dout=results.whole(preparation.fill(dout, value_dim), length if value_dim == 128 else 0),
         inverse=jnp.where(some, 1 / jnp.where(some, denominator, 1), 0),
         delta=delta,

@@ -60,8 +60,8 @@ def attend(query, key, value, log_decay, folds, saved, with_remainder, call: con
 def norms(key, strength, carried, start, interpret, reverse=False):
     """Returns Z before each chunk and after the last, float32 [H, n + 1, D, D], scaled like the states.
 
-    key: operand of the update, float16 [HN, D, X], its chunks in reverse order or not; strength: float32 [H, n, HN C /
-    H], weights of either sign; start: float32 [H, D, D].
+    key: operand of the update, float16 [HN, D, X]; strength: float32 [H, n, G C], weights of either sign, of G heads;
+    start: float32 [H, D, D]; reverse: as in `update.update`.
     """
     # Divided by the largest of their chunk, weights are in the range of float16.
     peak = jnp.abs(strength).max(-1, keepdims=True)
@@ -106,8 +106,8 @@ def start_of(initial_state, key, value):
 def walk(key, value, carried, start, *, layout, call: configs.Call, reverse=False):
     """Returns the state before each chunk [H, n, 16, E, P] and the last one [H, 16, E, P], divided by 2^shift.
 
-    key, value: operands of the update kernel, of n chunks in reverse order or not; start: [H, 16, E, P], the state
-    before the first.
+    key, value: operands of the update kernel, of n chunks; start: [H, 16, E, P], the state before the walk; reverse: as
+    in `update.update`.
     """
     start = numerics.scaled(start, -carried.shift[:, :1, None, None])
     start = jnp.swapaxes(start.reshape(*start.shape[:3], layout.sections, -1), 2, 3)

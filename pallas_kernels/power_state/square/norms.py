@@ -26,7 +26,7 @@ def norms(key, weights, *, reverse=False, interpret=None):
     """Returns Z of each chunk, float32 [H, n, D, D].
 
     key: float16 [HN, D, at most n C], D = 32 or a multiple of 64, entries below 1, time last; HN a multiple of H.
-    weights: float32 [H, n, HN C / 64 H, 64], at most 1. reverse: whether chunks of keys come in reverse order.
+    weights: float32 [H, n, G C / 64, 64], of G heads, at most 1. reverse: as in `update.update`.
     """
     head_dim = key.shape[1]
     heads, chunks, blocks, _ = weights.shape

@@ -54,7 +54,8 @@ def update(key, value, carry, start, *, layout, config, chunk, reverse=False, in
     carry: float32 [H, n], the factor of the state over each of the n = X / chunk chunks.
     start: float32 [H, 16, sections, E, P / sections], the state before the first chunk. Later segments begin at zero.
 
-    reverse: whether chunks of keys and values come in reverse order.
+    reverse: whether the walk goes from the last chunk to the first. Keys and values are in the order of time, all else
+        in that of the walk.
 
     Returns states float16 [H, n, 16, E, P], and the state after each segment, float32 [H, segments, 16, sections, E,
     P / sections]. Accumulates in float32; products of a key and a value are rounded to float16.
