@@ -19,8 +19,8 @@ _PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 def scratch(key, value, decay, count, stages, chunk):
     """Returns the shared memory of the ring of keys by name, for `count` warpgroups."""
-    # Decays are factored (`_Factors`) except at D = 128, where products take longer than exponentials, and where a chunk
-    # is the rows of one thread block: its loop is unrolled, and registers would spill.
+    # Decays are factored (`_Factors`) except at D = 128, where products take longer than exponentials, and where a
+    # chunk is the rows of one thread block: its loop is unrolled, and registers would spill.
     factored = key.shape[-1] <= _BLOCK and chunk > count * _BLOCK
     to_last = {"to_last_smem": plgpu.SMEM((stages, _BLOCK), jnp.float32)} if factored else {}
     return to_last | {

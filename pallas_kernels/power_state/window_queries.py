@@ -100,8 +100,8 @@ def scratch(head_dim, value_dim, dtype, count, slices=None):
 def copy_queries(gmem, smem, key_head, span, *, groups, first=0):
     """Fills the ring with the queries that attend to the block's keys, after `first` other steps.
 
-    Returns when all is read. gmem: "query" bfloat16 [HN, at least T, D], zeros beyond its end, "dout" bfloat16 [B, T, N, E] and "columns"
-    float32 [H groups, X / 64, 5, 64] in the order of Columns.
+    Returns when all is read. gmem: "query" bfloat16 [HN, at least T, D], zeros beyond its end, "dout" bfloat16
+    [B, T, N, E] and "columns" float32 [H groups, X / 64, 5, 64] in the order of Columns.
     """
 
     def copy(step, slot):
