@@ -1,5 +1,7 @@
-"""Figures of choosing.md, drawn from the cost and size models with which the ops choose a form."""
+"""Figures of choosing.md: what the ops compute to choose a form, and what was measured on a GPU."""
 
+import json
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +13,10 @@ import numpy as np
 
 from sympow_jax import config, models, ops, plotting
 from sympow_jax.ops import cost
-from tools import predicted
 
 __all__ = ["FIGURES"]
 
+RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 LENGTHS = [2**n for n in range(8, 21)]
 BLUE, RED, GREEN, PINK, YELLOW, *_ = plotting.COLORS
 (SOFTMAX,) = (color for color, _ in plotting.styles(["softmax"]))
@@ -44,42 +46,32 @@ def flops() -> matplotlib.figure.Figure:
             ends.append((f"D = {size}", color, features))
         _style_costs(axes, "FLOPs per token and head" if power == 2 else "", f"p = {power}")
         named.append((axes, ends))
-    _name_lines(named)
+    for axes, ends in named:
+        _name_ends(axes, ends)
+    lines = [matplotlib.lines.Line2D([], [], color=plotting.GRAY, linestyle=style) for style in (":", "-")]
+    panels[0].legend(lines, ["attention form", "chunked form"], frameon=False, fontsize=9, loc="upper left")
     return figure
 
 
-def predicted_times() -> matplotlib.figure.Figure:
-    """Plots predicted milliseconds of a layer's two passes on an H100, for 65,536 tokens in rows of each length."""
+def measured_times() -> matplotlib.figure.Figure:
+    """Plots device time against the context, for the kernels of both forms and flash attention."""
+    rows = json.loads((RESULTS / "h100" / "kernels.json").read_text())["rows"]
+    shape = {"batch": 1, "heads": 8, "head_dim": 64, "power": 2, "chunk": None}
     figure, panels = plotting.make(2, width=9.6, height=4.2)
-    lengths = [time for time in LENGTHS if time >= 512]
-    named = []
-    for axes, power, sizes in zip(panels, (2, 4), ((32, 64, 128), (16, 32))):
-        ends = []
-        for size, color in zip(sizes, (BLUE, RED, GREEN)):
-            for form, style in (("attention", ":"), ("chunked", "-")):
-                seconds = [_predicted(form, time, power, size) for time in lengths]
-                axes.plot(lengths, seconds, color=color, linestyle=style, linewidth=1.6)
-            ends.append((f"D = {size}", color, seconds[-1]))
-        _style_costs(axes, "ms per layer, both passes, 65,536 tokens" if power == 2 else "", f"p = {power}")
-        named.append((axes, ends))
-    _name_lines(named)
+    for axes, mode, title in zip(panels, ("forward", "training"), ("forward", "forward and backward")):
+        for contender, label, color in (
+            ("attention/mosaic_gpu", "attention form", BLUE),
+            ("chunked/mosaic_gpu", "chunked form", RED),
+            ("softmax/cudnn", "softmax (cuDNN)", SOFTMAX),
+        ):
+            wanted = shape | {"contender": contender, "mode": mode}
+            points = sorted(
+                (row["time"], 1e3 * row["kernel_seconds"]) for row in rows if row.items() >= wanted.items()
+            )
+            axes.plot(*zip(*points), color=color, marker="o", markersize=4, linewidth=1.6, label=label)
+        _style_costs(axes, "ms on an H100, 8 heads of 64, p = 2" if mode == "forward" else "", title)
+    panels[0].legend(frameon=False, fontsize=9, loc="upper left")
     return figure
-
-
-def _predicted(form: str, time: int, power: int, size: int) -> float:
-    batch, heads = max(1, 65_536 // time), 768 // size
-    seconds = predicted.kernel_seconds(
-        form,
-        time=time,
-        batch=batch,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=size,
-        value_dim=size,
-        power=power,
-        exact_window=64,
-    )
-    return 1e3 * predicted.BOTH_PASSES[form] * seconds * 65_536 / (batch * time)
 
 
 def _style_costs(axes: matplotlib.axes.Axes, y_label: str, title: str) -> None:
@@ -111,14 +103,6 @@ def _name_ends(axes: matplotlib.axes.Axes, ends: Sequence[tuple[str, str, float]
             color=color,
             weight="bold",
         )
-
-
-def _name_lines(named: Sequence[tuple[matplotlib.axes.Axes, list]]) -> None:
-    """Labels the ends of the lines in each panel and adds a legend of the forms to the first."""
-    for axes, ends in named:
-        _name_ends(axes, ends)
-    lines = [matplotlib.lines.Line2D([], [], color=plotting.GRAY, linestyle=style) for style in (":", "-")]
-    named[0][0].legend(lines, ["attention form", "chunked form"], frameon=False, fontsize=9, loc="upper left")
 
 
 def state_sizes() -> matplotlib.figure.Figure:
@@ -168,7 +152,7 @@ def chunks() -> matplotlib.figure.Figure:
 
 FIGURES = {
     "flops": flops,
-    "predicted_times": predicted_times,
+    "measured_times": measured_times,
     "state_sizes": state_sizes,
     "chunks": chunks,
 }
