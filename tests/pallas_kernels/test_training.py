@@ -24,6 +24,7 @@ KERNELS = {
     CHUNKED: {
         "power_state_update",
         "power_state_norms",
+        "power_state_recurrence",
         "power_state_query",
         "power_state_query_vjp",
         "power_state_key_vjp",

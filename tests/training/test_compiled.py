@@ -45,7 +45,8 @@ def check_kernels(case, found):
     if is_chunked(case):
         # The states before chunks are saved for the backward pass, or else recomputed.
         folds = 2 if case.remat == "none" else 3
-        once = {"query": 1, "query_vjp": 1, "key_vjp": 1, "update": folds, "norms": folds}
+        once = dict.fromkeys(("query", "query_vjp", "key_vjp"), 1)
+        once |= dict.fromkeys(("update", "norms", "recurrence"), folds)
         form, prefix = "chunked", "power_state"
     else:
         once = dict.fromkeys(("units", "blocks", "forward", "vectors", "query_vjp", "key_vjp"), 1)
