@@ -61,11 +61,8 @@ def update(key, value, carry, start, *, layout, config, chunk, reverse=False, in
     P / sections]. Accumulates in float32; products of a key and a value are rounded to float16.
     """
     (heads, chunks), head_dim = carry.shape, key.shape[1]
-    dtype, value_dim, order = (
-        key.dtype,
-        value.shape[1],
-        Order(len(key) // heads, chunks, chunk // _BLOCK, reverse),
-    )
+    dtype, value_dim = key.dtype, value.shape[1]
+    order = Order(len(key) // heads, chunks, chunk // _BLOCK, reverse)
     segments, scalars, stages = config.segments, config.update_scalars, config.update_stages
     blocks, chunks_of_segment = order.group * order.blocks, -(-chunks // segments)
     groups_of_warpgroup = scalars // _WARPGROUPS

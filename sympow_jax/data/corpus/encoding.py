@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import importlib
@@ -14,9 +15,9 @@ from jaxtyping import Int64, Integer
 
 from sympow_jax.data import documents, files
 from sympow_jax.data import tokenizer as tokenizer_lib
-from sympow_jax.data.corpus import pieces
+from sympow_jax.data.corpus import pieces, processes
 
-__all__ = ["Encoder", "Encoding", "Submit", "Tokens", "in_order"]
+__all__ = ["Encoder", "Encoding", "Submit", "Tokens", "in_order", "open_workers"]
 
 
 class Tokens(NamedTuple):
@@ -124,6 +125,12 @@ class Encoder:
                 self._encoding.column, texts=self._encoding.tokenizer is not None
             )
         return self._readers[piece.format].read(piece)
+
+
+def open_workers(encoding: Encoding, workers: int) -> contextlib.AbstractContextManager[Submit]:
+    """Starts the worker processes of a run, or a thread if `workers` is 0; the context is their `submit`."""
+    make = functools.partial(Encoder, encoding)
+    return processes.pool(make, workers=workers, setting="data.tokenizer_workers")
 
 
 def in_order(submit: Submit, groups: Iterable[pieces.Group], *, ahead: int) -> Iterator[Tokens]:

@@ -30,8 +30,6 @@ _DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     ".zst": lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj(),
 }
 _CORRUPT = (zlib.error, lzma.LZMAError, zstandard.ZstdError, OSError, EOFError)
-# Compressed files that are read on: as many as the streams of training data, each of which reads one at a time.
-_OPEN_FILES = 8
 _REMEDY = "copy or make the file again"
 
 
@@ -183,6 +181,7 @@ class Reader:
             ahead = next(lines, None)
         if ahead is not None and pieces.compression(path):
             self._open[file, piece.count] = ahead, lines
-            if len(self._open) > _OPEN_FILES:
+            # Each stream of training data reads one file at a time.
+            if len(self._open) > pieces.MOST_STREAMS:
                 del self._open[next(iter(self._open))]  # the one that was not read for longest
         return pieces.Block(path, "line at byte", np.array(positions, np.int64), documents)

@@ -11,6 +11,7 @@ from sympow_jax.data import files
 
 __all__ = [
     "GROUP_BYTES",
+    "MOST_STREAMS",
     "Block",
     "Document",
     "Group",
@@ -24,6 +25,9 @@ __all__ = [
 
 # Bytes of text in a group, roughly. A resumed run reads its group again, and so does a repeated `sympow prepare`.
 GROUP_BYTES = 1 << 24
+# Streams of training data. A process alone holds at least two groups of each in memory, and waits for one of each
+# before its first batch.
+MOST_STREAMS = 8
 
 Document = bytes | Int32[np.ndarray, " tokens"]
 

@@ -10,14 +10,15 @@ from jaxtyping import Int64
 
 from sympow_jax.data import documents, rows
 from sympow_jax.data.corpus import encoding as encoding_lib
-from sympow_jax.data.corpus import pieces, processes
+from sympow_jax.data.corpus import pieces
 
 __all__ = ["BatchIterator", "CorpusRows", "count_streams"]
 
 # A position is the number of a group in the order of all epochs, shifted by these bits, and the number of a row in it.
 _ROW_BITS = 32
-# A process alone holds at least two groups of every stream in memory, and waits for one of each before its first batch.
-_MOST_STREAMS = 8
+
+# Functions that make the rows of a stream, and the position after each.
+_StreamRows = Iterator[tuple[Callable[[], rows.Row], int]]
 
 
 def _begins_unit(group: pieces.Group) -> bool:
@@ -32,7 +33,7 @@ def _position(number: int, row: int) -> int:
 
 def count_streams(groups: Sequence[pieces.Group], batch_size: int) -> int:
     """Returns the number of streams: the largest that divides the batch, at most 8 and at most that of the units."""
-    most = min(_MOST_STREAMS, sum(map(_begins_unit, groups)))
+    most = min(pieces.MOST_STREAMS, sum(map(_begins_unit, groups)))
     return max(count for count in range(1, most + 1) if batch_size % count == 0)
 
 
@@ -92,8 +93,7 @@ class CorpusRows:
 
     def open_workers(self) -> contextlib.AbstractContextManager[encoding_lib.Submit]:
         """Starts the workers; the context is the `submit` of `tokens`."""
-        make = functools.partial(encoding_lib.Encoder, self._encoding)
-        return processes.pool(make, workers=self._workers, setting="data.tokenizer_workers")
+        return encoding_lib.open_workers(self._encoding, self._workers)
 
     def tokens(
         self, submit: encoding_lib.Submit, numbers: Iterable[int], *, streams: int = 1
@@ -113,9 +113,7 @@ class CorpusRows:
         keys = ((self._seed, _position(number, row), rows.TRAINING) for row in range(packed.whole))
         return [functools.partial(packed.row, int(index), key) for index, key in zip(order, keys)]
 
-    def rows_of_stream(
-        self, tokens: Iterable[tuple[int, encoding_lib.Tokens]], row: int
-    ) -> Iterator[tuple[Callable[[], rows.Row], int]]:
+    def rows_of_stream(self, tokens: Iterable[tuple[int, encoding_lib.Tokens]], row: int) -> _StreamRows:
         """Yields functions that make the rows of groups, from `row` of the first one, and the position after each.
 
         Raises:
@@ -166,9 +164,7 @@ class BatchIterator:
         self._size = batch_size // streams  # rows of a stream
         self._positions = dict.fromkeys(range(shard[0] // self._size, shard[-1] // self._size + 1), 0)
         self._pool = contextlib.ExitStack()
-        self._rows: dict[
-            int, Iterator[tuple[Callable[[], rows.Row], int]]
-        ] = {}  # of the streams, if they are open
+        self._rows: dict[int, _StreamRows] = {}  # of the streams, if they are open
 
     def __iter__(self) -> "BatchIterator":
         return self
@@ -214,7 +210,7 @@ class BatchIterator:
         self._rows = {}
         self._pool.close()
 
-    def _open(self) -> dict[int, Iterator[tuple[Callable[[], rows.Row], int]]]:
+    def _open(self) -> dict[int, _StreamRows]:
         """Opens the streams at their positions, and submits the first group of each at once."""
         submit = self._pool.enter_context(self._corpus.open_workers())
         self._rows = {}

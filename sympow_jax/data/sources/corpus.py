@@ -13,7 +13,7 @@ from sympow_jax import config as config_lib
 from sympow_jax.data import documents, files, rows, sources
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.corpus import encoding as encoding_lib
-from sympow_jax.data.corpus import pieces, processes, stream
+from sympow_jax.data.corpus import pieces, stream
 
 __all__ = ["HELDOUT_TOKENS", "Source"]
 
@@ -156,8 +156,7 @@ def _read_heldout(
     encoding: encoding_lib.Encoding, groups: tuple[pieces.Group, ...], *, workers: int
 ) -> documents.Spans:
     read: list[encoding_lib.Tokens] = []
-    make = functools.partial(encoding_lib.Encoder, encoding)
-    with processes.pool(make, workers=workers, setting="data.tokenizer_workers") as submit:
+    with encoding_lib.open_workers(encoding, workers) as submit:
         for tokens in encoding_lib.in_order(submit, groups, ahead=workers + 1):
             read.append(tokens)
             if sum(len(part.tokens) for part in read) >= HELDOUT_TOKENS:
