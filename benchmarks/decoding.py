@@ -120,7 +120,7 @@ class _Contender:
         self.kept = isinstance(state.layers[0].memory, ops.KVCache)
         self.nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         self._rows = loop.Rows(
-            logits=jnp.zeros((1, model.config.vocab_size)),
+            token=jnp.zeros(1, jnp.int32),
             state=_filled(state, length),
             position=jnp.array([length], jnp.int32),
             seen=None,

@@ -3,7 +3,6 @@
 Rows longer than a call are processed in segments, each of which gets the state after the one before.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -12,8 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
-from jaxtyping import Array, Bool, Float, Int, Int32, PyTree
+from jaxtyping import Array, Bool, Float, Int, Int32
 
 from sympow_jax import models
 from sympow_jax.config import checks
@@ -246,7 +244,6 @@ class _Engine:
 
     def __init__(self, model: models.DecoderLM, on_call: Callable[[int], None] | None):
         self._model = model
-        self._graph_and_variables = nnx.split(model)
         self._on_call = on_call or (lambda _: None)
 
     def advance(self, rows: Sequence[Tokens], length: int, state: models.DecoderState) -> models.DecoderState:
@@ -254,7 +251,13 @@ class _Engine:
         tokens, segment_ids = _pad(rows, length)
         for start in range(0, length, CALL_TOKENS):
             part = np.s_[:, start : start + CALL_TOKENS]
-            _, state = _score_and_advance(*self._graph_and_variables, state, tokens[part], segment_ids[part])
+            _, state = self._model.hidden(
+                jnp.asarray(tokens[part]),
+                segment_ids=jnp.asarray(segment_ids[part]),
+                initial_state=state,
+                return_state=True,
+                donate_state=True,
+            )
             self._on_call(tokens[part].size)
         return state
 
@@ -310,7 +313,7 @@ class _Engine:
         losses, correct = np.zeros((batch, length), np.float32), np.zeros((batch, length), bool)
         for start in range(0, length, segment):
             part = np.s_[:, start : start + segment]
-            ids = None if segment_ids is None else segment_ids[part]
+            ids = None if segment_ids is None else jnp.asarray(segment_ids[part])
             columns: tuple[Any, ...] = part
             positions = None
             segment_targets = targets[part]
@@ -319,51 +322,25 @@ class _Engine:
                 positions = np.clip(starts - start, 0, segment - scored)[:, None] + np.arange(scored)
                 columns = np.arange(batch)[:, None], start + positions
                 segment_targets = targets[columns]
-            call = _score_and_advance if in_segments else _score
-            (loss, hit), after = call(
-                *self._graph_and_variables, state, inputs[part], ids, segment_targets, positions
-            )
-            state = after if in_segments else state
+            options: Any = {"segment_ids": ids, "initial_state": state}
+            if in_segments:
+                options |= {"return_state": True, "donate_state": True}
+            found = self._model.hidden(jnp.asarray(inputs[part]), **options)
+            hidden, state = found if in_segments else (found, state)
+            loss, hit = _losses_and_hits(self._model, hidden, segment_targets, positions)
             losses[columns], correct[columns] = np.asarray(loss), np.asarray(hit)
             self._on_call(batch * segment)
         return Score(losses, correct)
 
 
-def _call(
-    graph: nnx.GraphDef,
-    variables: nnx.State,
-    state: PyTree | None,
-    tokens: Int[Array, "B T"],
-    segment_ids: Int[Array, "B T"] | None,
-    targets: Int[Array, "B A"] | None = None,
-    positions: Int[Array, "B A"] | None = None,
-    *,
-    advance: bool,
-) -> tuple[tuple[Float[Array, "B A"], Bool[Array, "B A"]] | None, PyTree | None]:
-    """Returns losses and hits of the targets, and the state after the tokens if `advance` is set."""
-    model = nnx.merge(graph, variables)
-    options = {"segment_ids": segment_ids, "initial_state": state}
-    if advance:
-        hidden, state = model.hidden(tokens, **options, return_state=True)
-    else:
-        hidden, state = model.hidden(tokens, **options), None
-    if targets is None:
-        return None, state
-    if positions is not None:
-        hidden = jnp.take_along_axis(hidden, positions[..., None], axis=1)
-    return _losses_and_hits(model, hidden, targets), state
-
-
-_score = jax.jit(functools.partial(_call, advance=False), static_argnames="graph")
-_score_and_advance = jax.jit(
-    functools.partial(_call, advance=True), static_argnames="graph", donate_argnames="state"
-)
-
-
+@jax.jit
 def _losses_and_hits(
-    model: models.DecoderLM, hidden: Float[Array, "B A M"], targets: Int[Array, "B A"]
+    model: models.DecoderLM,
+    hidden: Float[Array, "B T M"],
+    targets: Int[Array, "B A"],
+    positions: Int[Array, "B A"] | None,
 ) -> tuple[Float[Array, "B A"], Bool[Array, "B A"]]:
-    """Returns the loss in nats of each target, and whether it has the highest logit.
+    """Returns the loss in nats of each target, and whether it has the highest logit, at positions or at all tokens.
 
     At most 64 MiB of logits exist at the same time, or those of one target.
     """
@@ -376,6 +353,8 @@ def _losses_and_hits(
         lower = jnp.where(jnp.arange(len(logits)) < target, logits < logits[target], logits <= logits[target])
         return loss, lower.all()
 
+    if positions is not None:
+        hidden = jnp.take_along_axis(hidden, positions[..., None], axis=1)
     vocabulary = jax.eval_shape(model.unembed, hidden).shape[-1]
     tokens_at_once = min(max(1, _LOGIT_BYTES // (4 * vocabulary)), targets.size)
     pairs = (hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1))

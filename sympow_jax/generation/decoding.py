@@ -143,10 +143,16 @@ class Program:
                         f"row {row} has {counts[row]} tokens after {before[row]} others, but the model's learned "
                         f"positions end at {longest} tokens; shorten it"
                     )
-        if initial_state is None:
-            initial_state = self.init_state(tokens.shape[0], max_length=max_length)
+        is_new = initial_state is None
+        state = self.init_state(tokens.shape[0], max_length=max_length) if is_new else initial_state
+        lengths = jnp.asarray(lengths)
         with mesh_in_scope(self.leaves):
-            return _prefill(self, jnp.asarray(tokens), jnp.asarray(lengths), initial_state)
+            # Blocks are compiled by themselves, once for all layers of equal structure.
+            ids, segment_ids = _padded(self, jnp.asarray(tokens), lengths, state)
+            hidden, state = self.model.hidden(
+                ids, segment_ids=segment_ids, initial_state=state, return_state=True, donate_state=is_new
+            )
+            return _last_logits(self, hidden, lengths), state
 
     def decode(
         self, state: models.DecoderState, token: Int[Array | np.ndarray, " B"]
@@ -255,15 +261,18 @@ def _check_rows(config: configs.ModelConfig, tokens: Array | np.ndarray, lengths
 
 @jax.jit
 @by_default_rules
-def _prefill(program, tokens, lengths, state):
-    model = program.model
-    require_state(model, state, tokens.shape[0])
+def _padded(program, tokens, lengths, state):
+    """Returns tokens without those after each row, and segment ids; raises ValueError for a state of another model."""
+    require_state(program.model, state, tokens.shape[0])
     inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
-    segment_ids = jnp.where(inside, _SEGMENT, _PADDING).astype(jnp.int32)
-    tokens = jnp.where(inside, tokens, 0)
-    hidden, state = model.hidden(tokens, segment_ids=segment_ids, initial_state=state, return_state=True)
+    return jnp.where(inside, tokens, 0), jnp.where(inside, _SEGMENT, _PADDING).astype(jnp.int32)
+
+
+@jax.jit
+@by_default_rules
+def _last_logits(program, hidden, lengths):
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)
-    return model.unembed(last)[:, 0], state
+    return program.model.unembed(last)[:, 0]
 
 
 @jax.jit

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax import models, spelling
-from sympow_jax.array_types import Array, Bool, Float, Int, UInt32
+from sympow_jax.array_types import Array, Bool, Int, UInt32
 from sympow_jax.config import checks
 from sympow_jax.generation import batches, decoding
 from sympow_jax.generation import sampling as sampling_lib
-from sympow_jax.ops import arguments
+from sympow_jax.ops import arguments, target
 from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["Rows", "decode_block", "generate", "token_rows"]
@@ -27,13 +27,13 @@ class Rows(NamedTuple):
     """A running batch.
 
     Attributes:
-        logits: logits of the next token.
-        state: state after `position` tokens.
-        position: number of tokens.
-        seen: tokens that have occurred; None unless sampling uses them.
+        token: the newest token.
+        state: state after the tokens before it.
+        position: number of these.
+        seen: tokens that have occurred, the newest included; None unless sampling uses them.
     """
 
-    logits: Float[Array, "B V"]
+    token: Int[Array, " B"]
     state: models.DecoderState
     position: Int[Array, " B"]
     seen: Bool[Array, "B V"] | None
@@ -50,9 +50,10 @@ def generate(
     block: int = 32,
     prompt_length: int | None = None,
 ) -> Iterator[Int[np.ndarray, "rows tokens"]]:
-    """Yields the `max_tokens` tokens that follow each prompt, at most `block` tokens per continuation at a time.
+    """Yields the `max_tokens` tokens that follow each prompt: the first one, then at most `block` at a time.
 
-    The host waits for the device once per block. A continuation depends on its prompt, `sampling` and its seed only.
+    The first token needs the prompt only, so it comes before the loop for the others is compiled. The host waits for
+    the device once per block. A continuation depends on its prompt, `sampling` and its seed only.
     The rest of the batch has no influence, except on the rounding of logits. Equal prompts have equal continuations. A
     KV cache is used until the recurrent state takes less memory, and is then folded into it.
 
@@ -102,7 +103,7 @@ def generate(
 
     # Room of KV caches at the beginning: for all tokens if one of them cannot be folded, else for as many as take less
     # memory than the recurrent state, which replaces the caches then. None starts with recurrent states.
-    total = padded + -(-max_tokens // block) * block
+    total = padded + -(-(max_tokens - 1) // block) * block
     room: int | None = total
     limits = [limit for limit in model.kv_cache_lengths if limit is not None]
     if len(limits) == len(model.kv_cache_lengths):
@@ -119,26 +120,33 @@ def generate(
         for row, prompt in enumerate(prompts):
             occurred[row, prompt] = True
         seen = jnp.asarray(occurred)
-    rows = Rows(logits, state, jnp.asarray(lengths), seen)
+    before = logits, state, jnp.asarray(lengths), seen
     if samples > 1:
-        rows = batches.fork(rows, samples)
+        before = batches.fork(before, samples)
     seeds = np.tile((seed + np.arange(samples)) % _SEEDS, len(prompts)).astype(np.uint32)
 
-    def blocks(rows: Rows, room: int | None) -> Iterator[Int[np.ndarray, "rows tokens"]]:
-        for done in range(0, max_tokens, block):
-            if room is not None and padded + done + block > room:
+    def blocks(room: int | None) -> Iterator[Int[np.ndarray, "rows tokens"]]:
+        logits, state, position, seen = before
+        with decoding.mesh_in_scope(program.leaves):
+            token, seen, finite = _sampled(sampling, seeds, logits, position, seen)
+        rows = Rows(token, state, position, seen)
+        yield checked(token[:, None], finite[:, None])
+        for done in range(1, max_tokens, block):
+            if room is not None and padded + done - 1 + block > room:
                 rows, room = rows._replace(state=program.fold(rows.state)), None
             with decoding.mesh_in_scope(program.leaves):
                 rows, *results = decode_block(program, sampling, block, seeds, rows)
-            tokens, finite = (np.asarray(x)[:, : max_tokens - done] for x in results)
-            if not finite.all():
-                row, _ = np.argwhere(~finite)[0]
-                raise ValueError(
-                    f"the logits of prompt {row // samples + 1} are not finite; has training diverged?"
-                )
-            yield tokens
+            yield checked(*(x[:, : max_tokens - done] for x in results))
 
-    return blocks(rows, room)
+    def checked(tokens: Int[Array, "rows tokens"], finite: Bool[Array, "rows tokens"]) -> np.ndarray:
+        wrong = np.argwhere(~np.asarray(finite))
+        if len(wrong):
+            raise ValueError(
+                f"the logits of prompt {wrong[0, 0] // samples + 1} are not finite; has training diverged?"
+            )
+        return np.asarray(tokens)
+
+    return blocks(room)
 
 
 def token_rows(prompts: Iterable[Sequence[int]]) -> list[list[int]]:
@@ -155,6 +163,16 @@ def token_rows(prompts: Iterable[Sequence[int]]) -> list[list[int]]:
     return [row.tolist() for row in rows]
 
 
+@functools.partial(jax.jit, static_argnames="sampling")
+@by_default_rules
+def _sampled(sampling, seeds, logits, position, seen):
+    """Returns a token of each row, the tokens seen with it, and whether the logits are finite."""
+    token = sampling_lib.sample(logits, sampling, seed=seeds, position=position, seen=seen)
+    if seen is not None:
+        seen = seen.at[jnp.arange(len(token)), token].set(True)
+    return token, seen, jnp.isfinite(logits).all(axis=-1)
+
+
 @functools.partial(jax.jit, static_argnames=("sampling", "block"), donate_argnames="rows")
 @by_default_rules
 def decode_block(
@@ -164,7 +182,7 @@ def decode_block(
     seeds: UInt32[Array, " B"],
     rows: Rows,
 ) -> tuple[Rows, Int[Array, "B block"], Bool[Array, "B block"]]:
-    """Samples `block` tokens of each row, one after another.
+    """Samples the next `block` tokens of each row, one after another.
 
     The rows are donated.
 
@@ -174,11 +192,14 @@ def decode_block(
     model = program.model
 
     def step(rows, _):
-        token = sampling_lib.sample(rows.logits, sampling, seed=seeds, position=rows.position, seen=rows.seen)
-        finite = jnp.isfinite(rows.logits).all(axis=-1)
-        logits, state = model(token[:, None], initial_state=rows.state, return_state=True)
-        seen = None if rows.seen is None else rows.seen.at[jnp.arange(len(token)), token].set(True)
-        return Rows(logits[:, 0], state, rows.position + 1, seen), (token, finite)
+        logits, state = model(rows.token[:, None], initial_state=rows.state, return_state=True)
+        position = rows.position + 1
+        token, seen, finite = _sampled(sampling, seeds, logits[:, 0], position, rows.seen)
+        if target.device().platform == "cpu":
+            # XLA compiles a loop without a sort as one function, whose time is quadratic in the number of layers (16:
+            # 76 s of CPU instead of 7) and which is no faster.
+            token = jnp.sort(jnp.stack([token, jnp.full_like(token, -1)]), axis=0)[1]
+        return Rows(token, state, position, seen), (token, finite)
 
     rows, (tokens, finite) = jax.lax.scan(step, rows, length=block)
     return rows, tokens.T, finite.T

@@ -98,6 +98,7 @@ class DecoderLM(trunk.TokenTrunk):
         segment_ids: Int[Array, "B T"] | None = None,
         initial_state: DecoderState | None = None,
         return_state: Literal[True],
+        donate_state: bool = False,
     ) -> tuple[Float[Array, "B T M"], DecoderState]: ...
 
     def hidden(
@@ -107,8 +108,12 @@ class DecoderLM(trunk.TokenTrunk):
         segment_ids: Int[Array, "B T"] | None = None,
         initial_state: DecoderState | None = None,
         return_state: bool = False,
+        donate_state: bool = False,
     ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], DecoderState]:
-        """Returns the final normalized hidden states instead of the logits that `unembed` computes from them."""
+        """Returns the final normalized hidden states instead of the logits that `unembed` computes from them.
+
+        With `donate_state`, the new state reuses the memory of `initial_state`, which can no longer be read.
+        """
         x = self.embed(tokens)
         state = initial_state
         if state is None and not return_state:
@@ -127,7 +132,11 @@ class DecoderLM(trunk.TokenTrunk):
         for index, block in enumerate(self.blocks):
             layer_state = None if state is None else state.layers[index]
             x, layer_state = block(
-                x, segment_ids=segment_ids, initial_state=layer_state, return_state=return_state
+                x,
+                segment_ids=segment_ids,
+                initial_state=layer_state,
+                return_state=return_state,
+                donate_state=donate_state,
             )
             layer_states.append(layer_state)
         x = layers.normalize(self.final_norm, x, segment_ids)

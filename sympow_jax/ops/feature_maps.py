@@ -131,9 +131,7 @@ def symmetric_power_dim(head_dim: int, power: int) -> int:
 def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]:  # noqa: F821
     """Returns the distinct monomials of degree p in the leading axis of x, in the order of `symmetric_power`.
 
-    The monomials that start with i are x[i] times those of degree p - 1 that start with i or later, which are a suffix,
-    so nothing is gathered. The feature axis comes first so that products and copies are contiguous in the remaining
-    axes.
+    The feature axis comes first so that products are contiguous in the remaining axes.
 
     Raises:
         ValueError: `power` is below 1, or the monomials of one vector would exceed the device's memory.
@@ -155,9 +153,22 @@ def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]
 def _monomials(power, x):
     features = x
     for degree in range(2, power + 1):
-        starts = suffix_starts(x.shape[0], degree - 1)
-        features = jnp.concatenate([x[i] * features[start:] for i, start in enumerate(starts)])
+        first, rest = _factors(x.shape[0], degree)
+        # Two gathers in one fusion: a product for each index compiles 15 times as long.
+        features = x[first] * features[rest]
     return features
+
+
+@functools.cache
+def _factors(head_dim: int, power: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the index of the first factor of each monomial, and of the monomial of degree p - 1 that it multiplies.
+
+    The monomials that start with i are x[i] times those of degree p - 1 that start with i or later, which are a suffix.
+    """
+    starts = suffix_starts(head_dim, power - 1)
+    total = symmetric_power_dim(head_dim, power - 1)
+    first = np.repeat(np.arange(head_dim, dtype=np.int32), total - np.array(starts))
+    return first, np.concatenate([np.arange(start, total, dtype=np.int32) for start in starts])
 
 
 @functools.cache

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from sympow_jax import evaluation
 from sympow_jax.evaluation import scores
@@ -16,8 +15,7 @@ VOCABULARY = 13
 @pytest.fixture
 def compile_anew():
     """Clears the compiled programs, for tests that change a bound that is read while tracing, or count programs."""
-    scores._score.clear_cache()
-    scores._score_and_advance.clear_cache()
+    scores._losses_and_hits.clear_cache()
 
 
 def decoder(preset, **options):
@@ -109,15 +107,16 @@ def test_a_context_that_is_processed_once_is_not_copied_for_each_question():
 
 def test_segments_reuse_the_memory_of_the_state(monkeypatch):
     monkeypatch.setattr(scores, "CALL_TOKENS", 32)
-    score_and_advance, states = scores._score_and_advance, []
+    model, states = decoder("softmax"), []
+    hidden = type(model).hidden
 
-    def recorded(graph, variables, state, *arguments):
-        states.append(state)
-        return score_and_advance(graph, variables, state, *arguments)
+    def recorded(self, tokens, *, initial_state=None, **options):
+        states.append(initial_state)
+        return hidden(self, tokens, initial_state=initial_state, **options)
 
-    monkeypatch.setattr(scores, "_score_and_advance", recorded)
+    monkeypatch.setattr(type(model), "hidden", recorded)
     case = scores.Case([1] * 100, [scores.Question([2], [3] * 100)])
-    evaluation.answer_scores(decoder("softmax"), [case], share=True)
+    evaluation.answer_scores(model, [case], share=True)
     assert len(states) == 8
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(states))
 
@@ -132,7 +131,7 @@ def test_a_case_without_questions_has_no_scores():
 def test_rows_of_similar_lengths_share_their_program(compile_anew):
     cases = [scores.Case([1] * size, [scores.Question([], [3] * (1 + size % 5))]) for size in range(17, 29)]
     evaluation.answer_scores(fakes.CountingModel(), cases)
-    assert scores._score._cache_size() == 1
+    assert scores._losses_and_hits._cache_size() == 1
 
 
 def test_states_of_a_call_are_bounded(monkeypatch):
@@ -184,7 +183,7 @@ def test_segments_batches_and_padding_change_nothing(monkeypatch, count, length,
         (5, 13, (3, 12), 2),  # as evenly as possible, not 4 and 1
     ],
 )
-def test_all_calls_share_one_shape_and_one_compilation(monkeypatch, documents, length, shape, calls):
+def test_all_calls_share_one_shape(monkeypatch, documents, length, shape, calls):
     monkeypatch.setattr(scores, "CALL_TOKENS", 48)
     shapes, done = [], []
 
@@ -194,7 +193,7 @@ def test_all_calls_share_one_shape_and_one_compilation(monkeypatch, documents, l
             return super().hidden(tokens, **kwargs)
 
     evaluation.token_losses(Traced(), fakes.counting_documents(documents, length), on_call=done.append)
-    assert shapes == [shape]
+    assert shapes == [shape] * calls
     assert done == [np.prod(shape)] * calls
 
 
@@ -207,7 +206,7 @@ def test_a_small_bound_on_the_logits_changes_nothing(monkeypatch, compile_anew):
 def test_a_hit_is_the_first_of_the_highest_logits():
     logits = jnp.array([[[0, 2, 2.0]], [[2, 1, 2]], [[0, 0, 1]], [[jnp.nan, 1, 0]]])
     for target in range(3):
-        _, hits = scores._losses_and_hits(fakes.CountingModel(), logits, jnp.full((4, 1), target))
+        _, hits = scores._losses_and_hits(fakes.CountingModel(), logits, jnp.full((4, 1), target), None)
         expected = logits[:3, 0].argmax(-1) == target
         np.testing.assert_array_equal(hits[:, 0], [*expected, False])
 
@@ -217,11 +216,8 @@ def test_the_logits_of_a_large_vocabulary_are_never_held_for_a_whole_call():
         def unembed(self, hidden):
             return jnp.pad(hidden, ((0, 0), (0, 0), (0, 50_000 - hidden.shape[-1])))
 
-    model = WideModel()
-    graph, parameters = nnx.split(model)
-    tokens = np.zeros((4, 2048), np.int32)
-    state = model.init_state(4, max_length=2048)
-    lowered = scores._score_and_advance.lower(graph, parameters, state, tokens, None, tokens)
+    model, targets = WideModel(), np.zeros((4, 2048), np.int32)
+    lowered = scores._losses_and_hits.lower(model, model.hidden(targets), targets, None)
     # All logits would take 1.6 GB; a few copies of the 64 MiB at hand are what a loss needs.
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 4 * scores._LOGIT_BYTES
 

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from sympow_jax import generation
+from sympow_jax.models import trunk
 from tests.generation import small
 
 GREEDY, SAMPLED = generation.Sampling(temperature=0), generation.Sampling(temperature=0.9)
@@ -24,7 +25,8 @@ def generated(model, rows, *, max_tokens, sampling, block=8, **settings):
     blocks = list(
         generation.generate(model, rows, max_tokens=max_tokens, sampling=sampling, block=block, **settings)
     )
-    assert all(piece.shape == (len(rows) * settings.get("samples", 1), block) for piece in blocks[:-1])
+    continuations = len(rows) * settings.get("samples", 1)
+    assert [piece.shape for piece in blocks[:2]] == [(continuations, 1), (continuations, block)]
     return np.concatenate(blocks, axis=1)
 
 
@@ -82,6 +84,13 @@ def test_repeated_tokens_are_penalized():
             assert row.argmax() == token
             changed |= likeliest != token
     assert changed
+
+
+def test_the_first_token_compiles_two_kinds_of_blocks_once_each():
+    model = small.model("conformal", layers=6, attention_pattern=("conformal", "conformal", "softmax"))
+    before = trunk._apply_in_place._cache_size()
+    next(generation.generate(model, prompts(9), max_tokens=20, sampling=SAMPLED))
+    assert trunk._apply_in_place._cache_size() == before + 2
 
 
 def test_logits_that_are_not_finite():

@@ -37,8 +37,9 @@ def test_texts_are_the_decoded_tokens():
     pieces = list(generation.stream(model(), BYTES, TOKENS, sampling=SAMPLING, **OPTIONS))
     assert [[piece.done for piece in row] for row in pieces] == [
         [False] * 4,
+        [False] * 4,
         [True] * 4,
-    ]  # blocks of 32 tokens
+    ]  # the first token, then blocks of 32
     assert ["".join(piece.text for piece in row) for row in zip(*pieces)] == texts
     # A text ends before a stop. Prompts and stops may be arrays.
     stop = texts[0][20:23]

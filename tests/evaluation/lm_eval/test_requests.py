@@ -135,7 +135,7 @@ def test_equal_requests_that_sample_have_seeds_of_their_own(free):
     found = requests.TextModel(free, BYTES).generate([one, other, one, one._replace(max_tokens=3)])
     wanted = []
     for seed, prompts in ((0, [b"ab", b"cd"]), (1, [b"ab"])):
-        (pieces,) = generation.stream(
+        blocks = generation.stream(
             free,
             BYTES,
             [*map(list, prompts)],
@@ -144,7 +144,7 @@ def test_equal_requests_that_sample_have_seeds_of_their_own(free):
             seed=seed,
             prompt_length=16,
         )
-        wanted += [piece.text for piece in pieces]
+        wanted += ["".join(piece.text for piece in pieces) for pieces in zip(*blocks)]
     assert found == [*wanted, wanted[0][:3]]
     assert found[0] != found[2]
 
