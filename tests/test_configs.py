@@ -199,10 +199,7 @@ def test_every_method_of_the_paper_fits(method):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        (
-            "lra.py:images",
-            "task is 'images'; it must be one of text, listops",
-        ),
+        ("lra.py:images", "task is 'images'; it must be one of text, listops"),
         ("glue.py:wnli,type1", "task is 'wnli'; it must be one of cola, sst2"),
         ("gpt2.py:small", "size is 'small'; it must be one of gpt2, gpt2-medium"),
         ("deit_small.py:type4", "method is 'type4'; it must be one of softmax, base"),

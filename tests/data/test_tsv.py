@@ -68,12 +68,7 @@ def test_columns_and_labels(tmp_path):
             dataclasses.replace(BINARY, classes=3),
             [(b"a", 1), (b"b", 2), (b"c", 0)],
         ),
-        (
-            "sentence\tlabel\na\t2.25\nb\t-1e-3\n",
-            {},
-            NUMBER,
-            [(b"a", 2.25), (b"b", np.float32(-1e-3))],
-        ),
+        ("sentence\tlabel\na\t2.25\nb\t-1e-3\n", {}, NUMBER, [(b"a", 2.25), (b"b", np.float32(-1e-3))]),
         # A long text is truncated.
         (f"sentence\tlabel\n{'ab' * 40}\t1\n", {}, BINARY, [(b"ab" * 8, 1)]),
     ):

@@ -36,11 +36,7 @@ def batches(labels, rows=4, time=6):
     padded = np.append(labels, np.full(-len(labels) % rows, missing, labels.dtype))
     for start in range(0, len(padded), rows):
         tokens = generator.integers(0, 32, (rows, time)).astype(np.int32)
-        yield {
-            "inputs": tokens,
-            "segment_ids": np.zeros_like(tokens),
-            "labels": padded[start : start + rows],
-        }
+        yield {"inputs": tokens, "segment_ids": np.zeros_like(tokens), "labels": padded[start : start + rows]}
 
 
 def outputs(model, labels):

@@ -82,11 +82,7 @@ def test_longcrawl64_predicts_position_1_from_the_lead_id(corpus, tmp_path):
     rows, length = 22, 40
     path = str(tmp_path / "heldout.zarr")
     array = tensorstore.open(
-        {
-            **zarr.spec(path),
-            "metadata": zarr.metadata(rows, length, np.dtype(np.uint16)),
-            "create": True,
-        }
+        {**zarr.spec(path), "metadata": zarr.metadata(rows, length, np.dtype(np.uint16)), "create": True}
     ).result()
     array[...] = np.tile(fakes.counting_documents(2, length)[1], (rows, 1)).astype(np.uint16)  # 1, 2, 3, ...
     run = make_run(

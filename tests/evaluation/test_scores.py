@@ -33,8 +33,7 @@ def draw_cases(*shapes):
 
     return [
         scores.Case(
-            tokens(context),
-            [scores.Question(tokens(prompt), tokens(answer)) for prompt, answer in questions],
+            tokens(context), [scores.Question(tokens(prompt), tokens(answer)) for prompt, answer in questions]
         )
         for context, questions in shapes
     ]

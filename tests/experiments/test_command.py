@@ -41,11 +41,7 @@ FLAGS = "--scale=tiny", "--variants=softmax"
         ),
         ("context_scaling", ["--power=6"], "argument --power: invalid choice: 6 (choose from 2, 4)"),
         ("context_scaling", ["--step=3"], "unknown option '--step'; did you mean --steps?"),
-        (
-            "gating",
-            ["--variants=gate"],
-            "argument --variants: there is no 'gate'; there are sympow, gated",
-        ),
+        ("gating", ["--variants=gate"], "argument --variants: there is no 'gate'; there are sympow, gated"),
         ("recall", ["--variants=p=3"], "argument --variants: there is no 'p=3'; there are linear, p=2"),
         ("nt_tasks", ["--base=1"], "base is 1; it must be from 2 to 1,024"),
         ("nt_tasks", ["--task=XOR"], "argument --task: invalid choice: 'XOR'"),

@@ -18,12 +18,7 @@ TINY = dataclasses.replace(OPTIONS, plan=optimizers.PLANS["tiny"], variants=("sg
 
 @pytest.mark.parametrize(
     ("best", "tried"),
-    [
-        (1.0, [-1, 0, 1]),
-        (3.0, [-1, 0, 1, 2]),
-        (1 / 9, [-1, 0, 1, -2, -3]),
-        (math.inf, [-1, 0, 1, 2, 3]),
-    ],
+    [(1.0, [-1, 0, 1]), (3.0, [-1, 0, 1, 2]), (1 / 9, [-1, 0, 1, -2, -3]), (math.inf, [-1, 0, 1, 2, 3])],
 )
 def test_rates_go_on_until_the_best_is_inside(monkeypatch, best, tried):
     trained = []

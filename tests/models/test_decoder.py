@@ -190,10 +190,7 @@ def test_logits_multiply_in_the_models_dtype_in_both_passes():
         assert float(jnp.linalg.norm(actual - exact) / jnp.linalg.norm(exact)) < 4e-3
     for actual, exact in zip(
         gradients(jnp.float32),
-        (
-            jnp.einsum("btv,vm->btm", cotangent, embedding),
-            jnp.einsum("btv,btm->vm", cotangent, hidden),
-        ),
+        (jnp.einsum("btv,vm->btm", cotangent, embedding), jnp.einsum("btv,btm->vm", cotangent, hidden)),
     ):
         np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=1e-4)
 

@@ -300,8 +300,7 @@ def _weight_sums(drawn, power):
     """Returns sum_j b_ij (q_i . k_j)^p in float64, [B, T, N]."""
     time = drawn["query"].shape[1]
     between = np.cumsum(
-        drawn["log_decay"][:, :, None, :] * (np.arange(time)[:, None] > np.arange(time))[None, :, :, None],
-        1,
+        drawn["log_decay"][:, :, None, :] * (np.arange(time)[:, None] > np.arange(time))[None, :, :, None], 1
     )
     scores = np.einsum("btnd,bsnd->btsn", drawn["query"], drawn["key"])
     return (np.tri(time)[None, :, :, None] * np.exp(between) * scores**power).sum(2)

@@ -44,10 +44,7 @@ def over_time(f, devices, arrays, out=None):
     spec = jax.sharding.PartitionSpec(None, AXIS)
     specs = jax.tree.map(lambda _: spec, arrays)
     return jax.shard_map(
-        functools.partial(f, AXIS),
-        mesh=mesh,
-        in_specs=(specs,),
-        out_specs=spec if out is None else out,
+        functools.partial(f, AXIS), mesh=mesh, in_specs=(specs,), out_specs=spec if out is None else out
     )
 
 

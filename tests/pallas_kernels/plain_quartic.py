@@ -164,10 +164,7 @@ def key_vjp(
             row = quartic_key_vjp.Rows(*rows[head, :, seen])
             later = np.arange(seen.stop - seen.start) >= chunk
             decays = np.stack(
-                [
-                    np.where(later, row.coarse_before, row.coarse),
-                    np.where(later, row.fine_before, row.fine),
-                ]
+                [np.where(later, row.coarse_before, row.coarse), np.where(later, row.fine_before, row.fine)]
             )
             k, v = single(key[head, seen]), single(value[head, seen])
             for member in range(head * group, (head + 1) * group):

@@ -53,7 +53,7 @@ def test_a_result_is_over_all_answers_and_tokens():
             "exact_match_25_50": None,
             "exact_match_50_75": None,
             "exact_match_75_100": None,
-        },
+        }
     )
 
 
