@@ -132,9 +132,7 @@ def test_mistakes_are_one_line_that_names_the_nearest():
 
 def test_a_workdir_is_utf8(tmp_path, monkeypatch):
     latin = os.fsdecode(b"caf\xe9")
-    with pytest.raises(
-        ValueError, match=r"--workdir is '.*caf\\udce9', which is not UTF-8; checkpoints need"
-    ):
+    with pytest.raises(ValueError, match=r"--workdir is '.*caf\\udce9', which is not UTF-8; checkpoints"):
         _parse(f"--workdir={latin}")
     (tmp_path / latin).mkdir()
     monkeypatch.chdir(tmp_path / latin)

@@ -20,25 +20,13 @@ FLAGS = "--scale=tiny", "--variants=softmax"
     [
         ("context_scaling", ["--scale=large"], "argument --scale: invalid choice: 'large'"),
         ("context_scaling", ["--scale=paper"], "say where with --data=PATH and --heldout=PATH"),
-        (
-            "context_scaling",
-            ["--seeds=0,x"],
-            "argument --seeds: '0,x' must be whole numbers below 2^32 that differ",
-        ),
-        (
-            "context_scaling",
-            ["--seeds=1,01"],
-            "argument --seeds: '1,01' must be whole numbers below 2^32 that",
-        ),
+        ("context_scaling", ["--seeds=0,x"], "argument --seeds: '0,x' must be whole numbers below 2^32"),
+        ("context_scaling", ["--seeds=1,01"], "argument --seeds: '1,01' must be whole numbers below 2^32"),
         ("recall", ["--seeds=4294967296"], "argument --seeds: '4294967296' must be whole numbers below 2^32"),
         ("context_scaling", ["--steps=0"], "argument --steps: '0' must be one number of at least 1"),
         ("context_scaling", ["--steps=99999999999"], "must be one number of at least 1 and below 2^31"),
         ("rotation_rates", ["--context=0"], "argument --context: '0' must be one number of at least 1"),
-        (
-            "gating",
-            ["--variants=gated"],
-            "argument --variants: it has only gated, which all else is relative to",
-        ),
+        ("gating", ["--variants=gated"], "argument --variants: it has only gated, which all else is"),
         ("context_scaling", ["--power=6"], "argument --power: invalid choice: 6 (choose from 2, 4)"),
         ("context_scaling", ["--step=3"], "unknown option '--step'; did you mean --steps?"),
         ("gating", ["--variants=gate"], "argument --variants: there is no 'gate'; there are sympow, gated"),

@@ -79,7 +79,5 @@ def test_a_rate_that_diverges_is_not_the_best(tmp_path, monkeypatch):
     assert tried.rows == [("sgd", "0.3: 2.500, 1: nan"), ("lion", "1: nan")]
 
     (good / "data.json").write_text(json.dumps({"digest": "1"}))
-    with pytest.raises(
-        ValueError, match="the runs in runs were trained on different data; use another --out"
-    ):
+    with pytest.raises(ValueError, match="the runs in runs were trained on different data; use another"):
         optimizers._report(TINY, folders)

@@ -12,6 +12,7 @@ from sympow_jax import config, layers, models, ops
 from sympow_jax.config import attention as attention_lib
 from sympow_jax.layers.attention import kernels
 from sympow_jax.ops import target
+from tests.ops.cases import error
 
 BATCH, TIME, HEADS, KV_HEADS, SIZE = 2, 21, 4, 2, 8
 SEGMENT_IDS = np.array([[0] * 9 + [-1] * 2 + [1] * 10, [3] * TIME], np.int32)
@@ -101,10 +102,6 @@ def formula(case, query, key, value, log_decay, segment_ids):
             total = weights.sum(-1, keepdims=True)
             out[row, :, head] = weights @ value[row, :, kv_head] / np.where(total == 0, 1, total)
     return out
-
-
-def error(actual, expected):
-    return np.sqrt(np.mean((np.asarray(actual, np.float64) - expected) ** 2) / np.mean(expected**2))
 
 
 def test_every_kernel_of_the_config_is_here():

@@ -71,16 +71,11 @@ def test_mistakes_in_patterns():
         (("1" * 5000 + "*softmax",), r"from 1 to 5"),
         (("4*softmax", "2*sympow"), r"has 6 layers and the model 5; shorten the pattern"),
         (("linear", "gpt2"), r"'learned_absolute' up to 1024 and 'sinusoidal'.*only one"),
-        (
-            "softmax",
-            r"model.attention_pattern is 'softmax', a str; it must be a tuple.* write \('softmax',\)",
-        ),
+        ("softmax", r"model.attention_pattern is 'softmax', a str; it must be a tuple.* write \('softmax'"),
     ):
         with pytest.raises(ValueError, match=message):
             settings(pattern)
-    with pytest.raises(
-        ValueError, match=r"in layers of preset 'softmax': attention.implementation is 'mosaic"
-    ):
+    with pytest.raises(ValueError, match=r"in layers of preset 'softmax': attention.implementation is"):
         settings(attention=config.AttentionConfig(implementation="mosaic_gpu"))
 
 

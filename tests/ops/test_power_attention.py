@@ -135,11 +135,7 @@ def test_full_grid(case):
     [
         (None, 24),
         ("chunked", 7),
-        *(
-            pytest.param(form, size, marks=pytest.mark.slow)
-            for form in ("chunked", "attention")
-            for size in (1, 7, 48, 512)
-        ),
+        *(pytest.param("chunked", size, marks=pytest.mark.slow) for size in (1, 512)),
     ],
 )
 def test_chunk_size_changes_nothing(form, chunk_size):
@@ -156,10 +152,6 @@ def test_recurrent_reference_is_equation_2():
     check(dataclasses.replace(MAIN, decay="gentle"), "float64", "recurrent", implementation="reference")
 
 
-@pytest.mark.slow
-def test_recurrent_reference_of_a_higher_power():
-    case = cases.Case(4, head_dim=6, value_dim=5, time=TIME, decay="gentle", segments="padded")
-    check(case, "float64", "recurrent", implementation="reference")
 
 
 @pytest.mark.parametrize(
@@ -168,15 +160,7 @@ def test_recurrent_reference_of_a_higher_power():
         (MAIN, "attention"),
         (MAIN, "chunked"),
         (HIGHEST, "attention"),
-        *(
-            pytest.param(case, form, marks=pytest.mark.slow)
-            for case, form in (
-                (MAIN, "recurrent"),
-                (QUARTIC, "chunked"),
-                (HIGHEST, "chunked"),
-                (HIGHEST, "recurrent"),
-            )
-        ),
+        pytest.param(HIGHEST, "chunked", marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -198,7 +182,6 @@ def test_the_size_of_keys_does_not_matter_without_states(case, form):
         ("attention", MAIN, "float32"),
         ("chunked", MAIN, "float32"),
         ("chunked", HALF, "bfloat16"),
-        pytest.param("attention", HALF, "bfloat16", marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -232,7 +215,6 @@ def test_gradient_of_a_key_that_outweighs_all_others():
     ("case", "form"),
     [
         (HALF, "chunked"),
-        pytest.param(HALF, "attention", marks=pytest.mark.slow),
         *(
             pytest.param(case, form, marks=pytest.mark.slow)
             for case in (dataclasses.replace(QUARTIC, time=300), dataclasses.replace(PLAIN, time=300))
@@ -257,13 +239,6 @@ def test_channels_in_bfloat16_are_summed_in_float32():
     assert cases.error(outputs(**cases.cast(drawn, "bfloat16")), expected) <= 2**-9
 
 
-@pytest.mark.slow
-def test_equal_channels_are_power_attention():
-    drawn, expected = arrays(MAIN), expected_of(MAIN)
-    channels = np.repeat(drawn["log_decay"][..., None], MAIN.value_dim, -1)
-    actual = run(drawn | {"log_decay": channels}, "float64", "chunked")
-    actual["log_decay"] = actual["log_decay"].sum(-1)
-    cases.check(actual, expected, drawn, "float64")
 
 
 outputs = jax.jit(
@@ -353,8 +328,6 @@ def test_one_overwhelming_gate_everywhere_keeps_only_the_own_value():
     ("power", "queries", "dtype"),
     [
         (2, 1, "float64"),
-        pytest.param(2, 5, "float32", marks=pytest.mark.slow),
-        pytest.param(4, 1, "float64", marks=pytest.mark.slow),
         pytest.param(4, 5, "float32", marks=pytest.mark.slow),
     ],
 )
@@ -371,35 +344,21 @@ def test_queries_are_the_last_positions_of_the_keys(power, queries, dtype):
     cases.check(actual, expected, cut, dtype)
 
 
-def test_values_of_documents_never_mix():
-    """Changing one document changes nothing in the others, bit for bit."""
-    drawn = arrays(MAIN)
-    drawn["segment_ids"] = (np.arange(TIME)[None].repeat(2, 0) // 20).astype(np.int32)
-    drawn["log_decay"] = np.maximum(drawn["log_decay"], -1e-2)
-    other = drawn | {"key": drawn["key"].copy(), "value": drawn["value"].copy()}
-    other["key"][:, 20:40] *= 100
-    other["value"][:, 20:40] += 3
-    for dtype, form in (("float32", "attention"), ("float32", "chunked"), ("float64", "recurrent")):
-        one, two = (run(x, dtype, form)["out"] for x in (drawn, other))
-        np.testing.assert_array_equal(one[:, :20], two[:, :20])
-        np.testing.assert_array_equal(one[:, 40:], two[:, 40:])
-        assert np.abs(one[:, 20:40] - two[:, 20:40]).max() > 1
 
 
-@pytest.mark.parametrize("power", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_an_old_key_that_outweighs_all_others(power):
+def test_an_old_key_that_outweighs_all_others():
     """Checks the bound of docs/mathematics.md on outputs whose keys of weight are older than the window."""
     for other in (1e-2, 1e-3, 0.0):
         query, key, value = np.random.default_rng(0).normal(size=(3, 200, 16)).astype("float32")
         key[1:] *= np.float32(other)
         causal = np.tri(len(query))
-        weights = causal * (query.astype("float64") @ key.T.astype("float64")) ** power
+        weights = causal * (query.astype("float64") @ key.T.astype("float64")) ** 2
         expected = weights / weights.sum(1, keepdims=True) @ value
-        lengths = (np.linalg.norm(x.astype("float64"), axis=1) ** power for x in (query, key))
+        lengths = (np.linalg.norm(x.astype("float64"), axis=1) ** 2 for x in (query, key))
         kappa = (causal * np.multiply.outer(*lengths)).sum(1) / weights.sum(1)
         inputs = [x[None, :, None] for x in (query, key, value)]
         for form in ("attention", "chunked", "recurrent"):
-            error = outputs(*inputs, power=power, form=form)[0, :, 0] - expected
+            error = outputs(*inputs, form=form)[0, :, 0] - expected
             if form == "attention":
                 assert np.sqrt(np.mean(error**2) / np.mean(expected**2)) <= 2e-6, other
             else:

@@ -148,15 +148,6 @@ def test_a_split_in_float32_and_from_a_state_in_bfloat16():
         assert error <= 2e-2, (name, error)
 
 
-@pytest.mark.slow
-def test_a_split_after_one_token():
-    drawn, expected = arrays()
-    with jax.enable_x64(True):
-        for form in ("attention", "chunked", "recurrent"):
-            call = functools.partial(ops.power_attention, form=form, exact_window=6, return_state=True)
-            first, state = call(**part(drawn, 0, 1))
-            rest, _ = call(**part(drawn, 1, None), initial_state=state)
-            assert cases.error(np.concatenate([first, rest], 1), expected["out"]) <= 1e-10
 
 
 steps = jax.jit(by_steps, static_argnames="power")

@@ -117,9 +117,7 @@ def test_settings_of_another_program_are_not_overwritten(tmp_path):
         b"\xff",
     ):
         path.write_bytes(content)
-        with pytest.raises(
-            ValueError, match=r"config\.json is not the settings of a run and would be overwr"
-        ):
+        with pytest.raises(ValueError, match=r"config\.json is not the settings of a run and would be"):
             workdir.open_workdir(tmp_path, _settings())
         assert path.read_bytes() == content
         assert list(tmp_path.iterdir()) == [path]

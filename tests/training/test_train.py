@@ -129,10 +129,7 @@ def test_prompts_that_a_run_cannot_have_are_errors_at_its_start(settings):
         (small.program(tokens), "data.source tokens and 1 device: leave them out"),
         (many, "data.source text and 8 devices: leave them out"),
         (small.program(_with_prompts(settings, "the", "caf\udce9")), r"'caf\udce9' is not UTF-8"),
-        (
-            small.program(_with_prompts(settings, "a", "the", **learned)),
-            "a prompt and its 128 tokens must fit",
-        ),
+        (small.program(_with_prompts(settings, "a", "the", **learned)), "a prompt and its 128 tokens must"),
     ):
         with pytest.raises(ValueError, match=r"evaluation\.prompts") as caught:
             _periodic(program)
@@ -181,9 +178,7 @@ def test_a_loss_that_is_not_finite(tmp_path, settings, every):
     changed = small.changed(
         settings, optimizer=diverging, training={"checkpoint_every": every}, evaluation=prompts
     )
-    with pytest.raises(
-        ValueError, match=r"is (nan|inf) at step (\d+); the last checkpoint is kept"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"is (nan|inf) at step (\d+); the last checkpoint is") as caught:
         loop.train(changed, tmp_path)
     failed = int(str(caught.value).split(" at step ")[1].split(";")[0])
     assert list(small.losses(tmp_path)) == list(range(1, failed))

@@ -180,9 +180,7 @@ def test_weights_that_are_not_finite(tmp_path):
     tensors = safetensors.numpy.load_file(path)
     tensors["blocks.1.mlp.up.kernel"][3, :2] = np.nan, np.inf
     safetensors.numpy.save_file(tensors, path)
-    with pytest.raises(
-        ValueError, match=r"blocks\.1\.mlp\.up\.kernel has 2 of 1,024 numbers that are NaN or infinite"
-    ):
+    with pytest.raises(ValueError, match=r"blocks\.1\.mlp\.up\.kernel has 2 of 1,024 numbers that are NaN"):
         weights.load(path, settings)
 
 

@@ -222,10 +222,7 @@ def test_bad_columns(tmp_path):
     nested = pa.table({"text": [{"text": "b"}], "text.text": ["c"]})
     holes = pa.array([[1], None, [2, 3], [4, None]], pa.list_(pa.int32()))
     for table, message in (
-        (
-            pa.table({"text": [1.5]}),
-            r"column 'text' of .*a\.parquet is of type double; it must hold text, or",
-        ),
+        (pa.table({"text": [1.5]}), r"column 'text' of .*a\.parquet is of type double; it must hold text"),
         (pa.table({"text": [[1.5]]}), r"of type list<.*double>"),
         (pa.table({"text": [[-1]]}), r"a\.parquet \(row 0\) has token id -1"),
         (pa.table({"text": holes}), r"a\.parquet \(row 3\) has a null"),
