@@ -21,17 +21,10 @@ SEGMENT_IDS = np.array([[0] * 7 + [1] * 8 + [-1] * 3 + [1] * 2 + [0] * 10, [5] *
 def small(preset=None, *, scale=20, **changes):
     """Returns a model in which attention matters; by default of two layers, with a state of powers and a linear one."""
     options = {"exact_window": 4, "form": "chunked"} if preset is None else changes
-    model = config.ModelConfig(
-        vocab_size=32,
-        layers=1 if preset else 2,
-        width=16,
-        heads=4,
-        kv_heads=2,
-        dtype="float32",
-        attention=config.preset(preset or "conformal", **options),
-        attention_pattern=() if preset else ("conformal", "linear"),
-    )
-    model = models.DecoderLM(model, rngs=nnx.Rngs(0))
+    sizes = {"vocab_size": 32, "layers": 1 if preset else 2, "width": 16, "heads": 4, "kv_heads": 2}
+    kinds = {"attention": config.preset(preset or "conformal", **options)}
+    kinds["attention_pattern"] = () if preset else ("conformal", "linear")
+    model = models.DecoderLM(config.ModelConfig(**sizes, **kinds, dtype="float32"), rngs=nnx.Rngs(0))
     for block in model.blocks:
         for name in ("query", "key", "value", "out"):
             getattr(block.attention, name).kernel[...] *= scale

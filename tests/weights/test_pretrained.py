@@ -60,7 +60,7 @@ def test_logits_are_those_of_transformers(name):
     tokens, original = expected(name)
     assert np.std(original) > 0.5
     assert cases.error(logits(model, tokens), original) <= BOUND
-    if name not in ("gpt2", "mistral"):
+    if name not in ("gpt2", "mistral", "qwen3"):
         return
     start = 4
     actual, state = program.prefill(tokens[:, :start], np.array([start] * 2), max_length=originals.TIME)
@@ -265,6 +265,12 @@ def test_values_of_the_original_config_stay():
 
 
 PUBLISHED = """
+llama3_8b llama3 {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+ "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+ "max_position_embeddings": 8192, "rope_theta": 500000.0, "tie_word_embeddings": false}
+qwen3_14b qwen3 {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 17408,
+ "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
+ "max_position_embeddings": 40960, "rope_theta": 1000000, "tie_word_embeddings": false}
 llama32_1b llama32 {"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
  "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
  "max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": true,
