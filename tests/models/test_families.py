@@ -46,7 +46,7 @@ def run(name, **changes):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=() if name == "hybrid" else pytest.mark.slow) for name in families.FAMILIES],
+    [pytest.param(name, marks=() if name == "qwen3" else pytest.mark.slow) for name in families.FAMILIES],
 )
 def test_steps_of_training_lower_the_loss(name):
     """The first changes the embedding of the tokens that are read, and all rows of an untied head."""

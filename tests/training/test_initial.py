@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sympow_jax import config, loop, models, training
+from sympow_jax import config, models, training
 from sympow_jax.process import workdir
 from sympow_jax.training import checkpoint, restore, sharding
 from tests import devices
@@ -117,16 +117,6 @@ def test_a_run_starts_from_an_average(tmp_path, settings):
         found = program.model(begun).embedding[...]
         np.testing.assert_allclose(found, expected["embedding"], rtol=1e-6)
         program.update(begun, small.tokens(settings))
-
-
-@pytest.mark.slow
-def test_a_run_that_has_begun_no_longer_needs_what_it_started_from(tmp_path, settings, finished):
-    first = finished.copy(tmp_path / "first")
-    task = config.TaskConfig(initial_run=str(first))
-    second = small.changed(settings, task=task, training={"steps": 2})
-    assert loop.train(second, tmp_path / "second") == 0
-    first.rename(tmp_path / "gone")
-    assert loop.train(small.changed(second, training={"steps": 3}), tmp_path / "second") == 0
 
 
 def test_what_does_not_fit(settings, first, masked, tmp_path):
