@@ -112,16 +112,6 @@ def test_an_epoch_is_one_update_of_sgd_with_momentum(tmp_path):
         np.testing.assert_allclose(result["weights"][name][0], expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
-def test_a_run_does_not_depend_on_the_others(tmp_path):
-    both, one = trained(tmp_path, (0, 3), "both"), trained(tmp_path, (3,), "one")
-    for name, expected in one["weights"].items():
-        np.testing.assert_allclose(both["weights"][name][1:], expected, rtol=1e-4, atol=1e-6)
-    assert [run[1] for run in (point["greedy"] for point in both["curve"])] == [
-        run[0] for run in (point["greedy"] for point in one["curve"])
-    ]
-
-
 def test_a_stopped_training_is_resumed(tmp_path, monkeypatch, capsys):
     whole, test = trained(tmp_path, name="whole"), nt_tasks._test
 

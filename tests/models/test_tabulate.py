@@ -35,7 +35,6 @@ def layer(kind, position):
 
 
 OFTEN = [
-    (layer("LinearAttention", "learned_rope"), "__call__", X),
     (layer("LinearAttention", "spe"), "__call__", X),
     (lambda: decoder("gpt2"), "__call__", TOKENS),
     (matcher, "errors", TOKENS),

@@ -106,7 +106,7 @@ def pieces(drawn, state, forms):
 @pytest.mark.parametrize(
     ("decay", "exact_window", "forms"),
     [
-        ("mixed", 6, ("chunked", "reference attention", "step", "attention", "step", "chunked")),
+        ("mixed", 6, ("chunked", "attention", "step", "attention", "step", "chunked")),
         ("mixed", 0, ("chunked",) * 6),
         ("channels", 6, ("chunked", "step") * 3),
         *(
@@ -146,8 +146,6 @@ def test_a_split_in_float32_and_from_a_state_in_bfloat16():
     short, _ = pieces(single, zeros(dtype=jnp.bfloat16), ("chunked",) * 6)
     for name, error in cases.errors(short, expected, drawn).items():
         assert error <= 2e-2, (name, error)
-
-
 
 
 steps = jax.jit(by_steps, static_argnames="power")

@@ -113,6 +113,7 @@ def _assert_same_run(folder: pathlib.Path, alone: pathlib.Path) -> None:
     assert expected[10] < 0.9 * expected[1]
 
 
+@pytest.mark.robust
 def test_two_processes_equal_one(start, alone, arguments, tmp_path):
     rows = tmp_path / "rows"
     rows.mkdir()

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import rich.console
 
-from sympow_jax import config, evaluation
 from sympow_jax.evaluation import scores as scores_lib
 from sympow_jax.evaluation.context_tasks import prompts, results
-from sympow_jax.process import workdir
 
 
 def make_exam(log_candidates, depths=()):
@@ -145,15 +143,3 @@ def test_table_of_runs_has_a_line_for_each_task_and_length():
         ["copy", "256", *both],
         ["copy", "512", *both],
     ]
-
-
-def test_a_run_of_another_task_is_an_error(tmp_path):
-    attention = config.preset("softmax", causal=False)
-    settings = config.Config(
-        model=config.ModelConfig(vocab_size=8, layers=1, width=8, heads=2, attention=attention),
-        task=config.TaskConfig(name="masked_token"),
-        data=config.DataConfig(context_length=8, batch_tokens=8),
-    )
-    workdir.open_workdir(tmp_path / "a", settings)
-    with pytest.raises(ValueError, match="a holds a run of task 'masked_token'; --tasks is for models of"):
-        evaluation.evaluate_context_tasks([tmp_path / "a"], ["copy"], out=tmp_path)
