@@ -112,6 +112,7 @@ MISTAKES = """
 {folder}/tokens,{folder}/masked           | tokens and .*masked cannot be compared: .*'next_token' and 'masked_token'
 {folder}/masked --context_lengths=8       | --context_lengths and --documents are for runs that predict the next
 {folder}/masked --documents=3             | --context_lengths and --documents are for runs
+{folder}/masked --tasks=copy              | a run of task 'masked_token'; --tasks is for models of the next
 {folder}/masked --config.data.heldout_fraction=0 | no example is held out .*heldout_fraction is 0
 """
 

@@ -6,9 +6,8 @@ import math
 import numpy as np
 import PIL.Image
 import pytest
-from flax import nnx
 
-from sympow_jax import config, models, training
+from sympow_jax import config, training
 from sympow_jax.commands import inspect as command
 from sympow_jax.inspection import attention_maps, figures, inspect
 from sympow_jax.process import workdir
@@ -70,25 +69,6 @@ def written(runs):
     out = runs / "out"
     assert command.main([f"--workdir={runs}/a", f"--text_file={runs}/text", f"--out={out}"]) == 0
     return json.loads((out / "inspect.json").read_text())
-
-
-def model_of(preset, *, layers=1, heads=HEADS, kv_heads=None, seed=0, **changes):
-    settings = config.ModelConfig(
-        vocab_size=128,
-        layers=layers,
-        width=WIDTH,
-        heads=heads,
-        kv_heads=kv_heads,
-        dtype="float32",
-        remat="full",
-        attention=config.preset(preset, **changes),
-    )
-    model = models.DecoderLM(settings, rngs=nnx.Rngs(seed))
-    for block in model.blocks:
-        for name in ("query", "key", "decay", "rate"):
-            if hasattr(block.attention, name):
-                getattr(block.attention, name).kernel[...] *= 20
-    return model
 
 
 def exactly(parameter):
@@ -193,23 +173,6 @@ def test_figures_of_all_sizes(heads, time, numbers, tmp_path):
     )
     tokens = [*b"a $b$ and\nc"] * time
     assert draw([layer_maps], tokens[:time], tmp_path) == {"attention", "half_life", "rotation"}
-
-
-VECTORS = {"decay": "channel_learned", "position": "learned_rope_pairs"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("preset", "changes"), [*((name, {}) for name in config.PRESETS), ("conformal", VECTORS)]
-)
-def test_every_preset_can_be_drawn(preset, changes, tmp_path):
-    model = model_of(preset, layers=2, heads=4, **changes)
-    tokens = list(b"a $b$ and\nc")
-    drawn = draw(attention_maps.attention_maps(model, tokens, range(2)), tokens, tmp_path)
-    attention = model.config.attention
-    assert ("half_life" in drawn) == (attention.decay != "none")
-    assert ("rotation" in drawn) == attention.position.startswith("learned_rope")
-    assert "attention" in drawn
 
 
 def test_labels_of_tokens():
