@@ -10,6 +10,7 @@ from sympow_jax import config
 from sympow_jax.commands import command_line
 from sympow_jax.config import fields
 from sympow_jax.process import signals
+from tests import mistakes
 
 QUICKSTART = "--config=configs/quickstart.py"
 
@@ -124,10 +125,8 @@ def test_mistakes_are_one_line_that_names_the_nearest():
     lines.append((f"{QUICKSTART} --workdri=x", "unknown option '--workdri'; did you mean --workdir?"))
     lines.append(("--config quickstrat -h", "the nearest names are quickstart"))
     for line, message in lines:
-        with pytest.raises(ValueError) as raised:  # noqa: PT011
+        with mistakes.refused(message):
             command_line.parse_training(line.split(" "))
-        assert message in str(raised.value)
-        assert "\n" not in str(raised.value)
 
 
 def test_a_workdir_is_utf8(tmp_path, monkeypatch):

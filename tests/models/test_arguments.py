@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from sympow_jax import config, layers, models
+from tests import mistakes
 
 SIZES = {"layers": 1, "width": 16, "heads": 2, "dtype": "float32"}
 
@@ -34,9 +35,8 @@ def test_tokens(model):
         (np.zeros((1, 5), np.float32), "tokens has dtype float32; it must be an integer dtype; pass token"),
     ):
         for call in (model, model.hidden, encoder.hidden):
-            with pytest.raises(ValueError, match=re.escape(message)) as raised:
+            with mistakes.refused(message):
                 call(tokens)
-            assert "\n" not in str(raised.value)
 
 
 def test_segment_ids(model):
@@ -83,9 +83,8 @@ def test_states_of_other_layers():
     ):
         layer = kind(16, 2)
         for time in (5, 1):
-            with pytest.raises(ValueError, match=re.escape(message)) as raised:
+            with mistakes.refused(message):
                 layer(np.ones((2, time, 16), np.float32), initial_state=state, return_state=True)
-            assert "\n" not in str(raised.value)
 
 
 def test_a_layer_requires_rows_of_its_width():

@@ -13,6 +13,7 @@ from tensorboardX.event_file_writer import EventsWriter
 
 from sympow_jax.tasks import flops
 from sympow_jax.training import metrics, writers
+from tests import mistakes
 from tests.training import small
 
 
@@ -182,9 +183,8 @@ def test_the_run_ends_after_several_skipped_updates_in_a_row_and_names_the_step(
     for number, in_a_row in enumerate([1, 2, 0, 1, 2, 3], 1):
         skipped = {"loss": np.nan, "grad_norm": np.inf} if in_a_row else {}
         steps.append(_scalars(**skipped, skipped_updates=number, skipped_in_a_row=in_a_row))
-    with pytest.raises(ValueError, match=r"the last 3 updates up to step 6 were skipped") as raised:
+    with mistakes.refused("the last 3 updates up to step 6 were skipped"):
         report(steps, skip_nonfinite=True, max_skips=3)
-    assert "\n" not in str(raised.value)
     lines = small.lines(tmp_path)
     assert ["loss" in line for line in lines] == [False, False, True, False, False]
     assert [line["skipped_updates"] for line in lines] == [1, 2, 3, 4, 5]

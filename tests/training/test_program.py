@@ -201,15 +201,6 @@ def test_running_means_of_the_first_norm_are_the_formula():
     assert len(jax.tree.leaves(state.statistics)) == 2 * 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("remat", ["elementwise", "attention", "full"])
-def test_rematerialization_changes_neither_gradients_nor_running_means(remat):
-    expected, _ = small.update(small.encoder(norm="batch"), small.labeled())
-    state, _ = small.update(small.encoder(norm="batch", remat=remat), small.labeled())
-    for name in ("params", "statistics"):
-        small.assert_close(getattr(state, name), getattr(expected, name), rtol=1e-5, atol=1e-6)
-
-
 def test_a_skipped_update_leaves_all_but_the_step():
     """The rate of the learning rate's schedule and the moving average count the updates that were applied."""
     made = config.OptimizerConfig(name="sgd", learning_rate=5e-3, warmup_steps=50, ema_decay=0.25)

@@ -11,6 +11,7 @@ import safetensors.numpy
 from flax import nnx
 
 from sympow_jax import config, models, weights
+from tests import mistakes
 
 DECODER = {"vocab_size": 32, "layers": 2, "width": 16, "heads": 4, "kv_heads": 2, "dtype": "float32"}
 
@@ -126,9 +127,8 @@ def test_a_file_that_is_not_safetensors(tmp_path):
     header = len(_DEEP).to_bytes(8, "little") + _DEEP
     for content in (b"", b"text", b"\x00" * 64, header, path.read_bytes()[:-100]):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="is not a safetensors file, or is damaged") as raised:
+        with mistakes.refused("is not a safetensors file, or is damaged"):
             weights.load(path, decoder())
-        assert "\n" not in str(raised.value)
 
 
 def test_missing_and_existing_files(tmp_path):

@@ -20,6 +20,7 @@ from flax import nnx
 from sympow_jax import config, generation, hub, weights
 from sympow_jax.config import serialize
 from sympow_jax.weights import families
+from tests import mistakes
 from tests.ops import cases
 from tests.weights import originals, power_models
 
@@ -169,10 +170,9 @@ qwen3: layer_types=[str(x) for x in range(10**5)] | more, not full_attention or 
 def test_configs_that_are_not_supported(tmp_path, row):
     name, changes, message = re.fullmatch(r"(\w+): (.*?) +\| (.*)", row).groups()
     folder = copy(tmp_path / "model", name, **eval(f"dict({changes})"))
-    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+    with mistakes.refused(message) as raised:
         weights.read_settings(folder / "config.json")
     assert str(raised.value).startswith(f"{folder}/config.json: ")
-    assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 600
 
 
@@ -481,9 +481,7 @@ def test_names_of_the_hub(monkeypatch):
     assert asked == [("a/b", None), ("a/b", "v1.0")]
     assert hub.local_path("hf", hub.WEIGHTS) == pathlib.Path("hf")
     for name in ("hf://a", "hf://a/b/c", "hf://a/b@", "hf:///b"):
-        with pytest.raises(
-            ValueError, match=re.escape(f"{name} is no name of a repository; write hf://ORG/NAME")
-        ):
+        with mistakes.refused(f"{name} is no name of a repository; write hf://ORG/NAME"):
             hub.local_path(name, hub.WEIGHTS)
     with pytest.raises(ValueError, match=r"^cannot download hf://a/missing: 404 Client Error\.$"):
         hub.local_path("hf://a/missing", hub.WEIGHTS)
