@@ -218,14 +218,14 @@ def _command(settings: config.Config, workdir: pathlib.Path, *more: str) -> list
 
 
 @pytest.mark.robust
-def test_ctrl_c_and_kill(tmp_path, settings, compilation_cache):
+def test_ctrl_c_and_kill(tmp_path, settings):
     workdir = tmp_path / "run"
     command = _command(
         settings, workdir, "--config.training.steps=1000000", "--config.training.checkpoint_every=20"
     )
 
     def start_and_send(number: int, least_step: int) -> launching.Started:
-        (run,) = launching.start(command[2:], tmp_path / "says", cache=compilation_cache)
+        (run,) = launching.start(command[2:], tmp_path / "says", cache=jax.config.jax_compilation_cache_dir)
         launching.wait_until(
             lambda: any(
                 int(path.name) >= least_step for path in workdir.glob("checkpoints/*") if path.name.isdigit()
