@@ -14,14 +14,9 @@ LENGTHS = (64, 256, 1024)
 
 
 def make_rows(name, losses, *, train_context=256, documents=3, standard_error=0.1, **training):
+    shared = {"standard_error": standard_error, "documents": documents}
     means = [
-        buckets.Bucket(
-            context_length=length,
-            loss=loss,
-            standard_error=standard_error,
-            tokens=documents * length // 2,
-            documents=documents,
-        )
+        buckets.Bucket(context_length=length, loss=loss, tokens=documents * length // 2, **shared)
         for length, loss in zip(LENGTHS, losses)
     ]
     training = {"preset": "conformal", "updates": 8, "update_tokens": 64, "data": "0a1b2c3d"} | training

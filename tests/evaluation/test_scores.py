@@ -8,6 +8,7 @@ from flax import nnx
 
 from sympow_jax import evaluation
 from sympow_jax.evaluation import scores
+from tests import marked
 from tests.evaluation import fakes
 
 VOCABULARY = 13
@@ -61,14 +62,10 @@ def reference(model, cases):
     return found
 
 
-@pytest.mark.parametrize(
+@marked.cases(
     ("preset", "call_tokens", "share", "shapes"),
-    [
-        pytest.param("conformal", 32, None, LONG, marks=pytest.mark.slow),
-        pytest.param("softmax", 32, True, LONG, marks=pytest.mark.slow),
-        ("linear", 16_384, True, SHORT),
-        ("softmax", 16, False, SHORT),
-    ],
+    [("linear", 16_384, True, SHORT), ("softmax", 16, False, SHORT)],
+    slow=[("conformal", 32, None, LONG), ("softmax", 32, True, LONG)],
 )
 def test_scores_equal_one_pass_over_each_row(monkeypatch, preset, call_tokens, share, shapes):
     # Long rows are several segments, or every row is one.

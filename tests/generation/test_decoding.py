@@ -3,11 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from sympow_jax import generation, ops
-from tests import mistakes
+from tests import marked, mistakes
 from tests.generation import small
 from tests.ops import cases
 
@@ -29,12 +28,10 @@ def keeps(state):
     return isinstance(state.layers[0].memory, ops.KVCache)
 
 
-SLOW = (("linear_lrpe", None), ("expressive", 200), ("sliding_window", 150))
-
-
-@pytest.mark.parametrize(
+@marked.cases(
     ("preset", "max_length"),
-    [("conformal", None), ("softmax", 200), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    [("conformal", None), ("softmax", 200)],
+    slow=[("linear_lrpe", None), ("expressive", 200), ("sliding_window", 150)],
 )
 def test_ragged_prompts_and_steps_equal_one_call_of_each_row(preset, max_length):
     """The longest row has 200 tokens, more than the window's cache is asked for.

@@ -1,5 +1,6 @@
 """Tests of pictures of a text from the command line, and of their numbers."""
 
+import dataclasses
 import json
 import math
 
@@ -49,12 +50,7 @@ def runs(tmp_path_factory):
         for key, values in change.items():
             changed[key] |= values
         if name == "images":
-            changed["model"]["attention"] |= {
-                "kernel": "softmax",
-                "decay": "none",
-                "position": "rope",
-                "causal": False,
-            }
+            changed["model"]["attention"] |= dataclasses.asdict(config.preset("softmax", causal=False))
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(changed))
     (folder / "tokens" / "checkpoints" / "2").mkdir(parents=True)
@@ -113,12 +109,8 @@ def test_json_has_the_numbers_of_the_run(runs, written):
 def test_one_layer(runs, capsys):
     assert command.main([f"--workdir={runs}/a", f"--text={TEXT}", "--layer=1"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[1].rpartition("/")[2].rstrip(":") for line in printed] == [
-        "inspect.json",
-        "attention.png",
-        "half_life.png",
-        "rotation.png",
-    ]
+    names = [line.split()[1].rpartition("/")[2].rstrip(":") for line in printed]
+    assert names == ["inspect.json", "attention.png", "half_life.png", "rotation.png"]
     for name in ("attention", "half_life", "rotation"):
         with PIL.Image.open(runs / "a" / "inspect" / f"{name}.png") as picture:
             width, height = picture.size
@@ -177,14 +169,8 @@ def test_figures_of_all_sizes(heads, time, numbers, tmp_path):
 
 def test_labels_of_tokens():
     visible = figures.visible
-    assert [visible(x) for x in (b"a", b" the", b"\n", b"\xff", b"\x00", "é".encode())] == [
-        "a",
-        "␣the",
-        "⏎",
-        "ff",
-        "0",
-        "é",
-    ]
+    shown = {b"a": "a", b" the": "␣the", b"\n": "⏎", b"\xff": "ff", b"\x00": "0", "é".encode(): "é"}
+    assert {x: visible(x) for x in shown} == shown
     assert visible("漢".encode()) == "6f22"  # not in the font
     assert visible(b"a" * 40) == "a" * 11 + "…"
 

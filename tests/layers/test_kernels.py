@@ -210,15 +210,9 @@ def test_a_state_beyond_memory_has_a_longest_cache(monkeypatch):
 def test_a_row_added_at_run_time(monkeypatch):
     row = attention_lib.Kernel(target="sympow_jax.layers.attention.kernels.softmax:SoftmaxKernel")
     monkeypatch.setitem(attention_lib.KERNELS, "mine", row)
+    sizes = {"vocab_size": 8, "layers": 1, "width": 16, "heads": 2}
     layer = layers.make_attention(
-        config.ModelConfig(
-            vocab_size=8,
-            layers=1,
-            width=16,
-            heads=2,
-            attention=config.AttentionConfig(kernel="mine", decay="none"),
-        ),
-        rngs=0,
+        config.ModelConfig(**sizes, attention=config.AttentionConfig(kernel="mine", decay="none")), rngs=0
     )
     assert layer(jnp.zeros((1, 5, 16))).shape == (1, 5, 16)
     with pytest.raises(ValueError, match=r"attention\.kernel is 'other'; it must be one of softmax, power"):

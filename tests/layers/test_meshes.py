@@ -25,13 +25,8 @@ KINDS = {
     "shard_map": ((2, 2), EXPLICIT, jax.P(AXES)),
 }
 RULES = (
-    ("embed", "data"),
-    ("heads", "model"),
-    ("kv_heads", "model"),
-    ("gates", "model"),
-    ("mlp", "model"),
-    ("vocab", "model"),
-    ("position", None),
+    *(("embed", "data"), ("position", None)),
+    *((name, "model") for name in ("heads", "kv_heads", "gates", "mlp", "vocab")),
 )
 BATCH, TIME, WIDTH, VOCABULARY = 4, 22, 16, 32
 

@@ -27,15 +27,8 @@ EACH = pytest.mark.parametrize("kind", PLAIN)
 @EACH
 def test_it_is_the_layer_of_a_config(kind):
     preset, changes = PLAIN[kind]
-    model = config.ModelConfig(
-        vocab_size=8,
-        layers=2,
-        width=WIDTH,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        dtype="float32",
-        attention=config.preset(preset, **changes),
-    )
+    sizes = {"vocab_size": 8, "layers": 2, "width": WIDTH, "heads": HEADS, "kv_heads": KV_HEADS}
+    model = config.ModelConfig(**sizes, dtype="float32", attention=config.preset(preset, **changes))
     expected = layers.make_attention(model, rngs=nnx.Rngs(7))
     layer = kind(WIDTH, HEADS, num_kv_heads=KV_HEADS, **changes, rngs=7)
     assert layer.kernel == expected.kernel

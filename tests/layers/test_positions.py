@@ -13,6 +13,8 @@ WIDTH, TIME = 32, 26
 Lrpe = config.LrpeConfig
 LLAMA = config.RopeConfig(base=100.0, layout="halves", scaling="llama3", factor=4.0, original_length=32)
 LEARNED = Lrpe(basis="householder", learned_rates=True)
+PERMUTEFORMER = {"decay": "permuteformer", "position": "lrpe", "normalizer": "rotated"}
+PERMUTEFORMER["lrpe"] = Lrpe(core="permutation", permutation_per_head=True)
 
 VARIANTS = {
     "rope behind features": ("linear", {"position": "rope"}),
@@ -21,15 +23,7 @@ VARIANTS = {
     "orthogonal, rotated normalizer": ("linear_lrpe", {"lrpe": Lrpe(rates="b"), "normalizer": "rotated"}),
     "unitary": ("linear_lrpe", {"lrpe": Lrpe(core="unitary", basis="householder", learned_rates=True)}),
     "permutation": ("linear_lrpe", {"lrpe": Lrpe(core="permutation", basis="odd_even")}),
-    "permuteformer": (
-        "linear",
-        {
-            "decay": "permuteformer",
-            "position": "lrpe",
-            "lrpe": Lrpe(core="permutation", permutation_per_head=True),
-            "normalizer": "rotated",
-        },
-    ),
+    "permuteformer": ("linear", PERMUTEFORMER),
     "mixed, fourier": ("linear_lrpe", {"lrpe": Lrpe(core="mixed", basis="fourier", rates="c")}),
     "of symmetric features": ("linear_lrpe", {"feature_map": "symmetric"}),
     "of relu": ("linear", {"position": "none", "feature_map": "relu"}),
@@ -55,16 +49,9 @@ EACH = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) fo
 
 def make(variant, **changes):
     preset, options = VARIANTS[variant]
-    model = config.ModelConfig(
-        vocab_size=32,
-        layers=2,
-        width=WIDTH,
-        heads=4,
-        kv_heads=2,
-        dtype="float32",
-        attention=config.preset(preset, **{"exact_window": 4, "chunk_size": 8} | options | changes),
-    )
-    return layers.make_attention(model, rngs=nnx.Rngs(0))
+    attention = config.preset(preset, **{"exact_window": 4, "chunk_size": 8} | options | changes)
+    sizes = {"vocab_size": 32, "layers": 2, "width": WIDTH, "heads": 4, "kv_heads": 2, "dtype": "float32"}
+    return layers.make_attention(config.ModelConfig(**sizes, attention=attention), rngs=nnx.Rngs(0))
 
 
 X = 3 * np.random.default_rng(1).normal(size=(2, TIME, WIDTH)).astype(np.float32)

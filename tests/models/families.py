@@ -10,16 +10,8 @@ from flax import nnx
 
 from sympow_jax import config, models
 
-WIDTH, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 16, 4, 2, 8, 32
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "width": WIDTH,
-    "heads": HEADS,
-    "kv_heads": KV_HEADS,
-    "head_dim": HEAD_DIM,
-    "mlp_width": 24,
-    "dtype": "float32",
-}
+VOCABULARY = 32
+SMALL = {"vocab_size": VOCABULARY, "width": 16, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp_width": 24}
 
 
 class Family(NamedTuple):
@@ -45,7 +37,10 @@ FAMILIES = {
 def settings(name: str, **changes) -> config.ModelConfig:
     """Returns the config of a tiny model of a family."""
     family = FAMILIES[name]
-    small = config.MODEL_SIZES[family.size] | SMALL | {"layers": 2 if name == "hybrid" else 1} | changes
+    small = (
+        config.MODEL_SIZES[family.size] | SMALL | {"layers": 2 if name == "hybrid" else 1, "dtype": "float32"}
+    )
+    small |= changes
     if name == "hybrid":
         small["attention_pattern"] = ("qwen3", "brumby")
     window = {} if family.window is None else {"window": family.window}

@@ -2,9 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from sympow_jax import config, models
+from tests import marked
 
 _events: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(lambda name, seconds, **_: _events.append(name))
@@ -30,14 +30,10 @@ def events(call):
     return names[1]
 
 
-@pytest.mark.parametrize(
+@marked.cases(
     ("preset", "changes"),
-    [
-        ("softmax_alibi", {}),
-        pytest.param("conformal", {"form": "chunked"}, marks=pytest.mark.slow),
-        pytest.param("conformal", {"remat": "full"}, marks=pytest.mark.slow),
-        pytest.param("gpt2", {}, marks=pytest.mark.slow),
-    ],
+    [("softmax_alibi", {})],
+    slow=[("conformal", {"form": "chunked"}), ("conformal", {"remat": "full"}), ("gpt2", {})],
 )
 def test_a_second_call_compiles_nothing(preset, changes):
     model, tokens = small(preset, **changes), jnp.zeros((2, 24), jnp.int32)

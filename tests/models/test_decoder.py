@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from sympow_jax import config, models
+from tests import marked
 
 TIME = 30
 TOKENS = np.random.default_rng(1).integers(0, 32, (2, TIME)).astype(np.int32)
@@ -98,13 +99,10 @@ def test_state_bytes_of_rotated_features_and_per_channel_gates():
         models.state_bytes(gpt2(), feature_map="cubic")
 
 
-@pytest.mark.parametrize(
+@marked.cases(
     "preset",
-    [None, "gpt2"]
-    + [
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("softmax", "softmax_alibi", "even_power", "sympow", "sympow_gated", "conformal")
-    ],
+    [None, "gpt2"],
+    slow=["softmax", "softmax_alibi", "even_power", "sympow", "sympow_gated", "conformal"],
 )
 def test_streaming_equals_one_call(preset):
     """Documents begin and end inside calls, with padding; without ids, a call continues the state's document."""

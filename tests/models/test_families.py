@@ -10,6 +10,7 @@ from flax import nnx
 from sympow_jax import config, models, training, weights
 from sympow_jax.tasks import flops
 from sympow_jax.training import sharding
+from tests import marked
 from tests.models import families
 
 TIME = 30
@@ -44,10 +45,7 @@ def run(name, **changes):
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "qwen3" else pytest.mark.slow) for name in families.FAMILIES],
-)
+@marked.cases("name", ["qwen3"], slow=sorted(families.FAMILIES.keys() - {"qwen3"}))
 def test_steps_of_training_lower_the_loss(name):
     """The first changes the embedding of the tokens that are read, and all rows of an untied head."""
     program = training.Program(run(name), sharding.whole_mesh(jax.devices()[:1]))

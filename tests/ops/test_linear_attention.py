@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import ops
+from tests import marked
 from tests.ops import cases, linear_formula
 
 REFERENCES = (("reference", "attention"), ("reference", "recurrent"))
@@ -69,14 +70,16 @@ def check(kind, case, implementation, form, dtype, *, causal=True):
     cases.check(actual, plain("float64"), drawn, dtype, functools.partial(plain, "float32"))
 
 
-@pytest.mark.parametrize(
+@marked.cases(
     ("kind", "implementation", "form", "dtype"),
     [
         (("elu", 2, "doubled"), "xla", "chunked", "float32"),
-        pytest.param(("identity", 2, "rotated"), "xla", "attention", "float64", marks=pytest.mark.slow),
-        pytest.param(("symmetric", 3, "none"), "xla", "recurrent", "float32", marks=pytest.mark.slow),
         (("tensor", 2, "rotation"), "reference", "attention", "float64"),
         (("relu", 2, "rotation"), "xla", None, "float32"),
+    ],
+    slow=[
+        (("identity", 2, "rotated"), "xla", "attention", "float64"),
+        (("symmetric", 3, "none"), "xla", "recurrent", "float32"),
     ],
     ids=str,
 )
@@ -115,15 +118,11 @@ def rotation_from(begin, *, doubled=False):
 STATES = [("elu", "rotation", "unrotated"), ("symmetric", None, "unrotated"), ("relu", "doubled", "rotated")]
 
 
-@pytest.mark.parametrize(
+@marked.cases(
     ("feature_map", "rotate", "normalizer", "form", "cuts"),
-    [
-        ("elu", "rotation", "unrotated", "chunked", (0, 21, 37)),
-        *(
-            pytest.param(*state, form, (0, 15, 29, 37), marks=pytest.mark.slow)
-            for state in STATES
-            for form in ("attention", "chunked", "recurrent")
-        ),
+    [("elu", "rotation", "unrotated", "chunked", (0, 21, 37))],
+    slow=[
+        (*state, form, (0, 15, 29, 37)) for state in STATES for form in ("attention", "chunked", "recurrent")
     ],
 )
 def test_any_split_and_steps_equal_one_call(feature_map, rotate, normalizer, form, cuts):
@@ -233,8 +232,6 @@ def test_negative_denominators_divide():
     query, value = -jnp.ones((1, 1, 1, 2)), jnp.array([[[[1.0, -2.0]]]])
     out = ops.linear_attention(query, -query, value, feature_map="identity", form="chunked")
     np.testing.assert_array_equal(out, value)
-
-
 
 
 def test_gradients_with_rotate_inside_shard_map():

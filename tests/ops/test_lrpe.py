@@ -107,8 +107,6 @@ def test_rope_is_orthogonal_in_the_basis_identity_to_the_bit():
         np.testing.assert_array_equal(actual, jax.jit(rotary.rope)(x, positions))
 
 
-
-
 def test_a_custom_permutation_has_its_own_cycles():
     x = jnp.arange(5.0).reshape(1, 1, 1, 5)
     pi = np.array([1, 2, 0, 4, 3])

@@ -1,6 +1,5 @@
 """Tests of the plan of a call: its form by counted FLOPs, and the reasons against the others."""
 
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -83,5 +82,3 @@ def test_a_plan_describes_the_call():
     program = jax.jit(lambda *arrays: ops.power_attention(*arrays, form="chunked", chunk_size=32))
     text = program.lower(*arrays).as_text(debug_info=True)
     assert f"{plan.form}_{plan.implementation}" in text
-
-

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import ops
+from tests import marked
 from tests.ops import cases
 
 FORMS = (("xla", "attention"), ("xla", "chunked"), ("xla", "recurrent"))
@@ -130,14 +132,7 @@ def test_full_grid(case):
                 check(case, dtype, form)
 
 
-@pytest.mark.parametrize(
-    ("form", "chunk_size"),
-    [
-        (None, 24),
-        ("chunked", 7),
-        *(pytest.param("chunked", size, marks=pytest.mark.slow) for size in (1, 512)),
-    ],
-)
+@marked.cases(("form", "chunk_size"), [(None, 24), ("chunked", 7)], slow=[("chunked", 1), ("chunked", 512)])
 def test_chunk_size_changes_nothing(form, chunk_size):
     for decay in ("mixed", "gentle"):  # after strong gates, little is left of a state
         case = dataclasses.replace(MAIN, decay=decay)
@@ -152,16 +147,10 @@ def test_recurrent_reference_is_equation_2():
     check(dataclasses.replace(MAIN, decay="gentle"), "float64", "recurrent", implementation="reference")
 
 
-
-
-@pytest.mark.parametrize(
+@marked.cases(
     ("case", "form"),
-    [
-        (MAIN, "attention"),
-        (MAIN, "chunked"),
-        (HIGHEST, "attention"),
-        pytest.param(HIGHEST, "chunked", marks=pytest.mark.slow),
-    ],
+    [(MAIN, "attention"), (MAIN, "chunked"), (HIGHEST, "attention")],
+    slow=[(HIGHEST, "chunked")],
     ids=str,
 )
 def test_the_size_of_keys_does_not_matter_without_states(case, form):
@@ -178,11 +167,7 @@ def test_the_size_of_keys_does_not_matter_without_states(case, form):
 
 @pytest.mark.parametrize(
     ("form", "case", "dtype"),
-    [
-        ("attention", MAIN, "float32"),
-        ("chunked", MAIN, "float32"),
-        ("chunked", HALF, "bfloat16"),
-    ],
+    [(form, MAIN, "float32") for form in ("attention", "chunked")] + [("chunked", HALF, "bfloat16")],
     ids=str,
 )
 def test_a_power_of_two_of_keys_changes_no_bit(form, case, dtype):
@@ -211,16 +196,12 @@ def test_gradient_of_a_key_that_outweighs_all_others():
             assert cases.error(a, b) <= 1e-5, begin
 
 
-@pytest.mark.parametrize(
+@marked.cases(
     ("case", "form"),
-    [
-        (HALF, "chunked"),
-        *(
-            pytest.param(case, form, marks=pytest.mark.slow)
-            for case in (dataclasses.replace(QUARTIC, time=300), dataclasses.replace(PLAIN, time=300))
-            for form in ("attention", "chunked")
-        ),
-    ],
+    [(HALF, "chunked")],
+    slow=itertools.product(
+        (dataclasses.replace(x, time=300) for x in (QUARTIC, PLAIN)), ("attention", "chunked")
+    ),
     ids=str,
 )
 def test_bfloat16(case, form):
@@ -239,16 +220,12 @@ def test_channels_in_bfloat16_are_summed_in_float32():
     assert cases.error(outputs(**cases.cast(drawn, "bfloat16")), expected) <= 2**-9
 
 
-
-
 outputs = jax.jit(
     ops.power_attention, static_argnames=("implementation", "form", "power", "exact_window", "chunk_size")
 )
 
 
-@pytest.mark.parametrize(
-    ("power", "head_dim"), [(2, 32), (4, 16), pytest.param(6, 8, marks=pytest.mark.slow)]
-)
+@marked.cases(("power", "head_dim"), [(2, 32), (4, 16)], slow=[(6, 8)])
 def test_pure_recurrence_is_as_exact_as_its_condition(power, head_dim):
     """Without a window each row is off by at most 64 eps kappa.
 
@@ -324,13 +301,7 @@ def test_one_overwhelming_gate_everywhere_keeps_only_the_own_value():
         assert np.abs(result["log_decay"]).max() == 0
 
 
-@pytest.mark.parametrize(
-    ("power", "queries", "dtype"),
-    [
-        (2, 1, "float64"),
-        pytest.param(4, 5, "float32", marks=pytest.mark.slow),
-    ],
-)
+@marked.cases(("power", "queries", "dtype"), [(2, 1, "float64")], slow=[(4, 5, "float32")])
 def test_queries_are_the_last_positions_of_the_keys(power, queries, dtype):
     case = dataclasses.replace(MAIN, power=power)
     drawn = cases.arrays(case, kv_heads=2)
@@ -342,8 +313,6 @@ def test_queries_are_the_last_positions_of_the_keys(power, queries, dtype):
     for name in ("out", "query"):
         expected[name] = expected[name][:, -queries:]
     cases.check(actual, expected, cut, dtype)
-
-
 
 
 def test_an_old_key_that_outweighs_all_others():

@@ -11,6 +11,7 @@ import pytest
 
 from sympow_jax import ops
 from sympow_jax.ops import documents, rotary, target
+from tests import marked
 from tests.ops import cases, linear_formula
 from tests.pallas_kernels import plain, plain_quartic
 from tests.pallas_kernels import test_op as interpreted
@@ -171,16 +172,10 @@ def test_every_op_over_devices_is_that_of_one(name):
         check(name, drawn, expected, devices, dtype)
 
 
-@pytest.mark.parametrize(
+@marked.cases(
     ("ids", "devices", "pairs"),
-    [
-        (segment_ids(), 8, ()),
-        *(
-            pytest.param(ids, devices, pairs, marks=pytest.mark.slow)
-            for ids in (segment_ids(), None)
-            for devices, pairs in ((2, ()), (4, (4,)), (8, ()))
-        ),
-    ],
+    [(segment_ids(), 8, ())],
+    slow=[(ids, *sizes) for ids in (segment_ids(), None) for sizes in ((2, ()), (4, (4,)), (8, ()))],
 )
 def test_learned_angles(ids, devices, pairs):
     """Checks that positions and angles are bitwise those of one device, and gradients of rates to rounding."""
@@ -312,14 +307,8 @@ def test_collectives_of_states(with_documents):
     assert sum(size > exact_window for _, size in found) == 2 * 4
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
-        pytest.param(functools.partial(ops.power_attention, form="attention"), marks=pytest.mark.slow),
-        pytest.param(SOFTMAX, marks=pytest.mark.slow),
-    ],
-    ids=["power", "softmax"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("op", [functools.partial(ops.power_attention, form="attention"), SOFTMAX])
 def test_collectives_of_pairs(op):
     found = exchanged(op, True)
     # Queries, keys, values, decays and outputs, and the gradients of each.

@@ -108,14 +108,14 @@ def test_unwritable(tmp_path):
 
 def test_settings_of_another_program_are_not_overwritten(tmp_path):
     path = tmp_path / "config.json"
-    for content in (
+    others = (
         b"{}",
         b'{"hidden_size": 768}',
         b'{"model": {"vocab_size": "x", "layers": 1}}',
         b"[1, 2]",
-        b"name: mine",
         b"\xff",
-    ):
+    )
+    for content in others:
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"config\.json is not the settings of a run and would be"):
             workdir.open_workdir(tmp_path, _settings())

@@ -18,6 +18,7 @@ import pytest
 from sympow_jax import config, training
 from sympow_jax.process import workdir
 from sympow_jax.training import checkpoint, sharding
+from tests import marked
 from tests.training import small
 
 
@@ -110,13 +111,7 @@ def test_states_are_restored_to_the_bit_though_donated(tmp_path, with_training):
         shutil.rmtree(folder / "checkpoints" / str(number))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "run[1]",
-        *(pytest.param(name, marks=pytest.mark.robust) for name in ("a*b/run", "what?", "back\\slash/run")),
-    ],
-)
+@marked.cases("name", ["run[1]"], robust=["a*b/run", "what?", "back\\slash/run"])
 def test_a_path_that_orbax_globs_is_refused_and_a_link_to_it_is_not(tmp_path, settings, name):
     folder = tmp_path / name
     with pytest.raises(ValueError, match=r"need a path without .: rename"):
@@ -259,19 +254,13 @@ def test_a_file_that_cannot_be_read_is_not_damage(run, settings, capfd, tmp_path
     _assert_same(_restore(folder, settings)[0], copies[2])
 
 
-@pytest.mark.parametrize(
+@marked.cases(
     ("error", "match"),
     [
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"), "Out of memory"),
         (OSError(5, "Input/output error", "manifest.ocdbt"), "Input/output error: 'manifest.ocdbt'"),
-        *(
-            pytest.param(error, match, marks=pytest.mark.robust)
-            for error, match in (
-                (MemoryError(), "MemoryError"),
-                (ValueError("UNAVAILABLE: Error reading a file"), "UNAVAILABLE"),
-            )
-        ),
     ],
+    robust=[(MemoryError(), "MemoryError"), (ValueError("UNAVAILABLE: Error reading a file"), "UNAVAILABLE")],
 )
 def test_too_little_memory_and_passing_errors_are_not_damage(run, settings, capfd, monkeypatch, error, match):
     def fail(*_):

@@ -12,7 +12,7 @@ import pytest
 from sympow_jax import config, models
 from sympow_jax.config import optimizer as config_optimizer
 from sympow_jax.training import optimizer
-from tests import mistakes
+from tests import marked, mistakes
 from tests.training import small
 
 DECAY, RATE, EPSILON = 0.3, 0.05, 1e-3
@@ -172,10 +172,7 @@ def test_parameters_are_those_of_optaxs_function(name):
     small.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(x, marks=[pytest.mark.slow] * (x in ELEMENTWISE)) for x in config_optimizer.OPTIMIZERS],
-)
+@marked.cases("name", ["adafactor", "muon"], slow=ELEMENTWISE)
 def test_stacked_layers_have_the_updates_of_single_ones(name):
     factors = ("blocks.1.*=0.5", "embedding=0.25")
     settings = config.OptimizerConfig(

@@ -110,12 +110,8 @@ def test_plot_has_a_map_of_depths_for_each_run_of_a_task_with_depths(monkeypatch
     results.write_plot(tmp_path / "x.png", rows)
     # The last of the axes is the bar of colors.
     *panels, _ = figures[0].axes
-    assert [axes.get_title(loc="left").split(":")[0] for axes in panels] == [
-        "copy",
-        "needle",
-        "needle, a",
-        "needle, b",
-    ]
+    titles = [axes.get_title(loc="left").split(":")[0] for axes in panels]
+    assert titles == ["copy", "needle", "needle, a", "needle, b"]
     for axes, value in zip(panels[2:], (0.5, 0.75)):
         (image,) = axes.images
         np.testing.assert_array_equal(image.get_array(), [[0, 0], [0.25, 0.25], [value, value], [1, 1]])
