@@ -133,13 +133,8 @@ def test_mnli_is_measured_on_both_files(tmp_path, monkeypatch, capsys):
     for name, numbers in labels.items():
         lines = [f"{name} {i}\tis {i % 4}\t{CLASSES[label]}" for i, label in enumerate(numbers)]
         (tmp_path / f"{name}.tsv").write_text("\n".join(["sentence1\tsentence2\tgold_label", *lines]) + "\n")
-    changes = {f"model.{name}": str(value) for name, value in MODEL.items()}
-    changes |= {
-        "model.vocab_size": "256",
-        "data.tokenizer": "byte",
-        "evaluation.every": "2",
-        "training.steps": "5",
-    }
+    changes = {f"model.{name}": str(value) for name, value in MODEL.items()} | {"model.vocab_size": "256"}
+    changes |= {"data.tokenizer": "byte", "evaluation.every": "2", "training.steps": "5"}
     changes |= {
         "data.context_length": "32",
         "data.batch_tokens": "256",

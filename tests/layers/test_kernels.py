@@ -170,21 +170,6 @@ def test_a_layer_and_models_take_it_by_name(name):
         assert output("hidden", bidirectional, name="masked_token") == (1, 9, 16)
 
 
-@EACH
-def test_flops_grow_with_the_context_only_without_a_state(name):
-    case = KERNELS[name]
-    kernel, pair = case.kernel(name), HEADS * 2 * (SIZE + SIZE)
-    short, long = kernel.flops_per_token(1000), kernel.flops_per_token(100_000)
-    if case.window is not None:
-        # The first tokens have fewer keys: 6 - 6^2 / 2 T on average.
-        assert short == pytest.approx(pair * (6 - 18 / 1000), rel=1e-12)
-        assert long == pytest.approx(pair * (6 - 18 / 100_000), rel=1e-12)
-        assert kernel.flops_per_token(4) == pair * 2
-        return
-    assert kernel.pairwise_flops(1000) == pair * 500
-    assert long == (100 * short if case.elements is None else short)
-
-
 def test_power_keeps_a_cache_while_it_is_smaller():
     kernel = KERNELS["power"].kernel("power", form=None)
     assert kernel.cache_policy is kernels.CachePolicy.WHILE_SMALLER

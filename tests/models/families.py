@@ -1,14 +1,8 @@
 """Tiny models of the published families. `tests/weights` compares them with the original software."""
 
-import functools
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-
-from sympow_jax import config, models
+from sympow_jax import config
 
 VOCABULARY = 32
 SMALL = {"vocab_size": VOCABULARY, "width": 16, "heads": 4, "kv_heads": 2, "head_dim": 8, "mlp_width": 24}
@@ -46,21 +40,3 @@ def settings(name: str, **changes) -> config.ModelConfig:
     window = {} if family.window is None else {"window": family.window}
     attention = config.preset("qwen3" if name == "hybrid" else name, **window)
     return config.ModelConfig(**small, attention=attention)
-
-
-@functools.cache
-def make(name: str) -> models.DecoderLM:
-    """Returns a tiny model in which every parameter matters and differs from its initial value."""
-    model = models.DecoderLM(settings(name), rngs=nnx.Rngs(0))
-    generator = np.random.default_rng(0)
-    noisy = jax.tree.map(
-        lambda x: jnp.asarray(x + 0.3 * generator.normal(size=x.shape), jnp.float32), nnx.state(model)
-    )
-    nnx.update(model, noisy)
-    return model
-
-
-def parameters(model: models.DecoderLM) -> dict[str, np.ndarray]:
-    """Returns the parameters by name, in float64."""
-    leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    return {models.parameter_name(path): np.asarray(leaf, np.float64) for path, leaf in leaves}
