@@ -30,8 +30,9 @@ def pytest_configure(config):
     if _CACHE not in os.environ:
         _made.append(tempfile.mkdtemp(prefix="sympow-jax-tests-"))
         os.environ[_CACHE] = _made[0]
-    # The variable is for other processes; this one has imported JAX already.
+    # The variable is for other processes; this one has imported JAX already. Many tests make the same model.
     jax.config.update("jax_compilation_cache_dir", os.environ[_CACHE])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     # Traces make many objects that stay, which frequent collections visit in vain.
     gc.set_threshold(20_000, 20, 20)
     if _at_real_sizes(config):

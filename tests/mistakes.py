@@ -1,8 +1,18 @@
-"""Checks of a program's error message after a user's mistake."""
+"""Checks of the error messages after a user's mistake."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+
+
+@contextlib.contextmanager
+def refused(part: str) -> Iterator[pytest.ExceptionInfo]:
+    """Asserts that a block raises a ValueError of one line that has this part."""
+    with pytest.raises(ValueError, match=re.escape(part)) as raised:
+        yield raised
+    assert "\n" not in str(raised.value)
 
 
 def line(

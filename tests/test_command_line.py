@@ -10,6 +10,7 @@ from sympow_jax import config
 from sympow_jax.commands import command_line
 from sympow_jax.config import fields
 from sympow_jax.process import signals
+from tests import mistakes
 
 QUICKSTART = "--config=configs/quickstart.py"
 
@@ -124,17 +125,13 @@ def test_mistakes_are_one_line_that_names_the_nearest():
     lines.append((f"{QUICKSTART} --workdri=x", "unknown option '--workdri'; did you mean --workdir?"))
     lines.append(("--config quickstrat -h", "the nearest names are quickstart"))
     for line, message in lines:
-        with pytest.raises(ValueError) as raised:  # noqa: PT011
+        with mistakes.refused(message):
             command_line.parse_training(line.split(" "))
-        assert message in str(raised.value)
-        assert "\n" not in str(raised.value)
 
 
 def test_a_workdir_is_utf8(tmp_path, monkeypatch):
     latin = os.fsdecode(b"caf\xe9")
-    with pytest.raises(
-        ValueError, match=r"--workdir is '.*caf\\udce9', which is not UTF-8; checkpoints need"
-    ):
+    with pytest.raises(ValueError, match=r"--workdir is '.*caf\\udce9', which is not UTF-8; checkpoints"):
         _parse(f"--workdir={latin}")
     (tmp_path / latin).mkdir()
     monkeypatch.chdir(tmp_path / latin)
@@ -198,12 +195,7 @@ def test_configs_are_run_only_for_help(monkeypatch):
 
 def test_help_with_a_config_has_its_values(capsys, monkeypatch):
     words = " ".join(_read_help(capsys, monkeypatch, "--config=quickstart:sympow", "--wrokdir=x").split())
-    for part in (
-        "of quickstart:sympow.",
-        "Default: 2.",
-        "Default: 64,128,256,512,1024,2048,4096.",
-        "Default: rope.",
-    ):
+    for part in ("of quickstart:sympow.", "Default: 2.", "Default: 64,128,256,512,", "Default: rope."):
         assert part in words
 
 

@@ -33,19 +33,6 @@ def test_the_report(tmp_path, monkeypatch):
     assert too_long["dropped"] == too_long["tokens"]
 
 
-def test_files_of_one_name_are_in_the_order_of_their_paths(tmp_path, monkeypatch):
-    paths = [tmp_path / str(number) / "__init__.py" for number in range(20)]
-    for path in paths:
-        path.parent.mkdir()
-        path.write_text(str(path))
-    monkeypatch.setattr(
-        reading.sysconfig, "get_paths", lambda: dict.fromkeys(("stdlib", "purelib"), tmp_path)
-    )
-    assert reading.texts(1.0) == sorted(map(str, paths))
-    # The document that reaches the size is the last.
-    assert len(reading.texts(1e-6)) == 1
-
-
 def test_a_corpus_without_a_size_is_an_error_of_the_option(tmp_path, capsys):
     with pytest.raises(SystemExit):
         reading.main(["--megabytes=0", f"--out={tmp_path / 'reading.json'}"])

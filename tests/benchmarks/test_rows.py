@@ -2,14 +2,12 @@
 
 import argparse
 import json
-import os
 import sys
 import time
 
 import pytest
 
 from benchmarks import _rows
-from pallas_kernels.check import supervisor
 
 pytestmark = pytest.mark.robust
 
@@ -64,19 +62,6 @@ def test_a_row_that_hangs_is_ended():
     hung, row = measured("time.sleep(600)", seconds=12.0, jobs=2)
     assert hung["note"] == "no result within 15 s"
     assert row["seconds"] == 1.0
-
-
-def test_processes_share_programs_and_the_device(monkeypatch):
-    names = "JAX_COMPILATION_CACHE_DIR", "SYMPOW_DEVICE_LOCK", "XLA_PYTHON_CLIENT_PREALLOCATE"
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv(names[0], "of the test")
-    before = dict(os.environ)
-    with supervisor._shared(2), supervisor.exclusive():
-        # Variables of others are kept.
-        assert os.environ[names[0]] == "of the test"
-        assert os.environ[names[2]] == "false"
-    assert dict(os.environ) == before
 
 
 def options(*flags):

@@ -87,8 +87,6 @@ def test_losses_that_are_not_finite_are_no_result(monkeypatch):
     ("arguments", "message"),
     [
         (["--preset=sofmax"], "preset is 'sofmax'"),
-        (["--preset=conformal,p=3"], "power is 3"),
-        (["--context=1000"], "invalid choice"),
         (["--brief", "--context=1024"], "contexts of their own"),
         (["--jobs=0"], "--jobs is 0; it must be at least 1"),
         (["--resume"], "--resume needs --out"),

@@ -9,6 +9,7 @@ import pytest
 
 from sympow_jax import config
 from sympow_jax.config import loading
+from tests import mistakes
 
 
 def test_a_config_of_the_package_is_found_by_name_from_anywhere(tmp_path, monkeypatch):
@@ -102,10 +103,7 @@ def test_text_takes_paths():
 def test_mistakes_in_names_and_arguments():
     of_124m = "the arguments of config 'gpt2_124m' are preset, p, context, data"
     for spec, message in (
-        (
-            "configs/quick.py",
-            "is neither a file nor a config of the package; the nearest names are quickstart, ",
-        ),
+        ("configs/quick.py", "is neither a file nor a config of the package; the nearest names are"),
         ("configs", "--config names 'configs', which is a folder; the nearest names are "),
         ("quickstart:conformist", "preset is 'conformist'; it must be one of softmax,"),
         ("quickstart:", "preset is ''; it must be one of softmax,"),
@@ -115,19 +113,14 @@ def test_mistakes_in_names_and_arguments():
         ("text:", "needs files"),
         ("gpt2_124m:sympow,q=3", f"has no argument 'q'; {of_124m}"),
         ("gpt2_124m:sympow,contxt=512", "has no argument 'contxt'; did you mean context?"),
-        (
-            "gpt2_124m:sympow,4",
-            "--config 'gpt2_124m:sympow,4': too many positional arguments; the arguments of ",
-        ),
+        ("gpt2_124m:sympow,4", "--config 'gpt2_124m:sympow,4': too many positional arguments; the"),
         ("gpt2_124m:sympow,preset=sympow", "multiple values for argument 'preset'"),
         ("gpt2_124m:p=2,p=4", "config 'gpt2_124m' is given argument 'p' twice"),
         ("gpt2_124m:p=two", "argument 'p' of config 'gpt2_124m' is 'two'; it must be INT"),
         ("gpt2_124m:sympow,context=300", "context is 300; it must be one of 256, 512"),
     ):
-        with pytest.raises(ValueError) as raised:  # noqa: PT011
+        with mistakes.refused(message):
             config.load(spec)
-        assert message in str(raised.value)
-        assert "\n" not in str(raised.value)
 
 
 def test_arguments_have_the_types_of_the_signature(tmp_path):
@@ -146,11 +139,7 @@ def test_arguments_have_the_types_of_the_signature(tmp_path):
         (second, "1,b=x", "argument 'b' of config '.*' is 'x'; it must be INT or none"),
         (second, "2", "argument 'a' of config '.*' is '2'; it must be one of 1, x"),
         (second, "1,b=3,b=4", "given argument 'b' twice"),
-        (
-            second,
-            "b=3",
-            r"missing a required argument: 'a'; the arguments of config .* are a, \*rest, \*\*changes$",
-        ),
+        (second, "b=3", r"missing a required argument: 'a'; the arguments of config .* are a, \*rest"),
         ("a: list[int]", "1", r"argument 'a' of config .* has the type list\[int\], which cannot be"),
     ):
         names = [part.split(":")[0].strip().lstrip("*") for part in re.split(r",(?![^\[]*\])", signature)]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import config
+from tests import mistakes
 
 ENCODER = config.Config(
     model=config.ModelConfig(
@@ -94,10 +95,8 @@ def make(base: config.Config, line: str) -> config.Config:
 def test_settings_that_contradict_are_one_line(base, table):
     for row in table.strip().splitlines():
         line, message = map(str.strip, row.split("|"))
-        with pytest.raises(ValueError) as raised:  # noqa: PT011
+        with mistakes.refused(message):
             make(base, line)
-        assert message in str(raised.value)
-        assert "\n" not in str(raised.value)
 
 
 def test_what_fits():
@@ -114,22 +113,14 @@ def test_values_of_a_wrong_type_are_one_line():
         (lambda: config.TrainingConfig(steps=2.5), "training.steps is 2.5, a float; it must be an int"),
         (lambda: config.TrainingConfig(steps=True), "training.steps is True, a bool; it must be an int"),
         (lambda: config.DataConfig(paths="texts"), "a str; it must be a tuple of str: write ('texts',)"),
-        (
-            lambda: config.EvaluationConfig(context_lengths=[8, "16"]),
-            "a tuple; it must be a tuple of int or None",
-        ),
-        (
-            lambda: config.OptimizerConfig(clip_norm="1"),
-            "clip_norm is '1', a str; it must be a float or None",
-        ),
+        (lambda: config.EvaluationConfig(context_lengths=[8, "16"]), "a tuple; it must be a tuple of int"),
+        (lambda: config.OptimizerConfig(clip_norm="1"), "clip_norm is '1', a str; it must be a float or"),
         (lambda: config.ModelConfig(layers=None, width=8, heads=1), "model.layers is None, a NoneType; it"),
         (lambda: config.preset("sympow", form=2), "attention.form is 2, an int; it must be a str or None"),
         (lambda: config.Config(model={}), "model is {}, a dict; it must be a ModelConfig"),
     ):
-        with pytest.raises(ValueError) as raised:  # noqa: PT011
+        with mistakes.refused(message):
             make_one()
-        assert message in str(raised.value)
-        assert "\n" not in str(raised.value)
 
 
 def test_an_int_is_a_float_and_a_list_is_a_tuple():

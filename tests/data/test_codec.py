@@ -37,7 +37,7 @@ def test_a_tokenizer_of_words(words):
     assert codec.sampled_vocab_size == 50_257
 
 
-@pytest.mark.parametrize("source", ["tokens", "longcrawl64", "parquet", "jsonl"])
+@pytest.mark.parametrize("source", ["longcrawl64", "jsonl"])
 def test_the_tokenizer_that_a_run_records(words, source):
     settings = run(source=source, paths=("x",), tokenizer=words, document_separator=3, vocab_size=50_304)
     assert data_lib.codec_of_run(settings).tokenizer.name == "words.json"

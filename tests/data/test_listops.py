@@ -89,7 +89,7 @@ def test_examples_in_long_range_arenas_settings():
     assert 0.22 < np.mean(tokens[inner] > 10) < 0.28
 
 
-@pytest.mark.parametrize("lengths", [(4, 4), (4, 60), (17, 17), (50, 60)])
+@pytest.mark.parametrize("lengths", [(4, 4), (4, 60), (17, 17)])
 def test_short_examples(lengths):
     examples = [listops.generate((2, i, 1), *lengths) for i in range(100)]
     assert {len(tokens) for tokens, _ in examples} <= set(range(lengths[0], lengths[1] + 1))
@@ -141,9 +141,3 @@ def test_errors():
     ):
         with builders.refused(message):
             data.train_dataset(settings(**changes), task=task, vocab_size=vocab_size)
-
-
-@pytest.mark.slow
-def test_impossible_lengths():
-    with builders.refused("of 50000 expressions none has from 90000 to 90001 tokens"):
-        listops.generate((0,), 90_000, 90_001)

@@ -251,16 +251,9 @@ def test_missing_chunk_is_an_error_and_not_zeros(array):
 
 
 def test_layout_is_longcrawl64s():
-    assert zarr.metadata(6_609_334, zarr.ROW_TOKENS, np.dtype("<u2")) == {
-        "shape": [6_609_334, 65_536],
-        "chunks": [2048, 2048],
-        "dtype": "<u2",
-        "order": "C",
-        "fill_value": 0,
-        "filters": None,
-        "dimension_separator": ".",
-        "compressor": {"id": "gzip", "level": 1},
-    }
+    layout = {"dtype": "<u2", "order": "C", "fill_value": 0, "filters": None, "dimension_separator": "."}
+    layout |= {"shape": [6_609_334, 65_536], "chunks": [2048, 2048], "compressor": {"id": "gzip", "level": 1}}
+    assert zarr.metadata(6_609_334, zarr.ROW_TOKENS, np.dtype("<u2")) == layout
 
 
 def test_flipped_bits_of_prepared_chunks_are_found(tmp_path):

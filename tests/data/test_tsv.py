@@ -68,12 +68,7 @@ def test_columns_and_labels(tmp_path):
             dataclasses.replace(BINARY, classes=3),
             [(b"a", 1), (b"b", 2), (b"c", 0)],
         ),
-        (
-            "sentence\tlabel\na\t2.25\nb\t-1e-3\n",
-            {},
-            NUMBER,
-            [(b"a", 2.25), (b"b", np.float32(-1e-3))],
-        ),
+        ("sentence\tlabel\na\t2.25\nb\t-1e-3\n", {}, NUMBER, [(b"a", 2.25), (b"b", np.float32(-1e-3))]),
         # A long text is truncated.
         (f"sentence\tlabel\n{'ab' * 40}\t1\n", {}, BINARY, [(b"ab" * 8, 1)]),
     ):
@@ -197,32 +192,20 @@ HEAD, TWO = "sentence\tlabel\n", {"text_columns": ("sentence", "two")}
     ("content", "changes", "message"),
     [
         ("", {}, r"a\.tsv is empty; it must hold lines of columns"),
-        ("\ufeff", {}, r"a\.tsv is empty; it must hold lines of columns"),
         (HEAD, {}, r"a\.tsv has no examples, only a header"),
         ("text\tlabel\na\t1\n", {}, r"a\.tsv has no column 'sentence': there are 'text', 'label'; correct"),
-        ("sentence\tgold\na\t1\n", {}, r"no column 'label': there are 'sentence', 'gold'; correct"),
         ("sentence\tid\tsentence\tlabel\na\t0\tb\t1\n", {}, r"a\.tsv has 2 columns named 'sentence': there"),
         ("a\t1\n", {"text_columns": ("1",), "label_column": "3"}, r"no column '3': there are columns 1 to"),
         (HEAD + "a\t1\nb\t0\tc\n", {}, r"a\.tsv \(line 3\) has another number of columns, 3,"),
-        (HEAD + "a\t1\nb\n", {}, r"a\.tsv \(line 3\) has another number of columns, 1, than"),
         (HEAD + "a\t1\nb\t2\n", {}, r"a\.tsv \(line 3\): label '2' is not an integer from 0 to 1 "),
-        (HEAD + "a\t-1\n", {}, r"\(line 2\): label '-1' is not an integer"),
         (HEAD + "a\tYes\n", {"labels": ("no", "yes")}, r"\(line 2\): label 'Yes' is not one of"),
         (HEAD + "a\tyes\n", {"labels": ("no", "yes", "maybe")}, r"data\.labels names 3 classes,"),
         (HEAD + "a\t1\n\t0\n", {}, r"a\.tsv \(line 3\) has no text; leave the line out"),
         ("sentence\ttwo\tlabel\na\t\t1\n\t\t0\n", TWO, r"a\.tsv \(line 3\) has no text; leave the line"),
         (HEAD + "a\t1\n", {"tokenizer": "gone.json"}, r"data\.tokenizer=gone\.json: there is no"),
-        (
-            HEAD + "a\t1\n",
-            {"text_columns": ()},
-            r"data\.text_columns is \(\); source 'tsv' needs the names of one",
-        ),
+        (HEAD + "a\t1\n", {"text_columns": ()}, r"data\.text_columns is \(\); source 'tsv' needs the names"),
         (HEAD + "a\t1\n", {"labels": ("a", "a")}, r"data\.labels is \('a', 'a'\); every class must be named"),
-        (
-            "sentence\ttwo\tlabel\na\tb\t1\n",
-            TWO | {"document_separator": 256},
-            "between two texts is 256, but",
-        ),
+        ("sentence\ttwo\tlabel\na\tb\t1\n", TWO | {"document_separator": 256}, "between two texts is 256"),
         ("sentence\ttwo\tlabel\na\tb\t1\n", TWO | {"context_length": 2}, "two texts and a separator need"),
     ],
 )

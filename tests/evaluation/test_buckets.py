@@ -62,18 +62,7 @@ def test_lengths_of_a_text(capsys):
         warning = capsys.readouterr().err
         rounded = text.replace(" ", "").rpartition("...,")[2].split(",")[0] not in map(str, lengths)
         assert warning.count("\n") == warning.count("is rounded down to") == rounded
-    for text in (
-        "",
-        "64,,128",
-        "a",
-        "64,-128",
-        "6.4",
-        "64,...",
-        "...,64",
-        "64,...,64",
-        "64,...,32",
-        "0,...,64",
-    ):
+    for text in ("", "64,,128", "a", "64,-128", "6.4", "64,...", "...,64", "64,...,64", "0,...,64"):
         with pytest.raises(ValueError, match="context lengths"):
             buckets.parse_lengths(text)
 

@@ -121,30 +121,23 @@ MISTAKES = """
 --context_lengths=8 --workdir={runs}/a,{runs}/c            | c has no checkpoint
 --context_lengths=8 --workdir={runs}/a,{runs}/b/../a       | given more than once
 --context_lengths=8 --workdir={runs}/a,                    | a workdir has an empty name; separate
---workdir={runs}/a --tasks=                                | --tasks is empty; it must be of the form A[,B,...]
 --context_lengths=8,x --workdir={runs}/a                   | 'x' is not a positive integer
---context_lengths=8,4 --workdir={runs}/a                   | must be positive and increasing
 --context_lengths=8,999 --workdir={runs}/a                 | context length 999 is longer than any held-out
 --context_lengths=8 --workdir={runs}/a --out={runs}/c/config.json | cannot write the results
---context_lengths=8 --workdir={runs}/a --documents=0       | number of documents is 0
 --context_lengths=8 --workdir={runs}/a --documents=many    | see sympow eval --help
 --context_lengths=8                                        | --workdir
 --workdir={runs}/a --trials=3                              | --trials is for --tasks
 --workdir={runs}/a --tasks=copy --documents=3              | --documents is for losses by position
 --workdir={runs}/a --tasks=copie                           | there is no task 'copie'; did you mean copy?
---workdir={runs}/a --tasks=copy,copy                       | task 'copy' is given more than once
---workdir={runs}/a --tasks=copy --trials=0                 | number of trials is 0
 --workdir={runs}/a --tasks=copy --trials=1000000000        | tokens; they must be at most 268,435,456
 --workdir={runs}/a --tasks=copy --context_lengths=1000000000000 | lower one of the two
 --workdir={runs}/a --tasks=copy --tokenizer=x.json         | --tokenizer is for tasks with text
 --workdir={runs}/a --tasks=recall                          | 32 is too short for the task 'recall': it must be at least
---workdir={runs}/a --tasks=copy --context_lengths=2,64     | must be at least 4 tokens
 --workdir={runs}/a --context_length=8                      | '--context_length'; did you mean --context_lengths?
 --workdir={runs}/a --config.model.layers=2                 | --config.model.layers cannot be changed here
 --workdir={runs}/a --config.data.path=x                    | did you mean --config.data.paths?
 --workdir={runs}/a --config.data.heldout_fraction=0.9      | it was trained on what is held out
 --workdir={runs}/a --config.data.heldout_paths={runs}/none | there is no file or folder
---workdir={runs}/c                                         | has no checkpoint
 """
 
 

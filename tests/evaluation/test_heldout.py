@@ -36,11 +36,7 @@ def batches(labels, rows=4, time=6):
     padded = np.append(labels, np.full(-len(labels) % rows, missing, labels.dtype))
     for start in range(0, len(padded), rows):
         tokens = generator.integers(0, 32, (rows, time)).astype(np.int32)
-        yield {
-            "inputs": tokens,
-            "segment_ids": np.zeros_like(tokens),
-            "labels": padded[start : start + rows],
-        }
+        yield {"inputs": tokens, "segment_ids": np.zeros_like(tokens), "labels": padded[start : start + rows]}
 
 
 def outputs(model, labels):
@@ -116,6 +112,7 @@ MISTAKES = """
 {folder}/tokens,{folder}/masked           | tokens and .*masked cannot be compared: .*'next_token' and 'masked_token'
 {folder}/masked --context_lengths=8       | --context_lengths and --documents are for runs that predict the next
 {folder}/masked --documents=3             | --context_lengths and --documents are for runs
+{folder}/masked --tasks=copy              | a run of task 'masked_token'; --tasks is for models of the next
 {folder}/masked --config.data.heldout_fraction=0 | no example is held out .*heldout_fraction is 0
 """
 
@@ -136,13 +133,8 @@ def test_mnli_is_measured_on_both_files(tmp_path, monkeypatch, capsys):
     for name, numbers in labels.items():
         lines = [f"{name} {i}\tis {i % 4}\t{CLASSES[label]}" for i, label in enumerate(numbers)]
         (tmp_path / f"{name}.tsv").write_text("\n".join(["sentence1\tsentence2\tgold_label", *lines]) + "\n")
-    changes = {f"model.{name}": str(value) for name, value in MODEL.items()}
-    changes |= {
-        "model.vocab_size": "256",
-        "data.tokenizer": "byte",
-        "evaluation.every": "2",
-        "training.steps": "5",
-    }
+    changes = {f"model.{name}": str(value) for name, value in MODEL.items()} | {"model.vocab_size": "256"}
+    changes |= {"data.tokenizer": "byte", "evaluation.every": "2", "training.steps": "5"}
     changes |= {
         "data.context_length": "32",
         "data.batch_tokens": "256",

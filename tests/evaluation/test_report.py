@@ -14,14 +14,9 @@ LENGTHS = (64, 256, 1024)
 
 
 def make_rows(name, losses, *, train_context=256, documents=3, standard_error=0.1, **training):
+    shared = {"standard_error": standard_error, "documents": documents}
     means = [
-        buckets.Bucket(
-            context_length=length,
-            loss=loss,
-            standard_error=standard_error,
-            tokens=documents * length // 2,
-            documents=documents,
-        )
+        buckets.Bucket(context_length=length, loss=loss, tokens=documents * length // 2, **shared)
         for length, loss in zip(LENGTHS, losses)
     ]
     training = {"preset": "conformal", "updates": 8, "update_tokens": 64, "data": "0a1b2c3d"} | training
@@ -34,20 +29,17 @@ def printed(rows):
     return file.getvalue()
 
 
-def test_table_of_one_run_shows_its_perplexity_and_marks_the_training_context():
+def test_tables_have_a_column_for_each_run_and_that_of_one_its_perplexity():
+    names = [f"a_rather_long_name_{index}" for index in range(6)]
+    many = printed([row for name in names for row in make_rows(name, [2.0, 1.5, 1.25])])
+    header = next(line for line in many.splitlines() if names[0] in line)
+    assert all(name in header for name in names)
     text = printed(make_rows("a", [2.0, 1.5, 1.25]))
     assert text.isascii()
     assert "1.5000*" in text
     assert "2.0000*" not in text
     assert f"{math.exp(1.25):.3f}" in text
     assert "3 documents" in text
-
-
-def test_table_of_many_runs_has_a_column_each_without_a_terminal():
-    names = [f"a_rather_long_name_{index}" for index in range(6)]
-    text = printed([row for name in names for row in make_rows(name, [2.0, 1.5, 1.25])])
-    header = next(line for line in text.splitlines() if names[0] in line)
-    assert all(name in header for name in names)
 
 
 def test_table_on_a_terminal_does_not_read_a_name_as_markup_or_control():

@@ -82,11 +82,7 @@ def test_longcrawl64_predicts_position_1_from_the_lead_id(corpus, tmp_path):
     rows, length = 22, 40
     path = str(tmp_path / "heldout.zarr")
     array = tensorstore.open(
-        {
-            **zarr.spec(path),
-            "metadata": zarr.metadata(rows, length, np.dtype(np.uint16)),
-            "create": True,
-        }
+        {**zarr.spec(path), "metadata": zarr.metadata(rows, length, np.dtype(np.uint16)), "create": True}
     ).result()
     array[...] = np.tile(fakes.counting_documents(2, length)[1], (rows, 1)).astype(np.uint16)  # 1, 2, 3, ...
     run = make_run(
@@ -106,22 +102,15 @@ def test_runs_are_overlaid_in_every_file(corpus, tmp_path):
     workdirs = [make_run(corpus, "a"), make_run(corpus, "b", preset="softmax", train_context=4)]
     rows, text = evaluate(workdirs, (4, 32), out=tmp_path / "deep" / "out")
     folder = tmp_path / "deep" / "out"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "context_loss.csv",
-        "context_loss.json",
-        "context_loss.pdf",
-        "context_loss.png",
-    ]
+    assert {path.name for path in folder.iterdir()} == {
+        f"context_loss.{x}" for x in ("csv", "json", "pdf", "png")
+    }
     with (folder / "context_loss.csv").open() as file:
         records = list(csv.DictReader(file))
     columns = "run,context_length,loss,perplexity,bits_per_token,tokens,documents,train_context"
     assert ",".join(records[0]) == columns
-    assert [(record["run"], record["context_length"], record["train_context"]) for record in records] == [
-        ("a", "4", "16"),
-        ("a", "32", "16"),
-        ("b", "4", "4"),
-        ("b", "32", "4"),
-    ]
+    found = [(record["run"], record["context_length"], record["train_context"]) for record in records]
+    assert found == [("a", "4", "16"), ("a", "32", "16"), ("b", "4", "4"), ("b", "32", "4")]
     for record, row in zip(records, rows, strict=True):
         assert float(record["loss"]) == row.loss
         assert float(record["perplexity"]) == pytest.approx(math.exp(row.loss), rel=1e-15)

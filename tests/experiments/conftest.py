@@ -1,12 +1,10 @@
 """Experiments on a corpus of a few lines."""
 
 import pathlib
-from collections.abc import Iterator
 
 import pytest
 
 from experiments import _shared
-from tests import programs
 
 # Of a run at test scale, without its plan and variants.
 OPTIONS = _shared.Options(
@@ -22,14 +20,6 @@ OPTIONS = _shared.Options(
     more={},
     command="",
 )
-
-
-@pytest.fixture(autouse=True, scope="package")
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Returns a folder in which the tests cache compiled programs, so that each model compiles once."""
-    folder = tmp_path_factory.mktemp("compilation_cache")
-    with programs.kept_in(folder):
-        yield
 
 
 @pytest.fixture(scope="package")

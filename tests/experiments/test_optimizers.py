@@ -18,12 +18,7 @@ TINY = dataclasses.replace(OPTIONS, plan=optimizers.PLANS["tiny"], variants=("sg
 
 @pytest.mark.parametrize(
     ("best", "tried"),
-    [
-        (1.0, [-1, 0, 1]),
-        (3.0, [-1, 0, 1, 2]),
-        (1 / 9, [-1, 0, 1, -2, -3]),
-        (math.inf, [-1, 0, 1, 2, 3]),
-    ],
+    [(1.0, [-1, 0, 1]), (3.0, [-1, 0, 1, 2]), (1 / 9, [-1, 0, 1, -2, -3]), (math.inf, [-1, 0, 1, 2, 3])],
 )
 def test_rates_go_on_until_the_best_is_inside(monkeypatch, best, tried):
     trained = []
@@ -84,7 +79,5 @@ def test_a_rate_that_diverges_is_not_the_best(tmp_path, monkeypatch):
     assert tried.rows == [("sgd", "0.3: 2.500, 1: nan"), ("lion", "1: nan")]
 
     (good / "data.json").write_text(json.dumps({"digest": "1"}))
-    with pytest.raises(
-        ValueError, match="the runs in runs were trained on different data; use another --out"
-    ):
+    with pytest.raises(ValueError, match="the runs in runs were trained on different data; use another"):
         optimizers._report(TINY, folders)

@@ -134,12 +134,6 @@ def test_softmax_learns_both_tasks(tmp_path):
         assert found.min() > 0.9
 
 
-@pytest.mark.slow
-def test_a_run_does_not_depend_on_the_others(tmp_path):
-    found = {seeds: trained(tmp_path, str(seeds), seeds=seeds) for seeds in ((0, 3), (3,))}
-    np.testing.assert_allclose(found[0, 3][1:], found[3,], atol=1 / 64)
-
-
 def test_a_stopped_training_is_resumed(tmp_path, monkeypatch, capsys):
     whole, save = trained(tmp_path, "whole"), _shared.save_arrays
 

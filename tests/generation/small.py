@@ -24,17 +24,15 @@ def model(
     attention_pattern: tuple[str, ...] = (),
     **changes,
 ) -> models.DecoderLM:
-    settings = config.ModelConfig(
-        vocab_size=VOCABULARY,
-        layers=layers,
-        width=32,
-        heads=4,
-        kv_heads=2,
-        dtype=dtype,
-        state_dtype=state_dtype,
-        attention_pattern=attention_pattern,
-        attention=config.preset(preset, **{"exact_window": 4, "window": 30, **changes}),
-    )
+    model = {
+        "layers": layers,
+        "dtype": dtype,
+        "state_dtype": state_dtype,
+        "attention_pattern": attention_pattern,
+    }
+    attention = config.preset(preset, **{"exact_window": 4, "window": 30, **changes})
+    sizes = {"vocab_size": VOCABULARY, "width": 32, "heads": 4, "kv_heads": 2, "attention": attention}
+    settings = config.ModelConfig(**sizes, **model)
     result = models.DecoderLM(settings, rngs=nnx.Rngs(seed))
     for block in result.blocks:
         for name in ("query", "key", "value", "out"):
@@ -42,9 +40,8 @@ def model(
         for name in ("up", "down"):
             getattr(block.mlp, name).kernel[...] *= 10
     result.embedding[...] *= 10  # logits of a few units, so that draws differ
-    result.embedding_norm.scale[...] *= (
-        0.1  # else every token predicts itself, since the output is the embedding
-    )
+    # Else every token predicts itself, since the output is the embedding.
+    result.embedding_norm.scale[...] *= 0.1
     return result
 
 

@@ -55,14 +55,9 @@ OPTIONS = [
     {"top_k": 2},
     {"top_k": 10**30},
     {"top_p": 0.8},
-    {"top_p": 1e-9},
-    {"top_p": 0.7, "temperature": 0.5},
     {"top_k": 3, "top_p": 0.6},
     {"min_p": 0.1},
-    {"min_p": 1.0},
-    {"min_p": 0.4, "temperature": 0.5},
     {"top_p": 0.74, "min_p": 0.4},
-    {"repetition_penalty": 1.7},
     {"repetition_penalty": 0.6, "temperature": 0.7},
     {"repetition_penalty": 1.3, "temperature": 1.4, "top_k": 9, "top_p": 0.9, "min_p": 0.2},
 ]
@@ -117,11 +112,6 @@ def test_a_temperature_that_is_nearly_0_is_greedy():
         sampling = generation.Sampling(temperature=temperature)
         tokens = generation.sample(logits, sampling, seed=jnp.uint32(seed), position=jnp.arange(3))
         assert tokens.tolist() == [1, 2, 2]
-
-
-def test_equal_options_are_equal():
-    one = generation.Sampling(temperature=np.float32(0.5), top_k=np.int64(3), vocab_size=np.uint8(9))
-    assert hash(one) == hash(generation.Sampling(temperature=0.5, top_k=3, vocab_size=9))
 
 
 def test_seed_and_position_decide():

@@ -57,8 +57,18 @@ def axes(rows, heads):
     )
 
 
-def check(preset, kv_heads, rows, sizes, row_axis, head_axis):
-    """Checks tokens and states, whose rows and key/value heads should be sharded over these axes."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("preset", "kv_heads", "rows", "sizes", "row_axis", "head_axis"),
+    [
+        ("conformal", 2, 4, {D: 4, T: 2}, D, T),
+        ("softmax", 4, 4, {D: 2, T: 4}, D, T),
+        # Axes that do not divide: every device has all rows, and all heads.
+        ("conformal", 2, 3, {D: 2, T: 4}, None, None),
+    ],
+)
+def test_tokens_are_those_of_one_device(preset, kv_heads, rows, sizes, row_axis, head_axis):
+    """Rows and key/value heads of states are sharded over these axes."""
     one = small.model(preset)
     if one.config.kv_heads != kv_heads:
         one = models.DecoderLM(dataclasses.replace(one.config, kv_heads=kv_heads), rngs=0)
@@ -115,19 +125,3 @@ def test_rows_are_moved_on_every_kind_of_mesh():
                 jax.tree.map(np.testing.assert_array_equal, actual, call(tree))
                 if kind is jax.sharding.AxisType.Explicit:
                     assert [str(jax.typeof(x)) for x in actual.values()] == types[name.split()[0]]
-
-
-@pytest.mark.slow
-def test_a_kv_cache_and_a_recurrent_state():
-    check("conformal", 2, 4, {D: 4, T: 2}, D, T)
-
-
-@pytest.mark.slow
-def test_a_kv_cache_alone():
-    check("softmax", 4, 4, {D: 2, T: 4}, D, T)
-
-
-@pytest.mark.slow
-def test_axes_that_do_not_divide():
-    """Every device has all rows, and all heads."""
-    check("conformal", 2, 3, {D: 2, T: 4}, None, None)

@@ -102,9 +102,7 @@ def test_recurrent_states_in_bfloat16_are_saved_and_restored(tmp_path):
     assert model.kv_cache_lengths < small.model("conformal").kv_cache_lengths
     folded = jax.eval_shape(program.fold, program.init_state(2, max_length=9))
     assert folded.layers[0].memory.kv.dtype == "bfloat16"
-    with pytest.raises(
-        ValueError, match=r"another model: state_dtype is 'bfloat16' there and 'float32' here"
-    ):
+    with pytest.raises(ValueError, match=r"another model: state_dtype is 'bfloat16' there and 'float32'"):
         generation.restore_state(tmp_path / "context", small.model("conformal"))
 
 

@@ -1,14 +1,14 @@
 """Tests of pictures of a text from the command line, and of their numbers."""
 
+import dataclasses
 import json
 import math
 
 import numpy as np
 import PIL.Image
 import pytest
-from flax import nnx
 
-from sympow_jax import config, models, training
+from sympow_jax import config, training
 from sympow_jax.commands import inspect as command
 from sympow_jax.inspection import attention_maps, figures, inspect
 from sympow_jax.process import workdir
@@ -50,12 +50,7 @@ def runs(tmp_path_factory):
         for key, values in change.items():
             changed[key] |= values
         if name == "images":
-            changed["model"]["attention"] |= {
-                "kernel": "softmax",
-                "decay": "none",
-                "position": "rope",
-                "causal": False,
-            }
+            changed["model"]["attention"] |= dataclasses.asdict(config.preset("softmax", causal=False))
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(changed))
     (folder / "tokens" / "checkpoints" / "2").mkdir(parents=True)
@@ -70,25 +65,6 @@ def written(runs):
     out = runs / "out"
     assert command.main([f"--workdir={runs}/a", f"--text_file={runs}/text", f"--out={out}"]) == 0
     return json.loads((out / "inspect.json").read_text())
-
-
-def model_of(preset, *, layers=1, heads=HEADS, kv_heads=None, seed=0, **changes):
-    settings = config.ModelConfig(
-        vocab_size=128,
-        layers=layers,
-        width=WIDTH,
-        heads=heads,
-        kv_heads=kv_heads,
-        dtype="float32",
-        remat="full",
-        attention=config.preset(preset, **changes),
-    )
-    model = models.DecoderLM(settings, rngs=nnx.Rngs(seed))
-    for block in model.blocks:
-        for name in ("query", "key", "decay", "rate"):
-            if hasattr(block.attention, name):
-                getattr(block.attention, name).kernel[...] *= 20
-    return model
 
 
 def exactly(parameter):
@@ -133,12 +109,8 @@ def test_json_has_the_numbers_of_the_run(runs, written):
 def test_one_layer(runs, capsys):
     assert command.main([f"--workdir={runs}/a", f"--text={TEXT}", "--layer=1"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[1].rpartition("/")[2].rstrip(":") for line in printed] == [
-        "inspect.json",
-        "attention.png",
-        "half_life.png",
-        "rotation.png",
-    ]
+    names = [line.split()[1].rpartition("/")[2].rstrip(":") for line in printed]
+    assert names == ["inspect.json", "attention.png", "half_life.png", "rotation.png"]
     for name in ("attention", "half_life", "rotation"):
         with PIL.Image.open(runs / "a" / "inspect" / f"{name}.png") as picture:
             width, height = picture.size
@@ -195,33 +167,10 @@ def test_figures_of_all_sizes(heads, time, numbers, tmp_path):
     assert draw([layer_maps], tokens[:time], tmp_path) == {"attention", "half_life", "rotation"}
 
 
-VECTORS = {"decay": "channel_learned", "position": "learned_rope_pairs"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("preset", "changes"), [*((name, {}) for name in config.PRESETS), ("conformal", VECTORS)]
-)
-def test_every_preset_can_be_drawn(preset, changes, tmp_path):
-    model = model_of(preset, layers=2, heads=4, **changes)
-    tokens = list(b"a $b$ and\nc")
-    drawn = draw(attention_maps.attention_maps(model, tokens, range(2)), tokens, tmp_path)
-    attention = model.config.attention
-    assert ("half_life" in drawn) == (attention.decay != "none")
-    assert ("rotation" in drawn) == attention.position.startswith("learned_rope")
-    assert "attention" in drawn
-
-
 def test_labels_of_tokens():
     visible = figures.visible
-    assert [visible(x) for x in (b"a", b" the", b"\n", b"\xff", b"\x00", "é".encode())] == [
-        "a",
-        "␣the",
-        "⏎",
-        "ff",
-        "0",
-        "é",
-    ]
+    shown = {b"a": "a", b" the": "␣the", b"\n": "⏎", b"\xff": "ff", b"\x00": "0", "é".encode(): "é"}
+    assert {x: visible(x) for x in shown} == shown
     assert visible("漢".encode()) == "6f22"  # not in the font
     assert visible(b"a" * 40) == "a" * 11 + "…"
 

@@ -57,16 +57,6 @@ def test_parameters_are_projections_gates_and_rates_without_bias():
     assert sizes(make("softmax_alibi")) == projections
 
 
-def test_rates_of_one_are_rope_to_the_bit():
-    rope, learned = make("sympow"), make("sympow_learned_rope")
-    learned.rate.kernel[...] = jnp.zeros_like(learned.rate.kernel[...])
-    for name in ("query", "key", "value", "out"):
-        getattr(learned, name).kernel[...] = getattr(rope, name).kernel[...]
-    x = X
-    np.testing.assert_array_equal(run(learned, x), run(rope, x))
-    assert np.abs(run(make("sympow_learned_rope"), x) - run(learned, x)).max() > 1e-3
-
-
 def test_groups_are_heads_that_share_a_key():
     grouped, full = make("conformal"), make("conformal", kv_heads=4)
     for name in ("query", "out"):
@@ -111,20 +101,21 @@ def test_bfloat16_is_for_matrix_products_only():
     assert (cache.key.dtype, cache.log_decay.dtype) == (jnp.bfloat16, jnp.float32)
 
 
-@pytest.mark.parametrize("preset", ["conformal", pytest.param("sympow_gated", marks=pytest.mark.slow)])
-def test_float64_is_right_to_float64(preset):
+def test_float64_is_right_to_float64():
     x = np.random.default_rng(0).standard_normal((1, TIME, WIDTH))
     with jax.enable_x64(True):
-        kernel = kernels.make(config.preset(preset), num_heads=4, num_kv_heads=2, head_dim=4, dtype="float64")
+        kernel = kernels.make(
+            config.preset("conformal"), num_heads=4, num_kv_heads=2, head_dim=4, dtype="float64"
+        )
         layer = layers.Attention(WIDTH, kernel, dtype=jnp.float64, rngs=0)
-        names = ("query", "key", "value", "out", "decay") + (("rate",) if preset == "conformal" else ())
+        names = ("query", "key", "value", "out", "decay", "rate")
         weights = {name: np.asarray(getattr(layer, name).kernel[...], np.float64) for name in names}
         out = np.asarray(run(layer, jnp.asarray(x)))
 
     def heads(name):
         return (x[0] @ weights[name]).reshape(TIME, -1, 4)
 
-    beta = 1 + np.tanh(x[0] @ weights["rate"]) if preset == "conformal" else np.ones((TIME, 2))
+    beta = 1 + np.tanh(x[0] @ weights["rate"])
     turns = np.exp(1j * np.cumsum(beta, 0)[..., None] * ops.rotary.rope_rates(4))
     query, key = (
         (found[..., 0::2] + 1j * found[..., 1::2]) * np.repeat(turns, found.shape[1] // 2, axis=1)
@@ -156,28 +147,6 @@ def test_state_is_what_costs_less():
         assert isinstance(state.memory, kv_cache.KVCache) != recurrent, (preset, max_length)
 
 
-def test_power_4_at_head_size_64_uses_a_kv_cache():
-    sizes = config.MODEL_SIZES["gpt2_124m"]
-    layer = nnx.eval_shape(
-        lambda: layers.make_attention(
-            config.ModelConfig(**sizes, attention=config.preset("conformal", power=4)), rngs=nnx.Rngs(0)
-        )
-    )
-    state = jax.eval_shape(lambda: layer.init_state(1, max_length=65_536))
-    assert isinstance(state.memory, kv_cache.KVCache)
-    assert state.memory.key.shape == (1, 12, 65_536, 64)
-
-
-def test_padding_and_documents_do_not_leak():
-    layer = make("conformal", exact_window=4)
-    out = np.asarray(run(layer, X, np.array([[0] * 6 + [-1] * 3 + [0] * 5 + [1] * 10], np.int32)))
-    assert not out[:, 6:9].any()
-    # The documents one after the other, without padding between.
-    order = np.r_[14:24, 0:6, 9:14, 6:9]
-    packed = run(layer, X[:, order], np.array([[1] * 10 + [0] * 11 + [-1] * 3], np.int32))
-    np.testing.assert_allclose(packed, out[:, order], atol=1e-6)
-
-
 def test_outgrowing_the_kv_cache_is_not_silent():
     layer, new = make("softmax"), np.array([[0] * 2 + [1] * 4], np.int32)
     first = layer.init_state(1, max_length=8)
@@ -192,9 +161,8 @@ def test_outgrowing_the_kv_cache_is_not_silent():
     assert np.isfinite(out).all()
 
 
-@pytest.mark.parametrize("preset", ["conformal", pytest.param("linear", marks=pytest.mark.slow)])
-def test_the_reference_takes_one_token_from_a_state(preset):
-    layer = make(preset, implementation="reference", exact_window=4)
+def test_the_reference_takes_one_token_from_a_state():
+    layer = make("conformal", implementation="reference", exact_window=4)
     state, parts = layer.init_state(1, max_length=1, kv_cache=False), []
     for time in range(TIME):
         out, state = run_on(layer, X[:, time : time + 1], state)
@@ -217,7 +185,5 @@ def test_softmax_takes_its_implementation_and_a_kv_cache_takes_xla():
         layer(X)
     state = layer.init_state(1, max_length=TIME)
     assert nnx.eval_shape(run_on, layer, X, state)[0].shape == X.shape
-    with pytest.raises(
-        ValueError, match=r"attention.implementation is 'mosaic_gpu'; it must be one of xla, cudnn"
-    ):
+    with pytest.raises(ValueError, match=r"attention.implementation is 'mosaic_gpu'; it must be one of"):
         make("softmax", implementation="mosaic_gpu")

@@ -7,29 +7,18 @@ import pytest
 from flax import nnx
 
 from sympow_jax import config, layers
+from tests import marked
 
 WIDTH, HEADS, TIME = 16, 4, 20
-# Maps of powers take longer; tests/inspection/test_inspect.py compares one with the formula.
-BY_DEFAULT = ("linear_lrpe",)
-OTHERS = {
-    "whole document": {"kernel": "softmax", "decay": "none", "position": "rope", "causal": False},
-    "linear, whole document": {"kernel": "linear", "decay": "none", "position": "rope", "causal": False},
-    "rates by pair": {"position": "learned_rope_pairs"},
-    "spe": {"kernel": "linear", "decay": "none", "position": "spe"},
-    "turned normalizer": {"kernel": "linear", "decay": "none", "position": "rope", "normalizer": "rotated"},
-}
+OTHERS = (
+    {"kernel": "linear", "decay": "none", "causal": False},
+    {"kernel": "linear", "decay": "none", "normalizer": "rotated"},
+)
 
 
 def make(attention, kv_heads=2):
-    settings = config.ModelConfig(
-        vocab_size=8,
-        layers=1,
-        width=WIDTH,
-        heads=HEADS,
-        kv_heads=kv_heads,
-        dtype="float32",
-        attention=attention,
-    )
+    sizes = {"vocab_size": 8, "layers": 1, "width": WIDTH, "heads": HEADS, "kv_heads": kv_heads}
+    settings = config.ModelConfig(**sizes, dtype="float32", attention=attention)
     layer = layers.make_attention(settings, rngs=nnx.Rngs(0))
     for name in ("query", "key", "value", "decay", "rate"):
         if hasattr(layer, name):
@@ -61,20 +50,12 @@ def error(actual, expected, segments):
     return np.linalg.norm((actual - expected) * counts) / np.linalg.norm(expected * counts)
 
 
-@pytest.mark.parametrize(
+@marked.cases(
     "attention",
-    [
-        *(pytest.param(config.preset(name), id=name) for name in BY_DEFAULT),
-        *(
-            pytest.param(config.preset(name), id=name, marks=pytest.mark.slow)
-            for name in config.PRESETS
-            if name not in BY_DEFAULT
-        ),
-        *(
-            pytest.param(config.AttentionConfig(**fields), id=name, marks=pytest.mark.slow)
-            for name, fields in OTHERS.items()
-        ),
-    ],
+    [config.preset("linear_lrpe")],
+    slow=[config.preset(name) for name in config.PRESETS if name != "linear_lrpe"]
+    + [config.AttentionConfig(**fields, position="rope") for fields in OTHERS],
+    ids=config.preset_name,
 )
 def test_outputs_are_values_by_weights(attention):
     layer = make(attention)

@@ -12,6 +12,7 @@ from sympow_jax import config, layers, models, ops
 from sympow_jax.config import attention as attention_lib
 from sympow_jax.layers.attention import kernels
 from sympow_jax.ops import target
+from tests.ops.cases import error
 
 BATCH, TIME, HEADS, KV_HEADS, SIZE = 2, 21, 4, 2, 8
 SEGMENT_IDS = np.array([[0] * 9 + [-1] * 2 + [1] * 10, [3] * TIME], np.int32)
@@ -103,10 +104,6 @@ def formula(case, query, key, value, log_decay, segment_ids):
     return out
 
 
-def error(actual, expected):
-    return np.sqrt(np.mean((np.asarray(actual, np.float64) - expected) ** 2) / np.mean(expected**2))
-
-
 def test_every_kernel_of_the_config_is_here():
     assert set(KERNELS) == set(attention_lib.KERNELS)
     for name, case in KERNELS.items():
@@ -173,21 +170,6 @@ def test_a_layer_and_models_take_it_by_name(name):
         assert output("hidden", bidirectional, name="masked_token") == (1, 9, 16)
 
 
-@EACH
-def test_flops_grow_with_the_context_only_without_a_state(name):
-    case = KERNELS[name]
-    kernel, pair = case.kernel(name), HEADS * 2 * (SIZE + SIZE)
-    short, long = kernel.flops_per_token(1000), kernel.flops_per_token(100_000)
-    if case.window is not None:
-        # The first tokens have fewer keys: 6 - 6^2 / 2 T on average.
-        assert short == pytest.approx(pair * (6 - 18 / 1000), rel=1e-12)
-        assert long == pytest.approx(pair * (6 - 18 / 100_000), rel=1e-12)
-        assert kernel.flops_per_token(4) == pair * 2
-        return
-    assert kernel.pairwise_flops(1000) == pair * 500
-    assert long == (100 * short if case.elements is None else short)
-
-
 def test_power_keeps_a_cache_while_it_is_smaller():
     kernel = KERNELS["power"].kernel("power", form=None)
     assert kernel.cache_policy is kernels.CachePolicy.WHILE_SMALLER
@@ -213,15 +195,9 @@ def test_a_state_beyond_memory_has_a_longest_cache(monkeypatch):
 def test_a_row_added_at_run_time(monkeypatch):
     row = attention_lib.Kernel(target="sympow_jax.layers.attention.kernels.softmax:SoftmaxKernel")
     monkeypatch.setitem(attention_lib.KERNELS, "mine", row)
+    sizes = {"vocab_size": 8, "layers": 1, "width": 16, "heads": 2}
     layer = layers.make_attention(
-        config.ModelConfig(
-            vocab_size=8,
-            layers=1,
-            width=16,
-            heads=2,
-            attention=config.AttentionConfig(kernel="mine", decay="none"),
-        ),
-        rngs=0,
+        config.ModelConfig(**sizes, attention=config.AttentionConfig(kernel="mine", decay="none")), rngs=0
     )
     assert layer(jnp.zeros((1, 5, 16))).shape == (1, 5, 16)
     with pytest.raises(ValueError, match=r"attention\.kernel is 'other'; it must be one of softmax, power"):

@@ -25,13 +25,8 @@ KINDS = {
     "shard_map": ((2, 2), EXPLICIT, jax.P(AXES)),
 }
 RULES = (
-    ("embed", "data"),
-    ("heads", "model"),
-    ("kv_heads", "model"),
-    ("gates", "model"),
-    ("mlp", "model"),
-    ("vocab", "model"),
-    ("position", None),
+    *(("embed", "data"), ("position", None)),
+    *((name, "model") for name in ("heads", "kv_heads", "gates", "mlp", "vocab")),
 )
 BATCH, TIME, WIDTH, VOCABULARY = 4, 22, 16, 32
 
@@ -216,9 +211,6 @@ def test_names_of_axes_are_those_that_nnx_reads():
         "blocks.0.mlp.up.kernel": ("embed", "mlp"),
         "blocks.0.mlp.down.kernel": ("mlp", "embed"),
     }
-
-
-def test_names_of_axes_of_a_gated_layer_and_an_untied_head():
     model = make("qwen3", "decoder")
     assert model.unembedding.get_metadata("out_sharding") == ("vocab", "embed")
     assert model.blocks[0].mlp.gate.kernel.get_metadata("out_sharding") == ("embed", "mlp")

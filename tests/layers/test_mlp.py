@@ -25,16 +25,8 @@ FORMULAS = {
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("activation", FORMULAS)
 def test_the_formula(activation, biases):
-    model = config.ModelConfig(
-        vocab_size=8,
-        layers=1,
-        width=WIDTH,
-        heads=1,
-        mlp_width=HIDDEN,
-        activation=activation,
-        biases=biases,
-        dtype="float32",
-    )
+    sizes = {"vocab_size": 8, "layers": 1, "width": WIDTH, "heads": 1, "mlp_width": HIDDEN}
+    model = config.ModelConfig(**sizes, activation=activation, biases=biases, dtype="float32")
     layer, generator = layers.make_mlp(model, rngs=0), np.random.default_rng(0)
     nnx.update(layer, jax.tree.map(lambda x: generator.normal(size=x.shape), nnx.state(layer)))
     x = generator.normal(size=(2, 3, WIDTH))

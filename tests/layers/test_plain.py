@@ -1,7 +1,5 @@
 """Tests of layers made by plain arguments: equal to those of a config, with mistakes that name the argument."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 from flax import nnx
 
 from sympow_jax import config, layers
+from tests import mistakes
 
 WIDTH, HEADS, KV_HEADS = 32, 4, 2
 
@@ -19,7 +18,7 @@ PLAIN = {
         "linear",
         {"feature_map": "symmetric", "normalizer": "rotated", "decay": "learned", "position": "rope"},
     ),
-    layers.SoftmaxAttention: ("softmax", {"causal": False}),
+    layers.SoftmaxAttention: ("sliding_window", {"window": 5}),
     layers.ExpressiveAttention: ("expressive", {"decay": "alibi"}),
 }
 EACH = pytest.mark.parametrize("kind", PLAIN)
@@ -28,15 +27,8 @@ EACH = pytest.mark.parametrize("kind", PLAIN)
 @EACH
 def test_it_is_the_layer_of_a_config(kind):
     preset, changes = PLAIN[kind]
-    model = config.ModelConfig(
-        vocab_size=8,
-        layers=2,
-        width=WIDTH,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        dtype="float32",
-        attention=config.preset(preset, **changes),
-    )
+    sizes = {"vocab_size": 8, "layers": 2, "width": WIDTH, "heads": HEADS, "kv_heads": KV_HEADS}
+    model = config.ModelConfig(**sizes, dtype="float32", attention=config.preset(preset, **changes))
     expected = layers.make_attention(model, rngs=nnx.Rngs(7))
     layer = kind(WIDTH, HEADS, num_kv_heads=KV_HEADS, **changes, rngs=7)
     assert layer.kernel == expected.kernel
@@ -61,17 +53,10 @@ def test_dtypes_by_name_and_as_dtypes(kind):
 MISTAKES = [
     ("Power", {"num_heads": 5}, "num_heads is 5 and does not divide width 32; change one of them or set"),
     ("Power", {"num_kv_heads": 3}, "num_heads is 4 and num_kv_heads is 3; kv_heads must divide heads"),
-    ("Power", {"head_dim": 0}, "head_dim is 0; it must be at least 1"),
-    ("Power", {"width": 0}, "width is 0; it must be at least 1"),
-    ("Power", {"head_dim": 5}, "head_dim is 5; position 'learned_rope' rotates pairs"),
-    ("Power", {"power": 3}, "power is 3; it must be positive and even"),
-    ("Power", {"position": "sinusoidal"}, "position is 'sinusoidal'; it must be one of none, rope"),
     ("Power", {"decay": "gated"}, "decay is 'gated'; it must be one of none, alibi"),
-    ("Power", {"decay": "none", "decay_bias": 4.0}, "decay_bias is 4.0, but decay 'none' has no bias"),
     ("Power", {"dtype": "float15"}, "dtype is 'float15'; it must be one of float32, bfloat16"),
     ("Softmax", {"causal": False, "decay": "alibi"}, "decays run in one direction: use 'none'"),
     ("Linear", {"decay": "channel_fixed"}, "which the kernel 'power' has and 'linear' has not"),
-    ("Softmax", {"implementation": "mosaic_gpu"}, "it must be one of xla, cudnn"),
 ]
 
 
@@ -83,18 +68,9 @@ def test_an_option_of_another_kernel():
 def test_mistakes():
     for kind, arguments, message in MISTAKES:
         make = getattr(layers, f"{kind}Attention")
-        with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        with mistakes.refused(message) as raised:
             make(**{"width": WIDTH, "num_heads": HEADS, "rngs": 0} | arguments)
-        assert "\n" not in str(raised.value)
         assert "model." not in str(raised.value)
-
-
-def test_channel_options():
-    lrpe = config.LrpeConfig(core="unitary", learned_rates=True)
-    layer = layers.PowerAttention(WIDTH, HEADS, decay="channel_learned", position="lrpe", lrpe=lrpe, rngs=0)
-    assert layer.decay.kernel.shape == (WIDTH, WIDTH)
-    assert layer.kernel.encoded_dim == 16
-    assert layer.positions.rates.shape == (HEADS, 8)
 
 
 def test_a_trainer_of_nnx_without_a_mesh():
@@ -108,11 +84,6 @@ def test_a_trainer_of_nnx_without_a_mesh():
     np.testing.assert_allclose(layer.query.kernel[...], before - 0.1 * grads.query.kernel[...], atol=1e-7)
     abstract = nnx.eval_shape(lambda: layers.SoftmaxAttention(WIDTH, HEADS, rngs=0))
     assert nnx.split(abstract)[0] == nnx.split(layers.SoftmaxAttention(WIDTH, HEADS, rngs=0))[0]
-
-
-def test_softmax_with_a_window_is_a_kernel_of_its_own():
-    layer = layers.SoftmaxAttention(WIDTH, HEADS, window=5, rngs=7)
-    assert layer.kernel.attention == config.preset("sliding_window", window=5)
 
 
 @pytest.mark.parametrize(

@@ -8,24 +8,25 @@ from flax import nnx
 
 from sympow_jax import config, layers
 from sympow_jax.layers.attention import kernels
+from tests.ops.cases import error
 
 WIDTH, TIME, WINDOW = 16, 40, 7
 ONE = np.zeros((2, TIME), np.int32)
 SEGMENT_IDS = np.array([[0] * 13 + [-1] * 3 + [0] * 6 + [1] * 18, [2] * 17 + [-1] * 22 + [2]], np.int32)
 
 
-def make(dtype="float32", **changes):
+def make(**changes):
     options = {"window": WINDOW} | changes
     attention = config.preset("sliding_window", decay="learned", **options)
-    kernel = kernels.make(attention, num_heads=4, num_kv_heads=2, head_dim=8, dtype=dtype)
-    layer = layers.Attention(WIDTH, kernel, dtype=dtype, rngs=0)
+    kernel = kernels.make(attention, num_heads=4, num_kv_heads=2, head_dim=8)
+    layer = layers.Attention(WIDTH, kernel, rngs=0)
     for name in ("query", "key"):
         getattr(layer, name).kernel[...] *= 3  # so that weights differ
     return layer
 
 
-def inputs(dtype="float32"):
-    return np.random.default_rng(0).normal(size=(2, TIME, WIDTH)).astype(dtype)
+def inputs():
+    return np.random.default_rng(0).normal(size=(2, TIME, WIDTH)).astype("float32")
 
 
 @nnx.jit
@@ -47,30 +48,22 @@ def streamed(layer, x, segment_ids, state, size):
     return np.concatenate(parts, axis=1), state
 
 
-def error(actual, expected):
-    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
-    return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
+def test_pieces_of_any_size_equal_one_pass():
+    layer, x = make(), inputs()
+    expected = whole(layer, x, SEGMENT_IDS)
+    state = layer.init_state(2, max_length=1000)
+    for size in (1, 10):
+        assert state.memory.key.shape == (2, 2, WINDOW - 1, 8)
+        out, after = streamed(layer, x, SEGMENT_IDS, state, size)
+        assert after.memory.key.shape == (2, 2, WINDOW - 1, 8)
+        assert error(out, expected) < 2e-6
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.slow)])
-def test_pieces_of_any_size_equal_one_pass(dtype):
-    with jax.enable_x64(dtype == "float64"):
-        layer, x = make(dtype), inputs(dtype)
-        expected = whole(layer, x, SEGMENT_IDS)
-        state = layer.init_state(2, max_length=1000)
-        for size in (1, 10) if dtype == "float32" else (1, 4, 10, 20):
-            assert state.memory.key.shape == (2, 2, WINDOW - 1, 8)
-            out, after = streamed(layer, x, SEGMENT_IDS, state, size)
-            assert after.memory.key.shape == (2, 2, WINDOW - 1, 8)
-            assert after.memory.key.dtype == dtype
-            assert error(out, expected) < 2e-6
-
-
-@pytest.mark.parametrize("window", [1, TIME, *(pytest.param(x, marks=pytest.mark.slow) for x in (2, 1000))])
+@pytest.mark.parametrize("window", [1, TIME])
 def test_windows_of_extreme_size(window):
     layer, x = make(window=window), inputs()
     state = layer.init_state(2, max_length=TIME)
-    assert state.memory.capacity == {1: 1, 2: 1, TIME: TIME - 1, 1000: TIME}[window]
+    assert state.memory.capacity == {1: 1, TIME: TIME - 1}[window]
     out, _ = streamed(layer, x, SEGMENT_IDS, state, 10)
     assert error(out, whole(layer, x, SEGMENT_IDS)) < 2e-6
 
@@ -110,19 +103,3 @@ def test_a_short_cache_is_folded_into_one_for_the_whole_window():
     actual, _ = streamed(layer, x[:, 6:10], ONE, layer.fold(state), 1)
     assert np.isnan(actual[0]).all()
     assert np.isfinite(actual[1]).all()
-
-
-def test_a_cached_nan_reaches_the_window_after_it():
-    layer, x = make(), inputs()
-    x[0, 3] = np.nan
-    out, _ = streamed(layer, x, ONE, layer.init_state(2, max_length=WINDOW), 10)
-    bad = np.zeros((2, TIME), bool)
-    bad[0, 3 : 3 + WINDOW] = True
-    np.testing.assert_array_equal(np.isnan(out), np.broadcast_to(bad[..., None], out.shape))
-
-
-def test_maps_end_at_the_window():
-    maps = nnx.jit(lambda layer, x: layer.maps(x))(make(), inputs())
-    ages = np.arange(TIME)[:, None] - np.arange(TIME)
-    seen = (ages >= 0) & (ages < WINDOW)
-    np.testing.assert_array_equal(np.asarray(maps.weights) > 0, np.broadcast_to(seen, maps.weights.shape))

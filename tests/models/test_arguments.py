@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from sympow_jax import config, layers, models
+from tests import mistakes
 
 SIZES = {"layers": 1, "width": 16, "heads": 2, "dtype": "float32"}
 
@@ -26,23 +27,16 @@ def test_tokens(model):
         rngs=nnx.Rngs(0),
     )
     for tokens, message in (
-        (
-            np.zeros(5, np.int32),
-            "tokens has shape (5,); it must be [B, T]; add the batch axis to one row with",
-        ),
+        (np.zeros(5, np.int32), "tokens has shape (5,); it must be [B, T]; add the batch axis to one row"),
         (np.zeros((1, 5, 16), np.int32), "tokens has shape (1, 5, 16); it must be [B, T]"),
         ([[1, 2]], "tokens is a list; it must be an array; pass jnp.asarray(tokens)"),
         (np.array([[1, 8]]), "tokens are from 1 to 8; they must be in the vocabulary of 8"),
         (np.array([[-1, 2]]), "tokens are from -1 to 2"),
-        (
-            np.zeros((1, 5), np.float32),
-            "tokens has dtype float32; it must be an integer dtype; pass token ids",
-        ),
+        (np.zeros((1, 5), np.float32), "tokens has dtype float32; it must be an integer dtype; pass token"),
     ):
         for call in (model, model.hidden, encoder.hidden):
-            with pytest.raises(ValueError, match=re.escape(message)) as raised:
+            with mistakes.refused(message):
                 call(tokens)
-            assert "\n" not in str(raised.value)
 
 
 def test_segment_ids(model):
@@ -89,18 +83,14 @@ def test_states_of_other_layers():
     ):
         layer = kind(16, 2)
         for time in (5, 1):
-            with pytest.raises(ValueError, match=re.escape(message)) as raised:
+            with mistakes.refused(message):
                 layer(np.ones((2, time, 16), np.float32), initial_state=state, return_state=True)
-            assert "\n" not in str(raised.value)
 
 
 def test_a_layer_requires_rows_of_its_width():
     layer = layers.PowerAttention(16, 2, rngs=nnx.Rngs(0))
     for x, message in (
-        (
-            jnp.ones((5, 16)),
-            "x has shape (5, 16); it must be [B, T, M]; add the batch axis to one row with x[None]",
-        ),
+        (jnp.ones((5, 16)), "x has shape (5, 16); it must be [B, T, M]; add the batch axis to one row with"),
         (jnp.ones((1, 5, 8)), "its last axis must be the layer's width 16; make the layer with width=8"),
         (jnp.ones((1, 5, 16), jnp.int32), "x has dtype int32; it must be one of float16"),
         ([[1.0]], "x is a list; it must be an array"),

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from sympow_jax import config, models
+from tests import marked
 
 TIME = 30
 TOKENS = np.random.default_rng(1).integers(0, 32, (2, TIME)).astype(np.int32)
@@ -21,17 +22,10 @@ SEGMENT_IDS = np.array([[0] * 7 + [1] * 8 + [-1] * 3 + [1] * 2 + [0] * 10, [5] *
 def small(preset=None, *, scale=20, **changes):
     """Returns a model in which attention matters; by default of two layers, with a state of powers and a linear one."""
     options = {"exact_window": 4, "form": "chunked"} if preset is None else changes
-    model = config.ModelConfig(
-        vocab_size=32,
-        layers=1 if preset else 2,
-        width=16,
-        heads=4,
-        kv_heads=2,
-        dtype="float32",
-        attention=config.preset(preset or "conformal", **options),
-        attention_pattern=() if preset else ("conformal", "linear"),
-    )
-    model = models.DecoderLM(model, rngs=nnx.Rngs(0))
+    sizes = {"vocab_size": 32, "layers": 1 if preset else 2, "width": 16, "heads": 4, "kv_heads": 2}
+    kinds = {"attention": config.preset(preset or "conformal", **options)}
+    kinds["attention_pattern"] = () if preset else ("conformal", "linear")
+    model = models.DecoderLM(config.ModelConfig(**sizes, **kinds, dtype="float32"), rngs=nnx.Rngs(0))
     for block in model.blocks:
         for name in ("query", "key", "value", "out"):
             getattr(block.attention, name).kernel[...] *= scale
@@ -105,13 +99,10 @@ def test_state_bytes_of_rotated_features_and_per_channel_gates():
         models.state_bytes(gpt2(), feature_map="cubic")
 
 
-@pytest.mark.parametrize(
+@marked.cases(
     "preset",
-    [None, "gpt2"]
-    + [
-        pytest.param(name, marks=pytest.mark.slow)
-        for name in ("softmax", "softmax_alibi", "even_power", "sympow", "sympow_gated", "conformal")
-    ],
+    [None, "gpt2"],
+    slow=["softmax", "softmax_alibi", "even_power", "sympow", "sympow_gated", "conformal"],
 )
 def test_streaming_equals_one_call(preset):
     """Documents begin and end inside calls, with padding; without ids, a call continues the state's document."""
@@ -190,10 +181,7 @@ def test_logits_multiply_in_the_models_dtype_in_both_passes():
         assert float(jnp.linalg.norm(actual - exact) / jnp.linalg.norm(exact)) < 4e-3
     for actual, exact in zip(
         gradients(jnp.float32),
-        (
-            jnp.einsum("btv,vm->btm", cotangent, embedding),
-            jnp.einsum("btv,btm->vm", cotangent, hidden),
-        ),
+        (jnp.einsum("btv,vm->btm", cotangent, embedding), jnp.einsum("btv,btm->vm", cotangent, hidden)),
     ):
         np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=1e-4)
 

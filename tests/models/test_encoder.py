@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 from sympow_jax import config, models
+from tests import marked
 
 TIME = 12
 
@@ -88,15 +89,10 @@ def pair_head_reference(head, one, two):
     return x @ kernel + bias
 
 
-@pytest.mark.parametrize(
+@marked.cases(
     ("method", "norm"),
-    [
-        ("type2", "batch"),
-        *(
-            pytest.param(m, "layer", marks=pytest.mark.slow)
-            for m in ("softmax", "base", "rope", "spe", "permuteformer", "type1")
-        ),
-    ],
+    [("type2", "batch")],
+    slow=[(name, "layer") for name in ("softmax", "base", "rope", "spe", "permuteformer", "type1")],
 )
 def test_two_texts_of_a_row_are_encoded_as_if_alone(method, norm):
     model = small(method, norm=norm, dual_encoder=True)

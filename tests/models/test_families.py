@@ -1,6 +1,5 @@
-"""Tests of the published families: their sizes, the formula in float64, streaming, and a step of training."""
+"""Tests of the published families: their sizes, weights, FLOPs, and steps of training."""
 
-import itertools
 import math
 
 import jax
@@ -8,11 +7,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from sympow_jax import config, models, training, weights
+from sympow_jax import config, models, training
 from sympow_jax.tasks import flops
 from sympow_jax.training import sharding
+from tests import marked
 from tests.models import families
-from tests.ops import cases
 
 TIME = 30
 EACH = pytest.mark.parametrize("name", families.FAMILIES)
@@ -38,36 +37,6 @@ def test_parameters_are_as_many_as_published():
         assert sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(shapes, nnx.Param))) == published
 
 
-@EACH
-def test_logits_are_those_of_the_formula(name):
-    model = families.make(name)
-    expected = families.forward(name, families.parameters(model), tokens()[0])
-    whole = nnx.jit(lambda model, tokens: model(tokens))(model, tokens())
-    assert cases.error(whole[0], expected) < 1e-5
-    assert np.std(expected) > 0.5
-
-
-# The hybrid has layers of Qwen3 and of Brumby, StarCoder2 a window.
-@pytest.mark.parametrize(
-    "name",
-    ["hybrid", "starcoder2"]
-    + [pytest.param(name, marks=pytest.mark.slow) for name in ("llama32", "qwen2", "qwen3", "brumby")],
-)
-def test_a_stream_is_the_formula(name):
-    model = families.make(name)
-    expected = families.forward(name, families.parameters(model), tokens()[0])
-
-    @nnx.jit
-    def resume(model, tokens, state):
-        return model(tokens, initial_state=state, return_state=True)
-
-    state, parts = model.init_state(1, max_length=TIME), []
-    for start, stop in itertools.pairwise((0, 14, 28, 29, TIME)):
-        part, state = resume(model, tokens()[:, start:stop], state)
-        parts.append(part)
-    assert cases.error(np.concatenate(parts, 1)[0], expected) < 1e-5
-
-
 def run(name, **changes):
     return config.Config(
         model=families.settings(name, **changes),
@@ -76,10 +45,7 @@ def run(name, **changes):
     )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "hybrid" else pytest.mark.slow) for name in families.FAMILIES],
-)
+@marked.cases("name", ["qwen3"], slow=sorted(families.FAMILIES.keys() - {"qwen3"}))
 def test_steps_of_training_lower_the_loss(name):
     """The first changes the embedding of the tokens that are read, and all rows of an untied head."""
     program = training.Program(run(name), sharding.whole_mesh(jax.devices()[:1]))
@@ -100,17 +66,11 @@ def test_steps_of_training_lower_the_loss(name):
 
 
 @EACH
-def test_weights_keep_their_names_and_bits_and_flops_are_6_per_weight_that_multiplies(name, tmp_path):
-    model, path = families.make(name), tmp_path / "model.safetensors"
-    weights.save(path, run(name), model)
-    loaded = weights.load(path, weights.read_settings(weights.settings_path(path)))
-    expected, actual = families.parameters(model), families.parameters(loaded)
-    assert expected.keys() == actual.keys()
-    for key, value in expected.items():
-        np.testing.assert_array_equal(actual[key], value)
-
-    tied = families.FAMILIES[name].tied
-    matrices = sum(x.size for key, x in expected.items() if x.ndim == 2 and (tied or key != "embedding"))
+def test_flops_are_6_per_weight_that_multiplies(name):
+    model = nnx.eval_shape(lambda: models.DecoderLM(families.settings(name), rngs=nnx.Rngs(0)))
+    unread = () if families.FAMILIES[name].tied else ("embedding",)
+    shapes = {path: x.shape for path, x in nnx.to_flat_state(nnx.state(model, nnx.Param)) if path != unread}
+    matrices = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
     attention = sum(block.attention.kernel.flops_per_token(0) for block in model.blocks)
     assert flops.model_flops_per_token(model.config, 0) == 6 * matrices + 3 * attention
 

@@ -65,21 +65,15 @@ def test_a_model_without_an_embedding_norm_has_no_parameters_for_it():
 def test_beyond_the_table():
     model = make()
     program = generation.Program(model)
-    with pytest.raises(
-        ValueError, match=r"a document has 9 tokens, but learned positions end at .*max_document_length, 8"
-    ):
+    with pytest.raises(ValueError, match=r"a document has 9 tokens, but learned positions end at"):
         jax.eval_shape(model, tokens(9))
-    with pytest.raises(
-        ValueError, match="row 1 has 9 tokens after 0 others, but the model's learned positions end at 8"
-    ):
+    with pytest.raises(ValueError, match="row 1 has 9 tokens after 0 others, but the model's learned"):
         program.prefill(np.zeros((2, 9), np.int32), np.array([3, 9]), max_length=20)
     state = program.init_state(2, max_length=20)
     state = dataclasses.replace(state, position=documents.PositionState(jnp.array([6, 5]), jnp.zeros(2, int)))
     with pytest.raises(ValueError, match="row 0 has 3 tokens after 6 others"):
         program.prefill(tokens(3), np.array([3, 1]), initial_state=state)
-    with pytest.raises(
-        ValueError, match="prompt has 6 tokens and max_tokens is 3, but the model's learned positions end"
-    ):
+    with pytest.raises(ValueError, match="prompt has 6 tokens and max_tokens is 3, but the model's learned"):
         generation.generate(model, [[1] * 6], max_tokens=3, sampling=generation.Sampling(temperature=0))
 
 

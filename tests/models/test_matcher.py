@@ -258,17 +258,9 @@ def test_an_original_of_other_attention_is_not_matched(tmp_path):
 
 
 def test_positions_that_the_original_does_not_add():
-    model = config.ModelConfig(
-        vocab_size=8,
-        layers=2,
-        width=32,
-        heads=2,
-        attention=config.preset("gpt2"),
-        attention_pattern=("sympow",),
-    )
-    with pytest.raises(
-        ValueError, match="adds positions None to the embedding where the original adds 'learned_ab"
-    ):
+    sizes = {"vocab_size": 8, "layers": 2, "width": 32, "heads": 2}
+    model = config.ModelConfig(**sizes, attention=config.preset("gpt2"), attention_pattern=("sympow",))
+    with pytest.raises(ValueError, match="adds positions None to the embedding where the original adds"):
         settings(model=model)
     kept = dataclasses.replace(model, attention_pattern=("sympow", "shared"))
     assert settings(model=kept).model.longest_document == 1024

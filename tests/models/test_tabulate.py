@@ -35,22 +35,15 @@ def layer(kind, position):
 
 
 OFTEN = [
-    (layer("LinearAttention", "learned_rope"), "__call__", X),
     (layer("LinearAttention", "spe"), "__call__", X),
     (lambda: decoder("gpt2"), "__call__", TOKENS),
     (matcher, "errors", TOKENS),
 ]
 RARE = [
-    *(
-        (layer(kind, position), "__call__", X)
-        for kind in ("LinearAttention", "PowerAttention")
-        for position in attention_lib.LAYER_POSITIONS
-    ),
+    *((layer("PowerAttention", position), "__call__", X) for position in attention_lib.LAYER_POSITIONS),
     (lambda: decoder("linear", stacked=True), "__call__", TOKENS),
     (lambda: encoder(dual=True), "classify", TOKENS),
     (lambda: encoder(patch_size=4, vocab_size=0), "classify", IMAGES),
-    (lambda: encoder(), "hidden", TOKENS),
-    (lambda: decoder("conformal", remat="full"), "__call__", TOKENS),
     (lambda: decoder("conformal", remat="full", stacked=True), "hidden", TOKENS),
     (lambda: decoder("sliding_window", activation="swiglu"), "__call__", TOKENS),
     (lambda: decoder("qwen3", norm="rms"), "__call__", TOKENS),

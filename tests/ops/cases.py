@@ -162,13 +162,9 @@ def natural_size(name: str, drawn) -> float:
 
     This is the output times its cotangent, divided by the argument.
     """
-    return _rms(drawn["dout"]) * {
-        "query": 1 / _rms(drawn["query"]),
-        "key": 1 / _rms(drawn["key"]),
-        "value": 1.0,
-        "log_decay": 1.0,
-        "out": 0.0,
-    }.get(name, 1.0)
+    if name == "out":
+        return 0.0
+    return _rms(drawn["dout"]) / (_rms(drawn[name]) if name in ("query", "key") else 1.0)
 
 
 def _rms(x):

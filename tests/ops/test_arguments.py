@@ -41,28 +41,21 @@ def three(x):
 EVERY_OP = {
     "query is a list; it must be an array; pass jnp.asarray(query)": {"query": np.asarray(X).tolist()},
     "query is a NoneType; it must be an array": {"query": None},
-    "value is a NoneType; it must be an array": {"value": None},
     "query has shape (4, 1, 4); it must be [B, T, N, D]; add the batch axis with": {"query": X[0]},
-    "key has shape (4, 1, 4); it must be [B, S, K, D]": {"key": X[0]},
     "value has shape (1, 1, 4, 1, 4); it must be [B, S, K, E]": {"value": X[None]},
     "shapes do not fit: query (1, 4, 1, 4), key (1, 4, 1, 3), value (1, 4, 1, 4);": {"key": X[..., :3]},
-    "shapes do not fit: query (1, 4, 1, 4), key (1, 3, 1, 4), value (1, 4, 1, 4)": {"key": X[:, 1:]},
     "shapes are query (1, 0, 1, 4), key (1, 4, 1, 4)": {"query": X[:, :0]},
     "key has 3 tokens and query 4; there must be a key for each": {"key": X[:, 1:], "value": X[:, 1:]},
     "query has 3 heads and key 2; N must be": three(jnp.repeat(X, 2, 2)) | {"query": jnp.repeat(X, 3, 2)},
     "dtypes are query float32, key bfloat16, value float32; they must be": {"key": X.astype("bfloat16")},
     "dtypes are query int32, key int32, value int32": three(X.astype("int32")),
-    "dtypes are query complex64, key complex64": three(X.astype("complex64")),
-    "dtypes are query bool, key bool": three(X.astype("bool")),
     "dtypes are query float8_e4m3fn": three(X.astype("float8_e4m3fn")),
     "segment_ids is a list; it must be an array": {"segment_ids": [[0] * 4]},
     "segment_ids has shape (4,); it must be (1, 4), one per token": {"segment_ids": jnp.zeros(4, int)},
-    "segment_ids has dtype float32; it must be a signed integer dtype": {"segment_ids": X[..., 0, 0]},
     "segment_ids has dtype uint32; it must be": {"segment_ids": X[..., 0, 0].astype("uint32")},
     "segment_ids holds 4294967296; it must fit in": {"segment_ids": np.array([[0, 0, 2**32, 2**32]])},
     "log_decay is a float; it must be an array": {"log_decay": -0.1},
     "implementation is 'cuda'; it must be one of None, ": {"implementation": "cuda"},
-    "implementation is 3; it must be one of None, ": {"implementation": 3},
     "axis_name is 'nope', which is not a manual mesh axis here; it must name an": {"axis_name": "nope"},
     "axis_name is 3; it must name an axis of the jax.shard_map in which the op is": {"axis_name": 3},
 }
@@ -81,14 +74,8 @@ def test_every_op_refuses(name):
 POWER = {
     "power is 3; it must be positive and even, so that no weight is negative": {"power": 3},
     "power is 0; it must be positive and even": {"power": 0},
-    "power is 2.0; it must be an integer": {"power": 2.0},
-    "power is True; it must be an integer": {"power": True},
     "exact_window is -1; it must be at least 0": {"exact_window": -1},
-    "exact_window is 8.0; it must be an integer of at least 0": {"exact_window": 8.0},
-    "exact_window is True; it must be an integer": {"exact_window": True},
-    "exact_window is None; it must be an integer": {"exact_window": None},
     "chunk_size is 0; it must be at least 1": {"chunk_size": 0},
-    "chunk_size is 16.0; it must be an integer of at least 1": {"chunk_size": 16.0},
     "chunk_size is 64 and form 'recurrent', which": {"chunk_size": 64, "form": "recurrent"},
     "form is 'chunk'; it must be one of None, 'attention', 'chunked', 'recurrent'": {"form": "chunk"},
     "form is an array of shape () and dtype int32; it must be one of None": {"form": jnp.int32(1)},
@@ -178,6 +165,16 @@ OTHERS = [
             (X[..., 0], False, "decays run in one direction"),
         )
     ),
+    *(
+        (op, {"scale": scale}, message)
+        for op in (ops.softmax_attention, ops.expressive_attention)
+        for scale, message in (
+            (np.nan, "scale is nan; it must be finite"),
+            ("1", "scale is '1'; it must be a number"),
+            (np.True_, "scale is np.True_; it must be a number"),
+            (jnp.ones(3), "scale is an array of shape (3,); it must be a number"),
+        )
+    ),
     (ops.expressive_attention, {"implementation": "cudnn"}, "it must be one of None, 'reference', 'xla'"),
     (ops.expressive_attention, {"block_size": 0}, "block_size is 0; it must be at least 1"),
     (ops.expressive_attention, {"scale": None}, "scale is None; it must be a number"),
@@ -190,20 +187,6 @@ OTHERS = [
 def test_other_attention_refuses():
     for op, wrong, message in OTHERS:
         raises_one_line(message, op, **three(X) | wrong)
-
-
-@pytest.mark.parametrize("op", [ops.softmax_attention, ops.expressive_attention])
-def test_a_scale_that_is_no_number(op):
-    for scale, message in (
-        (np.nan, "scale is nan; it must be finite"),
-        (-np.inf, "scale is -inf; it must be finite"),
-        ("1", "scale is '1'; it must be a number"),
-        (True, "scale is True; it must be a number"),
-        (1j, "scale is 1j; it must be a number"),
-        (np.True_, "scale is np.True_; it must be a number"),
-        (jnp.ones(3), "scale is an array of shape (3,); it must be a number"),
-    ):
-        raises_one_line(message, op, X, X, X, scale=scale)
 
 
 @pytest.mark.parametrize("op", [ops.softmax_attention, ops.expressive_attention])
@@ -247,6 +230,9 @@ def test_a_dtype_that_is_not_floating():
 @pytest.mark.parametrize(
     ("name", "call"),
     [
+        ("power", lambda size: ops.power_attention(X, X, X, power=size)),
+        ("exact_window", lambda size: ops.power_attention(X, X, X, exact_window=size)),
+        ("chunk_size", lambda size: ops.power_attention(X, X, X, chunk_size=size)),
         ("heads", ops.alibi_slopes),
         ("head_dim", lambda size: ops.symmetric_power_dim(size, 2)),
         ("head_dim", lrpe.permutation),
@@ -317,21 +303,7 @@ LARGE_IDS = np.repeat(np.array([[5, 5 + 2**32, 2**33]]), 8, axis=1)
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        functools.partial(ops.power_attention, form="chunked"),
-        ops.softmax_attention,
-        *(
-            pytest.param(call, marks=pytest.mark.slow)
-            for call in (
-                functools.partial(ops.power_attention, form="attention"),
-                functools.partial(ops.power_attention, implementation="reference", form="recurrent"),
-                ops.linear_attention,
-                functools.partial(ops.linear_attention, causal=False),
-                ops.expressive_attention,
-            )
-        ),
-    ],
+    "call", [functools.partial(ops.power_attention, form="chunked"), ops.softmax_attention]
 )
 def test_traced_ids_of_64_bits_are_right_or_refused(call):
     """Arrays whose values are not known keep their own dtype; `EVERY_OP` covers the others."""
@@ -404,19 +376,13 @@ def test_heads_before_time_warns_once(name):
         "[2, 3, T, 8], swap them with jnp.swapaxes(x, 1, 2)"
     ]
     assert caught[0].filename == __file__  # the caller's line, wherever the check is
-
-
-def test_fewer_keys_than_queries_hints_at_heads_before_time():
     arrays = jnp.ones((2, 6, 50, 8)), HEADS_FIRST, HEADS_FIRST
     raises_one_line("for each query (if axes 1 and 2 are heads and time", ops.power_attention, *arrays)
-
-
-def test_other_shapes_do_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for time, heads, kv_heads in ((1, 4, 4), (3, 4, 2), (5, 4, 4)):  # one token; grouped queries
             query, key = (jnp.ones((1, time, count, 8)) for count in (heads, kv_heads))
-            jax.eval_shape(ops.power_attention, query, key, key)
+            jax.eval_shape(call, query, key, key)
 
 
 @pytest.mark.robust
@@ -473,11 +439,8 @@ RATES = "it must be 2 rates from 0 to 2 pi; make it with rope_rates(4)"
 FUNCTIONS = [
     (lambda: feature_maps.symmetric_power(X, 0), "power is 0; it must be at least 1"),
     (lambda: feature_maps.tensor_power(X, 0), "power is 0; it must be at least 1"),
-    (lambda: feature_maps.symmetric_power_dim(3, -1), "power is -1"),
-    (lambda: feature_maps.tensor_power(X, 1.5), "power is 1.5; it must be an integer"),
     (lambda: feature_maps.symmetric_power(X.astype("int32"), 2), "x has dtype int32"),
     (lambda: ops.elu_plus_one(np.array(["a"])), "x has dtype <U1; it must be an array of numbers"),
-    (lambda: ops.symmetric_power_rotation(X[0, 0, 0, 0], 2), "rotation has shape (); it must be square"),
     (lambda: ops.symmetric_power_rotation(jnp.ones((2, 3)), 2), "rotation has shape (2, 3); it must be"),
     (lambda: ops.symmetric_power_rotation(jnp.eye(2, dtype=int), 2), "rotation has dtype int32"),
     *(
@@ -505,24 +468,17 @@ FUNCTIONS = [
         lambda: learned(jnp.ones((1, 2, 3, 2)), initial_state=rotary.RotaryState.zeros(1, 3)),
         "positions (1, 3); make",
     ),
-    *(
-        (lambda theta=theta: learned(theta=np.array(theta)), RATES)
-        for theta in ([1.0], [1, 7.0], [1, np.nan])
-    ),
+    *((lambda theta=theta: learned(theta=np.array(theta)), RATES) for theta in ([1, 7.0], [1, np.nan])),
     (lambda: rotary.rope(X[0], POSITIONS), "x has shape (4, 1, 4); it must be [B, T, N, D]"),
     (lambda: rotary.rope(X[..., :3], POSITIONS), "head size is 3; it must be even"),
     (lambda: rotary.rope(X, POSITIONS.astype("float32")), "positions has dtype float32"),
     (lambda: rotary.rope(X, POSITIONS[:, :3]), "angles has shape (1, 3, 1, 2) and x (1, 4, 1, 4)"),
-    (lambda: rotary.rope(X, POSITIONS[0]), "positions has shape (4,); it must be [B, T]"),
     (lambda: rotary.rotate(X, jnp.ones((1, 4, 1, 3))), "angles has shape (1, 4, 1, 3) and x (1, 4, 1, 4)"),
     (lambda: rotary.rotate(X, X[..., :2], layout="thirds"), "layout is 'thirds'; it must be one of"),
-    (lambda: rotary.rope_rates(4, base=np.nan), "base is nan; it must be a finite number above 1"),
     (lambda: rotary.rope_rates(64, base=1), "base is 1; it must be a finite number above 1"),
     (lambda: rotary.rope_rates(4, base="10"), "base is '10'; it must be a finite number"),
     (lambda: llama3(factor=0), "factor is 0; it must be a finite number above 0"),
     (lambda: llama3(high_frequency_factor=1), "high_frequency_factor is 1; it must be a finite"),
-    (lambda: llama3(theta=[0.1, 0.2]), "theta is a list"),
-    (lambda: spectral(gains=None), "gains is a NoneType; it must be an array"),
     (lambda: spectral(gains=jnp.ones((1, 4, 1))), "gains has shape (1, 4, 1); it must be [1, 4, 2]"),
     (lambda: spectral(noise=jnp.ones((1, 4, 2, 3))), "noise has shape (1, 4, 2, 3); it must be [1, 4, 4,"),
     (lambda: spectral(key_positions=POSITIONS[:, 1:]), "key_positions has shape (1, 3); it must be (1, 4)"),
@@ -537,27 +493,19 @@ FUNCTIONS = [
     (lambda: encode(core="orthogonl"), "it must be one of 'orthogonal', 'unitary', 'permutation', 'mixed'"),
     (lambda: encode(basis="dct"), "it must be one of 'identity', 'householder', 'odd_even', 'fourier'"),
     (lambda: encode(identity_dim=12), "identity_dim is 12; it must be between 0 and the head size 4"),
-    (lambda: encode(identity_dim=-2), "identity_dim is -2; it must be between 0"),
     (lambda: encode(identity_dim=3), "head size is 4 and identity_dim 3"),
     (lambda: encode(core="unitary", identity_dim=2), "only core 'orthogonal' has an identity part, not"),
     (lambda: encode(rates=np.ones(3)), "rates has shape (3,); it must be [2], or [K, 2]"),
     (lambda: encode(rates=None), "rates is None, but core 'orthogonal' needs rates; make them with"),
-    (lambda: encode(rates=[1.0] * 2), "rates is a list; it must be an array; pass jnp.asarray(rates)"),
     (lambda: encode(rates=jnp.ones((3, 2))), "[K, 2] with a K that divides the 2 heads"),
-    (lambda: encode(rates=np.ones((0, 2))), "rates has shape (0, 2); it must be [2], or [K, 2]"),
-    (lambda: encode(rates=np.ones(2, complex)), "rates has dtype complex128; it must be one of float16"),
     (lambda: encode(rates=np.array([1, np.nan])), "rates are [1.0, nan]; they must be finite"),
     (lambda: encode(householder=jnp.ones(3)), "householder has shape (3,); it must be [4]"),
-    (lambda: encode(householder=[1.0] * 4), "householder is a list; it must be an array"),
-    (lambda: encode(householder=np.ones(4, int)), "householder has dtype int64; it must be one of float16"),
     (lambda: encode(householder=np.zeros(4)), "householder is [0.0, 0.0, 0.0, 0.0]; it must be finite"),
     (lambda: encode(basis="identity", householder=lrpe.householder(4)), "leave it out, or use basis"),
     (lambda: encode(permutation=np.arange(3)), "leave it out, or use core 'permutation'"),
     (lambda: permuted(np.zeros(4, int)), "must hold each of 0 to 3 once"),
     (lambda: permuted(np.array([range(4), [0] * 4])), "must hold each of 0 to 3 once"),
     (lambda: permuted(lrpe.permutation(4, heads=3)), "it must be [4], or [K, 4] with a K that divides the"),
-    (lambda: permuted([*range(4)]), "permutation is a list; it must be an array"),
-    (lambda: permuted(np.arange(4.0)), "permutation has dtype float64; it must be an integer dtype"),
     (lambda: permuted(jnp.arange(4.0)), "permutation has dtype float32; it must be an integer dtype"),
     (
         lambda: lrpe.encode(X, POSITIONS, core="permutation", basis="identity", rates=np.ones(2)),

@@ -11,6 +11,7 @@ import pytest
 from sympow_jax import ops
 
 TIME, DOCUMENT, BAD = 48, 12, 17
+SIZES = {"exact_window": 4, "chunk_size": 8}
 SEGMENTS = np.repeat(np.arange(TIME // DOCUMENT, dtype=np.int32), DOCUMENT)[None].repeat(2, 0)
 POWER = {
     f"power {implementation} {form}": functools.partial(
@@ -20,13 +21,11 @@ POWER = {
         exact_window=4,
         chunk_size=None if form == "recurrent" else 8,
     )
-    for implementation, form in (
-        ("reference", "attention"),
-        ("reference", "recurrent"),
-        ("xla", "attention"),
-        ("xla", "chunked"),
-        ("xla", "recurrent"),
+    for implementation, forms in (
+        ("reference", ("attention", "recurrent")),
+        ("xla", ("attention", "chunked", "recurrent")),
     )
+    for form in forms
 }
 OTHERS = {
     "linear": functools.partial(ops.linear_attention, form="chunked", exact_window=4, chunk_size=8),
@@ -34,11 +33,7 @@ OTHERS = {
         ops.linear_attention, rotate=lambda x: x, exact_window=4, chunk_size=8
     ),
     "channels": lambda *x, log_decay, **options: ops.power_attention(
-        *x,
-        log_decay=jnp.broadcast_to(log_decay[..., None], x[2].shape),
-        exact_window=4,
-        chunk_size=8,
-        **options,
+        *x, log_decay=jnp.broadcast_to(log_decay[..., None], x[2].shape), **SIZES, **options
     ),
     "softmax": functools.partial(ops.softmax_attention, block_size=8),
     "softmax, window": functools.partial(ops.softmax_attention, block_size=8, window=5),
@@ -175,7 +170,6 @@ def by_steps(step):
     return op
 
 
-SIZES = {"exact_window": 4, "chunk_size": 8}
 POWER_STATE = ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4)
 LINEAR_STATE = ops.LinearState.zeros(2, 2, 4, 3, exact_window=4)
 CHANNEL_STATE = ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4, per_channel=True)

@@ -11,6 +11,7 @@ import pytest
 from sympow_jax import ops
 from sympow_jax.ops import feature_maps
 from sympow_jax.ops.forms import features
+from tests import marked
 
 SIZES = [(1, 2), (2, 4), (3, 3), (5, 2), (4, 6)]
 
@@ -55,18 +56,8 @@ def test_proposition_2_rotating_vectors_rotates_features(head_dim, power):
     assert np.linalg.det(induced) == pytest.approx(1)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "power"),
-    [
-        (5, 1),
-        (33, 2),
-        (7, 3),
-        (17, 4),
-        *(
-            pytest.param(*sizes, marks=pytest.mark.slow)
-            for sizes in ((5, 2), (16, 2), (6, 4), (4, 6), (7, 6))
-        ),
-    ],
+@marked.cases(
+    ("head_dim", "power"), [(5, 1), (33, 2), (7, 3), (17, 4)], slow=[(5, 2), (16, 2), (6, 4), (4, 6), (7, 6)]
 )
 def test_tiled_products_are_those_of_the_features(head_dim, power):
     """Checks the products of the chunked form, their gradient, and the conversion to the canonical state and back."""

@@ -107,18 +107,6 @@ def test_rope_is_orthogonal_in_the_basis_identity_to_the_bit():
         np.testing.assert_array_equal(actual, jax.jit(rotary.rope)(x, positions))
 
 
-def test_kind_a_is_the_rope_of_roformer():
-    """Equation 34 of Su et al. 2021: x cos(m theta) + (-x_2, x_1, -x_4, x_3, ...) sin(m theta)."""
-    x, positions = normal(1, 500, 1, 16), np.arange(500)
-    theta = np.repeat(10_000.0 ** (-2 * np.arange(8) / 16), 2)
-    angles = positions[None, :, None, None] * theta
-    crossed = np.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
-    expected = x * np.cos(angles) + crossed * np.sin(angles)
-    rates = lrpe.rates("orthogonal", 16, kind="a")
-    actual = encode(x.astype("float32"), positions[None], core="orthogonal", basis="identity", rates=rates)
-    assert cases.error(actual, expected) < 5e-7
-
-
 def test_a_custom_permutation_has_its_own_cycles():
     x = jnp.arange(5.0).reshape(1, 1, 1, 5)
     pi = np.array([1, 2, 0, 4, 3])

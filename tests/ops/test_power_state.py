@@ -7,9 +7,9 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from sympow_jax import ops
+from tests import marked
 from tests.ops import cases
 from tests.ops import test_power_attention as suite
 
@@ -103,23 +103,21 @@ def pieces(drawn, state, forms):
     return jax.device_get({"out": jnp.concatenate(outputs, 1)} | joined), states
 
 
-@pytest.mark.parametrize(
+@marked.cases(
     ("decay", "exact_window", "forms"),
     [
-        ("mixed", 6, ("chunked", "reference attention", "step", "attention", "step", "chunked")),
+        ("mixed", 6, ("chunked", "attention", "step") * 2),
         ("mixed", 0, ("chunked",) * 6),
         ("channels", 6, ("chunked", "step") * 3),
-        *(
-            pytest.param(decay, exact_window, forms * 2, marks=pytest.mark.slow)
-            for decay, exact_window, forms in (
-                ("mixed", 6, ("chunked", "recurrent", "reference recurrent")),
-                ("mixed", 0, ("step", "recurrent", "attention")),
-                ("channels", 6, ("chunked", "reference attention", "step")),
-                ("mixed", 64, ("step", "chunked", "recurrent")),
-                ("channels", 0, ("step", "chunked", "step")),
-                ("channels", 64, ("step", "chunked", "step")),
-            )
-        ),
+    ],
+    slow=[
+        ("mixed", 6, ("chunked", "recurrent", "reference recurrent") * 2),
+        ("mixed", 6, ("chunked", "reference attention", "step") * 2),
+        ("mixed", 0, ("step", "recurrent", "attention") * 2),
+        ("mixed", 64, ("step", "chunked", "recurrent") * 2),
+        ("channels", 6, ("chunked", "reference attention", "step") * 2),
+        ("channels", 0, ("step", "chunked", "step") * 2),
+        ("channels", 64, ("step", "chunked", "step") * 2),
     ],
 )
 def test_any_split_equals_one_call(decay, exact_window, forms):
@@ -148,32 +146,17 @@ def test_a_split_in_float32_and_from_a_state_in_bfloat16():
         assert error <= 2e-2, (name, error)
 
 
-@pytest.mark.slow
-def test_a_split_after_one_token():
-    drawn, expected = arrays()
-    with jax.enable_x64(True):
-        for form in ("attention", "chunked", "recurrent"):
-            call = functools.partial(ops.power_attention, form=form, exact_window=6, return_state=True)
-            first, state = call(**part(drawn, 0, 1))
-            rest, _ = call(**part(drawn, 1, None), initial_state=state)
-            assert cases.error(np.concatenate([first, rest], 1), expected["out"]) <= 1e-10
-
-
 steps = jax.jit(by_steps, static_argnames="power")
 
 
-@pytest.mark.parametrize(
+@marked.cases(
     ("power", "exact_window", "decay", "dtype"),
     [
         (2, 0, "mixed", "float64"),
         (4, 6, "mixed", "float64"),
-        (2, 64, "mixed", "float32"),
-        (2, 64, "channels", "float32"),
-        *(
-            pytest.param(power, window, "mixed", "float64", marks=pytest.mark.slow)
-            for power, window in ((2, 3), (2, 64), (6, 6))
-        ),
+        *((2, 64, x, "float32") for x in ("mixed", "channels")),
     ],
+    slow=[(2, 3, "mixed", "float64"), (2, 64, "mixed", "float64"), (6, 6, "mixed", "float64")],
 )
 def test_steps_equal_one_call(power, exact_window, decay, dtype):
     drawn, expected = arrays(decay, power)

@@ -109,12 +109,6 @@ def test_equal_rates_of_pairs_are_rates_of_heads_to_the_bit():
         np.testing.assert_array_equal(getattr(end_of_pairs, name), expected)
 
 
-def test_groups_share_the_angles_of_their_key():
-    x = jax.random.normal(jax.random.key(0), (1, 5, 4, 8))
-    angles, _ = learned_angles(random_rates((1, 5, 2)), 8)
-    np.testing.assert_array_equal(rotary.rotate(x, angles), rotary.rotate(x, jnp.repeat(angles, 2, axis=2)))
-
-
 def test_bfloat16_is_rotated_in_float32():
     x = jax.random.normal(jax.random.key(0), (1, 50, 2, 8), jnp.bfloat16)
     angles = rope_angles(jnp.arange(50)[None], 8)

@@ -85,7 +85,7 @@ CASES = {
 }
 FORWARD = ("reference", "softmax", "expressive_reference", "lrpe", "phase")
 # They share most of their code with others.
-SLOW = ("attention", "chunked", "recurrent", "step", "linear")
+SLOW = ("attention_state", "chunked", "recurrent", "step", "linear")
 
 
 def drawn(names, seed=0):

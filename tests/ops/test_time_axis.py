@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 
 from sympow_jax import ops
 from sympow_jax.ops import documents, rotary, target
+from tests import marked
 from tests.ops import cases, linear_formula
 from tests.pallas_kernels import plain, plain_quartic
 from tests.pallas_kernels import test_op as interpreted
@@ -44,10 +46,7 @@ def over_time(f, devices, arrays, out=None):
     spec = jax.sharding.PartitionSpec(None, AXIS)
     specs = jax.tree.map(lambda _: spec, arrays)
     return jax.shard_map(
-        functools.partial(f, AXIS),
-        mesh=mesh,
-        in_specs=(specs,),
-        out_specs=spec if out is None else out,
+        functools.partial(f, AXIS), mesh=mesh, in_specs=(specs,), out_specs=spec if out is None else out
     )
 
 
@@ -115,72 +114,68 @@ EXTREME, GENTLE = documents_of(), documents_of(decay="gentle")
 PLAIN = one_document(decay="gentle")
 SINGLE, DOUBLE = ("float32",), ("float64", "float32")
 
-# What is drawn, the formula, the op, and the numbers of devices and dtypes.
-OFTEN = {
-    "extreme": (EXTREME, FORMULA, CHUNKED, (8,), ("float64",)),
-    # Of the same program; after strong gates, little is left of a state.
-    "gentle": (GENTLE, FORMULA, CHUNKED, (8,), ("float64",)),
-    "pairs": (GENTLE, FORMULA, ATTENTION, (4,), SINGLE),
-    "softmax": (alibi, SOFTMAX, SOFTMAX, (8,), SINGLE),
-    "window": (alibi, WINDOW, WINDOW, (4,), SINGLE),
-    "expressive": (EXTREME, OF_EXPRESSIVE, EXPRESSIVE, (4,), SINGLE),
-}
-RARE = {
+# What is drawn, the formula, the op, and the dtypes.
+CASES = {
+    "extreme chunked": (EXTREME, FORMULA, CHUNKED, DOUBLE),
+    # After strong gates, little is left of a state.
+    "gentle chunked": (GENTLE, FORMULA, CHUNKED, DOUBLE),
+    "extreme pairs": (EXTREME, FORMULA, ATTENTION, DOUBLE),
+    "gentle pairs": (GENTLE, FORMULA, ATTENTION, DOUBLE),
+    "softmax": (alibi, SOFTMAX, SOFTMAX, SINGLE),
+    "plain softmax": (one_document(decay="none"), SOFTMAX, SOFTMAX, SINGLE),
+    "window": (alibi, WINDOW, WINDOW, SINGLE),
+    "expressive": (EXTREME, OF_EXPRESSIVE, EXPRESSIVE, SINGLE),
+    "long keys": (documents_of(decay="gentle", scale=1e3), FORMULA, CHUNKED, SINGLE),
+    "short keys": (documents_of(scale=1e-3), FORMULA, CHUNKED, SINGLE),
+    "no decay": (one_document(decay="none"), FORMULA, CHUNKED, SINGLE),
+    "quartic": (PLAIN, functools.partial(FORMULA, power=4), QUARTIC, SINGLE),
+    "few keys": (few_keys, functools.partial(FORMULA, power=6), functools.partial(CHUNKED, power=6), SINGLE),
+    "recurrent": (GENTLE, FORMULA, RECURRENT, ("float64",)),
+    "no window": (GENTLE, FORMULA, NO_WINDOW, ("float64",)),
+    "no form": (GENTLE, FORMULA, NO_FORM, ("float64",)),
     # One document whose tokens weigh to its end: the last of four devices needs the state of the first.
-    "linear": (PLAIN, OF_LINEAR, LINEAR, (4,), SINGLE),
-    "extreme chunked": (EXTREME, FORMULA, CHUNKED, (2, 4, 8), DOUBLE),
-    "extreme pairs": (EXTREME, FORMULA, ATTENTION, (2, 4, 8), DOUBLE),
-    "gentle chunked": (GENTLE, FORMULA, CHUNKED, (2, 4, 8), DOUBLE),
-    "gentle pairs": (GENTLE, FORMULA, ATTENTION, (2, 4, 8), DOUBLE),
-    "long keys": (documents_of(decay="gentle", scale=1e3), FORMULA, CHUNKED, (2, 4, 8), SINGLE),
-    "short keys": (documents_of(scale=1e-3), FORMULA, CHUNKED, (2, 4, 8), SINGLE),
-    "no decay": (one_document(decay="none"), FORMULA, CHUNKED, (2, 4, 8), SINGLE),
-    "quartic": (PLAIN, functools.partial(FORMULA, power=4), QUARTIC, (2, 4, 8), SINGLE),
-    "few keys": (
-        few_keys,
-        functools.partial(FORMULA, power=6),
-        functools.partial(CHUNKED, power=6),
-        (8,),
-        SINGLE,
-    ),
-    "recurrent": (GENTLE, FORMULA, RECURRENT, (2,), ("float64",)),
-    "no window": (GENTLE, FORMULA, NO_WINDOW, (4,), ("float64",)),
-    "no form": (GENTLE, FORMULA, NO_FORM, (8,), ("float64",)),
-    "every linear": (EXTREME, OF_LINEAR, LINEAR, (2, 4, 8), DOUBLE),
-    "linear by heads": (GENTLE, OF_LINEAR, LINEAR_BY_HEADS, (2, 4), SINGLE),
-    "every softmax": (alibi, SOFTMAX, SOFTMAX, (2, 4), SINGLE),
-    "plain softmax": (one_document(decay="none"), SOFTMAX, SOFTMAX, (2, 4, 8), SINGLE),
+    "linear of one document": (PLAIN, OF_LINEAR, LINEAR, SINGLE),
+    "linear": (EXTREME, OF_LINEAR, LINEAR, DOUBLE),
+    "linear by heads": (GENTLE, OF_LINEAR, LINEAR_BY_HEADS, SINGLE),
 }
+OFTEN = {
+    "extreme chunked": (8, "float64"),
+    "gentle chunked": (8, "float64"),
+    "gentle pairs": (4, "float32"),
+    "softmax": (8, "float32"),
+    "window": (4, "float32"),
+    "expressive": (4, "float32"),
+}
+# Numbers of devices, where not 2, 4 and 8.
+ON = {"linear by heads": (2, 4), "window": (2, 4), "few keys": (8,)}
+
+
+def check(name, drawn, expected, devices, dtype):
+    actual = cases.outputs_and_gradients(sharded(CASES[name][2], devices), drawn, dtype)
+    cases.check(actual, expected, drawn, dtype)
 
 
 @pytest.mark.parametrize("name", OFTEN)
 def test_an_op_over_devices_is_that_of_one(name):
-    draw, formula, op, devices, dtypes = (OFTEN | RARE)[name]
-    drawn = draw()
-    expected = cases.outputs_and_gradients(formula, drawn, "float64")
-    for number in devices:
-        for dtype in dtypes:
-            actual = cases.outputs_and_gradients(sharded(op, number), drawn, dtype)
-            cases.check(actual, expected, drawn, dtype)
+    drawn = CASES[name][0]()
+    check(name, drawn, cases.outputs_and_gradients(CASES[name][1], drawn, "float64"), *OFTEN[name])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", RARE)
+@pytest.mark.parametrize("name", CASES)
 def test_every_op_over_devices_is_that_of_one(name):
-    test_an_op_over_devices_is_that_of_one(name)
+    draw, formula, _, dtypes = CASES[name]
+    drawn = draw()
+    expected = cases.outputs_and_gradients(formula, drawn, "float64")
+    for devices, dtype in itertools.product(ON.get(name, (2, 4, 8)), dtypes):
+        check(name, drawn, expected, devices, dtype)
 
 
-@pytest.mark.parametrize(
+@marked.cases(
     ("ids", "devices", "pairs"),
-    [
-        (segment_ids(), 8, ()),
-        *(
-            pytest.param(ids, devices, pairs, marks=pytest.mark.slow)
-            for ids in (segment_ids(), None)
-            for devices, pairs in ((2, ()), (4, (4,)), (8, ()))
-        ),
-    ],
+    [(segment_ids(), 8, ())],
+    slow=[(ids, *sizes) for ids in (segment_ids(), None) for sizes in ((2, ()), (4, (4,)), (8, ()))],
 )
 def test_learned_angles(ids, devices, pairs):
     """Checks that positions and angles are bitwise those of one device, and gradients of rates to rounding."""
@@ -312,14 +307,8 @@ def test_collectives_of_states(with_documents):
     assert sum(size > exact_window for _, size in found) == 2 * 4
 
 
-@pytest.mark.parametrize(
-    "op",
-    [
-        pytest.param(functools.partial(ops.power_attention, form="attention"), marks=pytest.mark.slow),
-        pytest.param(SOFTMAX, marks=pytest.mark.slow),
-    ],
-    ids=["power", "softmax"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("op", [functools.partial(ops.power_attention, form="attention"), SOFTMAX])
 def test_collectives_of_pairs(op):
     found = exchanged(op, True)
     # Queries, keys, values, decays and outputs, and the gradients of each.

@@ -93,25 +93,9 @@ def add_arriving(states, arriving, factor, *, interpret):
     return (states + factor * more).astype(states.dtype)
 
 
-def query_states(
-    query,
-    scalars,
-    states,
-    norm,
-    key,
-    value,
-    decay,
-    scale,
-    *,
-    layout,
-    config,
-    chunk,
-    exact_window,
-    batch_time,
-    with_remainder,
-    interpret,
-):
+def query_states(query, scalars, states, norm, *near, layout, chunk, exact_window, batch_time, **options):
     """Computes `query.query_states`."""
+    key, value, decay, scale = near
     heads = len(query)
     group, shape = heads // len(states), (states.shape[1], chunk)
     time = states.shape[1] * chunk
@@ -136,7 +120,7 @@ def query_states(
     each = [x.reshape(heads, *shape, -1) for x in (query, jnp.swapaxes(scalars, 1, 2))]
     out, total = jax.vmap(jax.vmap(one))(*each, *shared)
     out = as_arguments(out.reshape(heads, time, -1), batch_time)
-    means = preparation.split(out[..., None, :])[..., : 1 + with_remainder, :]
+    means = preparation.split(out[..., None, :])[..., : 1 + options["with_remainder"], :]
     return *jnp.moveaxis(means, -2, 0), total.reshape(heads, time)
 
 
@@ -151,25 +135,9 @@ def as_arguments(x, batch_time, before=0):
     return preparation.tokens_second(x, batch)[:, before : before + time]
 
 
-def query_vjp(
-    query,
-    scalars,
-    dout,
-    states,
-    norm,
-    key,
-    value,
-    decay,
-    rows,
-    *,
-    layout,
-    config,
-    chunk,
-    exact_window,
-    batch_time,
-    interpret,
-):
+def query_vjp(query, scalars, dout, states, norm, *near, layout, chunk, exact_window, batch_time, **_):
     """Computes `query_vjp.query_vjp`, one head and one chunk at a time."""
+    key, value, decay, rows = near
     group, dtype, time = len(query) // len(states), query.dtype, states.shape[1] * chunk
     query = preparation_vjp.lengthened(query, time)
     key, value = (in_heads(x, exact_window, exact_window + time) for x in (key, value))
@@ -196,25 +164,9 @@ def query_vjp(
     return as_arguments(gradient, batch_time), jnp.swapaxes(sums.reshape(len(query), -1, 2), 1, 2)
 
 
-def key_vjp(
-    key,
-    scalars,
-    value,
-    dual,
-    dual_norm,
-    query,
-    dout,
-    rows,
-    columns,
-    *,
-    layout,
-    config,
-    chunk,
-    exact_window,
-    batch_time,
-    interpret,
-):
+def key_vjp(key, scalars, value, dual, dual_norm, *near, layout, chunk, exact_window, batch_time, **_):
     """Computes `key_vjp.key_vjp`, one head and one chunk at a time."""
+    query, dout, rows, columns = near
     (heads, _, length), chunks = scalars.shape, dual.shape[1]
     group, dtype, narrow = len(query) // heads, key.dtype, dual.dtype
     # Positions after the last are empty.

@@ -86,21 +86,7 @@ def _in_heads(x, before, length):
 
 
 def query_vjp(
-    query,
-    vector,
-    scalars,
-    dout,
-    states,
-    key,
-    value,
-    decay,
-    rows,
-    *,
-    layout,
-    config,
-    chunk,
-    exact_window,
-    interpret=None,
+    query, vector, scalars, dout, states, key, value, decay, rows, *, layout, chunk, exact_window, **_
 ):
     heads, time, _ = query.shape
     key, value = (_in_heads(x, exact_window, exact_window + time) for x in (key, value))
@@ -127,21 +113,7 @@ def query_vjp(
 
 
 def key_vjp(
-    key,
-    vector,
-    scalars,
-    value,
-    dual,
-    query,
-    dout,
-    rows,
-    columns,
-    *,
-    layout,
-    config,
-    chunk,
-    exact_window,
-    interpret=None,
+    key, vector, scalars, value, dual, query, dout, rows, columns, *, layout, chunk, exact_window, **_
 ):
     heads, time, _ = key.shape
     chunks, group = dual.shape[1], len(query) // heads
@@ -164,10 +136,7 @@ def key_vjp(
             row = quartic_key_vjp.Rows(*rows[head, :, seen])
             later = np.arange(seen.stop - seen.start) >= chunk
             decays = np.stack(
-                [
-                    np.where(later, row.coarse_before, row.coarse),
-                    np.where(later, row.fine_before, row.fine),
-                ]
+                [np.where(later, row.coarse_before, row.coarse), np.where(later, row.fine_before, row.fine)]
             )
             k, v = single(key[head, seen]), single(value[head, seen])
             for member in range(head * group, (head + 1) * group):
@@ -202,25 +171,10 @@ def update(vector, scalars, value, carry, start, weights, *, layout, config, chu
 
 
 def query_states(
-    query,
-    vector,
-    scalars,
-    stored,
-    denominator,
-    key,
-    value,
-    decay,
-    scale,
-    *,
-    layout,
-    config,
-    chunk,
-    exact_window,
-    batch_time,
-    with_remainder,
-    interpret,
+    query, vector, scalars, stored, denominator, *near, layout, chunk, exact_window, batch_time, **options
 ):
     """Computes `quartic.query.query_states`."""
+    key, value, decay, scale = near
     heads, time, _ = query.shape
     key, value = (_in_heads(x, exact_window, exact_window + time) for x in (key, value))
     out = np.zeros((heads, time, layout.value_dim), np.float32)
@@ -249,7 +203,7 @@ def query_states(
     batch, time = batch_time
     mean = np.swapaxes(mean.reshape(batch, -1, *mean.shape[1:]), 1, 2)[:, :time]
     means = [mean.astype(query.dtype)]
-    if with_remainder:
+    if options["with_remainder"]:
         means.append((mean - single(means[0])).astype(query.dtype))
     return *means, total
 

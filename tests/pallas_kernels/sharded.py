@@ -70,8 +70,7 @@ def training(form: str):
         config.preset("conformal", power=2), form=form, implementation="mosaic_gpu"
     )
     model = config.ModelConfig(
-        **config.MODEL_SIZES["gpt2_124m"] | {"layers": 1, "vocab_size": 512},
-        attention=attention,
+        **config.MODEL_SIZES["gpt2_124m"] | {"layers": 1, "vocab_size": 512}, attention=attention
     )
     data = config.DataConfig(context_length=context, batch_tokens=rows * context)
     settings = config.Config(model=model, data=data)

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels.power_state.square import forward
 from sympow_jax import ops
 from sympow_jax.ops import target
+from tests import marked
 from tests.ops import cases
 from tests.ops import test_power_attention as suite
 from tests.pallas_kernels import plain, plain_quartic
@@ -110,15 +111,10 @@ def test_states(power):
         assert cases.error(gradients[name], wanted[name]) <= 2.0**-9, name
 
 
-@pytest.mark.parametrize(
+@marked.cases(
     ("scale", "end", "pass_"),
-    [
-        (1e3, 130, "forward"),
-        *(
-            pytest.param(*x, "both", marks=pytest.mark.slow)
-            for x in ((1e3, 130), (1e-3, 130), (1e-4, 260), (1e4, 260))
-        ),
-    ],
+    [(1e3, 130, "forward")],
+    slow=[(scale, end, "both") for scale, end in ((1e3, 130), (1e-3, 130), (1e-4, 260), (1e4, 260))],
 )
 def test_two_devices_are_one(scale, end, pass_):
     """The keys of the first device, or of both, are multiplied by `scale`: a state arrives at one of another size."""

@@ -110,11 +110,7 @@ def both_passes(sizes):
     @jax.jit
     def run(query, key, value, dout, log_decay):
         call = power_state.call_for(
-            key,
-            value,
-            power=sizes.power,
-            chunk=sizes.chunk,
-            exact_window=sizes.exact_window,
+            key, value, power=sizes.power, chunk=sizes.chunk, exact_window=sizes.exact_window
         )
         folds = jnp.arange(sizes.time)[None] < sizes.time - sizes.exact_window
         tokens = query, key, value, log_decay, folds

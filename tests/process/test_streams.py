@@ -68,15 +68,8 @@ def test_the_reader_of_stdout_ends_first(flush, unbuffered):
 )
 def test_stdout_is_full(command, unbuffered):
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, UNBUFFERED: unbuffered},
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
+        options = {"cwd": ROOT, "env": {**os.environ, UNBUFFERED: unbuffered}, "stderr": subprocess.PIPE}
+        done = subprocess.run(command, stdout=full, text=True, check=False, **options)
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert "No space left on device" in done.stderr

@@ -11,15 +11,6 @@ import pytest
 
 from sympow_jax import config, loop
 from sympow_jax.training import sharding
-from tests import programs
-
-
-@pytest.fixture(autouse=True, scope="package")
-def compilation_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pathlib.Path]:
-    """Returns a folder in which the tests cache compiled programs, since most of them train the same model."""
-    folder = tmp_path_factory.mktemp("compilation_cache")
-    with programs.kept_in(folder):
-        yield folder
 
 
 @pytest.fixture(scope="package")
@@ -58,7 +49,7 @@ class Finished:
 
 
 @pytest.fixture(scope="package")
-def finished(settings: config.Config, compilation_cache, tmp_path_factory) -> Finished:
+def finished(settings: config.Config, tmp_path_factory) -> Finished:
     """Trains the ten steps of `settings` once for all tests that need a whole run."""
     folder = tmp_path_factory.mktemp("finished") / "run"
     with recorded_batches() as batches:

@@ -38,18 +38,9 @@ def settings(preset: str, arrangement: dict) -> config.Config:
         body = config.MODEL_SIZES[families.FAMILIES[preset].size]
     else:
         body = {"biases": preset == "gpt2", "embedding_norm": preset != "gpt2"}
-    shape = {
-        "vocab_size": 256,
-        "layers": layers,
-        "attention_pattern": pattern,
-        "width": 64,
-        "heads": 8,
-        "kv_heads": 8 if sizes["tensor"] > 4 else 4,
-        "head_dim": 8,
-        "mlp_width": 256,
-        "dtype": "float32",
-        "remat": remat,
-    }
+    shape = {"vocab_size": 256, "layers": layers, "attention_pattern": pattern, "width": 64, "heads": 8}
+    shape |= {"kv_heads": 8 if sizes["tensor"] > 4 else 4, "head_dim": 8, "mlp_width": 256, "remat": remat}
+    shape["dtype"] = "float32"
     return config.Config(
         model=config.ModelConfig(**body | shape, attention=config.preset(preset, **form)),
         task=task,

@@ -10,6 +10,7 @@ import pytest
 from sympow_jax import config, data, layers, loop, training, weights
 from sympow_jax.training import metrics
 from sympow_jax.weights import runs
+from tests import marked
 from tests.data import builders
 from tests.training import small
 
@@ -107,13 +108,7 @@ def _check_encoder(folder, settings, arrays, trained):
 
 
 @pytest.mark.usefixtures("interruptible")
-@pytest.mark.parametrize(
-    "number",
-    [
-        signal.SIGINT,
-        *(pytest.param(number, marks=pytest.mark.robust) for number in (signal.SIGTERM, signal.SIGUSR1)),
-    ],
-)
+@marked.cases("number", [signal.SIGINT], robust=[signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_and_says_how_to_go_on(
     tmp_path, settings, finished, batches, monkeypatch, capsys, number
 ):

@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 from sympow_jax import config, models
 from sympow_jax.training import optimizer
+from tests import marked
 from tests.training import small
 
 HYBRID = {
@@ -37,15 +37,7 @@ def test_forms_of_parameters():
     small.assert_same(back, blocks)
 
 
-@pytest.mark.parametrize(
-    ("remat", "model"),
-    [
-        pytest.param("none", {}, marks=pytest.mark.slow),
-        pytest.param("attention", {}, marks=pytest.mark.slow),
-        ("none", HYBRID),
-    ],
-    ids=["none", "attention", "hybrid"],
-)
+@marked.cases(("remat", "model"), [("none", HYBRID)], slow=[("none", {}), ("attention", {})])
 def test_an_update_is_that_of_layers_one_after_another(settings, remat, model):
     """Factors of the learning rate are those of each layer, also of one that is stacked with others."""
     rows, found = small.tokens(settings), []
@@ -96,10 +88,7 @@ def test_a_deeper_model_has_no_larger_program(settings):
     assert sizes[1] < 1.02 * sizes[0]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["adamw", "adafactor", *(pytest.param(x, marks=pytest.mark.slow) for x in ("muon", "schedule_free"))],
-)
+@marked.cases("name", ["adamw", "adafactor"], slow=["muon", "schedule_free"])
 def test_abstract_states_are_those_of_the_states(settings, name, monkeypatch):
     monkeypatch.setattr(optimizer, "FACTORED_SIZE", 16)
     average = {"ema_decay": 0.9} if name == "adamw" else {}

@@ -68,13 +68,8 @@ def test_one_run_for_all_starts(tmp_path, settings, wandb):
     assert first.axis == second.axis == "step"
     assert first.exit_code == second.exit_code == 0
     arguments = wandb.calls[1]
-    assert {name: arguments[name] for name in ("project", "name", "id", "resume", "dir")} == {
-        "project": "papers",
-        "name": "run",
-        "id": first.id,
-        "resume": "allow",
-        "dir": str(folder),
-    }
+    wanted = {"project": "papers", "name": "run", "id": first.id, "resume": "allow", "dir": str(folder)}
+    assert arguments.items() >= wanted.items()
     assert arguments["config"]["training"]["steps"] == 8
 
 
@@ -96,9 +91,7 @@ def test_a_refusal_says_what_to_do(tmp_path, wandb):
         raise wandb.Error("no API key")
 
     wandb.init = refuse
-    with pytest.raises(
-        ValueError, match=r"refuses training.wandb_project='papers': no API key; use `wandb login`"
-    ):
+    with pytest.raises(ValueError, match=r"refuses training.wandb_project='papers': no API key; use `wandb"):
         writers.Wandb("papers", tmp_path, {})
     assert not (tmp_path / "wandb.json").exists()
 

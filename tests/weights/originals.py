@@ -39,14 +39,8 @@ _LLAMA3 = {
 # Keys of the config of each model, by its name here.
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {
-        "model_type": "gpt2",
-        "vocab_size": VOCABULARY,
-        "n_embd": 12,
-        "n_head": 3,
-        "n_layer": 2,
-        "n_positions": 32,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
+        **{"model_type": "gpt2", "vocab_size": VOCABULARY, "n_embd": 12, "n_head": 3, "n_layer": 2},
+        **{"n_positions": 32, "bos_token_id": 1, "eos_token_id": 2},
     },
     "llama": _SIZES | {"model_type": "llama", "num_key_value_heads": 4, "rms_norm_eps": 1e-5},
     "llama32": _SIZES

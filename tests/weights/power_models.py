@@ -65,10 +65,8 @@ def weights(name: str, seed: int = 0) -> dict[str, np.ndarray]:
     }
     norms = {"input_layernorm": WIDTH, "post_attention_layernorm": WIDTH}
     if name == "brumby":
-        mlp = {
-            "mlp.gate_proj": (HIDDEN, WIDTH),
-            "mlp.up_proj": (HIDDEN, WIDTH),
-            "mlp.down_proj": (WIDTH, HIDDEN),
+        mlp = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (HIDDEN, WIDTH)) | {
+            "mlp.down_proj": (WIDTH, HIDDEN)
         }
         norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim}
     else:

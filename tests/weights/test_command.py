@@ -151,9 +151,6 @@ MISTAKES = """
 export --workdir={folder}/nothing --out={out}/x.safetensors | is not the workdir of a run
 export --workdir={folder}/run --out={out}/x.npz            | x.npz does not end in .safetensors
 export --workdir={folder}/run --out={out}/x.safetensors --dtype=int8 | invalid choice: 'int8'
-export --workdir={folder}/run --out={out}/x.safetensors --layer=1 | unknown option '--layer'
-export --workdir={folder}/run                              | --out
-export --workdir={folder}/run --out={out}/x --format=pt    | invalid choice: 'pt'
 import --workdir={out}/run --weights={folder}              | cannot read the settings {folder}/config.json
 import --workdir={out}/a[1] --weights=hf://a/b             | need a path without [: rename the folder
 import --workdir={out}/run --weights=hf://gpt2             | hf://gpt2 is no name of a repository; write hf://ORG/
@@ -161,8 +158,6 @@ import --workdir={folder}/run --weights={gpt2}             | run holds a run; im
 import --workdir={out}/run --weights={folder}/x            | --weights={folder}/x: there is no such file or folder
 import --workdir={out}/run --weights={folder}/a.bin --config={gpt2}/config.json | is not a safetensors file
 import --workdir={out}/run --weights={gpt2} --config=text:x | it lacks blocks.0.
-import --workdir={out}/run --weights={gpt2} --config=txet  | the nearest names are text,
-import --workdir={out}/run --weights={gpt2} --config.model.layer=1 | --config.model.layer
 import --workdir={out}/run --weights={gpt2} --config.model.layers=3 | it lacks transformer.h.2.attn.c_attn.
 import --workdir={out}/run --weights={gpt2} --layers=3     | unknown option '--layers'; did you mean --config.model
 """

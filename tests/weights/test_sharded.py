@@ -17,20 +17,9 @@ FILE_BYTES = 1_500_000
 
 def settings() -> config.Config:
     """Returns the settings of a Llama with matrices of up to a megabyte."""
-    model = config.ModelConfig(
-        vocab_size=1024,
-        layers=2,
-        width=256,
-        heads=8,
-        kv_heads=2,
-        mlp_width=1024,
-        activation="swiglu",
-        norm="rms",
-        embedding_norm=False,
-        tied_head=False,
-        dtype="float32",
-        attention=config.preset("llama3"),
-    )
+    small = {"vocab_size": 1024, "layers": 2, "width": 256, "heads": 8, "kv_heads": 2, "mlp_width": 1024}
+    sizes = config.MODEL_SIZES["llama3_8b"] | small | {"dtype": "float32"}
+    model = config.ModelConfig(**sizes, attention=config.preset("llama3"))
     return config.Config(model=model, data=config.DataConfig(context_length=16, batch_tokens=128))
 
 

@@ -1,7 +1,6 @@
 """Tests of `hf://` paths and tokenizers, against a server that imitates the Hugging Face Hub."""
 
 import dataclasses
-import functools
 import itertools
 import json
 import os
@@ -14,8 +13,6 @@ from sympow_jax import config as config_lib
 from sympow_jax import data
 from sympow_jax.config import loading
 from sympow_jax.data import files, prepare, tokenizer
-from sympow_jax.data.corpus import pieces
-from sympow_jax.data.sources import corpus
 from tests import hub_server
 from tests.data import builders
 from tools import launching
@@ -39,12 +36,6 @@ def _use_hub(url: str, cache: str) -> None:
     constants.HF_HUB_CACHE = cache
     http.http_backoff.__kwdefaults__.update(base_wait_time=0.001, max_wait_time=0.001)
     huggingface_hub.HfFileSystem.clear_instance_cache()
-
-
-def _use_small_parts(url: str, cache: str) -> None:
-    """Uses a server, and reads one small file at a time."""
-    _use_hub(url, cache)
-    pieces.GROUP_BYTES, corpus._ROWS = 1 << 12, 0
 
 
 @pytest.fixture
@@ -182,52 +173,6 @@ def test_a_hub_that_fails_while_rows_are_read(hub, suffix):
         batches = _batches(config)
         batches.set_state(state)
         np.testing.assert_array_equal(found + _inputs(batches, 20), expected)
-
-
-@pytest.mark.slow
-def test_a_run_continues_after_the_hub_has_failed(hub, tmp_path):
-    _write_dataset(hub.folder, "org/many", 24, texts=4)
-    arguments = [
-        "--config=configs/text.py:unused",
-        *launching.SMALLEST,
-        "--config.data.source=parquet",
-        "--config.data.paths=hf://datasets/org/many/sample/10BT/*",
-        "--config.data.heldout_fraction=0",
-        "--config.data.tokenizer_workers=0",
-        "--config.training.steps=120",
-        "--config.training.checkpoint_every=10",
-    ]
-    use = functools.partial(_use_small_parts, hub.url, str(tmp_path / "cache"))
-
-    def run(name: str) -> launching.Started:
-        (started,) = launching.start(
-            [*arguments, f"--workdir={tmp_path / name}"],
-            tmp_path,
-            before_start=use,
-            cache=tmp_path / "programs",
-        )
-        return started
-
-    def losses(name: str) -> dict[int, float]:
-        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        return {line["step"]: line["loss"] for line in lines}
-
-    whole = run("whole")
-    assert whole.wait() == 0, whole.errors()
-    requests = hub.requests.total()
-    hub.requests.clear()
-    # Before a file is read for training, the description of the data is made. What is read last is not needed any more.
-    hub.fault = lambda path: DROP if hub.requests.total() > 0.8 * requests else None
-    broken = run("broken")
-    assert broken.wait() == 1
-    lines = [line for line in broken.errors() if "Retrying in" not in line and "thrown while" not in line]
-    assert len(lines) == 1
-    assert lines[0].startswith("error: cannot read hf://datasets/org/many/sample/10BT/")
-    assert 10 < max(losses("broken")) < 120
-    hub.fault = lambda path: None
-    resumed = run("broken")
-    assert resumed.wait() == 0, resumed.errors()
-    assert losses("broken") == losses("whole")
 
 
 def test_preparation_continues_after_the_hub_has_failed(hub, tmp_path, monkeypatch):

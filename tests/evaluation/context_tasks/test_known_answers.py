@@ -58,12 +58,7 @@ def read_copy(text, length):
     return len(context) + 1, context[1:], None, None
 
 
-READERS = {
-    "recall": read_recall,
-    "needle": read_needle,
-    "variables": read_variables,
-    "copy": read_copy,
-}
+READERS = {"recall": read_recall, "needle": read_needle, "variables": read_variables, "copy": read_copy}
 
 
 class Reading(NamedTuple):

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import rich.console
 
-from sympow_jax import config, evaluation
 from sympow_jax.evaluation import scores as scores_lib
 from sympow_jax.evaluation.context_tasks import prompts, results
-from sympow_jax.process import workdir
 
 
 def make_exam(log_candidates, depths=()):
@@ -53,7 +51,7 @@ def test_a_result_is_over_all_answers_and_tokens():
             "exact_match_25_50": None,
             "exact_match_50_75": None,
             "exact_match_75_100": None,
-        },
+        }
     )
 
 
@@ -112,12 +110,8 @@ def test_plot_has_a_map_of_depths_for_each_run_of_a_task_with_depths(monkeypatch
     results.write_plot(tmp_path / "x.png", rows)
     # The last of the axes is the bar of colors.
     *panels, _ = figures[0].axes
-    assert [axes.get_title(loc="left").split(":")[0] for axes in panels] == [
-        "copy",
-        "needle",
-        "needle, a",
-        "needle, b",
-    ]
+    titles = [axes.get_title(loc="left").split(":")[0] for axes in panels]
+    assert titles == ["copy", "needle", "needle, a", "needle, b"]
     for axes, value in zip(panels[2:], (0.5, 0.75)):
         (image,) = axes.images
         np.testing.assert_array_equal(image.get_array(), [[0, 0], [0.25, 0.25], [value, value], [1, 1]])
@@ -145,17 +139,3 @@ def test_table_of_runs_has_a_line_for_each_task_and_length():
         ["copy", "256", *both],
         ["copy", "512", *both],
     ]
-
-
-def test_a_run_of_another_task_is_an_error(tmp_path):
-    attention = config.preset("softmax", causal=False)
-    settings = config.Config(
-        model=config.ModelConfig(vocab_size=8, layers=1, width=8, heads=2, attention=attention),
-        task=config.TaskConfig(name="masked_token"),
-        data=config.DataConfig(context_length=8, batch_tokens=8),
-    )
-    workdir.open_workdir(tmp_path / "a", settings)
-    with pytest.raises(
-        ValueError, match="a holds a run of task 'masked_token'; --tasks is for models of the next"
-    ):
-        evaluation.evaluate_context_tasks([tmp_path / "a"], ["copy"], out=tmp_path)

@@ -135,15 +135,8 @@ def test_equal_requests_that_sample_have_seeds_of_their_own(free):
     found = requests.TextModel(free, BYTES).generate([one, other, one, one._replace(max_tokens=3)])
     wanted = []
     for seed, prompts in ((0, [b"ab", b"cd"]), (1, [b"ab"])):
-        blocks = generation.stream(
-            free,
-            BYTES,
-            [*map(list, prompts)],
-            max_tokens=4,
-            sampling=one.sampling,
-            seed=seed,
-            prompt_length=16,
-        )
+        options = {"max_tokens": 4, "sampling": one.sampling, "seed": seed, "prompt_length": 16}
+        blocks = generation.stream(free, BYTES, [*map(list, prompts)], **options)
         wanted += ["".join(piece.text for piece in pieces) for pieces in zip(*blocks)]
     assert found == [*wanted, wanted[0][:3]]
     assert found[0] != found[2]
