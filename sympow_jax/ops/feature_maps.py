@@ -19,8 +19,12 @@ from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = [
     "elu_plus_one",
+    "factors",
+    "indices_of",
     "monomials",
     "multiplicities",
+    "position",
+    "suffix_starts",
     "symmetric_power",
     "symmetric_power_dim",
     "symmetric_power_rotation",
@@ -151,24 +155,42 @@ def monomials(x: Float[Array, "D *rest"], power: int) -> Float[Array, "F *rest"]
 @functools.partial(jax.jit, static_argnums=0)
 @by_default_rules
 def _monomials(power, x):
-    features = x
-    for degree in range(2, power + 1):
-        first, rest = _factors(x.shape[0], degree)
-        # Two gathers in one fusion: a product for each index compiles 15 times as long.
-        features = x[first] * features[rest]
-    return features
+    if power == 1:
+        return x
+    # Two gathers in one fusion: a product for each index compiles 15 times as long.
+    left, right = factors(len(x), power)
+    return _monomials(power // 2, x)[left] * _monomials(power - power // 2, x)[right]
 
 
 @functools.cache
-def _factors(head_dim: int, power: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the index of the first factor of each monomial, and of the monomial of degree p - 1 that it multiplies.
+def factors(head_dim: int, power: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns, for each monomial of degree p, those of degrees p // 2 and p - p // 2 whose product it is."""
+    indices = indices_of(head_dim, power)
+    return position(head_dim, indices[:, : power // 2]), position(head_dim, indices[:, power // 2 :])
 
-    The monomials that start with i are x[i] times those of degree p - 1 that start with i or later, which are a suffix.
+
+def indices_of(head_dim: int, power: int) -> np.ndarray:
+    """Returns the non-decreasing indices of each monomial in order, [F, p]."""
+    indices = np.arange(head_dim, dtype=np.int32)[:, None]
+    for degree in range(2, power + 1):
+        starts = suffix_starts(head_dim, degree - 1)
+        indices = np.concatenate([np.insert(indices[start:], 0, i, axis=1) for i, start in enumerate(starts)])
+    return indices
+
+
+def position(head_dim: int, indices: np.ndarray) -> np.ndarray:
+    """Returns the place in the order of `symmetric_power` of monomials with these non-decreasing indices [..., p].
+
+    The monomials of degree p that start with i are followed by those that start with i + 1, and end with the last of
+    degree p - 1.
     """
-    starts = suffix_starts(head_dim, power - 1)
-    total = symmetric_power_dim(head_dim, power - 1)
-    first = np.repeat(np.arange(head_dim, dtype=np.int32), total - np.array(starts))
-    return first, np.concatenate([np.arange(start, total, dtype=np.int32) for start in starts])
+    place = indices[..., -1]
+    for degree in range(2, indices.shape[-1] + 1):
+        first = indices[..., -degree]
+        starts = np.array(suffix_starts(head_dim, degree - 1))
+        sizes = symmetric_power_dim(head_dim, degree - 1) - starts
+        place = (np.cumsum(sizes) - sizes)[first] + place - starts[first]
+    return place.astype(np.int32)
 
 
 @functools.cache
