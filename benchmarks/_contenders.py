@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks import _rows, _timing
-from benchmarks._shapes import CONTENDERS, WINDOW, Row
+from benchmarks import _timing
+from benchmarks._shapes import WINDOW, Row
 from pallas_kernels.check import supervisor
 from sympow_jax import ops
 from sympow_jax.training import summary
@@ -61,26 +61,25 @@ def prepare(row: Row) -> Prepared:
     """
     if row.mode == "step":
         return _prepare_step(row)
-    contender = _CONTENDERS[row.contender](row)
+    contender, formula = _contender(row)
     inputs = [draw(row, seed) for seed in range(2)]
     if row.mode == "training":
-        call = _both_passes(contender.call)
-        inputs = [(*arguments, _cotangent(row)) for arguments in inputs]
-        program, (result, gradients) = _run(call, *inputs[0])
+        call = _both_passes(contender)
+        inputs = [(*arguments, draw(row, 7)[0]) for arguments in inputs]
+        program, (out, gradients) = _run(call, *inputs[0])
         _require_finite(gradients)
         arguments = inputs[0]
         if row.time > GRADIENT_TIME:
             shorter = dataclasses.replace(row, time=GRADIENT_TIME, batch=1)
-            arguments = (*draw(shorter, 3), _cotangent(shorter))
+            arguments = (*draw(shorter, 3), draw(shorter, 7)[0])
             _, (_, gradients) = _run(call, *arguments)
-        _check_gradients(contender, arguments, gradients)
+        _check_gradients(formula, arguments, gradients)
     else:
-        program, result = _run(contender.call, *inputs[0])
-    out = contender.output(result)
+        program, out = _run(contender, *inputs[0])
     _require_finite(out)
     # Rows at the end and in the middle of the sequence.
     ends = (row.time // 2 + 1, row.time)
-    errors = [_run(functools.partial(_row_error, contender.formula, end), inputs[0], out)[1] for end in ends]
+    errors = [_run(functools.partial(_row_error, formula, end), inputs[0], out)[1] for end in ends]
     error = float(max(errors))
     require_close("the output", error, VALUE_BOUND)
     return _prepared(program, inputs, error)
@@ -102,111 +101,46 @@ def draw(row: Row, seed: int) -> tuple[jax.Array, ...]:
     return *vectors, jax.nn.log_sigmoid(gate)
 
 
-def _cotangent(row: Row) -> jax.Array:
-    return draw(row, 7)[0]
+def _contender(row: Row) -> tuple[Callable, Callable]:
+    """Returns a contender, of query, key, value and log_decay, and its float32 formula.
 
-
-class _Contender(NamedTuple):
-    """A contender for one shape.
-
-    call: runs it on query, key, value and log_decay. formula: its float32 reference. output: extracts the values from
-    the result of `call`.
+    Raises NotImplementedError if it needs a package or a device that is not there.
     """
-
-    call: Callable
-    formula: Callable
-    output: Callable = lambda result: result
-
-
-def _op(form, implementation):
-    def build(row):
+    form, _, implementation = row.contender.partition("/")
+    if form in ("attention", "chunked"):
         options = {"form": form, "implementation": implementation, "chunk_size": row.chunk}
 
-        def call(query, key, value, log_decay):
+        def power(query, key, value, log_decay):
             return ops.power_attention(
                 query, key, value, power=row.power, log_decay=log_decay, exact_window=WINDOW, **options
             )
 
-        return _Contender(call, _power(row.power))
+        return power, _power(row.power)
+    if implementation == "cudnn":
+        if jax.default_backend() != "gpu":
+            raise NotImplementedError("cuDNN needs a GPU")
+        attend, name = jax.nn.dot_product_attention, "cudnn"
+    else:
+        module = "tokamax" if implementation == "tokamax" else "jla.ops"
+        try:
+            peer = importlib.import_module(module)
+        except ImportError as error:
+            package = implementation or row.contender
+            raise NotImplementedError(f"{package} is not installed ({error})") from error
+        if module == "jla.ops":
 
-    return build
+            def linear(query, key, value, log_decay):
+                return peer.linear_attention("simple_gla", query, key, value, g=log_decay, impl="mosaic_gpu")[
+                    0
+                ]
 
+            return linear, _linear
+        attend, name = peer.dot_product_attention, "mosaic"
 
-def _attention_kernel(row):
-    _rows.require_hopper()
-    from pallas_kernels import power_attention
+    def softmax(query, key, value, log_decay):
+        return attend(query, key, value, is_causal=True, implementation=name)
 
-    def call(query, key, value, log_decay):
-        return power_attention.power_attention(query, key, value, power=row.power, log_decay=log_decay)
-
-    return _Contender(call, _power(row.power), lambda result: result[0] / result[1][..., None])
-
-
-def _chunked_kernel(row):
-    _rows.require_hopper()
-    from pallas_kernels import power_state
-
-    def call(query, key, value, log_decay):
-        return power_state.power_state(
-            query, key, value, power=row.power, log_decay=log_decay, exact_window=WINDOW
-        )
-
-    return _Contender(call, _power(row.power), lambda result: result[0])
-
-
-def _cudnn(row):
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError("cuDNN needs a GPU")
-
-    def call(query, key, value, log_decay):
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
-
-    return _Contender(call, _softmax)
-
-
-def _tokamax(row):
-    tokamax = _imported("tokamax", "tokamax")
-
-    def call(query, key, value, log_decay):
-        return tokamax.dot_product_attention(query, key, value, is_causal=True, implementation="mosaic")
-
-    return _Contender(call, _softmax)
-
-
-def _imported(module, package):
-    """Returns a module of another package; raises NotImplementedError if the package is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise NotImplementedError(f"{package} is not installed ({error})") from error
-
-
-def _softmax(query, key, value, log_decay):
-    return ops.softmax_attention(query, key, value)
-
-
-def _jax_linear_attention(row):
-    peer = _imported("jla.ops", "jax-linear-attention")
-
-    def call(query, key, value, log_decay):
-        out, _ = peer.linear_attention("simple_gla", query, key, value, g=log_decay, impl="mosaic_gpu")
-        return out
-
-    return _Contender(call, _linear)
-
-
-_CONTENDERS = {
-    "attention/mosaic_gpu": _op("attention", "mosaic_gpu"),
-    "attention/xla": _op("attention", "xla"),
-    "attention/kernel": _attention_kernel,
-    "chunked/mosaic_gpu": _op("chunked", "mosaic_gpu"),
-    "chunked/xla": _op("chunked", "xla"),
-    "chunked/kernel": _chunked_kernel,
-    "softmax/cudnn": _cudnn,
-    "softmax/tokamax": _tokamax,
-    "jax-linear-attention": _jax_linear_attention,
-}
-assert set(_CONTENDERS) < set(CONTENDERS)
+    return softmax, lambda query, key, value, log_decay: ops.softmax_attention(query, key, value)
 
 
 def _power(power):
@@ -245,10 +179,10 @@ def _both_passes(call):
     return run
 
 
-def _check_gradients(contender, arguments, gradients):
+def _check_gradients(formula, arguments, gradients):
     """Compares the gradients of the batch's last sequence with those of the formula in float32."""
     exact = [x[-1:].astype(jnp.float32) for x in arguments]
-    _, (_, expected) = _run(_both_passes(contender.formula), *exact)
+    _, (_, expected) = _run(_both_passes(formula), *exact)
     for name, found, wanted in zip(ARGUMENTS, gradients, expected, strict=True):
         # Softmax attention has no gates here, so their gradient is zero.
         if bool(jnp.any(wanted)):

@@ -11,10 +11,8 @@ WINDOW = 64
 # The form whose FLOPs each contender is credited with; softmax attention multiplies as the attention form does.
 CONTENDERS = {
     "attention/mosaic_gpu": "attention",
-    "attention/kernel": "attention",
     "attention/xla": "attention",
     "chunked/mosaic_gpu": "chunked",
-    "chunked/kernel": "chunked",
     "chunked/xla": "chunked",
     "step/mosaic_gpu": "step",
     "step/xla": "step",
@@ -22,15 +20,10 @@ CONTENDERS = {
     "softmax/tokamax": "attention",
     "jax-linear-attention": "linear",
     "retention": "chunked",
-    "retention compiled": "chunked",
     "flash-linear-attention": "linear",
 }
 # Contenders that run in PyTorch, and the modules they need.
-PEERS = {
-    "retention": ("torch", "retention"),
-    "retention compiled": ("torch", "retention"),
-    "flash-linear-attention": ("torch", "fla"),
-}
+PEERS = {"retention": ("torch", "retention"), "flash-linear-attention": ("torch", "fla")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,14 +83,18 @@ def step_bytes(row: Row) -> float:
 def _rows(
     part: str, contenders: Iterable[str], *, modes=("forward",), times: Iterable[int], **sizes
 ) -> list[Row]:
-    """Returns a row for each contender in each mode at each time, except for kernels that have no derivative."""
+    """Returns a row for each contender in each mode at each time."""
     return [
         Row(part=part, contender=contender, mode=mode, time=time, **sizes)
         for mode in modes
         for time in times
         for contender in contenders
-        if mode != "training" or not contender.endswith("/kernel")
     ]
+
+
+_STEPS = 256
+_STEP = ("step/mosaic_gpu", "step/xla")
+_PEERS = ("jax-linear-attention", "softmax/tokamax", "retention", "flash-linear-attention")
 
 
 def _brief() -> Iterator[Row]:
@@ -130,36 +127,14 @@ def _brief() -> Iterator[Row]:
     yield from _rows("brief", (softmax,), times=(1_048_576,))
 
 
-_ALL: dict[str, Any] = {"modes": ("forward", "training"), "times": tuple(2**n for n in range(10, 19))}
-_STEPS = 256
-_ATTENTION = ("attention/mosaic_gpu", "attention/kernel", "attention/xla", "softmax/cudnn")
-_CHUNKED = ("chunked/mosaic_gpu", "chunked/kernel", "chunked/xla", "softmax/cudnn")
-_STEP = ("step/mosaic_gpu", "step/xla")
-_PEERS = (
-    "jax-linear-attention",
-    "softmax/tokamax",
-    "retention",
-    "retention compiled",
-    "flash-linear-attention",
-)
 PARTS = {
-    "attention": [
-        row
-        for power in (2, 4)
-        for head_dim in (64, 128)
-        for row in _rows("attention", _ATTENTION, power=power, head_dim=head_dim, **_ALL)
-    ],
-    "chunked": [
-        row
-        for power, head_dim in ((2, 64), (2, 32), (2, 128), (4, 16), (4, 32))
-        for row in _rows("chunked", _CHUNKED, power=power, head_dim=head_dim, **_ALL)
-    ],
-    "step": [
-        row
-        for batch in (64, 1)
-        for row in _rows("step", _STEP, modes=("step",), batch=batch, times=(_STEPS,))
-    ],
-    "peers": _rows("peers", ("chunked/mosaic_gpu", "softmax/cudnn", *_PEERS), **_ALL),
+    "brief": list(_brief()),
+    "peers": _rows(
+        "peers",
+        ("chunked/mosaic_gpu", "softmax/cudnn", *_PEERS),
+        modes=("forward", "training"),
+        times=tuple(2**n for n in range(10, 19)),
+    ),
     # Chunks that the cost model compares. None is its choice, so the table shows whether another is faster.
     "chunks": [
         row
@@ -179,13 +154,12 @@ PARTS = {
             times=(time,),
         )
     ],
-    "brief": list(_brief()),
 }
 # Every kind of row, on shapes small enough for a CPU.
 _SMALL: dict[str, Any] = {"heads": 2, "head_dim": 8, "times": (128,)}
 SMOKE = [
-    *_rows("attention", _ATTENTION, modes=("training",), power=4, **_SMALL),
-    *_rows("chunked", _CHUNKED, **_SMALL),
-    *_rows("step", _STEP, modes=("step",), batch=2, heads=2, head_dim=8, times=(160,)),
+    *_rows("brief", ("attention/mosaic_gpu", "attention/xla"), modes=("training",), power=4, **_SMALL),
+    *_rows("brief", ("chunked/mosaic_gpu", "chunked/xla", "softmax/cudnn"), **_SMALL),
+    *_rows("brief", _STEP, modes=("step",), batch=2, heads=2, head_dim=8, times=(160,)),
     *_rows("peers", _PEERS, **_SMALL),
 ]

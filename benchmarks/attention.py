@@ -102,30 +102,22 @@ def _million_tokens(kernel: str) -> dict:
 
 def _print(report: dict) -> None:
     kernel = report["settings"]["kernel"]
-    columns = (
-        "T",
-        "D",
-        f"{kernel} fwd",
-        "softmax fwd",
-        "ratio",
-        f"{kernel} fwd+bwd",
-        "softmax fwd+bwd",
-        "ratio",
-        "us/token fwd+bwd",
-    )
-    table = _rows.make_table(f"seconds, float32, b1 n{HEADS}, {kernel}", columns, ())
+    columns: dict[str, tuple] = {"T": ("length", "{:,}"), "D": ("head_dim", "{}")}
+    for title in ("fwd", "fwd+bwd"):
+        columns[f"{kernel} {title}"] = (f"{kernel} {title}", "{:.4f}")
+        columns[f"softmax {title}"] = (f"softmax {title}", "{:.4f}")
+        columns[f"ratio {title}"] = (f"ratio {title}", "{:.1f}")
+    columns["us/token fwd+bwd"] = ("per token", "{:.1f}", 1e6)
+    rows = []
     for row in report["rows"]:
-        seconds = row["seconds"]
-        cells = [f"{row['length']:,}", str(row["head_dim"])]
-        for suffix in ("", "_grad"):
-            ours, theirs = seconds[kernel + suffix], seconds.get("softmax" + suffix)
-            cells += [
-                f"{ours:.4f}",
-                f"{theirs:.4f}" if theirs else "-",
-                f"{theirs / ours:.1f}" if theirs else "-",
-            ]
-        table.add_row(*cells, f"{1e6 * seconds[kernel + '_grad'] / row['length']:.1f}")
-    _rows.print_tables(report, [table])
+        shown, seconds = dict(row), row["seconds"]
+        for suffix, title in (("", "fwd"), ("_grad", "fwd+bwd")):
+            shown[f"{kernel} {title}"] = ours = seconds[kernel + suffix]
+            if theirs := seconds.get("softmax" + suffix):
+                shown |= {f"softmax {title}": theirs, f"ratio {title}": theirs / ours}
+        rows.append(shown | {"per token": ours / row["length"]})
+    _rows.print_machine(report)
+    _rows.print_table(f"seconds, float32, b1 n{HEADS}, {kernel}", rows, columns)
     if million := report.get("million_tokens"):
         print(
             f"forward over {million['length']:,} tokens (b1 n1 D=32): {million['seconds']:.1f} s, "

@@ -76,9 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             config.load(f"gpt2_124m:{preset}")
         except ValueError as error:
             parser.error(str(error))
-    if options.row:
-        _rows.print_result(measure, options.row)
-        return
     contexts = SMOKE_CONTEXTS if options.smoke else BRIEF_CONTEXTS if options.brief else CONTEXTS
     described = [
         {"context": context, "preset": preset, "tokens": SMOKE_TOKENS if options.smoke else TOKENS}
@@ -88,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         described = [row | {"tiny": True} for row in described]
     chosen = ["brief"] if options.brief else [*map(str, options.context or ()), *(options.preset or ())]
     name = "-".join(["training", *(re.sub(r"[^a-z0-9_]+", "-", choice) for choice in chosen)])
-    report = _rows.make_report(
+    report = _rows.measure_rows(
         "benchmarks.training",
         described,
         measure,
@@ -180,37 +177,30 @@ def attention(program: str) -> dict:
 
 
 def _print(report: dict) -> None:
-    tokens = report["rows"][0]["tokens"]
-    columns = ("context", "preset", "attention", "ms", "spread", "tokens/s", "/ softmax", "MFU", "peak GB")
-    table = _rows.make_table(
-        f"training, {tokens:,} tokens per step",
-        (*columns, "program GB", "loss", "kernels, note"),
-        ("preset", "attention", "kernels, note"),
-    )
     rows = sorted(report["rows"], key=lambda row: row["context"])
-    softmax = {
-        row["context"]: row["tokens_per_second"]
-        for row in rows
-        if row["preset"] == "softmax" and "seconds" in row
-    }
+    softmax = {row["context"]: row.get("tokens_per_second") for row in rows if row["preset"] == "softmax"}
     for row in rows:
-        cells = [f"{row['context']:,}", row["preset"], row.get("attention", "-")]
-        if "seconds" in row:
-            reference = softmax.get(row["context"])
-            cells += [
-                f"{1e3 * row['seconds']:.4g}",
-                f"{row['spread']:.1%}",
-                f"{row['tokens_per_second']:,.0f}",
-                f"{row['tokens_per_second'] / reference:.2f}x" if reference else "-",
-                f"{row['mfu']:.1%}" if row["mfu"] else "-",
-                f"{row['peak_bytes'] / 1e9:.2f}" if row["peak_bytes"] else "-",
-                f"{row['program_bytes'] / 1e9:.2f}",
-                f"{row['first_loss']:.2f} to {row['last_loss']:.2f}",
-            ]
-        else:
-            cells += ["-"] * 8
-        table.add_row(*cells, row.get("note") or ", ".join(row.get("kernels", ())))
-    _rows.print_tables(report, [table])
+        if (reference := softmax.get(row["context"])) and "tokens_per_second" in row:
+            row["softmax"] = row["tokens_per_second"] / reference
+        if "first_loss" in row:
+            row["loss"] = f"{row['first_loss']:.2f} to {row['last_loss']:.2f}"
+        row.setdefault("note", ", ".join(row.get("kernels", ())))
+    _rows.print_machine(report)
+    columns = {
+        "context": ("context", "{:,}"),
+        "preset": ("preset", ""),
+        "attention": ("attention", ""),
+        "ms": ("seconds", "{:.4g}", 1e3),
+        "spread": ("spread", "{:.1%}"),
+        "tokens/s": ("tokens_per_second", "{:,.0f}"),
+        "/ softmax": ("softmax", "{:.2f}x"),
+        "MFU": ("mfu", "{:.1%}"),
+        "peak GB": ("peak_bytes", "{:.2f}", 1e-9),
+        "program GB": ("program_bytes", "{:.2f}", 1e-9),
+        "loss": ("loss", "{}"),
+        "kernels, note": ("note", ""),
+    }
+    _rows.print_table(f"training, {rows[0]['tokens']:,} tokens per step", rows, columns)
 
 
 if __name__ == "__main__":
