@@ -12,8 +12,6 @@ tokens. `--brief` uses a smaller model and lengths up to 1,024. Writes `decoding
 
 import dataclasses
 import pathlib
-import statistics
-import time
 from collections.abc import Sequence
 
 import jax
@@ -68,22 +66,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measure(sizes: dict, lengths: Sequence[int], *, rounds: int) -> list[dict]:
     """Returns, for each preset and length, the median seconds per token and the bytes of the state of one row."""
-    contenders = [
-        (preset, length, _Contender(preset, length, sizes)) for preset in PRESETS for length in lengths
-    ]
-    samples: dict[tuple[str, int], list[float]] = {}
-    for _ in range(rounds):
-        for preset, length, contender in contenders:
-            samples.setdefault((preset, length), []).append(contender.seconds())
+    contenders = {
+        (preset, length): _Contender(preset, length, sizes) for preset in PRESETS for length in lengths
+    }
+    calls = {key: contender.decode for key, contender in contenders.items()}
+    seconds = _timing.medians(calls, rounds)
     return [
         {
             "preset": preset,
             "length": length,
-            "seconds": statistics.median(samples[preset, length]),
+            "seconds": seconds[preset, length] / BLOCK,
             "state_bytes": contender.nbytes,
             "kept": contender.kept,  # whether the state is a KV cache
         }
-        for preset, length, contender in contenders
+        for (preset, length), contender in contenders.items()
     ]
 
 
@@ -119,43 +115,31 @@ class _Contender:
         state = self._program.init_state(1, max_length=(kept or length + BLOCK) if keeps else None)
         self.kept = isinstance(state.layers[0].memory, ops.KVCache)
         self.nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+        def filled(layer):
+            """Returns the memory of a layer with `length` tokens of one document, whose keys are equal."""
+            memory = layer.memory
+            if not isinstance(memory, ops.KVCache):
+                return layer
+            slots = jnp.arange(memory.capacity) >= memory.capacity - length
+            segment_ids = jnp.where(slots, 0, memory.segment_ids)
+            segment = jnp.zeros_like(memory.segment)
+            memory = dataclasses.replace(memory, segment_ids=segment_ids, segment=segment)
+            return dataclasses.replace(layer, memory=memory)
+
         self._rows = loop.Rows(
             logits=jnp.zeros((1, model.config.vocab_size)),
-            state=_filled(state, length),
+            state=dataclasses.replace(state, layers=tuple(map(filled, state.layers))),
             position=jnp.array([length], jnp.int32),
             seen=None,
         )
-        for _ in range(2):  # compiles, and fills the window
-            self._decode()
+        self.decode()  # fills the window
 
-    def seconds(self) -> float:
-        begin = time.perf_counter()
-        self._decode()
-        return (time.perf_counter() - begin) / BLOCK
-
-    def _decode(self) -> None:
+    def decode(self) -> jax.Array:
         # Blocks simply continue the same context: each reads the same number of keys and folds equally often.
         greedy, seeds = generation.Sampling(temperature=0), np.zeros(1, np.uint32)
         self._rows, tokens, _ = loop.decode_block(self._program, greedy, BLOCK, seeds, self._rows)
-        jax.block_until_ready(tokens)
-
-
-def _filled(state: models.DecoderState, length: int) -> models.DecoderState:
-    """Returns the state filled with `length` tokens of one document; all keys are equal."""
-
-    def fill(layer):
-        memory = layer.memory
-        if not isinstance(memory, ops.KVCache):
-            return layer
-        slots = jnp.arange(memory.capacity) >= memory.capacity - length
-        memory = dataclasses.replace(
-            memory,
-            segment_ids=jnp.where(slots, 0, memory.segment_ids),
-            segment=jnp.zeros_like(memory.segment),
-        )
-        return dataclasses.replace(layer, memory=memory)
-
-    return dataclasses.replace(state, layers=tuple(map(fill, state.layers)))
+        return tokens
 
 
 def plot(rows: Sequence[dict], path: pathlib.Path) -> None:

@@ -8,6 +8,7 @@ process consumes while `data.tokenizer_workers` processes tokenize. It excludes 
 prepare` is timed from start to finished output, including the start of its processes; `workers=1` is a thread.
 """
 
+import functools
 import itertools
 import json
 import pathlib
@@ -146,39 +147,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not options.megabytes > 0:
         parser.error(f"--megabytes is {options.megabytes:g}; it must be above 0")
+    documents = texts(options.megabytes)
+    size = sum(len(text.encode()) for text in documents)
+    report: dict = {"machine": _rows.machine(), "documents": len(documents), "bytes": size}
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
-        documents = texts(options.megabytes)
-        size = sum(len(text.encode()) for text in documents)
         write_corpus(folder, documents)
-        speeds, preparations, wastes = [], [], []
-        for case in CASES:
-            speeds.append(row := measure_speed(folder, size, *case))
-            print(
-                f"{row['tokenizer']:>5} {row['format']:>10} {row['workers']} workers: "
-                f"{row['tokens_per_second'] / 1e6:.2f} M tokens/s, {row['bytes_per_token']:.2f} bytes per token",
-                flush=True,
-            )
-        for kind, workers in PREPARATIONS:
-            preparations.append(row := measure_preparation(folder, kind, workers))
-            print(
-                f"prepare {kind:>11} {workers} workers: {row['tokens']:,} tokens in {row['seconds']:.1f} s, "
-                f"{row['tokens_per_second_per_worker'] / 1e6:.2f} M tokens/s per worker",
-                flush=True,
-            )
-        for length in CONTEXTS:
-            wastes.append(row := measure_waste(folder, length))
-            print(
-                f"context {length:>6}: {row['dropped'] / row['tokens']:.3%} of {row['tokens']:,} tokens dropped"
-            )
-    report = {
-        "machine": _rows.machine(),
-        "documents": len(documents),
-        "bytes": size,
-        "speeds": speeds,
-        "preparations": preparations,
-        "waste": wastes,
-    }
+        measured = {
+            "speeds": [functools.partial(measure_speed, folder, size, *case) for case in CASES],
+            "preparations": [functools.partial(measure_preparation, folder, *case) for case in PREPARATIONS],
+            "waste": [functools.partial(measure_waste, folder, length) for length in CONTEXTS],
+        }
+        for name, calls in measured.items():
+            report[name] = []
+            for call in calls:
+                report[name].append(row := call())
+                shown = {key: round(x, 4) if isinstance(x, float) else x for key, x in row.items()}
+                print(f"{name}: {', '.join(f'{key} {x}' for key, x in shown.items())}", flush=True)
     _rows.write(options.out, report)
 
 

@@ -6,9 +6,8 @@ KV cache is a quarter of softmax's. With a sliding window there instead, the mem
 """
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from experiments import _shared, evaluation_context
 from sympow_jax import config
@@ -61,17 +60,12 @@ def _experiment(options: _shared.Options) -> None:
 
     attentions = dict.fromkeys(PATTERNS, config.AttentionConfig())
     folders = _shared.train(options, attentions, lambda variant: f"hybrid {variant}", change)
-    title = "Hybrids within and beyond the training context"
-    evaluation_context.report(options, folders, tables, title=title)
+    evaluation_context.report(options, folders, "Hybrids within and beyond the training context")
 
 
-def tables(content: Mapping[str, Any]) -> Sequence[_shared.Table]:
-    """Returns the tables of an experiment's JSON."""
-    return evaluation_context.position_tables(content["rows"], _PAIRS)
-
-
+tables = functools.partial(evaluation_context.position_tables, _PAIRS)
 main = _shared.Experiment(
-    name="hybrids", description=__doc__, plans=PLANS, variants=tuple(PATTERNS), run=_experiment
+    name="hybrids", description=__doc__, plans=PLANS, variants=tuple(PATTERNS), run=_experiment, tables=tables
 )
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def _experiment(options: _shared.Options) -> None:
         columns = ("loss", "standard_error", "perplexity", "tokens", "documents")
         rows.append(about | {name: bucket[name] for name in columns})
     perplexities = _shared.means(rows, ("variant",), "perplexity")
-    path = _shared.write(options, rows, folders.values(), relative_speed=_speeds(options))
+    path = options.write(rows, folders.values(), relative_speed=_speeds(options))
     (context,) = options.plan.contexts
     seeds = len(options.plan.seeds)
     over = f"mean of {seeds} seeds and its standard error" if seeds > 1 else "one seed"
@@ -96,7 +96,6 @@ def _experiment(options: _shared.Options) -> None:
         title="Held-out loss of linear attention by position encoding, during training",
         subtitle=f"always the same rows; {over}",
     )
-    _shared.print_tables(path, tables)
 
 
 def _panel(folders: _shared.Folders) -> _shared.Panel:
@@ -183,6 +182,7 @@ main = _shared.Experiment(
     base=_BASE,
     paper="wikitext103:base",
     run=_experiment,
+    tables=tables,
 )
 
 if __name__ == "__main__":

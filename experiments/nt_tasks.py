@@ -394,12 +394,11 @@ def _experiment(options: _shared.Options) -> None:
             if figure == "figure4" and attention != "readout":
                 weights[one] = {name: x[0] for name, x in result["weights"].items()}
     listed = {figure: [dataclasses.asdict(x) for x in settings] for figure, settings in wanted.items()}
-    path = _shared.write(options, rows, (), settings=listed)
+    path = options.write(rows, settings=listed)
     if curves := [row for row in rows if row["figure"] != "robustness"]:
         _draw_curves(path, curves)
     if weights:
         _draw_attention(path.with_stem(f"{path.stem}_attention"), weights)
-    _shared.print_tables(path, tables)
 
 
 def _rows(figure: str, setting: Setting, result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -524,6 +523,7 @@ main = _shared.Experiment(
     trains=False,
     more=_FLAGS,
     run=_experiment,
+    tables=tables,
 )
 
 if __name__ == "__main__":

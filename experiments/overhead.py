@@ -35,7 +35,7 @@ _FORMS = {2: ("attention", "chunked"), 4: ("attention",)}
 def _experiment(options: _shared.Options) -> None:
     counts = parameter_counts(options.variants)
     rows = [row for form in _FORMS[options.power] for row in _measure(options, form)]
-    path = _shared.write(options, rows, (), power=options.power, parameters=counts)
+    path = options.write(rows, power=options.power, parameters=counts)
     _shared.draw_values(
         path,
         [
@@ -47,7 +47,6 @@ def _experiment(options: _shared.Options) -> None:
         subtitle="median over rounds, and the middle half of them",
         x_label="time relative to sympow",
     )
-    _shared.print_tables(path, tables)
 
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
@@ -132,6 +131,7 @@ main = _shared.Experiment(
     powers=tuple(_FORMS),
     trains=False,
     run=_experiment,
+    tables=tables,
 )
 
 if __name__ == "__main__":

@@ -393,9 +393,8 @@ def _experiment(options: _shared.Options) -> None:
                 for seed, accuracies in zip(plan.seeds, found)
                 for point, right in zip(places(setting, task), accuracies)
             ]
-    path = _shared.write(options, rows, (), setting=dataclasses.asdict(setting))
+    path = options.write(rows, setting=dataclasses.asdict(setting))
     _draw(path, setting, rows, len(plan.seeds))
-    _shared.print_tables(path, tables)
 
 
 def head_dims(setting: Setting, task: str, variant: str) -> tuple[int, ...]:
@@ -490,7 +489,13 @@ def _ticks(points: Sequence[int]) -> list[int]:
 
 
 main = _shared.Experiment(
-    name="recall", description=__doc__, plans=PLANS, variants=VARIANTS, trains=False, run=_experiment
+    name="recall",
+    description=__doc__,
+    plans=PLANS,
+    variants=VARIANTS,
+    trains=False,
+    run=_experiment,
+    tables=tables,
 )
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def _report(options: _shared.Options) -> None:
         about = dict(zip(("variant", "start", "seed"), key))
         rows += [about | {key: row[key] for key in columns} for row in _shared.evaluation(folder)]
         curves += [about | {"step": step, "loss": loss} for step, loss in _shared.heldout_curve(folder)]
-    path = _shared.write(options, rows, [base, *folders.values()], curves=curves, softmax=softmax)
+    path = options.write(rows, [base, *folders.values()], curves=curves, softmax=softmax)
     panels = [_curves_panel(options, variant, curves) for variant in options.variants]
     matched = [row for row in rows if row["start"] == "matched"]
     base_updates = _BASE_RATIO * options.plan.steps
@@ -79,7 +79,6 @@ def _report(options: _shared.Options) -> None:
         subtitle=f"{options.plan.average}; {options.plan.steps:,} updates after a first stage of "
         f"{_first(options):,}, softmax after {base_updates:,}",
     )
-    _shared.print_tables(path, tables)
 
 
 def _first(options: _shared.Options) -> int:
@@ -193,7 +192,7 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
 
 
 main = _shared.Experiment(
-    name="retrofit", description=__doc__, plans=PLANS, variants=tuple(VARIANTS), run=_report
+    name="retrofit", description=__doc__, plans=PLANS, variants=tuple(VARIANTS), run=_report, tables=tables
 )
 
 if __name__ == "__main__":

@@ -68,14 +68,13 @@ def _experiment(options: _shared.Options) -> None:
     for (variant, seed), folder in folders.items():
         heldout = {f"heldout_{row['context_length']}": row["loss"] for row in _shared.evaluation(folder)}
         rows.append({"variant": variant, "seed": seed, "training": _shared.final_loss(folder)} | heldout)
-    path = _shared.write(options, rows, folders.values())
+    path = options.write(rows, folders.values())
     _shared.draw_lines(
         path,
         [_panel(options, folders)],
         title="Conformal against gated",
         subtitle=f"mean of {seeds} seeds, band of one standard error; numbers are factors of W's learning rate",
     )
-    _shared.print_tables(path, tables)
 
 
 def _panel(options: _shared.Options, folders: Mapping[tuple[str, int], pathlib.Path]) -> _shared.Panel:
@@ -132,6 +131,7 @@ main = _shared.Experiment(
         }
     },
     run=_experiment,
+    tables=tables,
 )
 
 if __name__ == "__main__":

@@ -120,16 +120,18 @@ def require_same_data(options: Options, folders: Sequence[pathlib.Path]) -> None
 
 
 def _is_done(folder: pathlib.Path, wanted: config.Config) -> bool:
+    """Returns whether a run has ended with these settings, and was evaluated as wanted if it is to be evaluated."""
+    lengths = wanted.evaluation.context_lengths
     if not (folder / workdir.CHECKPOINTS / str(wanted.training.steps)).is_dir():
         return False
     found = workdir.read_config(folder)
-    if dataclasses.replace(found, evaluation=wanted.evaluation) != wanted:
-        return False  # loop.train then raises an error that lists the differences
-    lengths = wanted.evaluation.context_lengths
-    return not lengths or (
-        found.evaluation == wanted.evaluation
-        and (folder / "context_loss.json").is_file()
-        and tuple(row["context_length"] for row in evaluation(folder)) == lengths
+    if not lengths:
+        return dataclasses.replace(found, evaluation=wanted.evaluation) == wanted
+    path = folder / "context_loss.json"
+    return (
+        found == wanted
+        and path.is_file()
+        and tuple(x["context_length"] for x in evaluation(folder)) == lengths
     )
 
 
