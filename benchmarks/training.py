@@ -14,7 +14,6 @@ instead. Rows are written as JSON as they come, to benchmarks/results/training-<
 given.
 """
 
-import dataclasses
 import itertools
 import math
 import re
@@ -29,6 +28,7 @@ import numpy as np
 from benchmarks import _contenders, _rows, _timing
 from pallas_kernels.check import supervisor
 from sympow_jax import config, training
+from sympow_jax.config import loading
 from sympow_jax.tasks import flops
 from sympow_jax.training import sharding, summary
 
@@ -49,12 +49,15 @@ LEAST_STEPS, MOST_STEPS = 3, 10
 LONGEST = 40
 # A model small enough for any device.
 TINY: dict[str, Any] = {
-    "vocab_size": 128,
-    "layers": 2,
-    "width": 32,
-    "heads": 2,
-    "kv_heads": 2,
-    "head_dim": 16,
+    f"model.{name}": size
+    for name, size in {
+        "vocab_size": 128,
+        "layers": 2,
+        "width": 32,
+        "heads": 2,
+        "kv_heads": 2,
+        "head_dim": 16,
+    }.items()
 }
 _FORMS = re.compile(r"\b(attention|chunked|recurrent|softmax)_(reference|xla|mosaic_gpu|cudnn)\b")
 _KERNELS = re.compile(r"\bpower_(?:attention|state)_\w+|__cudnn\$\w+")
@@ -103,14 +106,13 @@ def measure(row: dict) -> dict:
     The preset is the argument of `configs/gpt2_124m.py`. If `tiny` is set, the model is small enough for any device.
     """
     settings = config.load(f"gpt2_124m:{row['preset']}")
-    data = dataclasses.replace(settings.data, context_length=row["context"], batch_tokens=row["tokens"])
-    model = dataclasses.replace(settings.model, **(TINY if row.get("tiny") else {}))
-    settings = dataclasses.replace(settings, data=data, model=model)
+    tokens = {"data.context_length": row["context"], "data.batch_tokens": row["tokens"]}
+    settings = loading.replace(settings, tokens | (TINY if row.get("tiny") else {}))
     device = jax.devices()[0]
     mesh = sharding.whole_mesh([device])
     shape = settings.data.batch_size, row["context"] + 1
-    tokens = np.random.default_rng(0).integers(model.vocab_size, size=shape, dtype=np.int32)
-    batch = sharding.place_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
+    drawn = np.random.default_rng(0).integers(settings.model.vocab_size, size=shape, dtype=np.int32)
+    batch = sharding.place_batch({"inputs": drawn[:, :-1], "targets": drawn[:, 1:]}, mesh)
     begin = time.perf_counter()
     program = training.Program(settings, mesh)
     update = program.update.lower(program.abstract, batch).compile()
@@ -129,7 +131,7 @@ def measure(row: dict) -> dict:
             }
         except Exception as error:
             traced = {"kernels_note": f"{type(error).__name__}: {error}"[:200]}
-    needed = row["tokens"] * flops.model_flops_per_token(model, row["context"])
+    needed = row["tokens"] * flops.model_flops_per_token(settings.model, row["context"])
     peak = flops.peak_flops(device)
     return {
         **attention(update.as_text()),

@@ -5,12 +5,12 @@ KV cache is a quarter of softmax's. With a sliding window there instead, the mem
 `window and softmax` has no power attention.
 """
 
-import dataclasses
 import functools
 import sys
 
 from experiments import _shared, evaluation_context
 from sympow_jax import config
+from sympow_jax.config import loading
 
 PLANS = {
     "toy": _shared.Plan(
@@ -50,13 +50,10 @@ _PAIRS = (
 
 def _experiment(options: _shared.Options) -> None:
     def change(found: config.Config, variant: str) -> config.Config:
-        model = dataclasses.replace(
-            found.model,
-            layers=found.model.layers if options.scale == "paper" else _LAYERS,
-            attention=config.AttentionConfig(window=found.data.context_length // _CONTEXT_PER_WINDOW),
-            attention_pattern=PATTERNS[variant],
-        )
-        return dataclasses.replace(found, model=model)
+        window = found.data.context_length // _CONTEXT_PER_WINDOW
+        layers = {} if options.scale == "paper" else {"model.layers": _LAYERS}
+        attention = {"model.attention.window": window, "model.attention_pattern": PATTERNS[variant]}
+        return loading.replace(found, layers | attention)
 
     attentions = dict.fromkeys(PATTERNS, config.AttentionConfig())
     folders = _shared.train(options, attentions, lambda variant: f"hybrid {variant}", change)

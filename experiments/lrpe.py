@@ -21,6 +21,7 @@ from typing import Any
 
 from experiments import _shared
 from sympow_jax import config
+from sympow_jax.config import loading
 
 PLANS = {
     "toy": _shared.Plan(seeds=(0, 1, 2), steps=160, contexts=(512,), lengths=(512,), documents=200),
@@ -128,12 +129,10 @@ def encoder_settings(options: _shared.Options, method: str) -> config.Config:
         return found
     (context,) = options.plan.contexts
     decoder = _shared.settings(options, config.lrpe_method(method), context=context, seed=0)
-    return dataclasses.replace(
-        decoder,
-        model=dataclasses.replace(decoder.model, attention=found.model.attention),
-        task=dataclasses.replace(found.task, mask_token=None),
-        evaluation=config.EvaluationConfig(context_lengths=()),
-    )
+    task = dataclasses.replace(found.task, mask_token=None)
+    evaluation = config.EvaluationConfig(context_lengths=())
+    changes = {"model.attention": found.model.attention, "task": task, "evaluation": evaluation}
+    return loading.replace(decoder, changes)
 
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:

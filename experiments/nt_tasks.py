@@ -65,40 +65,29 @@ PLANS = {
 _TOY_CONTEXT, _TOY_SEEDS = 56, 4
 
 
-def _flag(default: Any, help: str, choices: Sequence[str] = ()) -> Any:
-    return fields.setting(default, help, choices=choices)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Settings of one training of several runs. Those with a help are flags, which change all plotting."""
+    """Settings of one training of several runs. Those with a help are flags, which change all figures.
 
-    task: str = _flag("NT", "Task, or an even mixture of several.", _MIXTURES)
-    base: int = _flag(16, "Number of symbols, and width of the model.")
-    delay: int = _flag(2, "Symbols between the next one and its sum.")
-    context: int = _flag(32, "Symbols that the model sees.")
-    heads: int = _flag(1, "Heads, which divide the width.")
-    layers: int = _flag(1, "Layers of attention and feed-forward.")
-    rate: float = _flag(0.02, "Learning rate.")
-    momentum: float = _flag(0.8, "Momentum of SGD.")
-    beta: float = _flag(1.0, "Factor of softmax attention's scores (equation 1).")
-    initial: str = _flag("small", "Initial matrices, except the readout.", tuple(INITIALS))
+    Their largest values are far beyond what trains here; they keep mistyped numbers from filling the memory.
+    """
+
+    task: str = fields.setting("NT", "Task, or an even mixture of several.", choices=_MIXTURES)
+    base: int = fields.setting(16, "Number of symbols, and width of the model.", least=2, most=1024)
+    delay: int = fields.setting(2, "Symbols between the next one and its sum.", least=1, most=1024)
+    context: int = fields.setting(32, "Symbols that the model sees.", least=2, most=65_536)
+    heads: int = fields.setting(1, "Heads, which divide the width.", least=1, most=1024)
+    layers: int = fields.setting(1, "Layers of attention and feed-forward.", least=1, most=128)
+    rate: float = fields.setting(0.02, "Learning rate.", least=0)
+    momentum: float = fields.setting(0.8, "Momentum of SGD.", least=0, below=1)
+    beta: float = fields.setting(1.0, "Factor of softmax attention's scores (equation 1).")
+    initial: str = fields.setting("small", "Initial matrices, except the readout.", choices=tuple(INITIALS))
     attention: str = "expressive"
     epochs: int = 500
     drop_after: int = 0  # epochs after which the learning rate is a quarter; 0 if it stays
 
     def __post_init__(self):
         fields.validate(self)
-        # The largest are far beyond what trains here; they keep mistyped numbers from filling the memory.
-        ranges = {"base": (2, 1024), "delay": (1, 1024), "context": (2, 65_536), "heads": (1, 1024)}
-        ranges |= {"layers": (1, 128)}
-        for name, (least, most) in ranges.items():
-            if not least <= (value := getattr(self, name)) <= most:
-                raise ValueError(f"{name} is {value}; it must be from {least} to {most:,}")
-        if self.rate < 0:
-            raise ValueError(f"rate is {self.rate}; it must be at least 0")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum is {self.momentum}; it must be at least 0 and below 1")
         if self.context <= self.delay:
             raise ValueError(
                 f"context is {self.context}; with delay {self.delay} the next symbol is determined by the last "
@@ -405,11 +394,12 @@ def _rows(figure: str, setting: Setting, result: Mapping[str, Any]) -> Iterator[
     """Yields a row for each task and point of a learning curve: means and standard errors over runs."""
 
     def mean_error(name, values):
-        error = np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
-        return {name: float(np.mean(values)), f"{name}_error": float(error)}
+        mean = _shared.mean(values)
+        return {name: mean.value, f"{name}_error": mean.error}
 
     for (place, task), point in itertools.product(enumerate(setting.tasks), result["curve"]):
         greedy, long = ([run[place] for run in point.get(name, [])] for name in ("greedy", "long_greedy"))
+        end = mean_error("long_greedy", long) | mean_error("decades", result["decades"])
         yield {
             "figure": figure,
             "setting": setting.label,
@@ -424,8 +414,7 @@ def _rows(figure: str, setting: Setting, result: Mapping[str, Any]) -> Iterator[
             "most": max(greedy),
             # Only at the end:
             **dict.fromkeys(("long_greedy", "long_greedy_error", "solved", "decades", "decades_error")),
-            **(mean_error("long_greedy", long) | mean_error("decades", result["decades"]) if long else {}),
-            **({"solved": sum(x == 1 for x in long)} if long else {}),
+            **(end | {"solved": sum(x == 1 for x in long)} if long else {}),
         }
 
 

@@ -7,7 +7,6 @@ rate of the first seed's lowest held-out loss. Every optimizer has a warmup and 
 except for `adam`, which has none.
 """
 
-import dataclasses
 import math
 import pathlib
 import sys
@@ -18,6 +17,7 @@ import jax
 
 from experiments import _shared
 from sympow_jax import config, training
+from sympow_jax.config import loading
 from sympow_jax.config import optimizer as optimizer_lib
 from sympow_jax.training import sharding
 
@@ -77,10 +77,6 @@ def settings(options: _shared.Options, variant: str, *, rate: float, seed: int) 
     """Returns the config of a run of an optimizer at a learning rate."""
     (context,) = options.plan.contexts
     base = _shared.settings(options, config.preset("conformal"), context=context, seed=seed)
-    if options.scale == "toy":
-        # `_shared.settings` has smaller batches.
-        tokens = config.load("quickstart").data.batch_tokens
-        base = dataclasses.replace(base, data=dataclasses.replace(base.data, batch_tokens=tokens))
     optimizer = config.OptimizerConfig(
         name=variant,
         learning_rate=rate,
@@ -90,8 +86,12 @@ def settings(options: _shared.Options, variant: str, *, rate: float, seed: int) 
         clip_norm=1.0,
     )
     # A run that diverges continues and has a high loss, instead of ending the experiment.
-    changed = dataclasses.replace(base.training, skip_nonfinite=True, max_skips=options.plan.steps + 1)
-    return dataclasses.replace(base, optimizer=optimizer, training=changed)
+    skips = {"training.skip_nonfinite": True, "training.max_skips": options.plan.steps + 1}
+    changes = {"optimizer": optimizer} | skips
+    if options.scale == "toy":
+        # `_shared.settings` has smaller batches.
+        changes["data.batch_tokens"] = config.load("quickstart").data.batch_tokens
+    return loading.replace(base, changes)
 
 
 def _loss(folder: pathlib.Path) -> float:

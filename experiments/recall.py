@@ -49,7 +49,14 @@ TASKS = {
     "pairs": "Accuracy against the number of pairs",
     "needle": "Accuracy against the distance of a needle",
 }
-VARIANTS = ("linear", "p=2", "p=4", "gated", "conformal", "softmax")
+ATTENTIONS: dict[str, config.AttentionConfig] = {
+    "linear": config.preset("linear"),
+    "p=2": config.preset("sympow", power=2),
+    "p=4": config.preset("sympow", power=4),
+    "gated": config.preset("sympow_gated", power=2),
+    "conformal": config.preset("conformal", power=2),
+    "softmax": config.preset("softmax"),
+}
 RECALLED = 0.9  # accuracy at which pairs count as recalled
 _MODEL = ("variant", "head_dim", "state_bytes")  # columns that name a model
 _LEAST_SHOWN = 16  # smallest point in the tables
@@ -240,15 +247,7 @@ def accuracy(
 
 def model_config(setting: Setting, task: str, variant: str, head_dim: int) -> config.ModelConfig:
     """Returns the config of a variant's model."""
-    presets: dict[str, config.AttentionConfig] = {
-        "linear": config.preset("linear"),
-        "p=2": config.preset("sympow", power=2),
-        "p=4": config.preset("sympow", power=4),
-        "gated": config.preset("sympow_gated", power=2),
-        "conformal": config.preset("conformal", power=2),
-        "softmax": config.preset("softmax"),
-    }
-    attention = presets[variant]
+    attention = ATTENTIONS[variant]
     if task == "pairs" and variant != "conformal":
         attention = dataclasses.replace(attention, position="none")
     return config.ModelConfig(
@@ -411,10 +410,11 @@ def capacities(rows: Iterable[_shared.Row]) -> dict[tuple[str, int, int], _share
         if row["task"] == "pairs":
             model = tuple(row[name] for name in (*_MODEL, "seed"))
             curves.setdefault(model, {})[row["point"]] = row["accuracy"]
-    found: dict[tuple[str, int, int], list[float]] = {}
-    for (variant, head_dim, size, _), curve in curves.items():
-        found.setdefault((variant, head_dim, size), []).append(recalled(list(curve), list(curve.values())))
-    return {model: _shared.mean(values) for model, values in found.items()}
+    found = [
+        dict(zip(_MODEL, model)) | {"recalled": recalled(list(curve), list(curve.values()))}
+        for model, curve in curves.items()
+    ]
+    return _shared.means(found, _MODEL, "recalled")
 
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
@@ -444,12 +444,14 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
 def _draw(path, setting, rows, seeds):
     """Draws the pairs recalled against the bytes of state, and accuracy against pairs and against distance."""
     states = {(variant, size / 1024): mean for (variant, _, size), mean in capacities(rows).items()}
-    equal = [row for row in rows if row["head_dim"] == _HEAD_DIM]
-    accuracies = _shared.means(equal, ("task", "variant", "point"), "accuracy")
-    curves = {
-        task: _shared.lines({(name, x): mean for (of, name, x), mean in accuracies.items() if of == task})
-        for task in TASKS
-    }
+
+    def powers_of_four(points):
+        return [point for point in points if point & (point - 1) == 0 and point.bit_length() % 2]
+
+    curves = {}
+    for task in TASKS:
+        equal = [row for row in rows if row["head_dim"] == _HEAD_DIM and row["task"] == task]
+        curves[task] = _shared.lines(_shared.means(equal, ("variant", "point"), "accuracy"))
     panels = [
         _shared.Panel(
             lines=_shared.lines(states),
@@ -464,13 +466,13 @@ def _draw(path, setting, rows, seeds):
             x_label="pairs",
             y_label="accuracy",
             title=f"Heads of {_HEAD_DIM}",
-            ticks=_ticks(setting.points),
+            ticks=powers_of_four(setting.points),
         ),
         _shared.Panel(
             lines=curves["needle"],
             x_label="distance of a needle, tokens",
             y_label="accuracy",
-            ticks=_ticks(setting.distances),
+            ticks=powers_of_four(setting.distances),
             mark=(setting.context, "training context"),
         ),
     ]
@@ -483,16 +485,11 @@ def _draw(path, setting, rows, seeds):
     )
 
 
-def _ticks(points: Sequence[int]) -> list[int]:
-    """Returns the powers of four among the points."""
-    return [point for point in points if point & (point - 1) == 0 and point.bit_length() % 2]
-
-
 main = _shared.Experiment(
     name="recall",
     description=__doc__,
     plans=PLANS,
-    variants=VARIANTS,
+    variants=tuple(ATTENTIONS),
     trains=False,
     run=_experiment,
     tables=tables,

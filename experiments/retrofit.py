@@ -5,7 +5,6 @@ the same data, as `configs/retrofit.py` does: directly, or after a first stage (
 the outputs of the old ones. `scratch` is a new model of the variant. All three have the same number of updates.
 """
 
-import dataclasses
 import itertools
 import pathlib
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 from experiments import _shared
 from sympow_jax import config
+from sympow_jax.config import loading
 
 PLANS = {
     "toy": _shared.Plan(
@@ -39,7 +39,7 @@ STARTS = ("direct", "matched", "scratch")
 # Updates of the softmax model and of the first stage, relative to the second stage.
 _BASE_RATIO, _FIRST_RATIO = 15, 1 / 3
 _RATES = {"base": 2e-3, "match": 2e-3, "direct": 1e-3, "matched": 1e-3, "scratch": 2e-3}
-_BODY: dict[str, Any] = {"norm": "rms", "activation": "swiglu", "embedding_norm": False}
+_BODY: dict[str, Any] = {"model.norm": "rms", "model.activation": "swiglu", "model.embedding_norm": False}
 _HELDOUT_TIMES = 10
 
 
@@ -90,7 +90,10 @@ def _train(options: _shared.Options) -> tuple[pathlib.Path, dict[tuple[str, str,
     plan = options.plan
     steps, first = plan.steps, _first(options)
     base_steps = _BASE_RATIO * steps
-    base = _settings(options, steps=base_steps)
+    (context,) = plan.contexts
+    base = _shared.settings(options, config.preset("llama3"), context=context, seed=0)
+    base = loading.replace(base, _BODY | {"model.layers": max(2, base.model.layers)})
+    base = _changed(options, base, rate=_RATES["base"], steps=base_steps, seed=0)
     (folder,) = _shared.train_all(options, {"base": (f"retrofit_base_steps{base_steps}", base)}).values()
     keys, whole = list(itertools.product(options.variants, plan.seeds)), first + steps
 
@@ -111,44 +114,32 @@ def _train(options: _shared.Options) -> tuple[pathlib.Path, dict[tuple[str, str,
     for variant, seed in keys:
         direct, matched = retrofit(variant), config.load(f'retrofit:"{matches[variant, seed]}"')
         # Gates of a new model begin at 1/2.
-        attention = dataclasses.replace(direct.model.attention, decay_bias=None)
-        model = dataclasses.replace(direct.model, attention=attention)
-        scratch = dataclasses.replace(direct, model=model, task=config.TaskConfig())
+        changes = {"model.attention.decay_bias": None, "task": config.TaskConfig()}
+        scratch = loading.replace(direct, changes)
         starts = ("direct", direct, whole), ("matched", matched, steps), ("scratch", scratch, whole)
         for start, found, updates in starts:
             runs[variant, start, seed] = run(start, variant, seed, found, updates)
     return folder, _shared.train_all(options, runs)
 
 
-def _settings(options: _shared.Options, *, steps: int) -> config.Config:
-    """Returns the config of the softmax model."""
-    (context,) = options.plan.contexts
-    attention = config.preset("llama3")
-    found = _shared.settings(options, attention, context=context, seed=0)
-    model = dataclasses.replace(found.model, layers=max(2, found.model.layers), **_BODY)
-    found = dataclasses.replace(found, model=model)
-    return _changed(options, found, rate=_RATES["base"], steps=steps, seed=0)
-
-
 def _changed(
     options: _shared.Options, settings: config.Config, *, rate: float, steps: int, seed: int
 ) -> config.Config:
     """Returns settings with the optimizer, length, seed and evaluation of this experiment."""
-    optimizer = config.OptimizerConfig(
-        learning_rate=rate, schedule="cosine", warmup_steps=min(20, steps // 2), clip_norm=1.0
-    )
     lengths = () if settings.task.replaces_attention else options.plan.lengths
-    return dataclasses.replace(
-        settings,
-        optimizer=optimizer,
-        training=dataclasses.replace(
-            settings.training, steps=steps, seed=seed, checkpoint_every=100, keep_checkpoints=1, log_every=100
+    changes = {
+        "optimizer": config.OptimizerConfig(
+            learning_rate=rate, schedule="cosine", warmup_steps=min(20, steps // 2), clip_norm=1.0
         ),
-        data=dataclasses.replace(settings.data, seed=seed),
-        evaluation=config.EvaluationConfig(
+        "evaluation": config.EvaluationConfig(
             context_lengths=lengths, documents=options.plan.documents, every=max(1, steps // _HELDOUT_TIMES)
         ),
-    )
+        "training.steps": steps,
+        "training.seed": seed,
+        "data.seed": seed,
+    }
+    every = {"training.checkpoint_every": 100, "training.keep_checkpoints": 1, "training.log_every": 100}
+    return loading.replace(settings, changes | every)
 
 
 def _curves_panel(options: _shared.Options, variant: str, curves: Sequence[_shared.Row]) -> _shared.Panel:

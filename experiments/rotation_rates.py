@@ -17,6 +17,7 @@ from typing import Any
 
 from experiments import _shared
 from sympow_jax import config
+from sympow_jax.config import loading
 
 PLANS = {
     "toy": _shared.Plan(seeds=(0, 1, 2), steps=1000, contexts=(256,), lengths=(256, 1024)),
@@ -44,13 +45,10 @@ def settings(options: _shared.Options, variant: str, seed: int) -> config.Config
     (context,) = options.plan.contexts
     attention = _shared.power_variants(options.power)["conformal" if variant in _FACTORS else variant]
     found = _shared.settings(options, attention, context=context, seed=seed)
-    if options.scale == "toy":
-        found = dataclasses.replace(found, data=dataclasses.replace(found.data, batch_tokens=_TOY_TOKENS))
     factor = _FACTORS.get(variant, 1.0)
     factors = () if factor == 1 else (f"*.attention.rate.kernel={factor}",)
-    return dataclasses.replace(
-        found, optimizer=dataclasses.replace(found.optimizer, learning_rate_factors=factors)
-    )
+    changes: dict[str, Any] = {"data.batch_tokens": _TOY_TOKENS} if options.scale == "toy" else {}
+    return loading.replace(found, changes | {"optimizer.learning_rate_factors": factors})
 
 
 def _experiment(options: _shared.Options) -> None:

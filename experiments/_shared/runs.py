@@ -19,6 +19,7 @@ from jaxtyping import Float, Int32
 from experiments._shared.options import Options, power_label
 from experiments._shared.statistics import means
 from sympow_jax import config, loop, models, training
+from sympow_jax.config import loading
 from sympow_jax.config import task as task_lib
 from sympow_jax.process import atomic, compile_cache, streams, workdir
 from sympow_jax.training import sharding
@@ -75,20 +76,24 @@ def settings(
     """
     plan = options.plan
     base = config.load("quickstart:softmax" if options.scale != "paper" else options.paper)
-    changed: dict[str, Any] = {"steps": plan.steps, "seed": seed}
-    tokens = base.data.batch_tokens
+    changed: dict[str, Any] = {
+        "model": dataclasses.replace(_TINY if options.scale == "tiny" else base.model, attention=attention),
+        "data.paths": options.data,
+        "data.heldout_paths": options.heldout,
+        "data.context_length": context,
+        "data.seed": seed,
+        "training.seed": seed,
+        "training.steps": plan.steps,
+        "evaluation": config.EvaluationConfig(context_lengths=plan.lengths, documents=plan.documents),
+    }
     if options.scale != "paper":
-        changed |= {"checkpoint_every": 100, "keep_checkpoints": 1, "log_every": 100}
-        tokens = _TOY_TOKENS if options.scale == "toy" else 2 * context
-    data: dict[str, Any] = {"paths": options.data, "heldout_paths": options.heldout, "seed": seed}
-    shape = _TINY if options.scale == "tiny" else base.model
-    return dataclasses.replace(
-        base,
-        model=dataclasses.replace(shape, attention=attention),
-        data=dataclasses.replace(base.data, context_length=context, batch_tokens=tokens, **data),
-        training=dataclasses.replace(base.training, **changed),
-        evaluation=config.EvaluationConfig(context_lengths=plan.lengths, documents=plan.documents),
-    )
+        changed["data.batch_tokens"] = _TOY_TOKENS if options.scale == "toy" else 2 * context
+        changed |= {
+            "training.checkpoint_every": 100,
+            "training.keep_checkpoints": 1,
+            "training.log_every": 100,
+        }
+    return loading.replace(base, changed)
 
 
 def train_all[Key](
