@@ -15,6 +15,7 @@ own files; see README.md.
 
 import dataclasses
 import itertools
+import pathlib
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -101,12 +102,13 @@ def _experiment(options: _shared.Options) -> None:
 
 def _panel(folders: _shared.Folders) -> _shared.Panel:
     """Returns the held-out loss of the methods against updates, without the high losses of the first fifth."""
-    curves = {run: _shared.heldout_curve(folder) for run, folder in folders.items() if run[0] in _METHODS}
-    rows: list[dict[str, Any]] = [
-        {"variant": variant, "step": step, "loss": loss}
-        for (variant, _, _), curve in curves.items()
-        for step, loss in curve[len(curve) // 5 :]
-    ]
+    chosen = {run: folder for run, folder in folders.items() if run[0] in _METHODS}
+
+    def late(folder: pathlib.Path) -> list[tuple[int, float]]:
+        curve = _shared.heldout_curve(folder)
+        return curve[len(curve) // 5 :]
+
+    rows = _shared.curve_rows(chosen, ("variant", "context", "seed"), late)
     lines = _shared.lines(_shared.means(rows, ("variant", "step"), "loss"))
     return _shared.Panel(lines=lines, x_label="updates", y_label="held-out loss (nats per token)")
 

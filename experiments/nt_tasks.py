@@ -181,18 +181,19 @@ def draw(
 
 def initial(setting: Setting, key: Array) -> dict[str, Array]:
     """Draws the parameters of a model. Biases are zero."""
-    width, layers = setting.base, () if setting.attention == "readout" else (setting.layers, setting.context)
+    width, small = setting.base, INITIALS[setting.initial]
     shapes: dict[str, tuple[int, ...]] = {"readout": (setting.context * width, width)}
-    if layers:
+    biases = {"readout_bias": jnp.zeros(width)}
+    if setting.attention != "readout":
+        layers = setting.layers, setting.context
         shapes |= {"attention": (*layers, width, 3 * width), "hidden": (*layers, width, 4 * width)}
         shapes |= {"output": (*layers, 4 * width, width)}
+        biases["norm_bias"] = jnp.zeros((*layers, width))
     drawn = {
         name: jax.random.normal(key, shape) / np.sqrt(shape[-2])
         for key, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items())
     }
-    small = {name: x if name == "readout" else INITIALS[setting.initial] * x for name, x in drawn.items()}
-    biases = {"norm_bias": jnp.zeros((*layers, width))} if layers else {}
-    return small | biases | {"readout_bias": jnp.zeros(width)}
+    return biases | {name: x if name == "readout" else small * x for name, x in drawn.items()}
 
 
 def attention_weights(

@@ -48,11 +48,13 @@ def _report(options: _shared.Options) -> None:
     lengths = options.plan.lengths
     columns = ("context_length", "loss")
     softmax = [{key: row[key] for key in columns} for row in _shared.evaluation(base)]
-    rows, curves = [], []
-    for key, folder in folders.items():
-        about = dict(zip(("variant", "start", "seed"), key))
-        rows += [about | {key: row[key] for key in columns} for row in _shared.evaluation(folder)]
-        curves += [about | {"step": step, "loss": loss} for step, loss in _shared.heldout_curve(folder)]
+    names = ("variant", "start", "seed")
+    rows = [
+        dict(zip(names, key)) | {column: row[column] for column in columns}
+        for key, folder in folders.items()
+        for row in _shared.evaluation(folder)
+    ]
+    curves = _shared.curve_rows(folders, names, _shared.heldout_curve)
     path = options.write(rows, [base, *folders.values()], curves=curves, softmax=softmax)
     panels = [_curves_panel(options, variant, curves) for variant in options.variants]
     matched = [row for row in rows if row["start"] == "matched"]
@@ -159,22 +161,12 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     found = _shared.means(rows, ("variant", "start", "context_length"), "loss")
     lengths = [row["context_length"] for row in softmax]
     variants = list(dict.fromkeys(row["variant"] for row in rows))
-    columns = ("", *(f"{length:,}" for length in lengths))
-    base = ("softmax", *(f"{row['loss']:.3f}" for row in softmax))
-    made = [
-        _shared.Table(
-            f"Held-out loss at positions up to, {start}",
-            columns,
-            [
-                base,
-                *(
-                    (name, *(f"{found[name, start, length].value:.3f}" for length in lengths))
-                    for name in variants
-                ),
-            ],
-        )
-        for start in STARTS
-    ]
+    made = []
+    for start in STARTS:
+        losses = {name: [found[name, start, length].value for length in lengths] for name in variants}
+        losses = {"softmax": [row["loss"] for row in softmax]} | losses
+        title = f"Held-out loss at positions up to, {start}"
+        made.append(_shared.number_table(title, "", lengths, losses))
     pairs = (("matched", "direct"), ("matched", "scratch"))
     for variant in variants:
         of_variant = [row | {"variant": row["start"]} for row in rows if row["variant"] == variant]

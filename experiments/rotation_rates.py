@@ -77,11 +77,7 @@ def _experiment(options: _shared.Options) -> None:
 
 def _panel(options: _shared.Options, folders: Mapping[tuple[str, int], pathlib.Path]) -> _shared.Panel:
     """Returns the difference from gated of the training loss of the conformal variants, against updates."""
-    rows: list[dict[str, Any]] = [
-        {"variant": variant, "seed": seed, "step": step, "loss": loss}
-        for (variant, seed), folder in folders.items()
-        for step, loss in _shared.curve(folder)
-    ]
+    rows = _shared.curve_rows(folders, ("variant", "seed"))
     # Sympow is far above all others.
     pairs = [(name, _BASE) for name in options.variants if name in _FACTORS]
     found = _shared.differences(rows, "step", "loss", pairs)

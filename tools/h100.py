@@ -10,6 +10,7 @@ returns a function of one kernel and the shapes it is compiled for; and predict(
 loops and predicted time, or None if the table leaves the kernel out. Needs the packages of the dependency group `h100`.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -60,21 +61,20 @@ class Kernel:
     instructions: int
     loops: list[
         dict[str, int]
-    ]  # instructions of each loop by kind, and of all kinds; inner loops before outer ones
+    ]  # instructions of each by kind, and of all kinds; inner loops before outer ones
     short_dots: int  # 16-bit mma.sync whose K halves are one register: K < 16, wrong on the device
     tf32: int
 
 
 def missing() -> list[str]:
     """Returns the packages that compiling needs and this environment lacks."""
-    lacking = []
-    for name in PACKAGES:
-        try:
-            if importlib.util.find_spec(name) is None:
-                lacking.append(name)
-        except ModuleNotFoundError:
-            lacking.append(name)
-    return lacking
+
+    def found(name: str) -> bool:
+        with contextlib.suppress(ModuleNotFoundError):  # of the package around it
+            return importlib.util.find_spec(name) is not None
+        return False
+
+    return [name for name in PACKAGES if not found(name)]
 
 
 def compiled(name: str):
@@ -233,14 +233,9 @@ def main(command: str, *names: str) -> None:
                 if (found := compiled(name).predict(case, kernel)) is None:
                     continue
                 loops, predicted = found
-                row = [
-                    kernel.name,
-                    case,
-                    kernel.registers,
-                    kernel.spill_bytes,
-                    round(kernel.shared_bytes / 1024),
-                ]
-                row += [kernel.hgmma, ", ".join(map(str, loops)) or "-", predicted]
+                row = [kernel.name, case, kernel.registers, kernel.spill_bytes]
+                row += [round(kernel.shared_bytes / 1024), kernel.hgmma]
+                row += [", ".join(map(str, loops)) or "-", predicted]
                 rows.append(f"| {' | '.join(map(str, row))} |")
             # Kernels that differ in no column share a row.
             print(*dict.fromkeys(rows), sep="\n", flush=True)

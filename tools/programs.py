@@ -8,7 +8,6 @@ the order of their arguments do not count. It takes a minute or two on a CPU; no
 """
 
 import argparse
-import functools
 import hashlib
 import itertools
 import re
@@ -139,25 +138,13 @@ def _lines(jaxpr: jex.Jaxpr) -> Iterator[str]:
     yield f"{[str(x.aval) for x in jaxpr.invars]} -> {results}"
 
 
-@functools.singledispatch
 def _described(value: Any) -> str:
-    return str(value)
-
-
-@_described.register
-def _(value: jex.Jaxpr) -> str:
-    return "\n".join(_lines(value))
-
-
-@_described.register
-def _(value: jex.ClosedJaxpr) -> str:
-    return "\n".join(_lines(value.jaxpr))
-
-
-@_described.register(tuple)
-@_described.register(list)
-def _(value: Any) -> str:
-    return str([_described(x) for x in value])
+    """Returns a parameter of an equation as text, with the programs that it has."""
+    if isinstance(value, jex.ClosedJaxpr):
+        value = value.jaxpr
+    if isinstance(value, jex.Jaxpr):
+        return "\n".join(_lines(value))
+    return str([_described(x) for x in value] if isinstance(value, tuple | list) else value)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from experiments._shared.plots import Panel, curves_panel, draw_lines, draw_valu
 from experiments._shared.runs import (
     Folders,
     alternate,
-    curve,
+    curve_rows,
     evaluation,
     final_loss,
     heldout_curve,

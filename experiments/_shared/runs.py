@@ -169,17 +169,24 @@ def heldout_curve(folder: pathlib.Path) -> list[tuple[int, float]]:
     ]
 
 
+def curve_rows(
+    folders: Mapping[Any, pathlib.Path],
+    names: Sequence[str],
+    points: Callable[[pathlib.Path], list[tuple[int, float]]] = curve,
+) -> list[dict[str, Any]]:
+    """Returns a row for each point of a curve of each run; `names` are the columns of what keys a folder."""
+    return [
+        dict(zip(names, key)) | {"step": step, "loss": loss}
+        for key, folder in folders.items()
+        for step, loss in points(folder)
+    ]
+
+
 def mean_curves(folders: Folders) -> list[dict[str, Any]]:
     """Returns rows of the training curves: the mean loss over seeds and its error, by variant, context and step."""
-    rows = [
-        {"variant": variant, "context": context, "step": step, "loss": loss}
-        for (variant, context, _), folder in folders.items()
-        for step, loss in curve(folder)
-    ]
-    return [
-        {"variant": variant, "context": context, "step": step, "loss": loss.value, "error": loss.error}
-        for (variant, context, step), loss in means(rows, ("variant", "context", "step"), "loss").items()
-    ]
+    columns = ("variant", "context", "step")
+    found = means(curve_rows(folders, ("variant", "context", "seed")), columns, "loss")
+    return [dict(zip(columns, key)) | {"loss": x.value, "error": x.error} for key, x in found.items()]
 
 
 def final_loss(folder: pathlib.Path) -> float:
