@@ -230,6 +230,15 @@ def write(path: pathlib.Path | None, report: dict) -> None:
             draft.write_text(json.dumps(report, indent=1) + "\n")
 
 
+def say(row: dict) -> None:
+    """Prints a row, its names and values, in one line."""
+    values = (
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in row.items()
+    )
+    print(", ".join(values), flush=True)
+
+
 def print_machine(report: dict) -> None:
     """Prints the machine and the ceilings of a report."""
     print(", ".join(f"{name} {value}" for name, value in report["machine"].items() if value))

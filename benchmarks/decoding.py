@@ -44,21 +44,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sizes, lengths = (BRIEF_MODEL, BRIEF_LENGTHS) if options.brief else (MODEL, LENGTHS)
     rounds = 3 if options.brief else ROUNDS
     rows = measure(sizes, lengths, rounds=rounds)
-    for row in rows:
-        kind = "keys kept" if row["kept"] else "recurrent"
-        print(
-            f"{row['preset']:>10} after {row['length']:>6,}: {1e6 * row['seconds']:9.1f} us/token, "
-            f"{row['state_bytes'] / 2**20:7.2f} MiB, {kind}"
-        )
     prefills = [
         measure_prefill(PRESETS[0], sizes, length, rounds=rounds)
         for length in (BRIEF_PREFILLED if options.brief else PREFILLED)
     ]
-    for row in prefills:
-        print(
-            f"{row['preset']:>10} prefill of {row['length']:>6,}: {row['seconds']:.3f} s, "
-            f"{row['seconds'] / row['training_seconds']:.2f} times the forward pass of training"
-        )
+    for row in (*rows, *prefills):
+        _rows.say(row)
     content = {"model": sizes, "machine": _rows.machine(), "rows": rows, "prefills": prefills}
     _rows.write(options.out / "decoding.json", content)
     plot(rows, options.out / "decoding.png")

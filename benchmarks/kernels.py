@@ -19,7 +19,6 @@ measured in the same run. Memory is the peak of a call according to the compiler
 
 import contextlib
 import dataclasses
-import itertools
 import statistics
 from collections.abc import Sequence
 
@@ -146,8 +145,8 @@ def _print(report: dict) -> None:
         return [row[name] for name, *_ in _SHAPE.values()]
 
     rows = sorted(report["rows"], key=lambda row: (parts.index(row["part"]), shape(row)))
-    for part, of_part in itertools.groupby(rows, key=lambda row: row["part"]):
-        of_part = list(of_part)
+    for part in dict.fromkeys(row["part"] for row in rows):
+        of_part = [row for row in rows if row["part"] == part]
         cudnn = {
             tuple(shape(row)): row["seconds"]
             for row in of_part

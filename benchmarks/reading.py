@@ -162,8 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             report[name] = []
             for call in calls:
                 report[name].append(row := call())
-                shown = {key: round(x, 4) if isinstance(x, float) else x for key, x in row.items()}
-                print(f"{name}: {', '.join(f'{key} {x}' for key, x in shown.items())}", flush=True)
+                _rows.say(row)
     _rows.write(options.out, report)
 
 

@@ -42,7 +42,7 @@ def _experiment(options: _shared.Options) -> None:
         plan = dataclasses.replace(options.plan, contexts=PAPER_CONTEXTS[options.power])
         options = dataclasses.replace(options, plan=plan)
     folders = _shared.train(options, _shared.power_variants(options.power))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"variant": variant, "context": context, "seed": seed, "loss": _shared.final_loss(folder)}
         for (variant, context, seed), folder in folders.items()
     ]
