@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sympow_jax import ops
+from sympow_jax.ops import cost
 
 WINDOW = 64
 
@@ -56,15 +57,17 @@ def flops(row: Row) -> float | None:
     form = CONTENDERS[row.contender]
     if form == "step":
         return None
-    pairs = {"attention": row.time / 2, "chunked": 128 / 2 + WINDOW, "linear": 64 / 2}[form]
-    features = {
-        "attention": 0,
-        "chunked": ops.symmetric_power_dim(row.head_dim, row.power),
-        "linear": row.head_dim,
-    }[form]
-    # Two products over pairs forward and five backward; over features, two and four.
-    over_pairs, over_features = (7, 6) if row.mode == "training" else (2, 2)
-    per_token = 2 * row.head_dim * (over_pairs * pairs + over_features * features)
+    power, chunk, window = (1, 64, 0) if form == "linear" else (row.power, 128, WINDOW)
+    per_token = cost.flops_per_token(
+        "attention" if form == "attention" else "chunked",
+        time=row.time,
+        head_dim=row.head_dim,
+        value_dim=row.head_dim,
+        power=power,
+        chunk=chunk,
+        exact_window=window,
+        backward=row.mode == "training",
+    )
     return row.batch * row.heads * row.time * per_token
 
 

@@ -459,20 +459,24 @@ def _name(setting: str, task: str) -> str:
 
 def _draw_curves(path, rows):
     """Draws the learning curves of each task: the mean over runs, and a band of two standard errors around it."""
-    lines: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
+    curves: dict[tuple[str, str], dict[str, list[tuple[float, ...]]]] = {}
     for row in rows:
-        panel = row["figure"], _name(row["setting"], row["task"])
-        lines.setdefault(panel, {}).setdefault(row["attention"], []).append(row)
-    panels = []
-    for (figure, name), by in lines.items():
-        curves = {}
-        for attention, points in by.items():
-            epoch, mean, error = (
-                np.array([x[k] for x in points]) for k in ("epoch", "greedy", "greedy_error")
-            )
-            curves[attention] = epoch, mean, np.maximum(mean - 2 * error, 0), np.minimum(mean + 2 * error, 1)
-        title = f"Figure {figure.removeprefix('figure')}: {name}"
-        panels.append(_shared.Panel(lines=curves, x_label="epochs", y_label="greedy accuracy", title=title))
+        panel, mean, band = (
+            (row["figure"], _name(row["setting"], row["task"])),
+            row["greedy"],
+            2 * row["greedy_error"],
+        )
+        point = row["epoch"], mean, max(mean - band, 0), min(mean + band, 1)
+        curves.setdefault(panel, {}).setdefault(row["attention"], []).append(point)
+    panels = [
+        _shared.Panel(
+            lines={attention: tuple(zip(*points)) for attention, points in by.items()},
+            x_label="epochs",
+            y_label="greedy accuracy",
+            title=f"Figure {figure.removeprefix('figure')}: {name}",
+        )
+        for (figure, name), by in curves.items()
+    ]
     _shared.draw_lines(
         path,
         panels,

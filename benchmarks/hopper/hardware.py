@@ -130,17 +130,9 @@ def wgmma(
 ) -> jax.Array:
     """Returns the sum of repeats * UNROLLED products left @ right^T of every block and warpgroup.
 
-    Args:
-        left: bfloat16 [64, DEPTH].
-        right: bfloat16 [N, DEPTH], which is read from shared memory.
-        repeats: iterations of the loop.
-        blocks: number of thread blocks, one for each multiprocessor.
-        warpgroups: number of warpgroups that multiply.
-        left_in: "registers" or "memory", from which `left` is read.
-        interpret: parameters of the GPU interpreter, or None.
-
-    Returns:
-        float32 [blocks, warpgroups, 64, N].
+    Args are left, bfloat16 [64, DEPTH], which is read from `left_in`, "registers" or "memory", and right, bfloat16
+    [N, DEPTH], which is read from shared memory. There is a thread block for each multiprocessor. The result is float32
+    [blocks, warpgroups, 64, N].
     """
     columns = right.shape[0]
 
@@ -190,14 +182,7 @@ def wgmma(
 def cache(source, *, repeats: int, blocks: int, interpret: Any = None) -> jax.Array:
     """Copies all of `source` into the shared memory of every block, `repeats` times; returns its last 64 rows.
 
-    Args:
-        source: bfloat16 [rows, 64], rows a multiple of TILE.
-        repeats: number of times that it is read.
-        blocks: number of thread blocks, one for each multiprocessor.
-        interpret: parameters of the GPU interpreter, or None.
-
-    Returns:
-        float32 [blocks, 64, 64].
+    source: bfloat16 [rows, 64], rows a multiple of TILE. The result is float32 [blocks, 64, 64].
     """
     tiles = source.shape[0] // TILE
     steps = tiles * repeats
