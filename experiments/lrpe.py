@@ -92,25 +92,21 @@ def _experiment(options: _shared.Options) -> None:
         subtitle=f"context {context:,}, {options.plan.steps:,} updates, {over}",
         x_label="perplexity",
     )
+    # The methods against updates, without the high losses of the first fifth.
+    methods = {run: folder for run, folder in folders.items() if run[0] in _METHODS}
+    curves = _shared.curve_rows(methods, ("variant", "context", "seed"), _late_losses)
+    lines = _shared.lines(_shared.means(curves, ("variant", "step"), "loss"))
     _shared.draw_lines(
         path.with_stem(f"{path.stem}_curves"),
-        [_panel(folders)],
+        [_shared.Panel(lines=lines, x_label="updates", y_label="held-out loss (nats per token)")],
         title="Held-out loss of linear attention by position encoding, during training",
         subtitle=f"always the same rows; {over}",
     )
 
 
-def _panel(folders: _shared.Folders) -> _shared.Panel:
-    """Returns the held-out loss of the methods against updates, without the high losses of the first fifth."""
-    chosen = {run: folder for run, folder in folders.items() if run[0] in _METHODS}
-
-    def late(folder: pathlib.Path) -> list[tuple[int, float]]:
-        curve = _shared.heldout_curve(folder)
-        return curve[len(curve) // 5 :]
-
-    rows = _shared.curve_rows(chosen, ("variant", "context", "seed"), late)
-    lines = _shared.lines(_shared.means(rows, ("variant", "step"), "loss"))
-    return _shared.Panel(lines=lines, x_label="updates", y_label="held-out loss (nats per token)")
+def _late_losses(folder: pathlib.Path) -> list[tuple[int, float]]:
+    losses = _shared.heldout_curve(folder)
+    return losses[len(losses) // 5 :]
 
 
 def _speeds(options: _shared.Options) -> dict[str, float]:

@@ -247,12 +247,6 @@ def loss(setting: Setting, parameters: Mapping[str, Array], series: Int[Array, "
     return jnp.square(outputs - targets).sum(-1).mean()
 
 
-def optimizer(setting: Setting) -> optax.GradientTransformation:
-    """Returns SGD with momentum, at a quarter of the rate after `drop_after` epochs."""
-    drops = {setting.drop_after: 0.25} if setting.drop_after else {}
-    return optax.sgd(optax.piecewise_constant_schedule(setting.rate, drops), momentum=setting.momentum)
-
-
 def train(
     setting: Setting, seeds: Sequence[int], path: pathlib.Path, *, points: int, series: int
 ) -> dict[str, Any]:
@@ -264,18 +258,37 @@ def train(
     # Each run has keys of its own seed, so that its result does not depend on the other runs.
     keys = jax.vmap(jax.random.key)(jnp.array(seeds, jnp.uint32))
     parameters = jax.vmap(functools.partial(initial, setting))(keys)
-    state = parameters, optimizer(setting).init(parameters)
+    drops = {setting.drop_after: 0.25} if setting.drop_after else {}
+    rate = optax.piecewise_constant_schedule(setting.rate, drops)
+    optimizer = optax.sgd(rate, momentum=setting.momentum)
+    state = parameters, optimizer.init(parameters)
     progress: dict[str, Any] = {"setting": dataclasses.asdict(setting), "seeds": list(seeds)}
     progress |= {"points": points, "series": series}
     progress["parameters"] = sum(x.size for x in parameters.values()) // len(seeds)
     before, state = _shared.restore_arrays(path, state, progress)
     curve: list[dict[str, Any]] = before.get("curve", [])
-    advance = jax.jit(functools.partial(_advance, setting), donate_argnums=0)
+
+    def gradient(parameters, key, index):
+        drawn = draw(setting, jax.random.fold_in(key, index), (), setting.tasks, PREDICTIONS)
+        return jax.value_and_grad(functools.partial(loss, setting))(parameters, drawn)
+
+    def epoch(index, carry):
+        (parameters, momentum), total = carry
+        losses, gradients = jax.vmap(gradient, (0, 0, None))(parameters, keys, index)
+        updates, momentum = optimizer.update(gradients, momentum)
+        return (optax.apply_updates(parameters, updates), momentum), total + losses
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def advance(state, start, stop):
+        """Trains all runs from epoch `start` to `stop`; returns the state and each run's mean loss."""
+        state, total = jax.lax.fori_loop(start, stop, epoch, (state, jnp.zeros(len(keys))))
+        return state, total / (stop - start)
+
     stops = np.unique(np.linspace(0, setting.epochs, points + 1).round().astype(int)).tolist()
     for start, stop in itertools.pairwise(stops):
         if start < (curve[-1]["epoch"] if curve else 0):
             continue
-        state, losses = advance(state, keys, start, stop)
+        state, losses = advance(state, start, stop)
         last = stop == setting.epochs
         length, number = (LONG_GREEDY, series) if last else (GREEDY, _POINT_SERIES)
         right = np.asarray(_test(setting, length, number, state[0], keys, stop))
@@ -288,23 +301,6 @@ def train(
         print(f"  epoch {stop:,} of {setting.epochs:,}: {np.mean(curve[-1]['greedy']):.3f}", flush=True)
     decades = _decades(setting, state[0], keys).tolist()
     return progress | {"curve": curve, "decades": decades, "weights": jax.tree.map(np.asarray, state[0])}
-
-
-def _advance(setting, state, keys, start, stop):
-    """Trains all runs from epoch `start` to `stop`; returns the state and each run's mean loss."""
-
-    def gradient(parameters, key, index):
-        series = draw(setting, jax.random.fold_in(key, index), (), setting.tasks, PREDICTIONS)
-        return jax.value_and_grad(functools.partial(loss, setting))(parameters, series)
-
-    def epoch(index, carry):
-        (parameters, momentum), total = carry
-        losses, gradients = jax.vmap(gradient, (0, 0, None))(parameters, keys, index)
-        updates, momentum = optimizer(setting).update(gradients, momentum)
-        return (optax.apply_updates(parameters, updates), momentum), total + losses
-
-    state, total = jax.lax.fori_loop(start, stop, epoch, (state, jnp.zeros(len(keys))))
-    return state, total / (stop - start)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

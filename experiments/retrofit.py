@@ -56,7 +56,21 @@ def _report(options: _shared.Options) -> None:
     ]
     curves = _shared.curve_rows(folders, names, _shared.heldout_curve)
     path = options.write(rows, [base, *folders.values()], curves=curves, softmax=softmax)
-    panels = [_curves_panel(options, variant, curves) for variant in options.variants]
+    # Held-out losses during training. The first stage comes before the first update of a matched model.
+    begins = {start: _first(options) if start == "matched" else 0 for start in STARTS}
+    panels = []
+    for variant in options.variants:
+        own = [
+            row | {"step": begins[row["start"]] + row["step"]} for row in curves if row["variant"] == variant
+        ]
+        panels.append(
+            _shared.Panel(
+                lines=_shared.lines(_shared.means(own, ("start", "step"), "loss")),
+                x_label="updates, both stages",
+                y_label="held-out loss (nats per token)",
+                title=variant,
+            )
+        )
     matched = [row for row in rows if row["start"] == "matched"]
     base_updates = _BASE_RATIO * options.plan.steps
     lines: dict[str, Sequence[Sequence[float]]] = {
@@ -142,17 +156,6 @@ def _changed(
     }
     every = {"training.checkpoint_every": 100, "training.keep_checkpoints": 1, "training.log_every": 100}
     return loading.replace(settings, changes | every)
-
-
-def _curves_panel(options: _shared.Options, variant: str, curves: Sequence[_shared.Row]) -> _shared.Panel:
-    """Returns a panel of the held-out losses of a variant during training, by start."""
-    found = _shared.means([row for row in curves if row["variant"] == variant], ("start", "step"), "loss")
-    # The first stage comes before the first update of a matched model.
-    begins = {start: _first(options) if start == "matched" else 0 for start in STARTS}
-    lines = _shared.lines({(start, begins[start] + step): mean for (start, step), mean in found.items()})
-    return _shared.Panel(
-        lines=lines, x_label="updates, both stages", y_label="held-out loss (nats per token)", title=variant
-    )
 
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:

@@ -10,7 +10,6 @@ training context and up to four times it.
 
 import dataclasses
 import itertools
-import pathlib
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -67,26 +66,21 @@ def _experiment(options: _shared.Options) -> None:
         heldout = {f"heldout_{row['context_length']}": row["loss"] for row in _shared.evaluation(folder)}
         rows.append({"variant": variant, "seed": seed, "training": _shared.final_loss(folder)} | heldout)
     path = options.write(rows, folders.values())
-    _shared.draw_lines(
-        path,
-        [_panel(options, folders)],
-        title="Conformal against gated",
-        subtitle=f"mean of {seeds} seeds, band of one standard error; numbers are factors of W's learning rate",
-    )
-
-
-def _panel(options: _shared.Options, folders: Mapping[tuple[str, int], pathlib.Path]) -> _shared.Panel:
-    """Returns the difference from gated of the training loss of the conformal variants, against updates."""
-    rows = _shared.curve_rows(folders, ("variant", "seed"))
-    # Sympow is far above all others.
-    pairs = [(name, _BASE) for name in options.variants if name in _FACTORS]
-    found = _shared.differences(rows, "step", "loss", pairs)
-    return _shared.Panel(
+    # The difference from gated of the conformal variants, by updates. Sympow is far above all others.
+    pairs = [(name, _BASE) for name in variants if name in _FACTORS]
+    found = _shared.differences(_shared.curve_rows(folders, ("variant", "seed")), "step", "loss", pairs)
+    panel = _shared.Panel(
         lines=_shared.lines({(name, step): mean for (name, _, step), mean in found.items()}),
         x_label="updates",
         y_label="training loss minus gated's (nats per token)",
         linear=True,
         level=0.0,
+    )
+    _shared.draw_lines(
+        path,
+        [panel],
+        title="Conformal against gated",
+        subtitle=f"mean of {seeds} seeds, band of one standard error; numbers are factors of W's learning rate",
     )
 
 
