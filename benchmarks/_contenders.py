@@ -30,18 +30,13 @@ class WrongResult(Exception):
 
 
 class Prepared(NamedTuple):
-    """A contender that has been compiled, run and checked.
+    """A contender that has been compiled, run and checked."""
 
-    sample: times a given number of calls. error: relative RMS error of the values. memory: peak bytes of a call,
-    arguments included, or None if unknown. kernels: returns the seconds of each kernel of one call, or None if
-    unknown. steps: number of timed operations in one call.
-    """
-
-    sample: Callable[[int], _timing.Sample]
-    error: float
-    memory: int | None
-    kernels: Callable[[], dict[str, float] | None]
-    steps: int = 1
+    sample: Callable[[int], _timing.Sample]  # times a number of calls
+    error: float  # relative RMS error of the values
+    memory: int | None  # peak bytes of a call, arguments included, if known
+    kernels: Callable[[], dict[str, float] | None]  # returns the seconds of each kernel of a call, if known
+    steps: int = 1  # timed operations in a call
 
 
 def _prepared(program: jax.stages.Compiled, inputs: list[tuple], error: float, *, steps: int = 1) -> Prepared:

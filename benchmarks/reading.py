@@ -103,13 +103,8 @@ def measure_speed(folder: pathlib.Path, size: int, tokenizer: str, kind: str, wo
         count = sum(len(group.tokens) for _, group in itertools.islice(groups, _GROUPS))
         seconds = time.perf_counter() - began
     bytes_per_token = size * _GROUPS / corpus.groups_per_epoch / count
-    return {
-        "tokenizer": tokenizer,
-        "format": kind,
-        "workers": workers,
-        "tokens_per_second": count / seconds,
-        "bytes_per_token": bytes_per_token,
-    }
+    case = {"tokenizer": tokenizer, "format": kind, "workers": workers}
+    return case | {"tokens_per_second": count / seconds, "bytes_per_token": bytes_per_token}
 
 
 def measure_preparation(folder: pathlib.Path, kind: str, workers: int) -> dict:
@@ -119,13 +114,9 @@ def measure_preparation(folder: pathlib.Path, kind: str, workers: int) -> dict:
     began = time.perf_counter()
     summary = write(str(folder / f"{workers}.{kind}"), [str(folder / "corpus.parquet")], options)
     seconds = time.perf_counter() - began
-    return {
-        "format": kind,
-        "workers": workers,
-        "tokens": summary["tokens"],
-        "seconds": seconds,
-        "tokens_per_second_per_worker": summary["tokens"] / seconds / workers,
-    }
+    speed = {"tokens_per_second_per_worker": summary["tokens"] / seconds / workers}
+    case = {"format": kind, "workers": workers}
+    return case | {"tokens": summary["tokens"], "seconds": seconds} | speed
 
 
 def measure_waste(folder: pathlib.Path, context_length: int) -> dict:

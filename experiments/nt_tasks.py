@@ -396,23 +396,18 @@ def _rows(figure: str, setting: Setting, result: Mapping[str, Any]) -> Iterator[
 
     for (place, task), point in itertools.product(enumerate(setting.tasks), result["curve"]):
         greedy, long = ([run[place] for run in point.get(name, [])] for name in ("greedy", "long_greedy"))
-        end = mean_error("long_greedy", long) | mean_error("decades", result["decades"])
-        yield {
-            "figure": figure,
-            "setting": setting.label,
-            "task": setting.name(task),
-            "attention": setting.attention,
-            "runs": len(greedy),
-            "parameters": result["parameters"],
-            "epoch": point["epoch"],
-            "loss": float(np.mean(point["loss"])),
-            **mean_error("greedy", greedy),
-            "least": min(greedy),
-            "most": max(greedy),
-            # Only at the end:
-            **dict.fromkeys(("long_greedy", "long_greedy_error", "solved", "decades", "decades_error")),
-            **(end | {"solved": sum(x == 1 for x in long)} if long else {}),
-        }
+        about = {"figure": figure, "setting": setting.label, "task": setting.name(task)}
+        about |= {"attention": setting.attention, "runs": len(greedy), "parameters": result["parameters"]}
+        about |= {"epoch": point["epoch"], "loss": float(np.mean(point["loss"]))} | mean_error(
+            "greedy", greedy
+        )
+        about |= {"least": min(greedy), "most": max(greedy)}
+        # Only at the end:
+        about |= dict.fromkeys(("long_greedy", "long_greedy_error", "solved", "decades", "decades_error"))
+        if long:
+            about |= mean_error("long_greedy", long) | mean_error("decades", result["decades"])
+            about["solved"] = sum(x == 1 for x in long)
+        yield about
 
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:

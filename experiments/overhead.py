@@ -110,16 +110,9 @@ def _measure(options: _shared.Options, form: str) -> Iterator[dict[str, Any]]:
         times = _shared.alternate(calls, rounds=options.plan.steps)
         for name, seconds in times.items():
             low, middle, high = _shared.relative(seconds, times[_BASE])
-            yield {
-                "variant": name,
-                "what": what,
-                "form": form,
-                "tokens": count,
-                "milliseconds": 1000 * statistics.median(seconds),
-                "relative": middle,
-                "low": low,
-                "high": high,
-            }
+            about = {"variant": name, "what": what, "form": form, "tokens": count}
+            about["milliseconds"] = 1000 * statistics.median(seconds)
+            yield about | {"relative": middle, "low": low, "high": high}
 
 
 main = _shared.Experiment(

@@ -75,33 +75,21 @@ PLANS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Sizes of tasks and models.
+    """Sizes of tasks and models."""
 
-    Attributes:
-        width: of the model.
-        keys: number of keys.
-        values: number of values.
-        noise: number of different tokens around a needle.
-        points: numbers of pairs at which accuracy is reported; the last is that of a sequence.
-        short: pairs of a document in half of the training sequences.
-        context: training context of `needle`, in tokens.
-        distances: from the needle to the queries of a test.
-        head_dims: head sizes of linear and power attention.
-        batch: training sequences of `pairs` per update. Those of `needle` have as many tokens.
-        rate: largest learning rate.
-    """
-
-    width: int = 32
+    width: int = 32  # of the model
     keys: int = 256
     values: int = 64
-    noise: int = 64
+    noise: int = 64  # number of different tokens around a needle
+    # Numbers of pairs at which accuracy is reported; the last is that of a sequence.
     points: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-    short: int = 8
-    context: int = 128
+    short: int = 8  # pairs of a document in half of the training sequences
+    context: int = 128  # training context of `needle`, in tokens
+    # From the needle to the queries of a test.
     distances: tuple[int, ...] = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024)
-    head_dims: tuple[int, ...] = (8, 16, 32)
-    batch: int = 4
-    rate: float = 1e-2
+    head_dims: tuple[int, ...] = (8, 16, 32)  # of linear and power attention
+    batch: int = 4  # training sequences of `pairs` per update; those of `needle` have as many tokens
+    rate: float = 1e-2  # largest learning rate
 
     @property
     def pairs(self) -> int:
@@ -132,19 +120,12 @@ SETTINGS = {
 
 
 class Series(NamedTuple):
-    """Sequences of a task.
+    """Sequences of a task."""
 
-    Attributes:
-        tokens: keys or noise.
-        values: token of the value that shares a pair's place; -1 elsewhere.
-        answers: index of the value that a query asks for; -1 where there is no query.
-        segment_ids: document of each token.
-    """
-
-    tokens: Int[Array, "B T"]
-    values: Int[Array, "B T"]
-    answers: Int[Array, "B T"]
-    segment_ids: Int[Array, "B T"]
+    tokens: Int[Array, "B T"]  # keys or noise
+    values: Int[Array, "B T"]  # token of the value that shares a pair's place; -1 elsewhere
+    answers: Int[Array, "B T"]  # index of the value that a query asks for; -1 where there is no query
+    segment_ids: Int[Array, "B T"]  # document of each token
 
 
 def draw_pairs(setting: Setting, key: Array, batch: int, documents: Sequence[int]) -> Series:

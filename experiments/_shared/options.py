@@ -46,23 +46,18 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of an experiment: its flags, with the plan of its scale as defaults.
-
-    `results` is the folder that the experiment writes to. `runs` is the folder of workdirs, which experiments share.
-    `paper` names the config of the paper's scale. `more` has the flags of this experiment alone, None for those that
-    were not given.
-    """
+    """Options of an experiment: its flags, with the plan of its scale as defaults."""
 
     scale: str
-    paper: str
+    paper: str  # config of the paper's scale
     plan: Plan
     variants: tuple[str, ...]
     power: int
-    results: pathlib.Path
-    runs: pathlib.Path
+    results: pathlib.Path  # folder that the experiment writes to
+    runs: pathlib.Path  # folder of workdirs, which experiments share
     data: tuple[str, ...]
     heldout: tuple[str, ...]
-    more: Mapping[str, Any]
+    more: Mapping[str, Any]  # flags of this experiment alone, None for those that were not given
     command: str
 
     def write(self, rows: Sequence[Row], folders: Iterable[pathlib.Path] = (), **more: Any) -> pathlib.Path:
@@ -107,32 +102,19 @@ class Options:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """An experiment as a command, which is called with the arguments after its name.
+    """An experiment as a command, which is called with the arguments after its name."""
 
-    Attributes:
-        name: name of its module.
-        description: docstring of its module.
-        run: runs it with its options; calls `Options.write` and draws the plots.
-        tables: makes its tables from its JSON alone.
-        plans: plan of each scale.
-        variants: what --variants chooses from.
-        base: variant that may not be left out.
-        powers: degrees that --power offers.
-        trains: whether there are flags about data.
-        paper: name of the config for the paper's scale.
-        more: flags of this experiment alone, by name, each with the keyword arguments of `add_argument`.
-    """
-
-    name: str
-    description: str | None
-    run: Callable[[Options], None]
-    tables: Callable[[Mapping[str, Any]], Iterable[Table]]
-    plans: Mapping[str, Plan]
-    variants: Sequence[str]
-    base: str | None = None
-    powers: Sequence[int] = (2,)
-    trains: bool = True
-    paper: str = "gpt2_124m:softmax"
+    name: str  # of its module
+    description: str | None  # docstring of its module
+    run: Callable[[Options], None]  # calls `Options.write` and draws the plots
+    tables: Callable[[Mapping[str, Any]], Iterable[Table]]  # makes its tables from its JSON alone
+    plans: Mapping[str, Plan]  # by scale
+    variants: Sequence[str]  # that --variants chooses from
+    base: str | None = None  # variant that may not be left out
+    powers: Sequence[int] = (2,)  # that --power offers
+    trains: bool = True  # whether there are flags about data
+    paper: str = "gpt2_124m:softmax"  # config of the paper's scale
+    # Flags of this experiment alone, by name, each with the keyword arguments of `add_argument`.
     more: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({})
 
     def __call__(self, arguments: Sequence[str]) -> int:
