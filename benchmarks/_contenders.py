@@ -68,14 +68,24 @@ def prepare(row: Row) -> Prepared:
             shorter = dataclasses.replace(row, time=GRADIENT_TIME, batch=1)
             arguments = (*draw(shorter, 3), draw(shorter, 7)[0])
             _, (_, gradients) = _run(call, *arguments)
-        _check_gradients(formula, arguments, gradients)
+        # Gradients of the batch's last sequence. Softmax attention has no gates here: their gradient is zero.
+        exact = [x[-1:].astype(jnp.float32) for x in arguments]
+        _, (_, expected) = _run(_both_passes(formula), *exact)
+        for name, found, wanted in zip(ARGUMENTS, gradients, expected, strict=True):
+            if bool(jnp.any(wanted)):
+                require_close(f"the gradient of {name}", float(rms_error(found[-1:], wanted)), GRADIENT_BOUND)
     else:
         program, out = _run(contender, *inputs[0])
     _require_finite(out)
-    # Rows at the end and in the middle of the sequence.
+
+    def row_error(end, arguments, out):
+        """Returns the RMS error of the rows just before `end`, which attend to all earlier keys."""
+        query, key, value, log_decay = (x[-1:, :end].astype(jnp.float32) for x in arguments[:4])
+        return rms_error(out[-1:, max(end - ROWS, 0) : end], formula(query[:, -ROWS:], key, value, log_decay))
+
+    # Rows at the end and in the middle of the batch's last sequence.
     ends = (row.time // 2 + 1, row.time)
-    errors = [_run(functools.partial(_row_error, formula, end), inputs[0], out)[1] for end in ends]
-    error = float(max(errors))
+    error = float(max(_run(functools.partial(row_error, end), inputs[0], out)[1] for end in ends))
     require_close("the output", error, VALUE_BOUND)
     return _prepared(program, inputs, error)
 
@@ -172,25 +182,6 @@ def _both_passes(call):
         return out, pull_back(dout)
 
     return run
-
-
-def _check_gradients(formula, arguments, gradients):
-    """Compares the gradients of the batch's last sequence with those of the formula in float32."""
-    exact = [x[-1:].astype(jnp.float32) for x in arguments]
-    _, (_, expected) = _run(_both_passes(formula), *exact)
-    for name, found, wanted in zip(ARGUMENTS, gradients, expected, strict=True):
-        # Softmax attention has no gates here, so their gradient is zero.
-        if bool(jnp.any(wanted)):
-            require_close(f"the gradient of {name}", float(rms_error(found[-1:], wanted)), GRADIENT_BOUND)
-
-
-def _row_error(formula, end, arguments, out):
-    """Returns the RMS error against float32 of the rows just before `end`, which attend to all earlier keys.
-
-    They are of the batch's last sequence.
-    """
-    query, key, value, log_decay = (x[-1:, :end].astype(jnp.float32) for x in arguments[:4])
-    return rms_error(out[-1:, max(end - ROWS, 0) : end], formula(query[:, -ROWS:], key, value, log_decay))
 
 
 def _prepare_step(row):

@@ -56,13 +56,27 @@ def prepare(row: Row) -> Prepared:
             return out
 
     out = call()
-    worst = _error_of_rows(formula, arguments, out)
+    # Rows at the end and in the middle of the batch's last sequence.
+    query, key, value, log_decay = (x.detach()[-1:].float() for x in arguments)
+    worst = 0.0
+    for end in {row.time, row.time // 2 + 1}:
+        begin = max(end - ROWS, 0)
+        expected = formula(query[:, begin:end], key[:, :end], value[:, :end], log_decay[:, :end])
+        worst = max(worst, _rms_error(out.detach()[-1:, begin:end], expected))
     _contenders.require_close("the output", worst, BOUND)
     results = [out, *(x.grad for x in arguments)] if training else [out]
     if not all(bool(torch.isfinite(x).all()) for x in results):
         raise WrongResult("not every number is finite")
     if training:
-        _check_gradients(contender, formula, row)
+        # Against automatic differentiation of the formula in float32, over at least two chunks.
+        short = _draw(row, max(GRADIENT_TIME, 2 * RETENTION_CHUNK), batch=1)
+        exact = [x.float().requires_grad_() for x in short]
+        short = [x.requires_grad_() for x in short]
+        cotangent = torch.randn_like(short[2])
+        contender(*short).backward(cotangent)
+        formula(*exact).backward(cotangent.float())
+        for name, x, wanted in zip(("query", "key", "value"), short, exact, strict=False):
+            _contenders.require_close(f"the gradient of {name}", _rms_error(x.grad, wanted.grad), BOUND)
     return Prepared(functools.partial(_events, call), worst, None, lambda: None)
 
 
@@ -110,31 +124,6 @@ def _formula(query, key, value, log_decay, *, power):
     weights = difference.exp().float() * (scores**power if power else scores / math.sqrt(key.shape[-1]))
     out = torch.einsum("bnts,bsne->btne", weights, value)
     return out / weights.sum(-1).movedim(1, 2)[..., None] if power else out
-
-
-def _error_of_rows(formula, arguments, out):
-    """Returns the larger error of the rows at the end and in the middle of the batch's last sequence."""
-    query, key, value, log_decay = (x.detach()[-1:].float() for x in arguments)
-    time, worst = query.shape[1], 0.0
-    for end in {time, time // 2 + 1}:
-        begin = max(end - ROWS, 0)
-        expected = formula(query[:, begin:end], key[:, :end], value[:, :end], log_decay[:, :end])
-        worst = max(worst, _rms_error(out.detach()[-1:, begin:end], expected))
-    return worst
-
-
-def _check_gradients(call, formula, row):
-    """Compares gradients with automatic differentiation of the formula in float32, over at least two chunks."""
-    import torch
-
-    arguments = _draw(row, max(GRADIENT_TIME, 2 * RETENTION_CHUNK), batch=1)
-    exact = [x.float().requires_grad_() for x in arguments]
-    arguments = [x.requires_grad_() for x in arguments]
-    dout = torch.randn_like(arguments[2])
-    call(*arguments).backward(dout)
-    formula(*exact).backward(dout.float())
-    for name, x, wanted in zip(("query", "key", "value"), arguments, exact, strict=False):
-        _contenders.require_close(f"the gradient of {name}", _rms_error(x.grad, wanted.grad), BOUND)
 
 
 def _rms_error(actual, expected) -> float:
