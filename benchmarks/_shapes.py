@@ -140,22 +140,12 @@ PARTS = {
     ),
     # Chunks that the cost model compares. None is its choice, so the table shows whether another is faster.
     "chunks": [
-        row
+        Row(
+            part="chunks", contender="chunked/mosaic_gpu", mode="training", head_dim=d, chunk=chunk, time=time
+        )
         for time in (65_536, 8192, 262_144)
-        for head_dim, chunks in (
-            (64, (384, 768, 1152, 1536)),
-            (32, (192, 384, 768)),
-            (128, (512, 1024, 2048)),
-        )
+        for d, chunks in {64: (384, 768, 1152, 1536), 32: (192, 384, 768), 128: (512, 1024, 2048)}.items()
         for chunk in (None, *chunks)
-        for row in _rows(
-            "chunks",
-            ("chunked/mosaic_gpu",),
-            modes=("training",),
-            head_dim=head_dim,
-            chunk=chunk,
-            times=(time,),
-        )
     ],
 }
 # Every kind of row, on shapes small enough for a CPU.

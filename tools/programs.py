@@ -68,24 +68,16 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
 
 
 def _program(time, head_dim, value_dim, dtype, *, documents, state, **options):
+    kernels = options["implementation"] == "mosaic_gpu"
+
     def attend(query, key, value, log_decay):
-        ids = jnp.zeros((2, time), jnp.int32) if documents else None
-        initial = None
-        if state and options["implementation"] != "mosaic_gpu":
-            window = options["exact_window"]
-            initial = ops.PowerState.zeros(
-                2, 2, head_dim, value_dim, power=options["power"], exact_window=window
-            )
+        arrays = {"segment_ids": jnp.zeros((2, time), jnp.int32)} if documents else {}
+        if state and not kernels:
+            sizes = {"power": options["power"], "exact_window": options["exact_window"]}
+            arrays["initial_state"] = ops.PowerState.zeros(2, 2, head_dim, value_dim, **sizes)
         with target.interpreted(plgpu.InterpretGPUParams()):
             return ops.power_attention(
-                query,
-                key,
-                value,
-                log_decay=log_decay,
-                segment_ids=ids,
-                initial_state=initial,
-                return_state=state,
-                **options,
+                query, key, value, log_decay=log_decay, return_state=state, **arrays, **options
             )
 
     kind = "documents" * documents or "-", "state" * state or "-"
