@@ -1,6 +1,6 @@
 """Times one of this project's attention kernels against JAX's softmax attention on this machine, in one run.
 
-    uv run python -m benchmarks.attention [--kernel=power|linear|expressive] [--out=FILE.json] [--quick]
+    uv run python -m benchmarks.attention [--kernel=power|linear|expressive] [--out=FILE.json]
 
 Inputs are float32, batch 1, 4 heads. It needs Linux. `power` has p = 2 and gates, `linear` the feature map elu + 1;
 `expressive` has no options. Times are medians of several calls of compiled functions. The two take turns, so a change
@@ -43,7 +43,6 @@ def main() -> None:
     parser = _rows.make_parser(__doc__)
     parser.add_argument("--kernel", choices=KERNELS, default="power")
     parser.add_argument("--out", type=pathlib.Path, help="write the rows here as JSON")
-    parser.add_argument("--quick", action="store_true", help="lengths up to 2,048")
     parser.add_argument("--million", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.million:
@@ -53,11 +52,11 @@ def main() -> None:
     rows = []
     for head_dim, lengths in LENGTHS.items():
         for length in lengths:
-            if length <= (2048 if arguments.quick else LONGEST[arguments.kernel]):
+            if length <= LONGEST[arguments.kernel]:
                 rows.append(_compare(arguments.kernel, length, head_dim, repeats=15 if length <= 4096 else 3))
     settings = {"batch": 1, "heads": HEADS, "kernel": arguments.kernel}
     report = {"machine": _rows.machine(), "settings": settings, "rows": rows}
-    if not arguments.quick and arguments.kernel in RECURRENT:
+    if arguments.kernel in RECURRENT:
         command = [sys.executable, "-m", "benchmarks.attention", "--million", f"--kernel={arguments.kernel}"]
         report["million_tokens"] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     _print(report)

@@ -35,11 +35,8 @@ from sympow_jax.training import sharding, summary
 CONTEXTS = tuple(2**n for n in range(10, 17))
 PRESETS = ("softmax", "sympow", "conformal")
 TOKENS = 65_536
-# Longest first, since it matters most.
-BRIEF_CONTEXTS = (65_536, 8192, 1024)
-BRIEF_SECONDS = 450.0
 # Time limit of a row: it compiles in a minute or two.
-ROW_SECONDS, BRIEF_ROW_SECONDS = 600.0, 200.0
+ROW_SECONDS = 600.0
 SMOKE_CONTEXTS, SMOKE_TOKENS = (64, 128), 256
 WARMUP_STEPS = 2
 # Steps are timed for this many seconds, but at least LEAST_STEPS and at most MOST_STEPS of them.
@@ -48,17 +45,8 @@ LEAST_STEPS, MOST_STEPS = 3, 10
 # Kernels and copies of a step whose times are in its row.
 LONGEST = 40
 # A model small enough for any device.
-TINY: dict[str, Any] = {
-    f"model.{name}": size
-    for name, size in {
-        "vocab_size": 128,
-        "layers": 2,
-        "width": 32,
-        "heads": 2,
-        "kv_heads": 2,
-        "head_dim": 16,
-    }.items()
-}
+TINY: dict[str, Any] = {"model.vocab_size": 128, "model.layers": 2, "model.width": 32}
+TINY |= {"model.heads": 2, "model.kv_heads": 2, "model.head_dim": 16}
 _FORMS = re.compile(r"\b(attention|chunked|recurrent|softmax)_(reference|xla|mosaic_gpu|cudnn)\b")
 _KERNELS = re.compile(r"\bpower_(?:attention|state)_\w+|__cudnn\$\w+")
 
@@ -68,36 +56,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _rows.make_parser(__doc__)
     parser.add_argument("--context", action="append", type=int, choices=CONTEXTS, help="may be given again")
     parser.add_argument("--preset", action="append", help="may be given again")
-    parser.add_argument(
-        "--brief", action="store_true", help="contexts 1,024, 8,192 and 65,536; ends within 8 minutes"
-    )
     options = _rows.read_options(parser, arguments)
-    if options.context and (options.smoke or options.brief):
-        parser.error("--smoke and --brief have contexts of their own")
+    if options.context and options.smoke:
+        parser.error("--smoke has contexts of its own")
     for preset in options.preset or ():
         try:
             config.load(f"gpt2_124m:{preset}")
         except ValueError as error:
             parser.error(str(error))
-    contexts = SMOKE_CONTEXTS if options.smoke else BRIEF_CONTEXTS if options.brief else CONTEXTS
+    contexts = SMOKE_CONTEXTS if options.smoke else CONTEXTS
     described = [
         {"context": context, "preset": preset, "tokens": SMOKE_TOKENS if options.smoke else TOKENS}
         for context, preset in itertools.product(options.context or contexts, options.preset or PRESETS)
     ]
     if options.smoke:
         described = [row | {"tiny": True} for row in described]
-    chosen = ["brief"] if options.brief else [*map(str, options.context or ()), *(options.preset or ())]
+    chosen = [*map(str, options.context or ()), *(options.preset or ())]
     name = "-".join(["training", *(re.sub(r"[^a-z0-9_]+", "-", choice) for choice in chosen)])
-    report = _rows.measure_rows(
-        "benchmarks.training",
-        described,
-        measure,
-        options,
-        seconds=BRIEF_ROW_SECONDS if options.brief else ROW_SECONDS,
-        most_seconds=BRIEF_SECONDS if options.brief else float("inf"),
-        name=name,
+    _print(
+        _rows.measure_rows("benchmarks.training", described, measure, options, seconds=ROW_SECONDS, name=name)
     )
-    _print(report)
 
 
 def measure(row: dict) -> dict:

@@ -89,7 +89,7 @@ def test_losses_that_are_not_finite_are_no_result(monkeypatch):
         (["--preset=sofmax"], "preset is 'sofmax'"),
         (["--preset=conformal,p=3"], "power is 3"),
         (["--context=1000"], "invalid choice"),
-        (["--brief", "--context=1024"], "contexts of their own"),
+        (["--smoke", "--context=1024"], "contexts of its own"),
         (["--jobs=0"], "--jobs is 0; it must be at least 1"),
         (["--resume"], "--resume needs --out"),
     ],
