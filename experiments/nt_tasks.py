@@ -396,7 +396,7 @@ def _rows(figure: str, setting: Setting, result: Mapping[str, Any]) -> Iterator[
 
     for (place, task), point in itertools.product(enumerate(setting.tasks), result["curve"]):
         greedy, long = ([run[place] for run in point.get(name, [])] for name in ("greedy", "long_greedy"))
-        about = {"figure": figure, "setting": setting.label, "task": setting.name(task)}
+        about: dict[str, Any] = {"figure": figure, "setting": setting.label, "task": setting.name(task)}
         about |= {"attention": setting.attention, "runs": len(greedy), "parameters": result["parameters"]}
         about |= {"epoch": point["epoch"], "loss": float(np.mean(point["loss"]))} | mean_error(
             "greedy", greedy
