@@ -1,13 +1,13 @@
 """Measures the time per decoded token and the state size of power and softmax attention.
 
-    uv run python -m benchmarks.decoding --out=DIR [--brief]
+    uv run python -m benchmarks.decoding --out=DIR
 
 It compares two models of the same size after prompts of 64 to 65,536 tokens. Their parameters are random, since no
 measured number depends on them. Tokens are decoded in compiled blocks, as in `generation.generate`. No prompt is
 computed, since the values of a state do not matter either: decoding starts from a state of the right size, which is the
 recurrent state or a KV cache. Models and lengths take turns and times are medians, so a change of the machine's speed
 affects all. The prefill of real prompts is timed against the forward pass of training, loss included, on the same
-tokens. `--brief` uses a smaller model and lengths up to 1,024. Writes `decoding.json` and `decoding.png`.
+tokens. Writes `decoding.json` and `decoding.png`.
 """
 
 import dataclasses
@@ -29,28 +29,19 @@ PREFILLED = (4096, 65_536)
 BLOCK = 64  # tokens between two folds, so that each block has one
 ROUNDS = 7
 MODEL = {"vocab_size": 256, "layers": 2, "width": 128, "heads": 4, "dtype": "float32"}
-BRIEF_MODEL = {"vocab_size": 64, "layers": 1, "width": 32, "heads": 2, "dtype": "float32"}
-BRIEF_LENGTHS = (64, 256, 1024)
-BRIEF_PREFILLED = (1024,)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints the results and writes them to files."""
     parser = _rows.make_parser(__doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the folder to write to")
-    parser.add_argument("--brief", action="store_true", help="a small model and lengths up to 1,024")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    sizes, lengths = (BRIEF_MODEL, BRIEF_LENGTHS) if options.brief else (MODEL, LENGTHS)
-    rounds = 3 if options.brief else ROUNDS
-    rows = measure(sizes, lengths, rounds=rounds)
-    prefills = [
-        measure_prefill(PRESETS[0], sizes, length, rounds=rounds)
-        for length in (BRIEF_PREFILLED if options.brief else PREFILLED)
-    ]
+    rows = measure(MODEL, LENGTHS, rounds=ROUNDS)
+    prefills = [measure_prefill(PRESETS[0], MODEL, length, rounds=ROUNDS) for length in PREFILLED]
     for row in (*rows, *prefills):
         _rows.say(row)
-    content = {"model": sizes, "machine": _rows.machine(), "rows": rows, "prefills": prefills}
+    content = {"model": MODEL, "machine": _rows.machine(), "rows": rows, "prefills": prefills}
     _rows.write(options.out / "decoding.json", content)
     plot(rows, options.out / "decoding.png")
 
