@@ -42,11 +42,9 @@ WAITING_CYCLES = 120
 
 def build(case: str):
     """Returns both passes and the query of a forward pass alone, with GQA and decay, and the shapes of arguments."""
-    _, head_dim, value_dim, chunk = h100.parsed(case).values()
-    time = _CHUNKS * chunk
-    call = configs.Call(
-        power=h100.parsed(case)["p"], config=_config(case), exact_window=_WINDOW, interpret=None
-    )
+    power, head_dim, value_dim, chunk = h100.parsed(case).values()
+    time, heads = _CHUNKS * chunk, _HEADS * _GROUP
+    call = configs.Call(power=power, config=_config(case), exact_window=_WINDOW, interpret=None)
 
     def both_passes(query, key, value, log_decay, folds, dout):
         tokens = key, value, log_decay, folds
@@ -54,12 +52,7 @@ def build(case: str):
         gradients = power_state.power_state_vjp(query, *tokens, out, denominator, saved, dout, call=call)
         return power_state.attend(query, *tokens, saved, call=call), gradients
 
-    vectors = (
-        (_HEADS * _GROUP, head_dim),
-        (_HEADS, head_dim),
-        (_HEADS, value_dim),
-        (_HEADS * _GROUP, value_dim),
-    )
+    vectors = (heads, head_dim), (_HEADS, head_dim), (_HEADS, value_dim), (heads, value_dim)
     query, key, value, dout = (jax.ShapeDtypeStruct((1, time, *x), jnp.bfloat16) for x in vectors)
     log_decay = jax.ShapeDtypeStruct((1, time, _HEADS), jnp.float32)
     return both_passes, (query, key, value, log_decay, jax.ShapeDtypeStruct((1, time), bool), dout)
@@ -68,13 +61,9 @@ def build(case: str):
 def _config(case: str) -> configs.Config:
     """Returns the tiles for the shape of the predictions."""
     power, head_dim, value_dim, chunk = h100.parsed(case).values()
-    sizes: dict[str, Any] = {
-        "head_dim": head_dim,
-        "value_dim": value_dim,
-        "time": h100.TIME,
-        "heads": h100.HEADS,
-    }
-    return power_state.choose(power=power, dtype=jnp.bfloat16, chunk=chunk, exact_window=_WINDOW, **sizes)
+    sizes: dict[str, Any] = {"power": power, "head_dim": head_dim, "value_dim": value_dim, "chunk": chunk}
+    shape: dict[str, Any] = {"time": h100.TIME, "heads": h100.HEADS, "dtype": jnp.bfloat16}
+    return power_state.choose(**sizes, **shape, exact_window=_WINDOW)
 
 
 def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str] | None:
@@ -86,15 +75,18 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str] | Non
     loops = [loop for loop in kernel.loops if loop["HGMMA"]]
     if not loops:
         return None
-    kinds = {"update": _update, "norms": _norms}
-    predicted = _quartic if name.startswith("quartic_") else kinds.get(name, _square)
-    found, cycles = predicted(name.removeprefix("quartic_"), case, loops)
+    if name.startswith("quartic_"):
+        found, cycles = _quartic(name.removeprefix("quartic_"), case, loops)
+    elif name in ("update", "norms"):
+        found, cycles = (_update if name == "update" else _norms)(case, loops[0])
+    else:
+        found, cycles = _square(name, case, loops)
     return found, f"{1e3 * cycles / h100.SUSTAINED_HERTZ:.2f} ms"
 
 
-def _update(_, case, loops):
+def _update(case, counts):
     """Predicts the update of p = 2. A step is 64 tokens."""
-    config, layout, counts = _config(case), square.Layout(h100.parsed(case)["d"]), loops[0]
+    config, layout = _config(case), square.Layout(h100.parsed(case)["d"])
     scalars = config.update_scalars * len(layout.section)
     tensor = config.update_scalars // 2 * 2 * layout.section_width
     # 64 tokens of 16 bits per row. Every warpgroup reads the values, and a vector per scalar in eight parts per warp.
@@ -110,14 +102,14 @@ def _update(_, case, loops):
     return [h100.Loop("tokens", counts, tensor)], rounds * h100.TIME / config.segments / configs.BLOCK * step
 
 
-def _norms(_, case, loops):
+def _norms(case, counts):
     """Predicts the normalizers of p = 2. A step is 64 tokens, with a product for each term."""
     head_dim = h100.parsed(case)["d"]
     tensor = max(head_dim, configs.BLOCK) // configs.BLOCK * 4 * head_dim
     # Keys and weights fill the ring.
     filled = 2 * configs.BLOCK * head_dim + 4 * configs.BLOCK
     rounds = h100.HEADS * h100.TIME / configs.BLOCK / h100.MULTIPROCESSORS
-    return [h100.Loop("tokens", loops[0], tensor)], rounds * max(tensor, filled / h100.CACHE_BYTES)
+    return [h100.Loop("tokens", counts, tensor)], rounds * max(tensor, filled / h100.CACHE_BYTES)
 
 
 def _square(name, case, loops):
@@ -134,26 +126,18 @@ def _square(name, case, loops):
         count, waits, near_waits, labels = config.query_blocks, config.parts, 3, ("states", "keys")
         far = next(loop for loop in loops if loop["HMUL2"] and not loop["MUFU"])
         instructions, near = far["instructions"], 2 * head_dim + 4 * value_dim
-        # A single block of keys has no loop of its own.
-        products = head_dim // 16 + 8
-        keys = next((loop for loop in loops if loop["MUFU"] and loop["HGMMA"] == products), None)
-        keys = keys if chunk > configs.BLOCK else None
+        inner = (loop for loop in loops if loop["MUFU"] and loop["HGMMA"] == head_dim // 16 + 8)
+        keys = next(inner) if chunk > configs.BLOCK else None  # a single block has no loop of its own
     elif name == "query_vjp":
         count, waits, near_waits = config.query_vjp_blocks, config.query_vjp_parts, 2
         labels, rounds = ("states", "keys"), layout.sections / config.query_vjp_groups
-        far, keys = (
-            next(loop for loop in loops if loop["FFMA"] and not loop["MUFU"]),
-            next(loop for loop in loops if loop["MUFU"]),
-        )
+        far = next(loop for loop in loops if loop["FFMA"] and not loop["MUFU"])
+        keys = next(loop for loop in loops if loop["MUFU"])
         instructions, near = far["instructions"] * rounds, 2 * (head_dim + value_dim) + 4 * head_dim
         issued, busy = instructions, keys["instructions"]
     else:  # one kernel for both gradients, or one for each
-        count, parts, near_waits, labels = (
-            config.key_vjp_blocks,
-            config.key_vjp_parts,
-            3,
-            ("dual states", "queries"),
-        )
+        count, parts, near_waits = config.key_vjp_blocks, config.key_vjp_parts, 3
+        labels = "dual states", "queries"
         key, value = name == "key_vjp", config.key_vjp_together or name == "value_vjp"
         read = [loop for loop in loops if loop["HMUL2" if value else "FFMA"] and not loop["MUFU"]][:parts]
         far = {kind: sum(loop[kind] for loop in read) for kind in read[0]}
