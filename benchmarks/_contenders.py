@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from benchmarks import _rows, _timing
-from benchmarks._shapes import CONTENDERS, WINDOW, Row
+from benchmarks import _timing
+from benchmarks._shapes import WINDOW, Row
 from pallas_kernels.check import supervisor
 from sympow_jax import ops
 from sympow_jax.training import summary
@@ -30,18 +30,13 @@ class WrongResult(Exception):
 
 
 class Prepared(NamedTuple):
-    """A contender that has been compiled, run and checked.
+    """A contender that has been compiled, run and checked."""
 
-    sample: times a given number of calls. error: relative RMS error of the values. memory: peak bytes of a call,
-    arguments included, or None if unknown. kernels: returns the seconds of each kernel of one call, or None if
-    unknown. steps: number of timed operations in one call.
-    """
-
-    sample: Callable[[int], _timing.Sample]
-    error: float
-    memory: int | None
-    kernels: Callable[[], dict[str, float] | None]
-    steps: int = 1
+    sample: Callable[[int], _timing.Sample]  # times a number of calls
+    error: float  # relative RMS error of the values
+    memory: int | None  # peak bytes of a call, arguments included, if known
+    kernels: Callable[[], dict[str, float] | None]  # returns the seconds of each kernel of a call, if known
+    steps: int = 1  # timed operations in a call
 
 
 def _prepared(program: jax.stages.Compiled, inputs: list[tuple], error: float, *, steps: int = 1) -> Prepared:
@@ -61,27 +56,36 @@ def prepare(row: Row) -> Prepared:
     """
     if row.mode == "step":
         return _prepare_step(row)
-    contender = _CONTENDERS[row.contender](row)
+    contender, formula = _contender(row)
     inputs = [draw(row, seed) for seed in range(2)]
     if row.mode == "training":
-        call = _both_passes(contender.call)
-        inputs = [(*arguments, _cotangent(row)) for arguments in inputs]
-        program, (result, gradients) = _run(call, *inputs[0])
+        call = _both_passes(contender)
+        inputs = [(*arguments, draw(row, 7)[0]) for arguments in inputs]
+        program, (out, gradients) = _run(call, *inputs[0])
         _require_finite(gradients)
         arguments = inputs[0]
         if row.time > GRADIENT_TIME:
             shorter = dataclasses.replace(row, time=GRADIENT_TIME, batch=1)
-            arguments = (*draw(shorter, 3), _cotangent(shorter))
+            arguments = (*draw(shorter, 3), draw(shorter, 7)[0])
             _, (_, gradients) = _run(call, *arguments)
-        _check_gradients(contender, arguments, gradients)
+        # Gradients of the batch's last sequence. Softmax attention has no gates here: their gradient is zero.
+        exact = [x[-1:].astype(jnp.float32) for x in arguments]
+        _, (_, expected) = _run(_both_passes(formula), *exact)
+        for name, found, wanted in zip(ARGUMENTS, gradients, expected, strict=True):
+            if bool(jnp.any(wanted)):
+                require_close(f"the gradient of {name}", float(rms_error(found[-1:], wanted)), GRADIENT_BOUND)
     else:
-        program, result = _run(contender.call, *inputs[0])
-    out = contender.output(result)
+        program, out = _run(contender, *inputs[0])
     _require_finite(out)
-    # Rows at the end and in the middle of the sequence.
+
+    def row_error(end, arguments, out):
+        """Returns the RMS error of the rows just before `end`, which attend to all earlier keys."""
+        query, key, value, log_decay = (x[-1:, :end].astype(jnp.float32) for x in arguments[:4])
+        return rms_error(out[-1:, max(end - ROWS, 0) : end], formula(query[:, -ROWS:], key, value, log_decay))
+
+    # Rows at the end and in the middle of the batch's last sequence.
     ends = (row.time // 2 + 1, row.time)
-    errors = [_run(functools.partial(_row_error, contender.formula, end), inputs[0], out)[1] for end in ends]
-    error = float(max(errors))
+    error = float(max(_run(functools.partial(row_error, end), inputs[0], out)[1] for end in ends))
     require_close("the output", error, VALUE_BOUND)
     return _prepared(program, inputs, error)
 
@@ -102,111 +106,46 @@ def draw(row: Row, seed: int) -> tuple[jax.Array, ...]:
     return *vectors, jax.nn.log_sigmoid(gate)
 
 
-def _cotangent(row: Row) -> jax.Array:
-    return draw(row, 7)[0]
+def _contender(row: Row) -> tuple[Callable, Callable]:
+    """Returns a contender, of query, key, value and log_decay, and its float32 formula.
 
-
-class _Contender(NamedTuple):
-    """A contender for one shape.
-
-    call: runs it on query, key, value and log_decay. formula: its float32 reference. output: extracts the values from
-    the result of `call`.
+    Raises NotImplementedError if it needs a package or a device that is not there.
     """
-
-    call: Callable
-    formula: Callable
-    output: Callable = lambda result: result
-
-
-def _op(form, implementation):
-    def build(row):
+    form, _, implementation = row.contender.partition("/")
+    if form in ("attention", "chunked"):
         options = {"form": form, "implementation": implementation, "chunk_size": row.chunk}
 
-        def call(query, key, value, log_decay):
+        def power(query, key, value, log_decay):
             return ops.power_attention(
                 query, key, value, power=row.power, log_decay=log_decay, exact_window=WINDOW, **options
             )
 
-        return _Contender(call, _power(row.power))
+        return power, _power(row.power)
+    if implementation == "cudnn":
+        if jax.default_backend() != "gpu":
+            raise NotImplementedError("cuDNN needs a GPU")
+        attend, name = jax.nn.dot_product_attention, "cudnn"
+    else:
+        module = "tokamax" if implementation == "tokamax" else "jla.ops"
+        try:
+            peer = importlib.import_module(module)
+        except ImportError as error:
+            package = implementation or row.contender
+            raise NotImplementedError(f"{package} is not installed ({error})") from error
+        if module == "jla.ops":
 
-    return build
+            def linear(query, key, value, log_decay):
+                return peer.linear_attention("simple_gla", query, key, value, g=log_decay, impl="mosaic_gpu")[
+                    0
+                ]
 
+            return linear, _linear
+        attend, name = peer.dot_product_attention, "mosaic"
 
-def _attention_kernel(row):
-    _rows.require_hopper()
-    from pallas_kernels import power_attention
+    def softmax(query, key, value, log_decay):
+        return attend(query, key, value, is_causal=True, implementation=name)
 
-    def call(query, key, value, log_decay):
-        return power_attention.power_attention(query, key, value, power=row.power, log_decay=log_decay)
-
-    return _Contender(call, _power(row.power), lambda result: result[0] / result[1][..., None])
-
-
-def _chunked_kernel(row):
-    _rows.require_hopper()
-    from pallas_kernels import power_state
-
-    def call(query, key, value, log_decay):
-        return power_state.power_state(
-            query, key, value, power=row.power, log_decay=log_decay, exact_window=WINDOW
-        )
-
-    return _Contender(call, _power(row.power), lambda result: result[0])
-
-
-def _cudnn(row):
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError("cuDNN needs a GPU")
-
-    def call(query, key, value, log_decay):
-        return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
-
-    return _Contender(call, _softmax)
-
-
-def _tokamax(row):
-    tokamax = _imported("tokamax", "tokamax")
-
-    def call(query, key, value, log_decay):
-        return tokamax.dot_product_attention(query, key, value, is_causal=True, implementation="mosaic")
-
-    return _Contender(call, _softmax)
-
-
-def _imported(module, package):
-    """Returns a module of another package; raises NotImplementedError if the package is not installed."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise NotImplementedError(f"{package} is not installed ({error})") from error
-
-
-def _softmax(query, key, value, log_decay):
-    return ops.softmax_attention(query, key, value)
-
-
-def _jax_linear_attention(row):
-    peer = _imported("jla.ops", "jax-linear-attention")
-
-    def call(query, key, value, log_decay):
-        out, _ = peer.linear_attention("simple_gla", query, key, value, g=log_decay, impl="mosaic_gpu")
-        return out
-
-    return _Contender(call, _linear)
-
-
-_CONTENDERS = {
-    "attention/mosaic_gpu": _op("attention", "mosaic_gpu"),
-    "attention/xla": _op("attention", "xla"),
-    "attention/kernel": _attention_kernel,
-    "chunked/mosaic_gpu": _op("chunked", "mosaic_gpu"),
-    "chunked/xla": _op("chunked", "xla"),
-    "chunked/kernel": _chunked_kernel,
-    "softmax/cudnn": _cudnn,
-    "softmax/tokamax": _tokamax,
-    "jax-linear-attention": _jax_linear_attention,
-}
-assert set(_CONTENDERS) < set(CONTENDERS)
+    return softmax, lambda query, key, value, log_decay: ops.softmax_attention(query, key, value)
 
 
 def _power(power):
@@ -243,25 +182,6 @@ def _both_passes(call):
         return out, pull_back(dout)
 
     return run
-
-
-def _check_gradients(contender, arguments, gradients):
-    """Compares the gradients of the batch's last sequence with those of the formula in float32."""
-    exact = [x[-1:].astype(jnp.float32) for x in arguments]
-    _, (_, expected) = _run(_both_passes(contender.formula), *exact)
-    for name, found, wanted in zip(ARGUMENTS, gradients, expected, strict=True):
-        # Softmax attention has no gates here, so their gradient is zero.
-        if bool(jnp.any(wanted)):
-            require_close(f"the gradient of {name}", float(rms_error(found[-1:], wanted)), GRADIENT_BOUND)
-
-
-def _row_error(formula, end, arguments, out):
-    """Returns the RMS error against float32 of the rows just before `end`, which attend to all earlier keys.
-
-    They are of the batch's last sequence.
-    """
-    query, key, value, log_decay = (x[-1:, :end].astype(jnp.float32) for x in arguments[:4])
-    return rms_error(out[-1:, max(end - ROWS, 0) : end], formula(query[:, -ROWS:], key, value, log_decay))
 
 
 def _prepare_step(row):

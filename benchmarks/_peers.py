@@ -39,77 +39,61 @@ def prepare(row: Row) -> Prepared:
     torch.manual_seed(0)
     # The references need exact float32 products.
     torch.backends.cuda.matmul.allow_tf32 = False
-    call, formula = _CONTENDERS[row.contender](row)
+    contender, formula = _contender(row)
     training = row.mode == "training"
     arguments = _draw(row, row.time)
-    call, out = _runner(call, arguments, training)
-    worst = _error_of_rows(formula, arguments, out)
+    dout = torch.randn_like(arguments[2])
+    for x in arguments:
+        x.requires_grad_(training)
+
+    def call():
+        with torch.set_grad_enabled(training):
+            for x in arguments:
+                x.grad = None
+            out = contender(*arguments)
+            if training:
+                out.backward(dout)
+            return out
+
+    out = call()
+    # Rows at the end and in the middle of the batch's last sequence.
+    query, key, value, log_decay = (x.detach()[-1:].float() for x in arguments)
+    worst = 0.0
+    for end in {row.time, row.time // 2 + 1}:
+        begin = max(end - ROWS, 0)
+        expected = formula(query[:, begin:end], key[:, :end], value[:, :end], log_decay[:, :end])
+        worst = max(worst, _rms_error(out.detach()[-1:, begin:end], expected))
     _contenders.require_close("the output", worst, BOUND)
     results = [out, *(x.grad for x in arguments)] if training else [out]
     if not all(bool(torch.isfinite(x).all()) for x in results):
         raise WrongResult("not every number is finite")
     if training:
-        _check_gradients(_CONTENDERS[row.contender](row)[0], formula, row)
+        # Against automatic differentiation of the formula in float32, over at least two chunks.
+        short = _draw(row, max(GRADIENT_TIME, 2 * RETENTION_CHUNK), batch=1)
+        exact = [x.float().requires_grad_() for x in short]
+        short = [x.requires_grad_() for x in short]
+        cotangent = torch.randn_like(short[2])
+        contender(*short).backward(cotangent)
+        formula(*exact).backward(cotangent.float())
+        for name, x, wanted in zip(("query", "key", "value"), short, exact, strict=False):
+            _contenders.require_close(f"the gradient of {name}", _rms_error(x.grad, wanted.grad), BOUND)
     return Prepared(functools.partial(_events, call), worst, None, lambda: None)
 
 
-def _runner(call, arguments, training):
-    """Returns a function without arguments that runs the peer, and the result of running it once."""
-    import torch
+def _contender(row: Row) -> tuple[Callable, Callable]:
+    """Returns a contender, of query, key, value and log_decay, and its float32 formula."""
+    if row.contender == "flash-linear-attention":
+        from fla.ops.simple_gla import chunk_simple_gla
 
-    if not training:
-
-        def forward():
-            with torch.no_grad():
-                return call(*arguments)
-
-        return forward, forward()
-    for x in arguments:
-        x.requires_grad_()
-    dout = torch.randn_like(arguments[2])
-
-    def both():
-        for x in arguments:
-            x.grad = None
-        out = call(*arguments)
-        out.backward(dout)
-        return out
-
-    return both, both()
-
-
-def _retention(row, *, compiled):
-    import torch
+        return lambda *arguments: chunk_simple_gla(*arguments)[0], functools.partial(_formula, power=None)
     from retention import power_retention
 
     if row.time % RETENTION_CHUNK:
         raise NotImplementedError(f"T is not a multiple of the chunk, {RETENTION_CHUNK}")
     if row.power != 2 and row.time > RETENTION_CHUNK:
         raise NotImplementedError("the chunked form of retention is of degree 2")
-
-    def call(query, key, value, log_decay):
-        return power_retention(query, key, value, log_decay, deg=row.power, chunk_size=RETENTION_CHUNK)
-
-    if compiled:
-        call = torch.compile(call, dynamic=False)
+    call = functools.partial(power_retention, deg=row.power, chunk_size=RETENTION_CHUNK)
     return call, functools.partial(_formula, power=row.power)
-
-
-def _flash_linear_attention(row):
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    def call(query, key, value, log_decay):
-        return chunk_simple_gla(query, key, value, log_decay)[0]
-
-    return call, functools.partial(_formula, power=None)
-
-
-_CONTENDERS: dict[str, Callable] = {
-    "retention": functools.partial(_retention, compiled=False),
-    "retention compiled": functools.partial(_retention, compiled=True),
-    "flash-linear-attention": _flash_linear_attention,
-}
-assert set(_CONTENDERS) == set(PEERS)
 
 
 def _draw(row, time, batch=None):
@@ -140,31 +124,6 @@ def _formula(query, key, value, log_decay, *, power):
     weights = difference.exp().float() * (scores**power if power else scores / math.sqrt(key.shape[-1]))
     out = torch.einsum("bnts,bsne->btne", weights, value)
     return out / weights.sum(-1).movedim(1, 2)[..., None] if power else out
-
-
-def _error_of_rows(formula, arguments, out):
-    """Returns the larger error of the rows at the end and in the middle of the batch's last sequence."""
-    query, key, value, log_decay = (x.detach()[-1:].float() for x in arguments)
-    time, worst = query.shape[1], 0.0
-    for end in {time, time // 2 + 1}:
-        begin = max(end - ROWS, 0)
-        expected = formula(query[:, begin:end], key[:, :end], value[:, :end], log_decay[:, :end])
-        worst = max(worst, _rms_error(out.detach()[-1:, begin:end], expected))
-    return worst
-
-
-def _check_gradients(call, formula, row):
-    """Compares gradients with automatic differentiation of the formula in float32, over at least two chunks."""
-    import torch
-
-    arguments = _draw(row, max(GRADIENT_TIME, 2 * RETENTION_CHUNK), batch=1)
-    exact = [x.float().requires_grad_() for x in arguments]
-    arguments = [x.requires_grad_() for x in arguments]
-    dout = torch.randn_like(arguments[2])
-    call(*arguments).backward(dout)
-    formula(*exact).backward(dout.float())
-    for name, x, wanted in zip(("query", "key", "value"), arguments, exact, strict=False):
-        _contenders.require_close(f"the gradient of {name}", _rms_error(x.grad, wanted.grad), BOUND)
 
 
 def _rms_error(actual, expected) -> float:

@@ -12,7 +12,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -44,15 +44,14 @@ def in_processes(
 
     Args:
         rows: descriptions, to which the results are added.
-        command: prints the result of a row, which is added to it as `--row=JSON`, by `print_result`.
+        command: prints the result of a row, which is added to it as `--row=JSON`, by `measure_rows`.
         seconds: time limit of a row that is measured alone. Each of the other processes at once adds a quarter, since
             a row waits for the device while they use it.
         deadline: value of `time.monotonic` at which running rows are ended and after which none begins.
         jobs: number of processes at once. They compile at the same time, but take turns on the device.
     """
-    names = [json.dumps(row) for row in rows]
     outcomes = supervisor.run_all(
-        names,
+        [json.dumps(row) for row in rows],
         lambda name: [*command, f"--row={name}"],
         seconds=seconds * (1 + (jobs - 1) / 4),
         deadline=deadline,
@@ -92,112 +91,6 @@ def read_options(parser: argparse.ArgumentParser, arguments: Sequence[str] | Non
     return options
 
 
-def make_report(
-    benchmark: str,
-    rows: Sequence[dict],
-    measure: Callable[[dict], dict],
-    options: argparse.Namespace,
-    *,
-    seconds: float,
-    most_seconds: float = float("inf"),
-    name: str | None = None,
-    smoke_device: Callable[[], dict] | None = None,
-    rates: Callable[[dict, dict], dict] | None = None,
-) -> dict:
-    """Measures rows on the GPU and returns the report, which is written to `report_path` after each row.
-
-    With --smoke, rows are measured in this process, on any device. With --resume, rows of the file at --out that were
-    measured or failed are kept. A row is also one line on standard error, and may have a `machine`, which is added to
-    that of the report. Exits with one line if there is no GPU, or if the file is of another device.
-
-    Args:
-        benchmark: module that measures a row with the flag `--row`, see `print_result`.
-        rows: descriptions of all rows.
-        measure: measures a row in this process.
-        options: parsed by `read_options`.
-        seconds: time limit of a row, see `in_processes`.
-        most_seconds: without --minutes, no row begins after this time.
-        name: name of the results without --out, see `report_path`.
-        smoke_device: describes the device with --smoke, as `print_result` does otherwise.
-        rates: what is added to a measured row, given the description of the device.
-    """
-    end = time.monotonic() + (most_seconds if options.minutes is None else 60 * options.minutes)
-    command = (sys.executable, "-m", benchmark)
-    if options.smoke:
-        device = smoke_device() if smoke_device else {"machine": machine()}
-    else:
-        device, *_ = in_processes([_DEVICE], command, seconds=seconds)
-        if "note" in device:
-            sys.exit(f"{benchmark} measures on a GPU: {device['note']}; --smoke runs tiny shapes without one")
-        device = {name: device[name] for name in ("machine", "ceilings") if name in device}
-    here = device["machine"]["device"]
-
-    # Rows of an earlier report are finished unless there was no time for them.
-    before: dict = {"rows": []}
-    if options.resume and options.out.exists():
-        before = json.loads(options.out.read_text())
-        if (there := before["machine"]["device"]) != here:
-            sys.exit(f"{options.out} has rows of {there} and this is {here}; use another --out")
-    finished, missing = [], []
-    for row in rows:
-        found = next((old for old in before["rows"] if old.items() >= row.items()), None)
-        if found is None or found.get("note") == NO_TIME:
-            missing.append(row)
-        else:
-            finished.append(found | {"machine": before["machine"]})
-    measured: Iterable[dict]
-    if options.smoke:
-        measured = (row | _measured_here(row, measure) for row in missing)
-    else:
-        measured = in_processes(missing, command, seconds=seconds, deadline=end, jobs=options.jobs)
-
-    path, report = report_path(options, name, here), {**device, "rows": []}
-    for row in itertools.chain(finished, measured):
-        if rates is not None:
-            row = row | rates(row, device)
-        report["machine"] = report["machine"] | row.get("machine", {})
-        report["rows"].append({name: value for name, value in row.items() if name != "machine"})
-        write(path, report)
-        short = {
-            name: value for name, value in report["rows"][-1].items() if isinstance(value, str | int | float)
-        }
-        print(f"row {len(report['rows'])}: {json.dumps(short)}"[:_LINE], file=sys.stderr, flush=True)
-    return report
-
-
-def _measured_here(row: dict, measure: Callable[[dict], dict]) -> dict:
-    """Returns the results of a row, measured in this process, or a note if that failed."""
-    try:
-        return measure(row)
-    except Exception as error:
-        return {"note": _one_line(error)}
-
-
-def print_result(
-    measure: Callable[[dict], dict], row: str, *, device: Callable[[], dict] | None = None
-) -> None:
-    """Measures a row, given as JSON, for `in_processes`; exits with a failure's message as one line.
-
-    Args:
-        measure: measures a row.
-        row: description of the row, or {"device": true} for the device.
-        device: describes the device; by default the `machine`, with a GPU.
-    """
-    device = device or (lambda: {"machine": machine(gpu=True)})
-    try:
-        described = json.loads(row)
-        result = device() if described == _DEVICE else measure(described)
-    except Exception as error:
-        sys.exit(_one_line(error))
-    print(supervisor.RESULT + json.dumps(result | _JUDGED), flush=True)
-
-
-def _one_line(error: Exception) -> str:
-    text = (str(error).strip().splitlines() or [""])[0][:200]
-    # The message of what is not supported explains itself; others need their type's name.
-    return text if isinstance(error, NotImplementedError) and text else f"{type(error).__name__}: {text}"
-
-
 def machine(*, gpu: bool = False) -> dict[str, Any]:
     """Returns the device and the package versions; raises NotImplementedError if it should be a GPU and is not."""
     device = jax.devices()[0]
@@ -213,6 +106,103 @@ def machine(*, gpu: bool = False) -> dict[str, Any]:
         "cudnn": version("nvidia-cudnn-cu13") or version("nvidia-cudnn-cu12"),
         "jax-linear-attention": version("jax-linear-attention"),
     }
+
+
+def _machine_alone(smoke: bool) -> dict:
+    return {"machine": machine(gpu=not smoke)}
+
+
+def measure_rows(
+    benchmark: str,
+    rows: Sequence[dict],
+    measure: Callable[[dict], dict],
+    options: argparse.Namespace,
+    *,
+    seconds: float,
+    most_seconds: float = float("inf"),
+    name: str | None = None,
+    device: Callable[[bool], dict] = _machine_alone,
+    rates: Callable[[dict, dict], dict] = lambda row, device: {},
+) -> dict:
+    """Measures rows on the GPU and returns the report, which is written as JSON after each row.
+
+    With --smoke, rows are measured in this process, on any device. With --resume, rows of the file at --out that were
+    measured or failed are kept. A row is also one line on standard error, and may have a `machine`, which is added to
+    that of the report. Exits with one line if there is no GPU, or if the file is of another device. With --row, prints
+    the result of that row for `in_processes`, and exits.
+
+    Args:
+        benchmark: module that measures a row with the flag `--row`.
+        rows: descriptions of all rows.
+        measure: measures a row in this process.
+        options: parsed by `read_options`.
+        seconds: time limit of a row, see `in_processes`.
+        most_seconds: without --minutes, no row begins after this time.
+        name: without --out and --smoke, results are written to `benchmarks/results/<name>-<device>.json`.
+        device: describes the device, with its `machine`, given whether --smoke is set.
+        rates: what is added to a measured row, given the description of the device.
+    """
+    if options.row:
+        row = json.loads(options.row)
+        try:
+            result = device(False) if row == _DEVICE else measure(row)
+        except Exception as error:
+            sys.exit(_one_line(error))
+        print(supervisor.RESULT + json.dumps(result | _JUDGED), flush=True)
+        sys.exit()
+    end = time.monotonic() + (most_seconds if options.minutes is None else 60 * options.minutes)
+    command = (sys.executable, "-m", benchmark)
+    if options.smoke:
+        described = device(True)
+    else:
+        described, *_ = in_processes([_DEVICE], command, seconds=seconds)
+        if "note" in described:
+            sys.exit(
+                f"{benchmark} measures on a GPU: {described['note']}; --smoke runs tiny shapes without one"
+            )
+        described = {name: described[name] for name in ("machine", "ceilings") if name in described}
+    here, path = described["machine"]["device"], options.out
+    if path is None and name is not None and not options.smoke:
+        path = RESULTS / f"{name}-{re.sub(r'[^a-z0-9]+', '-', here.lower()).strip('-')}.json"
+
+    # Rows of an earlier report are finished unless there was no time for them.
+    before: dict = {"rows": []}
+    if options.resume and options.out.exists():
+        before = json.loads(options.out.read_text())
+        if (there := before["machine"]["device"]) != here:
+            sys.exit(f"{options.out} has rows of {there} and this is {here}; use another --out")
+    finished, missing = [], []
+    for row in rows:
+        found = next((old for old in before["rows"] if old.items() >= row.items()), None)
+        if found is None or found.get("note") == NO_TIME:
+            missing.append(row)
+        else:
+            finished.append(found | {"machine": before["machine"]})
+
+    def measured_here(row: dict) -> dict:
+        try:
+            return row | measure(row)
+        except Exception as error:
+            return row | {"note": _one_line(error)}
+
+    measured: Iterable[dict] = map(measured_here, missing)
+    if not options.smoke:
+        measured = in_processes(missing, command, seconds=seconds, deadline=end, jobs=options.jobs)
+    report: dict = {**described, "rows": []}
+    for row in itertools.chain(finished, measured):
+        row = row | rates(row, described)
+        report["machine"] = report["machine"] | row.pop("machine", {})
+        report["rows"].append(row)
+        write(path, report)
+        short = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
+        print(f"row {len(report['rows'])}: {json.dumps(short)}"[:_LINE], file=sys.stderr, flush=True)
+    return report
+
+
+def _one_line(error: Exception) -> str:
+    text = (str(error).strip().splitlines() or [""])[0][:200]
+    # The message of what is not supported explains itself; others need their type's name.
+    return text if isinstance(error, NotImplementedError) and text else f"{type(error).__name__}: {text}"
 
 
 def require_hopper() -> None:
@@ -240,28 +230,36 @@ def write(path: pathlib.Path | None, report: dict) -> None:
             draft.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def report_path(options: argparse.Namespace, name: str | None, device: str) -> pathlib.Path | None:
-    """Returns --out or, for a full run whose results have a name, `benchmarks/results/<name>-<device>.json`."""
-    if options.out is not None or options.smoke or name is None:
-        return options.out
-    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return RESULTS / f"{name}-{slug}.json"
+def say(row: dict) -> None:
+    """Prints a row, its names and values, in one line."""
+    values = (
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in row.items()
+    )
+    print(", ".join(values), flush=True)
 
 
-def print_tables(report: dict, tables: Iterable[rich.table.Table]) -> None:
-    """Prints the machine and the ceilings of a report, then the tables."""
-    console = rich.console.Console(width=None if sys.stdout.isatty() else 200)
-    console.print(", ".join(f"{name} {value}" for name, value in report["machine"].items() if value))
+def print_machine(report: dict) -> None:
+    """Prints the machine and the ceilings of a report."""
+    print(", ".join(f"{name} {value}" for name, value in report["machine"].items() if value))
     for name, rate in report.get("ceilings", {}).items():
-        console.print(f"measured here: {rate:.4g} {name} per second")
-    for table in tables:
-        console.print(table)
+        print(f"measured here: {rate:.4g} {name} per second")
 
 
-def make_table(title: str, columns: Iterable[str], texts: Collection[str]) -> rich.table.Table:
-    """Returns a table without rows; those of its columns that are `texts` are aligned to the left."""
+def print_table(title: str, rows: Iterable[dict], columns: Mapping[str, tuple]) -> None:
+    """Prints rows as a table. Each header has the name of a value, its format and, optionally, a factor.
+
+    A value that a row lacks, or that is None, is a dash. Columns without a format have text, aligned to the left.
+    """
     table = rich.table.Table(title=title)
-    for column in columns:
-        wraps = column.endswith("note")
-        table.add_column(column, justify="left" if column in texts else "right", no_wrap=not wraps)
-    return table
+    for header, (_, how, *_) in columns.items():
+        table.add_column(header, justify="right" if how else "left", no_wrap=not header.endswith("note"))
+    for row in rows:
+        cells = []
+        for name, how, *factor in columns.values():
+            value = row.get(name)
+            if value is not None:
+                value = (how or "{}").format(value * factor[0] if factor else value)
+            cells.append(value or "-")
+        table.add_row(*cells)
+    rich.console.Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -5,16 +5,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sympow_jax import ops
+from sympow_jax.ops import cost
 
 WINDOW = 64
 
 # The form whose FLOPs each contender is credited with; softmax attention multiplies as the attention form does.
 CONTENDERS = {
     "attention/mosaic_gpu": "attention",
-    "attention/kernel": "attention",
     "attention/xla": "attention",
     "chunked/mosaic_gpu": "chunked",
-    "chunked/kernel": "chunked",
     "chunked/xla": "chunked",
     "step/mosaic_gpu": "step",
     "step/xla": "step",
@@ -22,15 +21,10 @@ CONTENDERS = {
     "softmax/tokamax": "attention",
     "jax-linear-attention": "linear",
     "retention": "chunked",
-    "retention compiled": "chunked",
     "flash-linear-attention": "linear",
 }
 # Contenders that run in PyTorch, and the modules they need.
-PEERS = {
-    "retention": ("torch", "retention"),
-    "retention compiled": ("torch", "retention"),
-    "flash-linear-attention": ("torch", "fla"),
-}
+PEERS = {"retention": ("torch", "retention"), "flash-linear-attention": ("torch", "fla")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,15 +57,17 @@ def flops(row: Row) -> float | None:
     form = CONTENDERS[row.contender]
     if form == "step":
         return None
-    pairs = {"attention": row.time / 2, "chunked": 128 / 2 + WINDOW, "linear": 64 / 2}[form]
-    features = {
-        "attention": 0,
-        "chunked": ops.symmetric_power_dim(row.head_dim, row.power),
-        "linear": row.head_dim,
-    }[form]
-    # Two products over pairs forward and five backward; over features, two and four.
-    over_pairs, over_features = (7, 6) if row.mode == "training" else (2, 2)
-    per_token = 2 * row.head_dim * (over_pairs * pairs + over_features * features)
+    power, chunk, window = (1, 64, 0) if form == "linear" else (row.power, 128, WINDOW)
+    per_token = cost.flops_per_token(
+        "attention" if form == "attention" else "chunked",
+        time=row.time,
+        head_dim=row.head_dim,
+        value_dim=row.head_dim,
+        power=power,
+        chunk=chunk,
+        exact_window=window,
+        backward=row.mode == "training",
+    )
     return row.batch * row.heads * row.time * per_token
 
 
@@ -90,14 +86,18 @@ def step_bytes(row: Row) -> float:
 def _rows(
     part: str, contenders: Iterable[str], *, modes=("forward",), times: Iterable[int], **sizes
 ) -> list[Row]:
-    """Returns a row for each contender in each mode at each time, except for kernels that have no derivative."""
+    """Returns a row for each contender in each mode at each time."""
     return [
         Row(part=part, contender=contender, mode=mode, time=time, **sizes)
         for mode in modes
         for time in times
         for contender in contenders
-        if mode != "training" or not contender.endswith("/kernel")
     ]
+
+
+_STEPS = 256
+_STEP = ("step/mosaic_gpu", "step/xla")
+_PEERS = ("jax-linear-attention", "softmax/tokamax", "retention", "flash-linear-attention")
 
 
 def _brief() -> Iterator[Row]:
@@ -130,62 +130,29 @@ def _brief() -> Iterator[Row]:
     yield from _rows("brief", (softmax,), times=(1_048_576,))
 
 
-_ALL: dict[str, Any] = {"modes": ("forward", "training"), "times": tuple(2**n for n in range(10, 19))}
-_STEPS = 256
-_ATTENTION = ("attention/mosaic_gpu", "attention/kernel", "attention/xla", "softmax/cudnn")
-_CHUNKED = ("chunked/mosaic_gpu", "chunked/kernel", "chunked/xla", "softmax/cudnn")
-_STEP = ("step/mosaic_gpu", "step/xla")
-_PEERS = (
-    "jax-linear-attention",
-    "softmax/tokamax",
-    "retention",
-    "retention compiled",
-    "flash-linear-attention",
-)
 PARTS = {
-    "attention": [
-        row
-        for power in (2, 4)
-        for head_dim in (64, 128)
-        for row in _rows("attention", _ATTENTION, power=power, head_dim=head_dim, **_ALL)
-    ],
-    "chunked": [
-        row
-        for power, head_dim in ((2, 64), (2, 32), (2, 128), (4, 16), (4, 32))
-        for row in _rows("chunked", _CHUNKED, power=power, head_dim=head_dim, **_ALL)
-    ],
-    "step": [
-        row
-        for batch in (64, 1)
-        for row in _rows("step", _STEP, modes=("step",), batch=batch, times=(_STEPS,))
-    ],
-    "peers": _rows("peers", ("chunked/mosaic_gpu", "softmax/cudnn", *_PEERS), **_ALL),
+    "brief": list(_brief()),
+    "peers": _rows(
+        "peers",
+        ("chunked/mosaic_gpu", "softmax/cudnn", *_PEERS),
+        modes=("forward", "training"),
+        times=tuple(2**n for n in range(10, 19)),
+    ),
     # Chunks that the cost model compares. None is its choice, so the table shows whether another is faster.
     "chunks": [
-        row
+        Row(
+            part="chunks", contender="chunked/mosaic_gpu", mode="training", head_dim=d, chunk=chunk, time=time
+        )
         for time in (65_536, 8192, 262_144)
-        for head_dim, chunks in (
-            (64, (384, 768, 1152, 1536)),
-            (32, (192, 384, 768)),
-            (128, (512, 1024, 2048)),
-        )
+        for d, chunks in {64: (384, 768, 1152, 1536), 32: (192, 384, 768), 128: (512, 1024, 2048)}.items()
         for chunk in (None, *chunks)
-        for row in _rows(
-            "chunks",
-            ("chunked/mosaic_gpu",),
-            modes=("training",),
-            head_dim=head_dim,
-            chunk=chunk,
-            times=(time,),
-        )
     ],
-    "brief": list(_brief()),
 }
 # Every kind of row, on shapes small enough for a CPU.
 _SMALL: dict[str, Any] = {"heads": 2, "head_dim": 8, "times": (128,)}
 SMOKE = [
-    *_rows("attention", _ATTENTION, modes=("training",), power=4, **_SMALL),
-    *_rows("chunked", _CHUNKED, **_SMALL),
-    *_rows("step", _STEP, modes=("step",), batch=2, heads=2, head_dim=8, times=(160,)),
+    *_rows("brief", ("attention/mosaic_gpu", "attention/xla"), modes=("training",), power=4, **_SMALL),
+    *_rows("brief", ("chunked/mosaic_gpu", "chunked/xla", "softmax/cudnn"), **_SMALL),
+    *_rows("brief", _STEP, modes=("step",), batch=2, heads=2, head_dim=8, times=(160,)),
     *_rows("peers", _PEERS, **_SMALL),
 ]

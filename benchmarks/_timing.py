@@ -52,12 +52,12 @@ def samples(sampler: Callable[[int], Sample]) -> list[Sample]:
     return [sampler(calls) for _ in range(rounds)]
 
 
-def medians(calls: Mapping[str, Callable], rounds: int) -> dict[str, float]:
+def medians[Key](calls: Mapping[Key, Callable], rounds: int) -> dict[Key, float]:
     """Returns the median seconds of each argumentless call; compiles first, then takes turns and blocks on each.
 
     Each is called once untimed in its turn: after a call that has freed gigabytes, the next one waits for its memory.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    seconds: dict[Key, list[float]] = {name: [] for name in calls}
     for call in calls.values():
         jax.block_until_ready(call())
     for _ in range(rounds):

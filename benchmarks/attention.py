@@ -1,6 +1,6 @@
 """Times one of this project's attention kernels against JAX's softmax attention on this machine, in one run.
 
-    uv run python -m benchmarks.attention [--kernel=power|linear|expressive] [--out=FILE.json] [--quick]
+    uv run python -m benchmarks.attention [--kernel=power|linear|expressive] [--out=FILE.json]
 
 Inputs are float32, batch 1, 4 heads. It needs Linux. `power` has p = 2 and gates, `linear` the feature map elu + 1;
 `expressive` has no options. Times are medians of several calls of compiled functions. The two take turns, so a change
@@ -43,7 +43,6 @@ def main() -> None:
     parser = _rows.make_parser(__doc__)
     parser.add_argument("--kernel", choices=KERNELS, default="power")
     parser.add_argument("--out", type=pathlib.Path, help="write the rows here as JSON")
-    parser.add_argument("--quick", action="store_true", help="lengths up to 2,048")
     parser.add_argument("--million", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.million:
@@ -53,11 +52,11 @@ def main() -> None:
     rows = []
     for head_dim, lengths in LENGTHS.items():
         for length in lengths:
-            if length <= (2048 if arguments.quick else LONGEST[arguments.kernel]):
+            if length <= LONGEST[arguments.kernel]:
                 rows.append(_compare(arguments.kernel, length, head_dim, repeats=15 if length <= 4096 else 3))
     settings = {"batch": 1, "heads": HEADS, "kernel": arguments.kernel}
     report = {"machine": _rows.machine(), "settings": settings, "rows": rows}
-    if not arguments.quick and arguments.kernel in RECURRENT:
+    if arguments.kernel in RECURRENT:
         command = [sys.executable, "-m", "benchmarks.attention", "--million", f"--kernel={arguments.kernel}"]
         report["million_tokens"] = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
     _print(report)
@@ -102,30 +101,22 @@ def _million_tokens(kernel: str) -> dict:
 
 def _print(report: dict) -> None:
     kernel = report["settings"]["kernel"]
-    columns = (
-        "T",
-        "D",
-        f"{kernel} fwd",
-        "softmax fwd",
-        "ratio",
-        f"{kernel} fwd+bwd",
-        "softmax fwd+bwd",
-        "ratio",
-        "us/token fwd+bwd",
-    )
-    table = _rows.make_table(f"seconds, float32, b1 n{HEADS}, {kernel}", columns, ())
+    columns: dict[str, tuple] = {"T": ("length", "{:,}"), "D": ("head_dim", "{}")}
+    for title in ("fwd", "fwd+bwd"):
+        columns[f"{kernel} {title}"] = (f"{kernel} {title}", "{:.4f}")
+        columns[f"softmax {title}"] = (f"softmax {title}", "{:.4f}")
+        columns[f"ratio {title}"] = (f"ratio {title}", "{:.1f}")
+    columns["us/token fwd+bwd"] = ("per token", "{:.1f}", 1e6)
+    rows = []
     for row in report["rows"]:
-        seconds = row["seconds"]
-        cells = [f"{row['length']:,}", str(row["head_dim"])]
-        for suffix in ("", "_grad"):
-            ours, theirs = seconds[kernel + suffix], seconds.get("softmax" + suffix)
-            cells += [
-                f"{ours:.4f}",
-                f"{theirs:.4f}" if theirs else "-",
-                f"{theirs / ours:.1f}" if theirs else "-",
-            ]
-        table.add_row(*cells, f"{1e6 * seconds[kernel + '_grad'] / row['length']:.1f}")
-    _rows.print_tables(report, [table])
+        shown, seconds = dict(row), row["seconds"]
+        for suffix, title in (("", "fwd"), ("_grad", "fwd+bwd")):
+            shown[f"{kernel} {title}"] = ours = seconds[kernel + suffix]
+            if theirs := seconds.get("softmax" + suffix):
+                shown |= {f"softmax {title}": theirs, f"ratio {title}": theirs / ours}
+        rows.append(shown | {"per token": ours / row["length"]})
+    _rows.print_machine(report)
+    _rows.print_table(f"seconds, float32, b1 n{HEADS}, {kernel}", rows, columns)
     if million := report.get("million_tokens"):
         print(
             f"forward over {million['length']:,} tokens (b1 n1 D=32): {million['seconds']:.1f} s, "

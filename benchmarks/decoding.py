@@ -1,19 +1,17 @@
 """Measures the time per decoded token and the state size of power and softmax attention.
 
-    uv run python -m benchmarks.decoding --out=DIR [--brief]
+    uv run python -m benchmarks.decoding --out=DIR
 
 It compares two models of the same size after prompts of 64 to 65,536 tokens. Their parameters are random, since no
 measured number depends on them. Tokens are decoded in compiled blocks, as in `generation.generate`. No prompt is
 computed, since the values of a state do not matter either: decoding starts from a state of the right size, which is the
 recurrent state or a KV cache. Models and lengths take turns and times are medians, so a change of the machine's speed
 affects all. The prefill of real prompts is timed against the forward pass of training, loss included, on the same
-tokens. `--brief` uses a smaller model and lengths up to 1,024. Writes `decoding.json` and `decoding.png`.
+tokens. Writes `decoding.json` and `decoding.png`.
 """
 
 import dataclasses
 import pathlib
-import statistics
-import time
 from collections.abc import Sequence
 
 import jax
@@ -31,59 +29,39 @@ PREFILLED = (4096, 65_536)
 BLOCK = 64  # tokens between two folds, so that each block has one
 ROUNDS = 7
 MODEL = {"vocab_size": 256, "layers": 2, "width": 128, "heads": 4, "dtype": "float32"}
-BRIEF_MODEL = {"vocab_size": 64, "layers": 1, "width": 32, "heads": 2, "dtype": "float32"}
-BRIEF_LENGTHS = (64, 256, 1024)
-BRIEF_PREFILLED = (1024,)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints the results and writes them to files."""
     parser = _rows.make_parser(__doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the folder to write to")
-    parser.add_argument("--brief", action="store_true", help="a small model and lengths up to 1,024")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    sizes, lengths = (BRIEF_MODEL, BRIEF_LENGTHS) if options.brief else (MODEL, LENGTHS)
-    rounds = 3 if options.brief else ROUNDS
-    rows = measure(sizes, lengths, rounds=rounds)
-    for row in rows:
-        kind = "keys kept" if row["kept"] else "recurrent"
-        print(
-            f"{row['preset']:>10} after {row['length']:>6,}: {1e6 * row['seconds']:9.1f} us/token, "
-            f"{row['state_bytes'] / 2**20:7.2f} MiB, {kind}"
-        )
-    prefills = [
-        measure_prefill(PRESETS[0], sizes, length, rounds=rounds)
-        for length in (BRIEF_PREFILLED if options.brief else PREFILLED)
-    ]
-    for row in prefills:
-        print(
-            f"{row['preset']:>10} prefill of {row['length']:>6,}: {row['seconds']:.3f} s, "
-            f"{row['seconds'] / row['training_seconds']:.2f} times the forward pass of training"
-        )
-    content = {"model": sizes, "machine": _rows.machine(), "rows": rows, "prefills": prefills}
+    rows = measure(MODEL, LENGTHS, rounds=ROUNDS)
+    prefills = [measure_prefill(PRESETS[0], MODEL, length, rounds=ROUNDS) for length in PREFILLED]
+    for row in (*rows, *prefills):
+        _rows.say(row)
+    content = {"model": MODEL, "machine": _rows.machine(), "rows": rows, "prefills": prefills}
     _rows.write(options.out / "decoding.json", content)
     plot(rows, options.out / "decoding.png")
 
 
 def measure(sizes: dict, lengths: Sequence[int], *, rounds: int) -> list[dict]:
     """Returns, for each preset and length, the median seconds per token and the bytes of the state of one row."""
-    contenders = [
-        (preset, length, _Contender(preset, length, sizes)) for preset in PRESETS for length in lengths
-    ]
-    samples: dict[tuple[str, int], list[float]] = {}
-    for _ in range(rounds):
-        for preset, length, contender in contenders:
-            samples.setdefault((preset, length), []).append(contender.seconds())
+    contenders = {
+        (preset, length): _Contender(preset, length, sizes) for preset in PRESETS for length in lengths
+    }
+    calls = {key: contender.decode for key, contender in contenders.items()}
+    seconds = _timing.medians(calls, rounds)
     return [
         {
             "preset": preset,
             "length": length,
-            "seconds": statistics.median(samples[preset, length]),
+            "seconds": seconds[preset, length] / BLOCK,
             "state_bytes": contender.nbytes,
             "kept": contender.kept,  # whether the state is a KV cache
         }
-        for preset, length, contender in contenders
+        for (preset, length), contender in contenders.items()
     ]
 
 
@@ -119,43 +97,31 @@ class _Contender:
         state = self._program.init_state(1, max_length=(kept or length + BLOCK) if keeps else None)
         self.kept = isinstance(state.layers[0].memory, ops.KVCache)
         self.nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+        def filled(layer):
+            """Returns the memory of a layer with `length` tokens of one document, whose keys are equal."""
+            memory = layer.memory
+            if not isinstance(memory, ops.KVCache):
+                return layer
+            slots = jnp.arange(memory.capacity) >= memory.capacity - length
+            segment_ids = jnp.where(slots, 0, memory.segment_ids)
+            segment = jnp.zeros_like(memory.segment)
+            memory = dataclasses.replace(memory, segment_ids=segment_ids, segment=segment)
+            return dataclasses.replace(layer, memory=memory)
+
         self._rows = loop.Rows(
             token=jnp.zeros(1, jnp.int32),
-            state=_filled(state, length),
+            state=dataclasses.replace(state, layers=tuple(map(filled, state.layers))),
             position=jnp.array([length], jnp.int32),
             seen=None,
         )
-        for _ in range(2):  # compiles, and fills the window
-            self._decode()
+        self.decode()  # fills the window
 
-    def seconds(self) -> float:
-        begin = time.perf_counter()
-        self._decode()
-        return (time.perf_counter() - begin) / BLOCK
-
-    def _decode(self) -> None:
+    def decode(self) -> jax.Array:
         # Blocks simply continue the same context: each reads the same number of keys and folds equally often.
         greedy, seeds = generation.Sampling(temperature=0), np.zeros(1, np.uint32)
         self._rows, tokens, _ = loop.decode_block(self._program, greedy, BLOCK, seeds, self._rows)
-        jax.block_until_ready(tokens)
-
-
-def _filled(state: models.DecoderState, length: int) -> models.DecoderState:
-    """Returns the state filled with `length` tokens of one document; all keys are equal."""
-
-    def fill(layer):
-        memory = layer.memory
-        if not isinstance(memory, ops.KVCache):
-            return layer
-        slots = jnp.arange(memory.capacity) >= memory.capacity - length
-        memory = dataclasses.replace(
-            memory,
-            segment_ids=jnp.where(slots, 0, memory.segment_ids),
-            segment=jnp.zeros_like(memory.segment),
-        )
-        return dataclasses.replace(layer, memory=memory)
-
-    return dataclasses.replace(state, layers=tuple(map(fill, state.layers)))
+        return tokens
 
 
 def plot(rows: Sequence[dict], path: pathlib.Path) -> None:

@@ -2,9 +2,9 @@
 
     uv run --extra cuda13 python -m benchmarks.kernels [--part=NAME ...] [--out=FILE [--resume]]
 
-Inputs are bfloat16 with float32 gates, batch 1 and 8 heads unless a row says otherwise. Without --part, all parts
-except `brief` run. `brief` has the most important comparisons and takes 8 minutes at most. Rows are written as JSON as
-they come, to benchmarks/results/kernels-<gpu>[-<part>...].json unless --out is given, and printed as a table per part.
+Inputs are bfloat16 with float32 gates, batch 1 and 8 heads unless a row says otherwise. The part `brief`, the default,
+has the most important comparisons and takes 8 minutes at most. Rows are written as JSON as
+they come, to benchmarks/results/kernels-<part>...-<gpu>.json unless --out is given, and printed as a table per part.
 
 Every result is checked before it is timed. Rows at the end and in the middle of the sequence are compared with float32,
 gradients are compared with float32 at 2,048 tokens, and all values must be finite. A row that is wrong has no time.
@@ -17,12 +17,10 @@ twice the features. A decode step is measured in bytes. Fractions are relative t
 measured in the same run. Memory is the peak of a call according to the compiler, arguments and results included.
 """
 
+import contextlib
 import dataclasses
-import itertools
 import statistics
 from collections.abc import Sequence
-
-import rich.table
 
 from benchmarks import _contenders, _peers, _rows, _shapes, _timing
 from pallas_kernels.check import supervisor
@@ -37,34 +35,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _rows.make_parser(__doc__)
     parser.add_argument("--part", action="append", choices=_shapes.PARTS, help="may be given several times")
     options = _rows.read_options(parser, arguments)
-    if options.row:
-        _rows.print_result(measure, options.row, device=_device)
-        return
-    brief = options.part == ["brief"]
-    parts = options.part or [part for part in _shapes.PARTS if part != "brief"]
+    parts = options.part or ["brief"]
+    brief = parts == ["brief"]
     described = _shapes.SMOKE if options.smoke else [row for part in parts for row in _shapes.PARTS[part]]
-    report = _rows.make_report(
+    report = _rows.measure_rows(
         "benchmarks.kernels",
         list(map(dataclasses.asdict, described)),
         measure,
         options,
         seconds=BRIEF_ROW_SECONDS if brief else ROW_SECONDS,
         most_seconds=BRIEF_SECONDS if brief else float("inf"),
-        name="-".join(["kernels", *(options.part or ())]),
-        smoke_device=lambda: {
-            "machine": _rows.machine(),
-            "ceilings": _timing.ceilings(size=64, copied=2**16),
-        },
+        name="-".join(["kernels", *parts]),
+        device=_device,
         rates=_rates,
     )
     _print(report)
 
 
-def _device() -> dict:
-    """Returns the GPU and its ceilings."""
-    found = _rows.machine(gpu=True)
-    with supervisor.exclusive():
-        return {"machine": found, "ceilings": _timing.ceilings(size=8192, copied=2**31)}
+def _device(smoke: bool) -> dict:
+    """Returns the device and its ceilings."""
+    machine = _rows.machine(gpu=not smoke)
+    with contextlib.nullcontext() if smoke else supervisor.exclusive():
+        size, copied = (64, 2**16) if smoke else (8192, 2**31)
+        return {"machine": machine, "ceilings": _timing.ceilings(size=size, copied=copied)}
 
 
 def measure(row: dict) -> dict:
@@ -119,56 +112,50 @@ def _rates(row: dict, device: dict) -> dict:
     return {f"{unit}_per_second": rate, "fraction": rate / device["ceilings"][unit]}
 
 
+_SHAPE = {
+    "pass": ("mode", ""),
+    "p": ("power", "{}"),
+    "D": ("head_dim", "{}"),
+    "b": ("batch", "{}"),
+    "n": ("heads", "{}"),
+    "T": ("time", "{:,}"),
+}
+_COLUMNS = {
+    **_SHAPE,
+    "chunk": ("chunk", "{}"),
+    "contender": ("contender", ""),
+    "ms": ("seconds", "{:.4g}", 1e3),
+    "spread": ("spread", "{:.1%}"),
+    "kernels ms": ("kernel_seconds", "{:.4g}", 1e3),
+    "TFLOP/s": ("flops_per_second", "{:.3g}", 1e-12),
+    "GB/s": ("bytes_per_second", "{:.3g}", 1e-9),
+    "of peak": ("fraction", "{:.1%}"),
+    "cuDNN /": ("cudnn", "{:.2f}x"),
+    "GB": ("memory", "{:.3g}", 1e-9),
+    "error": ("error", "{:.1e}"),
+    "note": ("note", ""),
+}
+
+
 def _print(report: dict) -> None:
-    rows = sorted(report["rows"], key=lambda row: list(_shapes.PARTS).index(row["part"]))
-    parts = itertools.groupby(rows, key=lambda row: row["part"])
-    _rows.print_tables(report, (_table(part, sorted(of_part, key=_order)) for part, of_part in parts))
+    _rows.print_machine(report)
+    parts = list(_shapes.PARTS)
 
+    def shape(row):
+        return [row[name] for name, *_ in _SHAPE.values()]
 
-def _order(row):
-    return [row[name] for name in ("mode", "power", "head_dim", "batch", "heads", "time")]
-
-
-_COLUMNS = (
-    "pass",
-    "p",
-    "D",
-    "b x n",
-    "T",
-    "chunk",
-    "contender",
-    "ms",
-    "spread",
-    "kernels ms",
-    "rate",
-    "of peak",
-)
-_CHECKED = ("cuDNN /", "GB", "error", "note")
-
-
-def _table(part: str, rows: list[dict]) -> rich.table.Table:
-    table = _rows.make_table(part, (*_COLUMNS, *_CHECKED), ("pass", "contender", "note"))
-    cudnn = {tuple(_order(row)): row.get("seconds") for row in rows if row["contender"] == "softmax/cudnn"}
-    for row in rows:
-        cells = [row["mode"], str(row["power"]), str(row["head_dim"]), f"{row['batch']} x {row['heads']}"]
-        cells += [f"{row['time']:,}", str(row["chunk"] or "-"), row["contender"]]
-        if seconds := row.get("seconds"):
-            flops = row.get("flops_per_second")
-            reference = cudnn.get(tuple(_order(row)))
-            cells += [
-                f"{1e3 * seconds:.4g}",
-                f"{row['spread']:.1%}",
-                f"{1e3 * row['kernel_seconds']:.4g}" if "kernel_seconds" in row else "-",
-                f"{flops / 1e12:.3g} TFLOP/s" if flops else f"{row['bytes_per_second'] / 1e9:.3g} GB/s",
-                f"{row['fraction']:.1%}",
-                f"{reference / seconds:.2f}x" if reference else "-",
-                f"{row['memory'] / 1e9:.3g}" if row["memory"] is not None else "-",
-                f"{row['error']:.1e}",
-            ]
-        else:
-            cells += ["-"] * 8
-        table.add_row(*cells, row.get("note", ""))
-    return table
+    rows = sorted(report["rows"], key=lambda row: (parts.index(row["part"]), shape(row)))
+    for part in dict.fromkeys(row["part"] for row in rows):
+        of_part = [row for row in rows if row["part"] == part]
+        cudnn = {
+            tuple(shape(row)): row["seconds"]
+            for row in of_part
+            if row["contender"] == "softmax/cudnn" and "seconds" in row
+        }
+        for row in of_part:
+            if "seconds" in row and (reference := cudnn.get(tuple(shape(row)))):
+                row["cudnn"] = reference / row["seconds"]
+        _rows.print_table(part, of_part, _COLUMNS)
 
 
 if __name__ == "__main__":

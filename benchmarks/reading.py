@@ -8,6 +8,7 @@ process consumes while `data.tokenizer_workers` processes tokenize. It excludes 
 prepare` is timed from start to finished output, including the start of its processes; `workers=1` is a thread.
 """
 
+import functools
 import itertools
 import json
 import pathlib
@@ -102,13 +103,8 @@ def measure_speed(folder: pathlib.Path, size: int, tokenizer: str, kind: str, wo
         count = sum(len(group.tokens) for _, group in itertools.islice(groups, _GROUPS))
         seconds = time.perf_counter() - began
     bytes_per_token = size * _GROUPS / corpus.groups_per_epoch / count
-    return {
-        "tokenizer": tokenizer,
-        "format": kind,
-        "workers": workers,
-        "tokens_per_second": count / seconds,
-        "bytes_per_token": bytes_per_token,
-    }
+    case = {"tokenizer": tokenizer, "format": kind, "workers": workers}
+    return case | {"tokens_per_second": count / seconds, "bytes_per_token": bytes_per_token}
 
 
 def measure_preparation(folder: pathlib.Path, kind: str, workers: int) -> dict:
@@ -118,13 +114,9 @@ def measure_preparation(folder: pathlib.Path, kind: str, workers: int) -> dict:
     began = time.perf_counter()
     summary = write(str(folder / f"{workers}.{kind}"), [str(folder / "corpus.parquet")], options)
     seconds = time.perf_counter() - began
-    return {
-        "format": kind,
-        "workers": workers,
-        "tokens": summary["tokens"],
-        "seconds": seconds,
-        "tokens_per_second_per_worker": summary["tokens"] / seconds / workers,
-    }
+    speed = {"tokens_per_second_per_worker": summary["tokens"] / seconds / workers}
+    case = {"format": kind, "workers": workers}
+    return case | {"tokens": summary["tokens"], "seconds": seconds} | speed
 
 
 def measure_waste(folder: pathlib.Path, context_length: int) -> dict:
@@ -146,39 +138,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if not options.megabytes > 0:
         parser.error(f"--megabytes is {options.megabytes:g}; it must be above 0")
+    documents = texts(options.megabytes)
+    size = sum(len(text.encode()) for text in documents)
+    report: dict = {"machine": _rows.machine(), "documents": len(documents), "bytes": size}
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
-        documents = texts(options.megabytes)
-        size = sum(len(text.encode()) for text in documents)
         write_corpus(folder, documents)
-        speeds, preparations, wastes = [], [], []
-        for case in CASES:
-            speeds.append(row := measure_speed(folder, size, *case))
-            print(
-                f"{row['tokenizer']:>5} {row['format']:>10} {row['workers']} workers: "
-                f"{row['tokens_per_second'] / 1e6:.2f} M tokens/s, {row['bytes_per_token']:.2f} bytes per token",
-                flush=True,
-            )
-        for kind, workers in PREPARATIONS:
-            preparations.append(row := measure_preparation(folder, kind, workers))
-            print(
-                f"prepare {kind:>11} {workers} workers: {row['tokens']:,} tokens in {row['seconds']:.1f} s, "
-                f"{row['tokens_per_second_per_worker'] / 1e6:.2f} M tokens/s per worker",
-                flush=True,
-            )
-        for length in CONTEXTS:
-            wastes.append(row := measure_waste(folder, length))
-            print(
-                f"context {length:>6}: {row['dropped'] / row['tokens']:.3%} of {row['tokens']:,} tokens dropped"
-            )
-    report = {
-        "machine": _rows.machine(),
-        "documents": len(documents),
-        "bytes": size,
-        "speeds": speeds,
-        "preparations": preparations,
-        "waste": wastes,
-    }
+        measured = {
+            "speeds": [functools.partial(measure_speed, folder, size, *case) for case in CASES],
+            "preparations": [functools.partial(measure_preparation, folder, *case) for case in PREPARATIONS],
+            "waste": [functools.partial(measure_waste, folder, length) for length in CONTEXTS],
+        }
+        for name, calls in measured.items():
+            report[name] = []
+            for call in calls:
+                report[name].append(row := call())
+                _rows.say(row)
     _rows.write(options.out, report)
 
 

@@ -42,11 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for folder in map(pathlib.Path, options.workdirs.split(",")):
         for row in measure(folder, options.tokens):
-            print(
-                "{run:>12} {rounded:>8} {first:>5} to {last:>5}: RMS {rms:.2e}, KL {kl:.2e}, same token "
-                "{agreement:.4f}, loss {loss:+.5f}".format_map(row),
-                flush=True,
-            )
+            _rows.say(row)
             rows.append(row)
     _rows.write(options.out, {"machine": _rows.machine(), "texts": len(TEXTS), "rows": rows})
 
@@ -54,38 +50,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def measure(folder: pathlib.Path, count: int) -> list[dict]:
     """Returns the differences from float32 for each variant and range of positions, which are from 1."""
     tokens = read_texts(count)
-    model = _restore(folder)
+
+    def restore(weights_dtype="float32", state_dtype="float32") -> models.DecoderLM:
+        _, model, _ = training.restore_exact(folder, weights_dtype=weights_dtype, state_dtype=state_dtype)
+        return typing.cast(models.DecoderLM, model)
+
+    model = restore()
     expected, _ = decoded(model, tokens)
     rows = []
     for rounded, (weights_dtype, state_dtype) in VARIANTS.items():
         if state_dtype != "float32" and None in model.kv_cache_lengths:
             continue  # There is no recurrent state.
-        short = _restore(folder, weights_dtype=weights_dtype, state_dtype=state_dtype)
-        actual, size = decoded(short, tokens)
+        actual, size = decoded(restore(weights_dtype, state_dtype), tokens)
         for start in sorted({0, count - RANGE}):
             part = np.s_[:, start : start + RANGE]
-            rms, kl, agreement, loss = compare(actual[part], expected[part], tokens[:, 1:][part])
-            rows.append(
-                {
-                    "run": folder.name,
-                    "rounded": rounded,
-                    "first": start + 1,
-                    "last": start + RANGE,
-                    "rms": rms,
-                    "kl": kl,
-                    "agreement": agreement,
-                    "loss": loss,
-                    "state_bytes": size,
-                }
-            )
+            errors = compare(actual[part], expected[part], tokens[:, 1:][part])
+            about = {"run": folder.name, "rounded": rounded, "first": start + 1, "last": start + RANGE}
+            rows.append(about | dict(zip(("rms", "kl", "agreement", "loss"), errors)) | {"state_bytes": size})
     return rows
-
-
-def _restore(
-    folder: pathlib.Path, *, weights_dtype: str = "float32", state_dtype: str = "float32"
-) -> models.DecoderLM:
-    _, model, _ = training.restore_exact(folder, weights_dtype=weights_dtype, state_dtype=state_dtype)
-    return typing.cast(models.DecoderLM, model)
 
 
 def read_texts(count: int) -> Int[np.ndarray, "B T"]:

@@ -14,7 +14,6 @@ instead. Rows are written as JSON as they come, to benchmarks/results/training-<
 given.
 """
 
-import dataclasses
 import itertools
 import math
 import re
@@ -29,17 +28,15 @@ import numpy as np
 from benchmarks import _contenders, _rows, _timing
 from pallas_kernels.check import supervisor
 from sympow_jax import config, training
+from sympow_jax.config import loading
 from sympow_jax.tasks import flops
 from sympow_jax.training import sharding, summary
 
 CONTEXTS = tuple(2**n for n in range(10, 17))
 PRESETS = ("softmax", "sympow", "conformal")
 TOKENS = 65_536
-# Longest first, since it matters most.
-BRIEF_CONTEXTS = (65_536, 8192, 1024)
-BRIEF_SECONDS = 450.0
 # Time limit of a row: it compiles in a minute or two.
-ROW_SECONDS, BRIEF_ROW_SECONDS = 600.0, 200.0
+ROW_SECONDS = 600.0
 SMOKE_CONTEXTS, SMOKE_TOKENS = (64, 128), 256
 WARMUP_STEPS = 2
 # Steps are timed for this many seconds, but at least LEAST_STEPS and at most MOST_STEPS of them.
@@ -48,14 +45,8 @@ LEAST_STEPS, MOST_STEPS = 3, 10
 # Kernels and copies of a step whose times are in its row.
 LONGEST = 40
 # A model small enough for any device.
-TINY: dict[str, Any] = {
-    "vocab_size": 128,
-    "layers": 2,
-    "width": 32,
-    "heads": 2,
-    "kv_heads": 2,
-    "head_dim": 16,
-}
+TINY: dict[str, Any] = {"model.vocab_size": 128, "model.layers": 2, "model.width": 32}
+TINY |= {"model.heads": 2, "model.kv_heads": 2, "model.head_dim": 16}
 _FORMS = re.compile(r"\b(attention|chunked|recurrent|softmax)_(reference|xla|mosaic_gpu|cudnn)\b")
 _KERNELS = re.compile(r"\bpower_(?:attention|state)_\w+|__cudnn\$\w+")
 
@@ -65,39 +56,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _rows.make_parser(__doc__)
     parser.add_argument("--context", action="append", type=int, choices=CONTEXTS, help="may be given again")
     parser.add_argument("--preset", action="append", help="may be given again")
-    parser.add_argument(
-        "--brief", action="store_true", help="contexts 1,024, 8,192 and 65,536; ends within 8 minutes"
-    )
     options = _rows.read_options(parser, arguments)
-    if options.context and (options.smoke or options.brief):
-        parser.error("--smoke and --brief have contexts of their own")
+    if options.context and options.smoke:
+        parser.error("--smoke has contexts of its own")
     for preset in options.preset or ():
         try:
             config.load(f"gpt2_124m:{preset}")
         except ValueError as error:
             parser.error(str(error))
-    if options.row:
-        _rows.print_result(measure, options.row)
-        return
-    contexts = SMOKE_CONTEXTS if options.smoke else BRIEF_CONTEXTS if options.brief else CONTEXTS
+    contexts = SMOKE_CONTEXTS if options.smoke else CONTEXTS
     described = [
         {"context": context, "preset": preset, "tokens": SMOKE_TOKENS if options.smoke else TOKENS}
         for context, preset in itertools.product(options.context or contexts, options.preset or PRESETS)
     ]
     if options.smoke:
         described = [row | {"tiny": True} for row in described]
-    chosen = ["brief"] if options.brief else [*map(str, options.context or ()), *(options.preset or ())]
+    chosen = [*map(str, options.context or ()), *(options.preset or ())]
     name = "-".join(["training", *(re.sub(r"[^a-z0-9_]+", "-", choice) for choice in chosen)])
-    report = _rows.make_report(
-        "benchmarks.training",
-        described,
-        measure,
-        options,
-        seconds=BRIEF_ROW_SECONDS if options.brief else ROW_SECONDS,
-        most_seconds=BRIEF_SECONDS if options.brief else float("inf"),
-        name=name,
+    _print(
+        _rows.measure_rows("benchmarks.training", described, measure, options, seconds=ROW_SECONDS, name=name)
     )
-    _print(report)
 
 
 def measure(row: dict) -> dict:
@@ -106,14 +84,13 @@ def measure(row: dict) -> dict:
     The preset is the argument of `configs/gpt2_124m.py`. If `tiny` is set, the model is small enough for any device.
     """
     settings = config.load(f"gpt2_124m:{row['preset']}")
-    data = dataclasses.replace(settings.data, context_length=row["context"], batch_tokens=row["tokens"])
-    model = dataclasses.replace(settings.model, **(TINY if row.get("tiny") else {}))
-    settings = dataclasses.replace(settings, data=data, model=model)
+    tokens = {"data.context_length": row["context"], "data.batch_tokens": row["tokens"]}
+    settings = loading.replace(settings, tokens | (TINY if row.get("tiny") else {}))
     device = jax.devices()[0]
     mesh = sharding.whole_mesh([device])
     shape = settings.data.batch_size, row["context"] + 1
-    tokens = np.random.default_rng(0).integers(model.vocab_size, size=shape, dtype=np.int32)
-    batch = sharding.place_batch({"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}, mesh)
+    drawn = np.random.default_rng(0).integers(settings.model.vocab_size, size=shape, dtype=np.int32)
+    batch = sharding.place_batch({"inputs": drawn[:, :-1], "targets": drawn[:, 1:]}, mesh)
     begin = time.perf_counter()
     program = training.Program(settings, mesh)
     update = program.update.lower(program.abstract, batch).compile()
@@ -132,7 +109,7 @@ def measure(row: dict) -> dict:
             }
         except Exception as error:
             traced = {"kernels_note": f"{type(error).__name__}: {error}"[:200]}
-    needed = row["tokens"] * flops.model_flops_per_token(model, row["context"])
+    needed = row["tokens"] * flops.model_flops_per_token(settings.model, row["context"])
     peak = flops.peak_flops(device)
     return {
         **attention(update.as_text()),
@@ -180,37 +157,30 @@ def attention(program: str) -> dict:
 
 
 def _print(report: dict) -> None:
-    tokens = report["rows"][0]["tokens"]
-    columns = ("context", "preset", "attention", "ms", "spread", "tokens/s", "/ softmax", "MFU", "peak GB")
-    table = _rows.make_table(
-        f"training, {tokens:,} tokens per step",
-        (*columns, "program GB", "loss", "kernels, note"),
-        ("preset", "attention", "kernels, note"),
-    )
     rows = sorted(report["rows"], key=lambda row: row["context"])
-    softmax = {
-        row["context"]: row["tokens_per_second"]
-        for row in rows
-        if row["preset"] == "softmax" and "seconds" in row
-    }
+    softmax = {row["context"]: row.get("tokens_per_second") for row in rows if row["preset"] == "softmax"}
     for row in rows:
-        cells = [f"{row['context']:,}", row["preset"], row.get("attention", "-")]
-        if "seconds" in row:
-            reference = softmax.get(row["context"])
-            cells += [
-                f"{1e3 * row['seconds']:.4g}",
-                f"{row['spread']:.1%}",
-                f"{row['tokens_per_second']:,.0f}",
-                f"{row['tokens_per_second'] / reference:.2f}x" if reference else "-",
-                f"{row['mfu']:.1%}" if row["mfu"] else "-",
-                f"{row['peak_bytes'] / 1e9:.2f}" if row["peak_bytes"] else "-",
-                f"{row['program_bytes'] / 1e9:.2f}",
-                f"{row['first_loss']:.2f} to {row['last_loss']:.2f}",
-            ]
-        else:
-            cells += ["-"] * 8
-        table.add_row(*cells, row.get("note") or ", ".join(row.get("kernels", ())))
-    _rows.print_tables(report, [table])
+        if (reference := softmax.get(row["context"])) and "tokens_per_second" in row:
+            row["softmax"] = row["tokens_per_second"] / reference
+        if "first_loss" in row:
+            row["loss"] = f"{row['first_loss']:.2f} to {row['last_loss']:.2f}"
+        row.setdefault("note", ", ".join(row.get("kernels", ())))
+    _rows.print_machine(report)
+    columns = {
+        "context": ("context", "{:,}"),
+        "preset": ("preset", ""),
+        "attention": ("attention", ""),
+        "ms": ("seconds", "{:.4g}", 1e3),
+        "spread": ("spread", "{:.1%}"),
+        "tokens/s": ("tokens_per_second", "{:,.0f}"),
+        "/ softmax": ("softmax", "{:.2f}x"),
+        "MFU": ("mfu", "{:.1%}"),
+        "peak GB": ("peak_bytes", "{:.2f}", 1e-9),
+        "program GB": ("program_bytes", "{:.2f}", 1e-9),
+        "loss": ("loss", "{}"),
+        "kernels, note": ("note", ""),
+    }
+    _rows.print_table(f"training, {rows[0]['tokens']:,} tokens per step", rows, columns)
 
 
 if __name__ == "__main__":

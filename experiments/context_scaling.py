@@ -7,7 +7,7 @@ number of tokens per batch, loss falls as the context grows while the state suff
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from experiments import _shared
@@ -19,19 +19,19 @@ PLANS = {
     "tiny": _shared.Plan(seeds=(0,), steps=2, contexts=(8, 16)),
 }
 PAPER_CONTEXTS = {2: (256, 1024, 4096, 8192), 4: (1024, 4096, 16_384, 65_536)}
-# Read from the paper's plots, means of the last ten points, in the order of `VARIANTS`.
+# Read from the paper's plots, means of the last ten points, at these contexts.
 PAPER_LOSSES = {
     2: {
-        256: (2.571, 2.586, 2.572, 2.525),
-        1024: (2.410, 2.492, 2.438, 2.376),
-        4096: (2.387, 2.472, 2.370, 2.292),
-        8192: (2.372, 2.491, 2.374, 2.309),
+        "softmax": (2.571, 2.410, 2.387, 2.372),
+        "sympow": (2.586, 2.492, 2.472, 2.491),
+        "gated": (2.572, 2.438, 2.370, 2.374),
+        "conformal": (2.525, 2.376, 2.292, 2.309),
     },
     4: {
-        1024: (2.410, 2.410, 2.399, 2.344),
-        4096: (2.387, 2.332, 2.326, 2.261),
-        16_384: (2.391, 2.348, 2.307, 2.236),
-        65_536: (2.413, 2.585, 2.468, 2.477),
+        "softmax": (2.410, 2.387, 2.391, 2.413),
+        "sympow": (2.410, 2.332, 2.348, 2.585),
+        "gated": (2.399, 2.326, 2.307, 2.468),
+        "conformal": (2.344, 2.261, 2.236, 2.477),
     },
 }
 _PAIRS = (("sympow", "softmax"), ("gated", "softmax"), ("gated", "sympow"), ("conformal", "gated"))
@@ -42,61 +42,54 @@ def _experiment(options: _shared.Options) -> None:
         plan = dataclasses.replace(options.plan, contexts=PAPER_CONTEXTS[options.power])
         options = dataclasses.replace(options, plan=plan)
     folders = _shared.train(options, _shared.power_variants(options.power))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"variant": variant, "context": context, "seed": seed, "loss": _shared.final_loss(folder)}
         for (variant, context, seed), folder in folders.items()
     ]
     curves = _shared.mean_curves(folders)
-    path = _shared.write(options, rows, folders.values(), power=options.power, curves=curves)
-    about = options.plan.average
+    path = options.write(rows, folders.values(), power=options.power, curves=curves)
+    about, contexts = options.plan.average, options.plan.contexts
+    # Losses, and if softmax is among the variants, losses relative to softmax's.
+    base = {(row["context"], row["seed"]): row["loss"] for row in rows if row["variant"] == "softmax"}
+    values = [("loss", "training loss (nats per token)", rows)]
+    if base:
+        ratios = [
+            row | {"ratio": row["loss"] / base[row["context"], row["seed"]]}
+            for row in rows
+            if row["variant"] != "softmax"
+        ]
+        values.append(("ratio", "training loss relative to softmax", ratios))
     _shared.draw_lines(
         path,
-        _panels(options, rows),
+        [
+            _shared.Panel(
+                lines=_shared.lines(_shared.means(shown, ("variant", "context"), value)),
+                x_label="training context (tokens)",
+                y_label=label,
+                ticks=contexts,
+                level=1.0 if value == "ratio" else None,
+            )
+            for value, label, shown in values
+        ],
         title="Final training loss at each training context",
         subtitle=f"p = {options.power}; last tenth of {options.plan.steps:,} updates of equal size; {about}",
     )
     _shared.draw_lines(
         path.with_stem(f"{path.stem}_curves"),
-        [_shared.curves_panel(curves, context) for context in options.plan.contexts],
+        [_shared.curves_panel(curves, context) for context in contexts],
         title=f"Training loss, p = {options.power}",
         subtitle=f"each point the mean of the updates since the one before; {about}; without the first eighth",
     )
-    _shared.print_tables(path, tables)
-
-
-def _panels(options: _shared.Options, rows: Sequence[_shared.Row]) -> list[_shared.Panel]:
-    """Returns a panel of losses and, if softmax is among the variants, one of losses relative to softmax's."""
-    contexts = options.plan.contexts
-    common: dict[str, Any] = {"x_label": "training context (tokens)", "ticks": contexts}
-
-    def lines(rows: Sequence[_shared.Row], value: str) -> dict[str, Sequence[Sequence[float]]]:
-        return _shared.lines(_shared.means(rows, ("variant", "context"), value))
-
-    panels = [_shared.Panel(lines=lines(rows, "loss"), y_label="training loss (nats per token)", **common)]
-    base = {(row["context"], row["seed"]): row["loss"] for row in rows if row["variant"] == "softmax"}
-    if base:
-        ratios = [
-            {**row, "ratio": row["loss"] / base[row["context"], row["seed"]]}
-            for row in rows
-            if row["variant"] != "softmax"
-        ]
-        label = "training loss relative to softmax"
-        panels.append(_shared.Panel(lines=lines(ratios, "ratio"), y_label=label, level=1.0, **common))
-    return panels
 
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
     rows, power = content["rows"], content["power"]
-    paper = dict(zip(VARIANTS, zip(*PAPER_LOSSES[power].values())))
+    paper = "The paper's, 124M parameters, after 100,000 updates"
     return [
         _shared.loss_table(f"Final training loss, nats per token, p = {power}", rows, "context"),
         _shared.difference_table("Differences, nats per token", rows, "context", _PAIRS),
-        _shared.Table(
-            "The paper's, 124M parameters, after 100,000 updates",
-            ("", *(f"{context:,}" for context in PAPER_LOSSES[power])),
-            [(name, *(f"{loss:.3f}" for loss in losses)) for name, losses in paper.items()],
-        ),
+        _shared.number_table(paper, "", PAPER_CONTEXTS[power], PAPER_LOSSES[power]),
     ]
 
 
@@ -107,6 +100,7 @@ main = _shared.Experiment(
     variants=VARIANTS,
     powers=tuple(PAPER_CONTEXTS),
     run=_experiment,
+    tables=tables,
 )
 
 if __name__ == "__main__":

@@ -37,19 +37,17 @@ _PAIRS = (("sympow", "gated"), ("softmax", "gated"), ("conformal", "gated"))
 
 def _experiment(options: _shared.Options) -> None:
     folders = _shared.train(options, _shared.power_variants(options.power))
-    title = f"Loss within and beyond the training context, p = {options.power}"
-    report(options, folders, tables, title=title)
+    report(options, folders, f"Loss within and beyond the training context, p = {options.power}")
 
 
 def report(
     options: _shared.Options,
     folders: _shared.Folders,
-    tables: _shared.Tables,
-    *,
     title: str,
+    *,
     differences: Sequence[tuple[str, str]] = (),
 ) -> None:
-    """Writes and prints the losses by position of evaluated runs.
+    """Writes and draws the losses by position of evaluated runs.
 
     If pairs of variants are given as `differences`, these are drawn in place of the losses.
     """
@@ -60,7 +58,7 @@ def report(
         for row in _shared.evaluation(folder)
     ]
     (context,), lengths = options.plan.contexts, options.plan.lengths
-    path = _shared.write(options, rows, folders.values())
+    path = options.write(rows, folders.values())
     means = _shared.means(rows, ("variant", "context_length"), "loss")
     if differences:
         found = _shared.differences(rows, "context_length", "loss", differences)
@@ -76,29 +74,29 @@ def report(
     _shared.draw_lines(
         path, [panel], title=title, subtitle=f"{options.plan.average}; {options.plan.steps:,} updates each"
     )
-    _shared.print_tables(path, tables)
 
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
     return [
-        *position_tables(content["rows"], _PAIRS),
-        _shared.Table(
+        *position_tables(_PAIRS, content),
+        _shared.number_table(
             "The paper's, trained at 16,384 with p = 4",
-            ("positions near", *(f"{position:,}" for position in _PAPER_POSITIONS)),
-            [(name, *(f"{loss:.2f}" for loss in losses)) for name, losses in _PAPER_LOSSES.items()],
+            "positions near",
+            _PAPER_POSITIONS,
+            _PAPER_LOSSES,
+            digits=2,
         ),
     ]
 
 
-def position_tables(
-    rows: Sequence[_shared.Row], pairs: Sequence[tuple[str, str]]
-) -> tuple[_shared.Table, _shared.Table]:
-    """Returns the held-out losses by position, and their differences between pairs of variants."""
-    return (
+def position_tables(pairs: Sequence[tuple[str, str]], content: Mapping[str, Any]) -> list[_shared.Table]:
+    """Returns the held-out losses by position of an experiment's JSON, and their differences between variants."""
+    rows = content["rows"]
+    return [
         _shared.loss_table("Held-out loss at positions up to", rows, "context_length"),
         _shared.difference_table("Differences at positions up to", rows, "context_length", pairs),
-    )
+    ]
 
 
 main = _shared.Experiment(
@@ -108,6 +106,7 @@ main = _shared.Experiment(
     variants=tuple(_shared.power_variants(2)),
     powers=(2, 4, 6),
     run=_experiment,
+    tables=tables,
 )
 
 if __name__ == "__main__":

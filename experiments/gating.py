@@ -7,9 +7,8 @@ Models are trained and evaluated as in `evaluation_context`, and the two experim
 """
 
 import dataclasses
+import functools
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from experiments import _shared, evaluation_context
 from sympow_jax import config
@@ -28,13 +27,7 @@ VARIANTS = (
     "conformal pairs",
 )
 _PAIRS = (
-    ("sympow", "gated"),
-    ("constant", "gated"),
-    ("channel fixed", "gated"),
-    ("channel constant", "gated"),
-    ("channel learned", "gated"),
-    ("conformal", "gated"),
-    ("conformal pairs", "gated"),
+    *((name, "gated") for name in VARIANTS if name != "gated"),
     ("channel constant", "constant"),
     ("conformal pairs", "conformal"),
 )
@@ -44,8 +37,7 @@ def _experiment(options: _shared.Options) -> None:
     evaluation_context.report(
         options,
         _shared.train(options, attentions(options.power)),
-        tables,
-        title="Gates by channel, rotation rates by pair",
+        "Gates by channel, rotation rates by pair",
         # Sympow is far above all others.
         differences=[pair for pair in _PAIRS if pair[1] == "gated" and pair[0] != "sympow"],
     )
@@ -60,11 +52,7 @@ def attentions(power: int) -> dict[str, config.AttentionConfig]:
     return scalar | gates | {"conformal pairs": pairs}
 
 
-def tables(content: Mapping[str, Any]) -> Sequence[_shared.Table]:
-    """Returns the tables of an experiment's JSON."""
-    return evaluation_context.position_tables(content["rows"], _PAIRS)
-
-
+tables = functools.partial(evaluation_context.position_tables, _PAIRS)
 main = _shared.Experiment(
     name="gating",
     description=__doc__,
@@ -73,6 +61,7 @@ main = _shared.Experiment(
     base="gated",
     powers=(2, 4, 6),
     run=_experiment,
+    tables=tables,
 )
 
 if __name__ == "__main__":

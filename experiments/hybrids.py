@@ -5,13 +5,12 @@ KV cache is a quarter of softmax's. With a sliding window there instead, the mem
 `window and softmax` has no power attention.
 """
 
-import dataclasses
+import functools
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from experiments import _shared, evaluation_context
 from sympow_jax import config
+from sympow_jax.config import loading
 
 PLANS = {
     "toy": _shared.Plan(
@@ -51,27 +50,19 @@ _PAIRS = (
 
 def _experiment(options: _shared.Options) -> None:
     def change(found: config.Config, variant: str) -> config.Config:
-        model = dataclasses.replace(
-            found.model,
-            layers=found.model.layers if options.scale == "paper" else _LAYERS,
-            attention=config.AttentionConfig(window=found.data.context_length // _CONTEXT_PER_WINDOW),
-            attention_pattern=PATTERNS[variant],
-        )
-        return dataclasses.replace(found, model=model)
+        window = found.data.context_length // _CONTEXT_PER_WINDOW
+        layers = {} if options.scale == "paper" else {"model.layers": _LAYERS}
+        attention = {"model.attention.window": window, "model.attention_pattern": PATTERNS[variant]}
+        return loading.replace(found, layers | attention)
 
     attentions = dict.fromkeys(PATTERNS, config.AttentionConfig())
     folders = _shared.train(options, attentions, lambda variant: f"hybrid {variant}", change)
-    title = "Hybrids within and beyond the training context"
-    evaluation_context.report(options, folders, tables, title=title)
+    evaluation_context.report(options, folders, "Hybrids within and beyond the training context")
 
 
-def tables(content: Mapping[str, Any]) -> Sequence[_shared.Table]:
-    """Returns the tables of an experiment's JSON."""
-    return evaluation_context.position_tables(content["rows"], _PAIRS)
-
-
+tables = functools.partial(evaluation_context.position_tables, _PAIRS)
 main = _shared.Experiment(
-    name="hybrids", description=__doc__, plans=PLANS, variants=tuple(PATTERNS), run=_experiment
+    name="hybrids", description=__doc__, plans=PLANS, variants=tuple(PATTERNS), run=_experiment, tables=tables
 )
 
 if __name__ == "__main__":

@@ -15,12 +15,14 @@ own files; see README.md.
 
 import dataclasses
 import itertools
+import pathlib
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from experiments import _shared
 from sympow_jax import config
+from sympow_jax.config import loading
 
 PLANS = {
     "toy": _shared.Plan(seeds=(0, 1, 2), steps=160, contexts=(512,), lengths=(512,), documents=200),
@@ -79,7 +81,7 @@ def _experiment(options: _shared.Options) -> None:
         columns = ("loss", "standard_error", "perplexity", "tokens", "documents")
         rows.append(about | {name: bucket[name] for name in columns})
     perplexities = _shared.means(rows, ("variant",), "perplexity")
-    path = _shared.write(options, rows, folders.values(), relative_speed=_speeds(options))
+    path = options.write(rows, folders.values(), relative_speed=_speeds(options))
     (context,) = options.plan.contexts
     seeds = len(options.plan.seeds)
     over = f"mean of {seeds} seeds and its standard error" if seeds > 1 else "one seed"
@@ -90,25 +92,21 @@ def _experiment(options: _shared.Options) -> None:
         subtitle=f"context {context:,}, {options.plan.steps:,} updates, {over}",
         x_label="perplexity",
     )
+    # The methods against updates, without the high losses of the first fifth.
+    methods = {run: folder for run, folder in folders.items() if run[0] in _METHODS}
+    curves = _shared.curve_rows(methods, ("variant", "context", "seed"), _late_losses)
+    lines = _shared.lines(_shared.means(curves, ("variant", "step"), "loss"))
     _shared.draw_lines(
         path.with_stem(f"{path.stem}_curves"),
-        [_panel(folders)],
+        [_shared.Panel(lines=lines, x_label="updates", y_label="held-out loss (nats per token)")],
         title="Held-out loss of linear attention by position encoding, during training",
         subtitle=f"always the same rows; {over}",
     )
-    _shared.print_tables(path, tables)
 
 
-def _panel(folders: _shared.Folders) -> _shared.Panel:
-    """Returns the held-out loss of the methods against updates, without the high losses of the first fifth."""
-    curves = {run: _shared.heldout_curve(folder) for run, folder in folders.items() if run[0] in _METHODS}
-    rows: list[dict[str, Any]] = [
-        {"variant": variant, "step": step, "loss": loss}
-        for (variant, _, _), curve in curves.items()
-        for step, loss in curve[len(curve) // 5 :]
-    ]
-    lines = _shared.lines(_shared.means(rows, ("variant", "step"), "loss"))
-    return _shared.Panel(lines=lines, x_label="updates", y_label="held-out loss (nats per token)")
+def _late_losses(folder: pathlib.Path) -> list[tuple[int, float]]:
+    losses = _shared.heldout_curve(folder)
+    return losses[len(losses) // 5 :]
 
 
 def _speeds(options: _shared.Options) -> dict[str, float]:
@@ -129,12 +127,10 @@ def encoder_settings(options: _shared.Options, method: str) -> config.Config:
         return found
     (context,) = options.plan.contexts
     decoder = _shared.settings(options, config.lrpe_method(method), context=context, seed=0)
-    return dataclasses.replace(
-        decoder,
-        model=dataclasses.replace(decoder.model, attention=found.model.attention),
-        task=dataclasses.replace(found.task, mask_token=None),
-        evaluation=config.EvaluationConfig(context_lengths=()),
-    )
+    task = dataclasses.replace(found.task, mask_token=None)
+    evaluation = config.EvaluationConfig(context_lengths=())
+    changes = {"model.attention": found.model.attention, "task": task, "evaluation": evaluation}
+    return loading.replace(decoder, changes)
 
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
@@ -183,6 +179,7 @@ main = _shared.Experiment(
     base=_BASE,
     paper="wikitext103:base",
     run=_experiment,
+    tables=tables,
 )
 
 if __name__ == "__main__":

@@ -65,40 +65,29 @@ PLANS = {
 _TOY_CONTEXT, _TOY_SEEDS = 56, 4
 
 
-def _flag(default: Any, help: str, choices: Sequence[str] = ()) -> Any:
-    return fields.setting(default, help, choices=choices)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Settings of one training of several runs. Those with a help are flags, which change all plotting."""
+    """Settings of one training of several runs. Those with a help are flags, which change all figures.
 
-    task: str = _flag("NT", "Task, or an even mixture of several.", _MIXTURES)
-    base: int = _flag(16, "Number of symbols, and width of the model.")
-    delay: int = _flag(2, "Symbols between the next one and its sum.")
-    context: int = _flag(32, "Symbols that the model sees.")
-    heads: int = _flag(1, "Heads, which divide the width.")
-    layers: int = _flag(1, "Layers of attention and feed-forward.")
-    rate: float = _flag(0.02, "Learning rate.")
-    momentum: float = _flag(0.8, "Momentum of SGD.")
-    beta: float = _flag(1.0, "Factor of softmax attention's scores (equation 1).")
-    initial: str = _flag("small", "Initial matrices, except the readout.", tuple(INITIALS))
+    Their largest values are far beyond what trains here; they keep mistyped numbers from filling the memory.
+    """
+
+    task: str = fields.setting("NT", "Task, or an even mixture of several.", choices=_MIXTURES)
+    base: int = fields.setting(16, "Number of symbols, and width of the model.", least=2, most=1024)
+    delay: int = fields.setting(2, "Symbols between the next one and its sum.", least=1, most=1024)
+    context: int = fields.setting(32, "Symbols that the model sees.", least=2, most=65_536)
+    heads: int = fields.setting(1, "Heads, which divide the width.", least=1, most=1024)
+    layers: int = fields.setting(1, "Layers of attention and feed-forward.", least=1, most=128)
+    rate: float = fields.setting(0.02, "Learning rate.", least=0)
+    momentum: float = fields.setting(0.8, "Momentum of SGD.", least=0, below=1)
+    beta: float = fields.setting(1.0, "Factor of softmax attention's scores (equation 1).")
+    initial: str = fields.setting("small", "Initial matrices, except the readout.", choices=tuple(INITIALS))
     attention: str = "expressive"
     epochs: int = 500
     drop_after: int = 0  # epochs after which the learning rate is a quarter; 0 if it stays
 
     def __post_init__(self):
         fields.validate(self)
-        # The largest are far beyond what trains here; they keep mistyped numbers from filling the memory.
-        ranges = {"base": (2, 1024), "delay": (1, 1024), "context": (2, 65_536), "heads": (1, 1024)}
-        ranges |= {"layers": (1, 128)}
-        for name, (least, most) in ranges.items():
-            if not least <= (value := getattr(self, name)) <= most:
-                raise ValueError(f"{name} is {value}; it must be from {least} to {most:,}")
-        if self.rate < 0:
-            raise ValueError(f"rate is {self.rate}; it must be at least 0")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum is {self.momentum}; it must be at least 0 and below 1")
         if self.context <= self.delay:
             raise ValueError(
                 f"context is {self.context}; with delay {self.delay} the next symbol is determined by the last "
@@ -192,18 +181,19 @@ def draw(
 
 def initial(setting: Setting, key: Array) -> dict[str, Array]:
     """Draws the parameters of a model. Biases are zero."""
-    width, layers = setting.base, () if setting.attention == "readout" else (setting.layers, setting.context)
+    width, small = setting.base, INITIALS[setting.initial]
     shapes: dict[str, tuple[int, ...]] = {"readout": (setting.context * width, width)}
-    if layers:
+    biases = {"readout_bias": jnp.zeros(width)}
+    if setting.attention != "readout":
+        layers = setting.layers, setting.context
         shapes |= {"attention": (*layers, width, 3 * width), "hidden": (*layers, width, 4 * width)}
         shapes |= {"output": (*layers, 4 * width, width)}
+        biases["norm_bias"] = jnp.zeros((*layers, width))
     drawn = {
         name: jax.random.normal(key, shape) / np.sqrt(shape[-2])
         for key, (name, shape) in zip(jax.random.split(key, len(shapes)), shapes.items())
     }
-    small = {name: x if name == "readout" else INITIALS[setting.initial] * x for name, x in drawn.items()}
-    biases = {"norm_bias": jnp.zeros((*layers, width))} if layers else {}
-    return small | biases | {"readout_bias": jnp.zeros(width)}
+    return biases | {name: x if name == "readout" else small * x for name, x in drawn.items()}
 
 
 def attention_weights(
@@ -257,12 +247,6 @@ def loss(setting: Setting, parameters: Mapping[str, Array], series: Int[Array, "
     return jnp.square(outputs - targets).sum(-1).mean()
 
 
-def optimizer(setting: Setting) -> optax.GradientTransformation:
-    """Returns SGD with momentum, at a quarter of the rate after `drop_after` epochs."""
-    drops = {setting.drop_after: 0.25} if setting.drop_after else {}
-    return optax.sgd(optax.piecewise_constant_schedule(setting.rate, drops), momentum=setting.momentum)
-
-
 def train(
     setting: Setting, seeds: Sequence[int], path: pathlib.Path, *, points: int, series: int
 ) -> dict[str, Any]:
@@ -274,18 +258,37 @@ def train(
     # Each run has keys of its own seed, so that its result does not depend on the other runs.
     keys = jax.vmap(jax.random.key)(jnp.array(seeds, jnp.uint32))
     parameters = jax.vmap(functools.partial(initial, setting))(keys)
-    state = parameters, optimizer(setting).init(parameters)
+    drops = {setting.drop_after: 0.25} if setting.drop_after else {}
+    rate = optax.piecewise_constant_schedule(setting.rate, drops)
+    optimizer = optax.sgd(rate, momentum=setting.momentum)
+    state = parameters, optimizer.init(parameters)
     progress: dict[str, Any] = {"setting": dataclasses.asdict(setting), "seeds": list(seeds)}
     progress |= {"points": points, "series": series}
     progress["parameters"] = sum(x.size for x in parameters.values()) // len(seeds)
     before, state = _shared.restore_arrays(path, state, progress)
     curve: list[dict[str, Any]] = before.get("curve", [])
-    advance = jax.jit(functools.partial(_advance, setting), donate_argnums=0)
+
+    def gradient(parameters, key, index):
+        drawn = draw(setting, jax.random.fold_in(key, index), (), setting.tasks, PREDICTIONS)
+        return jax.value_and_grad(functools.partial(loss, setting))(parameters, drawn)
+
+    def epoch(index, carry):
+        (parameters, momentum), total = carry
+        losses, gradients = jax.vmap(gradient, (0, 0, None))(parameters, keys, index)
+        updates, momentum = optimizer.update(gradients, momentum)
+        return (optax.apply_updates(parameters, updates), momentum), total + losses
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def advance(state, start, stop):
+        """Trains all runs from epoch `start` to `stop`; returns the state and each run's mean loss."""
+        state, total = jax.lax.fori_loop(start, stop, epoch, (state, jnp.zeros(len(keys))))
+        return state, total / (stop - start)
+
     stops = np.unique(np.linspace(0, setting.epochs, points + 1).round().astype(int)).tolist()
     for start, stop in itertools.pairwise(stops):
         if start < (curve[-1]["epoch"] if curve else 0):
             continue
-        state, losses = advance(state, keys, start, stop)
+        state, losses = advance(state, start, stop)
         last = stop == setting.epochs
         length, number = (LONG_GREEDY, series) if last else (GREEDY, _POINT_SERIES)
         right = np.asarray(_test(setting, length, number, state[0], keys, stop))
@@ -298,23 +301,6 @@ def train(
         print(f"  epoch {stop:,} of {setting.epochs:,}: {np.mean(curve[-1]['greedy']):.3f}", flush=True)
     decades = _decades(setting, state[0], keys).tolist()
     return progress | {"curve": curve, "decades": decades, "weights": jax.tree.map(np.asarray, state[0])}
-
-
-def _advance(setting, state, keys, start, stop):
-    """Trains all runs from epoch `start` to `stop`; returns the state and each run's mean loss."""
-
-    def gradient(parameters, key, index):
-        series = draw(setting, jax.random.fold_in(key, index), (), setting.tasks, PREDICTIONS)
-        return jax.value_and_grad(functools.partial(loss, setting))(parameters, series)
-
-    def epoch(index, carry):
-        (parameters, momentum), total = carry
-        losses, gradients = jax.vmap(gradient, (0, 0, None))(parameters, keys, index)
-        updates, momentum = optimizer(setting).update(gradients, momentum)
-        return (optax.apply_updates(parameters, updates), momentum), total + losses
-
-    state, total = jax.lax.fori_loop(start, stop, epoch, (state, jnp.zeros(len(keys))))
-    return state, total / (stop - start)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -394,40 +380,34 @@ def _experiment(options: _shared.Options) -> None:
             if figure == "figure4" and attention != "readout":
                 weights[one] = {name: x[0] for name, x in result["weights"].items()}
     listed = {figure: [dataclasses.asdict(x) for x in settings] for figure, settings in wanted.items()}
-    path = _shared.write(options, rows, (), settings=listed)
+    path = options.write(rows, settings=listed)
     if curves := [row for row in rows if row["figure"] != "robustness"]:
         _draw_curves(path, curves)
     if weights:
         _draw_attention(path.with_stem(f"{path.stem}_attention"), weights)
-    _shared.print_tables(path, tables)
 
 
 def _rows(figure: str, setting: Setting, result: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields a row for each task and point of a learning curve: means and standard errors over runs."""
 
     def mean_error(name, values):
-        error = np.std(values, ddof=1) / np.sqrt(len(values)) if len(values) > 1 else np.nan
-        return {name: float(np.mean(values)), f"{name}_error": float(error)}
+        mean = _shared.mean(values)
+        return {name: mean.value, f"{name}_error": mean.error}
 
     for (place, task), point in itertools.product(enumerate(setting.tasks), result["curve"]):
         greedy, long = ([run[place] for run in point.get(name, [])] for name in ("greedy", "long_greedy"))
-        yield {
-            "figure": figure,
-            "setting": setting.label,
-            "task": setting.name(task),
-            "attention": setting.attention,
-            "runs": len(greedy),
-            "parameters": result["parameters"],
-            "epoch": point["epoch"],
-            "loss": float(np.mean(point["loss"])),
-            **mean_error("greedy", greedy),
-            "least": min(greedy),
-            "most": max(greedy),
-            # Only at the end:
-            **dict.fromkeys(("long_greedy", "long_greedy_error", "solved", "decades", "decades_error")),
-            **(mean_error("long_greedy", long) | mean_error("decades", result["decades"]) if long else {}),
-            **({"solved": sum(x == 1 for x in long)} if long else {}),
-        }
+        about: dict[str, Any] = {"figure": figure, "setting": setting.label, "task": setting.name(task)}
+        about |= {"attention": setting.attention, "runs": len(greedy), "parameters": result["parameters"]}
+        about |= {"epoch": point["epoch"], "loss": float(np.mean(point["loss"]))} | mean_error(
+            "greedy", greedy
+        )
+        about |= {"least": min(greedy), "most": max(greedy)}
+        # Only at the end:
+        about |= dict.fromkeys(("long_greedy", "long_greedy_error", "solved", "decades", "decades_error"))
+        if long:
+            about |= mean_error("long_greedy", long) | mean_error("decades", result["decades"])
+            about["solved"] = sum(x == 1 for x in long)
+        yield about
 
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
@@ -470,20 +450,24 @@ def _name(setting: str, task: str) -> str:
 
 def _draw_curves(path, rows):
     """Draws the learning curves of each task: the mean over runs, and a band of two standard errors around it."""
-    lines: dict[tuple[str, str], dict[str, list[Mapping[str, Any]]]] = {}
+    curves: dict[tuple[str, str], dict[str, list[tuple[float, ...]]]] = {}
     for row in rows:
-        panel = row["figure"], _name(row["setting"], row["task"])
-        lines.setdefault(panel, {}).setdefault(row["attention"], []).append(row)
-    panels = []
-    for (figure, name), by in lines.items():
-        curves = {}
-        for attention, points in by.items():
-            epoch, mean, error = (
-                np.array([x[k] for x in points]) for k in ("epoch", "greedy", "greedy_error")
-            )
-            curves[attention] = epoch, mean, np.maximum(mean - 2 * error, 0), np.minimum(mean + 2 * error, 1)
-        title = f"Figure {figure.removeprefix('figure')}: {name}"
-        panels.append(_shared.Panel(lines=curves, x_label="epochs", y_label="greedy accuracy", title=title))
+        panel, mean, band = (
+            (row["figure"], _name(row["setting"], row["task"])),
+            row["greedy"],
+            2 * row["greedy_error"],
+        )
+        point = row["epoch"], mean, max(mean - band, 0), min(mean + band, 1)
+        curves.setdefault(panel, {}).setdefault(row["attention"], []).append(point)
+    panels = [
+        _shared.Panel(
+            lines={attention: tuple(zip(*points)) for attention, points in by.items()},
+            x_label="epochs",
+            y_label="greedy accuracy",
+            title=f"Figure {figure.removeprefix('figure')}: {name}",
+        )
+        for (figure, name), by in curves.items()
+    ]
     _shared.draw_lines(
         path,
         panels,
@@ -524,6 +508,7 @@ main = _shared.Experiment(
     trains=False,
     more=_FLAGS,
     run=_experiment,
+    tables=tables,
 )
 
 if __name__ == "__main__":

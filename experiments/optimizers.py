@@ -7,7 +7,6 @@ rate of the first seed's lowest held-out loss. Every optimizer has a warmup and 
 except for `adam`, which has none.
 """
 
-import dataclasses
 import math
 import pathlib
 import sys
@@ -18,6 +17,7 @@ import jax
 
 from experiments import _shared
 from sympow_jax import config, training
+from sympow_jax.config import loading
 from sympow_jax.config import optimizer as optimizer_lib
 from sympow_jax.training import sharding
 
@@ -48,17 +48,20 @@ Folders = dict[tuple[str, float, int], pathlib.Path]
 def _run(options: _shared.Options) -> None:
     folders: Folders = {}
     first, *others = options.plan.seeds
+
+    def best_rate() -> float:
+        return _best({rate: _loss(folder) for (name, rate, _), folder in folders.items() if name == variant})
+
     for variant in options.variants:
         rates = [_MIDDLE_RATES[variant] * _FACTOR**exponent for exponent in (-1, 0, 1)]
         folders |= _train(options, variant, rates, first)
-        while (best := _best(folders, variant)) in (min(rates), max(rates)) and len(rates) < _MAX_RATES:
+        while (best := best_rate()) in (min(rates), max(rates)) and len(rates) < _MAX_RATES:
             rates.append(best / _FACTOR if best == min(rates) else best * _FACTOR)
             folders |= _train(options, variant, rates[-1:], first)
         for seed in others:
             folders |= _train(options, variant, [best], seed)
         # After each optimizer, so that a stopped experiment has the results so far.
-        path = _report(options, folders)
-    _shared.print_tables(path, tables)
+        _report(options, folders)
 
 
 def _train(options: _shared.Options, variant: str, rates: Sequence[float], seed: int) -> Folders:
@@ -72,16 +75,8 @@ def _train(options: _shared.Options, variant: str, rates: Sequence[float], seed:
 
 def settings(options: _shared.Options, variant: str, *, rate: float, seed: int) -> config.Config:
     """Returns the config of a run of an optimizer at a learning rate."""
-    base = _shared.settings(
-        options,
-        config.preset("conformal"),
-        context=options.plan.contexts[0],
-        seed=seed,
-    )
-    if options.scale == "toy":
-        # `_shared.settings` has smaller batches.
-        tokens = config.load("quickstart").data.batch_tokens
-        base = dataclasses.replace(base, data=dataclasses.replace(base.data, batch_tokens=tokens))
+    (context,) = options.plan.contexts
+    base = _shared.settings(options, config.preset("conformal"), context=context, seed=seed)
     optimizer = config.OptimizerConfig(
         name=variant,
         learning_rate=rate,
@@ -91,8 +86,12 @@ def settings(options: _shared.Options, variant: str, *, rate: float, seed: int) 
         clip_norm=1.0,
     )
     # A run that diverges continues and has a high loss, instead of ending the experiment.
-    changed = dataclasses.replace(base.training, skip_nonfinite=True, max_skips=options.plan.steps + 1)
-    return dataclasses.replace(base, optimizer=optimizer, training=changed)
+    skips = {"training.skip_nonfinite": True, "training.max_skips": options.plan.steps + 1}
+    changes = {"optimizer": optimizer} | skips
+    if options.scale == "toy":
+        # `_shared.settings` has smaller batches.
+        changes["data.batch_tokens"] = config.load("quickstart").data.batch_tokens
+    return loading.replace(base, changes)
 
 
 def _loss(folder: pathlib.Path) -> float:
@@ -105,18 +104,13 @@ def _rank(loss: float) -> float:
     return loss if math.isfinite(loss) else math.inf
 
 
-def _best(folders: Folders, variant: str) -> float:
-    """Returns the best rate of an optimizer by held-out loss."""
-    return _lowest({rate: _loss(folder) for (name, rate, _), folder in folders.items() if name == variant})
-
-
-def _lowest(losses: Mapping[float, float]) -> float:
+def _best(losses: Mapping[float, float]) -> float:
     """Returns the rate of the lowest loss, or the lowest rate if none is finite."""
     return min(losses, key=lambda rate: (_rank(losses[rate]), rate))
 
 
-def _report(options: _shared.Options, folders: Folders) -> pathlib.Path:
-    """Writes rows, CSV, JSON and the plot; returns the plot's path.
+def _report(options: _shared.Options, folders: Folders) -> None:
+    """Writes rows, CSV, JSON and the plot.
 
     Raises:
         ValueError: the folders have runs on different data.
@@ -124,18 +118,13 @@ def _report(options: _shared.Options, folders: Folders) -> pathlib.Path:
     # `_shared.train_all` compares those of one call.
     _shared.require_same_data(options, list(folders.values()))
     rows = [
-        {
-            "variant": variant,
-            "learning_rate": rate,
-            "seed": seed,
-            "loss": _loss(folder),
-            "training_loss": _shared.final_loss(folder),
-        }
+        {"variant": variant, "learning_rate": rate, "seed": seed}
+        | {"loss": _loss(folder), "training_loss": _shared.final_loss(folder)}
         for (variant, rate, seed), folder in folders.items()
     ]
     names = dict.fromkeys(str(row["variant"]) for row in rows)
     bytes_per_parameter = {name: state_bytes(options, name) for name in names}
-    path = _shared.write(options, rows, list(folders.values()), bytes_per_parameter=bytes_per_parameter)
+    path = options.write(rows, list(folders.values()), bytes_per_parameter=bytes_per_parameter)
     _shared.draw_values(
         path,
         [(name, *_shared.mean(losses).band) for name, (_, losses) in _at_best_rates(rows).items()],
@@ -143,7 +132,6 @@ def _report(options: _shared.Options, folders: Folders) -> pathlib.Path:
         subtitle=f"held-out loss after {options.plan.steps:,} updates, {options.plan.average}",
         x_label="nats per token",
     )
-    return path
 
 
 def state_bytes(options: _shared.Options, variant: str) -> float:
@@ -162,7 +150,7 @@ def _at_best_rates(rows: Sequence[_shared.Row]) -> dict[str, tuple[float, list[f
     for name in dict.fromkeys(row["variant"] for row in rows):
         own = [row for row in rows if row["variant"] == name]
         # The other seeds were trained at the best rate of the first one.
-        rate = _lowest({row["learning_rate"]: row["loss"] for row in own if row["seed"] == own[0]["seed"]})
+        rate = _best({row["learning_rate"]: row["loss"] for row in own if row["seed"] == own[0]["seed"]})
         found[name] = rate, [row["loss"] for row in own if row["learning_rate"] == rate]
     return found
 
@@ -170,7 +158,7 @@ def _at_best_rates(rows: Sequence[_shared.Row]) -> dict[str, tuple[float, list[f
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
     rows = [{**row, "loss": _shared.from_json(row["loss"])} for row in content["rows"]]
-    found = _at_best_rates(rows)
+    found, sizes = _at_best_rates(rows), content["bytes_per_parameter"]
     found = dict(sorted(found.items(), key=lambda item: _rank(_shared.mean(item[1][1]).value)))
     tried: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
@@ -181,12 +169,7 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
             "Held-out loss at the best rate, nats per token",
             ("", "loss", "learning rate", "bytes of state per parameter"),
             [
-                (
-                    name,
-                    str(_shared.mean(losses)),
-                    f"{rate:.2g}",
-                    f"{content['bytes_per_parameter'][name]:.1f}",
-                )
+                (name, str(_shared.mean(losses)), f"{rate:.2g}", f"{sizes[name]:.1f}")
                 for name, (rate, losses) in found.items()
             ],
         ),
@@ -201,7 +184,9 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     ]
 
 
-main = _shared.Experiment(name="optimizers", description=__doc__, plans=PLANS, variants=VARIANTS, run=_run)
+main = _shared.Experiment(
+    name="optimizers", description=__doc__, plans=PLANS, variants=VARIANTS, run=_run, tables=tables
+)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -35,7 +35,7 @@ _FORMS = {2: ("attention", "chunked"), 4: ("attention",)}
 def _experiment(options: _shared.Options) -> None:
     counts = parameter_counts(options.variants)
     rows = [row for form in _FORMS[options.power] for row in _measure(options, form)]
-    path = _shared.write(options, rows, (), power=options.power, parameters=counts)
+    path = options.write(rows, power=options.power, parameters=counts)
     _shared.draw_values(
         path,
         [
@@ -47,7 +47,6 @@ def _experiment(options: _shared.Options) -> None:
         subtitle="median over rounds, and the middle half of them",
         x_label="time relative to sympow",
     )
-    _shared.print_tables(path, tables)
 
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
@@ -111,16 +110,9 @@ def _measure(options: _shared.Options, form: str) -> Iterator[dict[str, Any]]:
         times = _shared.alternate(calls, rounds=options.plan.steps)
         for name, seconds in times.items():
             low, middle, high = _shared.relative(seconds, times[_BASE])
-            yield {
-                "variant": name,
-                "what": what,
-                "form": form,
-                "tokens": count,
-                "milliseconds": 1000 * statistics.median(seconds),
-                "relative": middle,
-                "low": low,
-                "high": high,
-            }
+            about = {"variant": name, "what": what, "form": form, "tokens": count}
+            about["milliseconds"] = 1000 * statistics.median(seconds)
+            yield about | {"relative": middle, "low": low, "high": high}
 
 
 main = _shared.Experiment(
@@ -132,6 +124,7 @@ main = _shared.Experiment(
     powers=tuple(_FORMS),
     trains=False,
     run=_experiment,
+    tables=tables,
 )
 
 if __name__ == "__main__":

@@ -45,13 +45,24 @@ def _experiment(options: _shared.Options) -> None:
         for (variant, context, seed), loss in losses.items()
     ]
     states, curves = state_sizes(), _shared.mean_curves(folders)
-    path = _shared.write(
-        options, rows, folders.values(), state_bytes=states, linear_state=linear_states(), curves=curves
+    path = options.write(
+        rows, folders.values(), state_bytes=states, linear_state=linear_states(), curves=curves
     )
     (context,), about = options.plan.contexts, options.plan.average
+    ratios = _shared.means(rows, ("variant",), "relative_loss")
+    powers = [power for power in POWERS if f"p={power}" in options.variants]
+    relative = _shared.lines({("even power", power): ratios[f"p={power}",] for power in powers})
+    at = [row["power"] for row in states]
+    sizes = {f"{name} power": (at, [row[name] / 1e9 for row in states]) for name in ("symmetric", "tensor")}
+    panels = (
+        _shared.Panel(
+            lines=relative, x_label="power p", y_label="loss relative to softmax", level=1.0, ticks=POWERS
+        ),
+        _shared.Panel(lines=sizes, x_label="power p", y_label="state (GB)", log_y=True, level=80.0, ticks=at),
+    )
     _shared.draw_lines(
         path,
-        _panels(options, rows, states),
+        [dataclasses.replace(panel, linear=True) for panel in panels],
         title="Loss and state against the power",
         subtitle=f"left: context {context:,}, {about}; right: 124M parameters, 2 bytes per element; gray: 80 GB",
     )
@@ -61,7 +72,6 @@ def _experiment(options: _shared.Options) -> None:
         title="Training loss of even-power attention",
         subtitle=f"context {context:,}; {about}; without the first eighth",
     )
-    _shared.print_tables(path, tables)
 
 
 def state_sizes() -> list[dict[str, int]]:
@@ -85,23 +95,15 @@ def linear_states(sizes: Sequence[str] = _LINEAR_SIZES) -> list[dict[str, Any]]:
     return rows
 
 
-def _panels(options, rows: Sequence[_shared.Row], states: Sequence[Mapping[str, int]]) -> list[_shared.Panel]:
-    ratios = _shared.means(rows, ("variant",), "relative_loss")
-    powers = [power for power in POWERS if f"p={power}" in options.variants]
-    losses = _shared.lines({("even power", power): ratios[f"p={power}",] for power in powers})
-    at = [row["power"] for row in states]
-    sizes = {f"{name} power": (at, [row[name] / 1e9 for row in states]) for name in ("symmetric", "tensor")}
-    common: dict[str, Any] = {"x_label": "power p", "linear": True}
-    return [
-        _shared.Panel(lines=losses, y_label="loss relative to softmax", level=1.0, ticks=POWERS, **common),
-        _shared.Panel(lines=sizes, y_label="state (GB)", log_y=True, level=80.0, ticks=at, **common),
-    ]
-
-
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
     rows = content["rows"]
     losses, ratios = (_shared.means(rows, ("variant",), column) for column in ("loss", "relative_loss"))
+
+    def amount(size: float) -> str:
+        magnitude = math.floor(math.log10(size) / 3)
+        return f"{size / 1000**magnitude:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB', 'EB')[magnitude]}"
+
     return [
         _shared.Table(
             "Final training loss, nats per token",
@@ -113,13 +115,8 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
             "State of the 124M model, 2 bytes per element",
             ("p", "tensor power", "symmetric power", "saved"),
             [
-                (
-                    str(row["power"]),
-                    _amount(row["tensor"]),
-                    _amount(row["symmetric"]),
-                    f"{1 - row['symmetric'] / row['tensor']:.3%}",
-                )
-                for row in content["state_bytes"]
+                (str(power), amount(tensor), amount(symmetric), f"{1 - symmetric / tensor:.3%}")
+                for power, tensor, symmetric in (row.values() for row in content["state_bytes"])
             ],
         ),
         _shared.Table(
@@ -133,13 +130,14 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     ]
 
 
-def _amount(size: float) -> str:
-    magnitude = math.floor(math.log10(size) / 3)
-    return f"{size / 1000**magnitude:.3g} {('B', 'kB', 'MB', 'GB', 'TB', 'PB', 'EB')[magnitude]}"
-
-
 main = _shared.Experiment(
-    name="powers", description=__doc__, plans=PLANS, variants=tuple(_ATTENTIONS), base=_BASE, run=_experiment
+    name="powers",
+    description=__doc__,
+    plans=PLANS,
+    variants=tuple(_ATTENTIONS),
+    base=_BASE,
+    run=_experiment,
+    tables=tables,
 )
 
 if __name__ == "__main__":

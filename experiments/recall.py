@@ -49,7 +49,14 @@ TASKS = {
     "pairs": "Accuracy against the number of pairs",
     "needle": "Accuracy against the distance of a needle",
 }
-VARIANTS = ("linear", "p=2", "p=4", "gated", "conformal", "softmax")
+ATTENTIONS: dict[str, config.AttentionConfig] = {
+    "linear": config.preset("linear"),
+    "p=2": config.preset("sympow", power=2),
+    "p=4": config.preset("sympow", power=4),
+    "gated": config.preset("sympow_gated", power=2),
+    "conformal": config.preset("conformal", power=2),
+    "softmax": config.preset("softmax"),
+}
 RECALLED = 0.9  # accuracy at which pairs count as recalled
 _MODEL = ("variant", "head_dim", "state_bytes")  # columns that name a model
 _LEAST_SHOWN = 16  # smallest point in the tables
@@ -68,33 +75,21 @@ PLANS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Sizes of tasks and models.
+    """Sizes of tasks and models."""
 
-    Attributes:
-        width: of the model.
-        keys: number of keys.
-        values: number of values.
-        noise: number of different tokens around a needle.
-        points: numbers of pairs at which accuracy is reported; the last is that of a sequence.
-        short: pairs of a document in half of the training sequences.
-        context: training context of `needle`, in tokens.
-        distances: from the needle to the queries of a test.
-        head_dims: head sizes of linear and power attention.
-        batch: training sequences of `pairs` per update. Those of `needle` have as many tokens.
-        rate: largest learning rate.
-    """
-
-    width: int = 32
+    width: int = 32  # of the model
     keys: int = 256
     values: int = 64
-    noise: int = 64
+    noise: int = 64  # number of different tokens around a needle
+    # Numbers of pairs at which accuracy is reported; the last is that of a sequence.
     points: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-    short: int = 8
-    context: int = 128
+    short: int = 8  # pairs of a document in half of the training sequences
+    context: int = 128  # training context of `needle`, in tokens
+    # From the needle to the queries of a test.
     distances: tuple[int, ...] = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024)
-    head_dims: tuple[int, ...] = (8, 16, 32)
-    batch: int = 4
-    rate: float = 1e-2
+    head_dims: tuple[int, ...] = (8, 16, 32)  # of linear and power attention
+    batch: int = 4  # training sequences of `pairs` per update; those of `needle` have as many tokens
+    rate: float = 1e-2  # largest learning rate
 
     @property
     def pairs(self) -> int:
@@ -125,19 +120,12 @@ SETTINGS = {
 
 
 class Series(NamedTuple):
-    """Sequences of a task.
+    """Sequences of a task."""
 
-    Attributes:
-        tokens: keys or noise.
-        values: token of the value that shares a pair's place; -1 elsewhere.
-        answers: index of the value that a query asks for; -1 where there is no query.
-        segment_ids: document of each token.
-    """
-
-    tokens: Int[Array, "B T"]
-    values: Int[Array, "B T"]
-    answers: Int[Array, "B T"]
-    segment_ids: Int[Array, "B T"]
+    tokens: Int[Array, "B T"]  # keys or noise
+    values: Int[Array, "B T"]  # token of the value that shares a pair's place; -1 elsewhere
+    answers: Int[Array, "B T"]  # index of the value that a query asks for; -1 where there is no query
+    segment_ids: Int[Array, "B T"]  # document of each token
 
 
 def draw_pairs(setting: Setting, key: Array, batch: int, documents: Sequence[int]) -> Series:
@@ -240,15 +228,7 @@ def accuracy(
 
 def model_config(setting: Setting, task: str, variant: str, head_dim: int) -> config.ModelConfig:
     """Returns the config of a variant's model."""
-    presets: dict[str, config.AttentionConfig] = {
-        "linear": config.preset("linear"),
-        "p=2": config.preset("sympow", power=2),
-        "p=4": config.preset("sympow", power=4),
-        "gated": config.preset("sympow_gated", power=2),
-        "conformal": config.preset("conformal", power=2),
-        "softmax": config.preset("softmax"),
-    }
-    attention = presets[variant]
+    attention = ATTENTIONS[variant]
     if task == "pairs" and variant != "conformal":
         attention = dataclasses.replace(attention, position="none")
     return config.ModelConfig(
@@ -393,9 +373,8 @@ def _experiment(options: _shared.Options) -> None:
                 for seed, accuracies in zip(plan.seeds, found)
                 for point, right in zip(places(setting, task), accuracies)
             ]
-    path = _shared.write(options, rows, (), setting=dataclasses.asdict(setting))
+    path = options.write(rows, setting=dataclasses.asdict(setting))
     _draw(path, setting, rows, len(plan.seeds))
-    _shared.print_tables(path, tables)
 
 
 def head_dims(setting: Setting, task: str, variant: str) -> tuple[int, ...]:
@@ -412,10 +391,11 @@ def capacities(rows: Iterable[_shared.Row]) -> dict[tuple[str, int, int], _share
         if row["task"] == "pairs":
             model = tuple(row[name] for name in (*_MODEL, "seed"))
             curves.setdefault(model, {})[row["point"]] = row["accuracy"]
-    found: dict[tuple[str, int, int], list[float]] = {}
-    for (variant, head_dim, size, _), curve in curves.items():
-        found.setdefault((variant, head_dim, size), []).append(recalled(list(curve), list(curve.values())))
-    return {model: _shared.mean(values) for model, values in found.items()}
+    found = [
+        dict(zip(_MODEL, model)) | {"recalled": recalled(list(curve), list(curve.values()))}
+        for model, curve in curves.items()
+    ]
+    return _shared.means(found, _MODEL, "recalled")
 
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
@@ -445,12 +425,14 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
 def _draw(path, setting, rows, seeds):
     """Draws the pairs recalled against the bytes of state, and accuracy against pairs and against distance."""
     states = {(variant, size / 1024): mean for (variant, _, size), mean in capacities(rows).items()}
-    equal = [row for row in rows if row["head_dim"] == _HEAD_DIM]
-    accuracies = _shared.means(equal, ("task", "variant", "point"), "accuracy")
-    curves = {
-        task: _shared.lines({(name, x): mean for (of, name, x), mean in accuracies.items() if of == task})
-        for task in TASKS
-    }
+
+    def powers_of_four(points):
+        return [point for point in points if point & (point - 1) == 0 and point.bit_length() % 2]
+
+    curves = {}
+    for task in TASKS:
+        equal = [row for row in rows if row["head_dim"] == _HEAD_DIM and row["task"] == task]
+        curves[task] = _shared.lines(_shared.means(equal, ("variant", "point"), "accuracy"))
     panels = [
         _shared.Panel(
             lines=_shared.lines(states),
@@ -465,13 +447,13 @@ def _draw(path, setting, rows, seeds):
             x_label="pairs",
             y_label="accuracy",
             title=f"Heads of {_HEAD_DIM}",
-            ticks=_ticks(setting.points),
+            ticks=powers_of_four(setting.points),
         ),
         _shared.Panel(
             lines=curves["needle"],
             x_label="distance of a needle, tokens",
             y_label="accuracy",
-            ticks=_ticks(setting.distances),
+            ticks=powers_of_four(setting.distances),
             mark=(setting.context, "training context"),
         ),
     ]
@@ -484,13 +466,14 @@ def _draw(path, setting, rows, seeds):
     )
 
 
-def _ticks(points: Sequence[int]) -> list[int]:
-    """Returns the powers of four among the points."""
-    return [point for point in points if point & (point - 1) == 0 and point.bit_length() % 2]
-
-
 main = _shared.Experiment(
-    name="recall", description=__doc__, plans=PLANS, variants=VARIANTS, trains=False, run=_experiment
+    name="recall",
+    description=__doc__,
+    plans=PLANS,
+    variants=tuple(ATTENTIONS),
+    trains=False,
+    run=_experiment,
+    tables=tables,
 )
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ the same data, as `configs/retrofit.py` does: directly, or after a first stage (
 the outputs of the old ones. `scratch` is a new model of the variant. All three have the same number of updates.
 """
 
-import dataclasses
 import itertools
 import pathlib
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 from experiments import _shared
 from sympow_jax import config
+from sympow_jax.config import loading
 
 PLANS = {
     "toy": _shared.Plan(
@@ -39,7 +39,7 @@ STARTS = ("direct", "matched", "scratch")
 # Updates of the softmax model and of the first stage, relative to the second stage.
 _BASE_RATIO, _FIRST_RATIO = 15, 1 / 3
 _RATES = {"base": 2e-3, "match": 2e-3, "direct": 1e-3, "matched": 1e-3, "scratch": 2e-3}
-_BODY: dict[str, Any] = {"norm": "rms", "activation": "swiglu", "embedding_norm": False}
+_BODY: dict[str, Any] = {"model.norm": "rms", "model.activation": "swiglu", "model.embedding_norm": False}
 _HELDOUT_TIMES = 10
 
 
@@ -48,13 +48,29 @@ def _report(options: _shared.Options) -> None:
     lengths = options.plan.lengths
     columns = ("context_length", "loss")
     softmax = [{key: row[key] for key in columns} for row in _shared.evaluation(base)]
-    rows, curves = [], []
-    for key, folder in folders.items():
-        about = dict(zip(("variant", "start", "seed"), key))
-        rows += [about | {key: row[key] for key in columns} for row in _shared.evaluation(folder)]
-        curves += [about | {"step": step, "loss": loss} for step, loss in _shared.heldout_curve(folder)]
-    path = _shared.write(options, rows, [base, *folders.values()], curves=curves, softmax=softmax)
-    panels = [_curves_panel(options, variant, curves) for variant in options.variants]
+    names = ("variant", "start", "seed")
+    rows = [
+        dict(zip(names, key)) | {column: row[column] for column in columns}
+        for key, folder in folders.items()
+        for row in _shared.evaluation(folder)
+    ]
+    curves = _shared.curve_rows(folders, names, _shared.heldout_curve)
+    path = options.write(rows, [base, *folders.values()], curves=curves, softmax=softmax)
+    # Held-out losses during training. The first stage comes before the first update of a matched model.
+    begins = {start: _first(options) if start == "matched" else 0 for start in STARTS}
+    panels = []
+    for variant in options.variants:
+        own = [
+            row | {"step": begins[row["start"]] + row["step"]} for row in curves if row["variant"] == variant
+        ]
+        panels.append(
+            _shared.Panel(
+                lines=_shared.lines(_shared.means(own, ("start", "step"), "loss")),
+                x_label="updates, both stages",
+                y_label="held-out loss (nats per token)",
+                title=variant,
+            )
+        )
     matched = [row for row in rows if row["start"] == "matched"]
     base_updates = _BASE_RATIO * options.plan.steps
     lines: dict[str, Sequence[Sequence[float]]] = {
@@ -79,7 +95,6 @@ def _report(options: _shared.Options) -> None:
         subtitle=f"{options.plan.average}; {options.plan.steps:,} updates after a first stage of "
         f"{_first(options):,}, softmax after {base_updates:,}",
     )
-    _shared.print_tables(path, tables)
 
 
 def _first(options: _shared.Options) -> int:
@@ -91,7 +106,10 @@ def _train(options: _shared.Options) -> tuple[pathlib.Path, dict[tuple[str, str,
     plan = options.plan
     steps, first = plan.steps, _first(options)
     base_steps = _BASE_RATIO * steps
-    base = _settings(options, steps=base_steps)
+    (context,) = plan.contexts
+    base = _shared.settings(options, config.preset("llama3"), context=context, seed=0)
+    base = loading.replace(base, _BODY | {"model.layers": max(2, base.model.layers)})
+    base = _changed(options, base, rate=_RATES["base"], steps=base_steps, seed=0)
     (folder,) = _shared.train_all(options, {"base": (f"retrofit_base_steps{base_steps}", base)}).values()
     keys, whole = list(itertools.product(options.variants, plan.seeds)), first + steps
 
@@ -112,55 +130,32 @@ def _train(options: _shared.Options) -> tuple[pathlib.Path, dict[tuple[str, str,
     for variant, seed in keys:
         direct, matched = retrofit(variant), config.load(f'retrofit:"{matches[variant, seed]}"')
         # Gates of a new model begin at 1/2.
-        attention = dataclasses.replace(direct.model.attention, decay_bias=None)
-        model = dataclasses.replace(direct.model, attention=attention)
-        scratch = dataclasses.replace(direct, model=model, task=config.TaskConfig())
+        changes = {"model.attention.decay_bias": None, "task": config.TaskConfig()}
+        scratch = loading.replace(direct, changes)
         starts = ("direct", direct, whole), ("matched", matched, steps), ("scratch", scratch, whole)
         for start, found, updates in starts:
             runs[variant, start, seed] = run(start, variant, seed, found, updates)
     return folder, _shared.train_all(options, runs)
 
 
-def _settings(options: _shared.Options, *, steps: int) -> config.Config:
-    """Returns the config of the softmax model."""
-    (context,) = options.plan.contexts
-    attention = config.preset("llama3")
-    found = _shared.settings(options, attention, context=context, seed=0)
-    model = dataclasses.replace(found.model, layers=max(2, found.model.layers), **_BODY)
-    found = dataclasses.replace(found, model=model)
-    return _changed(options, found, rate=_RATES["base"], steps=steps, seed=0)
-
-
 def _changed(
     options: _shared.Options, settings: config.Config, *, rate: float, steps: int, seed: int
 ) -> config.Config:
     """Returns settings with the optimizer, length, seed and evaluation of this experiment."""
-    optimizer = config.OptimizerConfig(
-        learning_rate=rate, schedule="cosine", warmup_steps=min(20, steps // 2), clip_norm=1.0
-    )
     lengths = () if settings.task.replaces_attention else options.plan.lengths
-    return dataclasses.replace(
-        settings,
-        optimizer=optimizer,
-        training=dataclasses.replace(
-            settings.training, steps=steps, seed=seed, checkpoint_every=100, keep_checkpoints=1, log_every=100
+    changes = {
+        "optimizer": config.OptimizerConfig(
+            learning_rate=rate, schedule="cosine", warmup_steps=min(20, steps // 2), clip_norm=1.0
         ),
-        data=dataclasses.replace(settings.data, seed=seed),
-        evaluation=config.EvaluationConfig(
+        "evaluation": config.EvaluationConfig(
             context_lengths=lengths, documents=options.plan.documents, every=max(1, steps // _HELDOUT_TIMES)
         ),
-    )
-
-
-def _curves_panel(options: _shared.Options, variant: str, curves: Sequence[_shared.Row]) -> _shared.Panel:
-    """Returns a panel of the held-out losses of a variant during training, by start."""
-    found = _shared.means([row for row in curves if row["variant"] == variant], ("start", "step"), "loss")
-    # The first stage comes before the first update of a matched model.
-    begins = {start: _first(options) if start == "matched" else 0 for start in STARTS}
-    lines = _shared.lines({(start, begins[start] + step): mean for (start, step), mean in found.items()})
-    return _shared.Panel(
-        lines=lines, x_label="updates, both stages", y_label="held-out loss (nats per token)", title=variant
-    )
+        "training.steps": steps,
+        "training.seed": seed,
+        "data.seed": seed,
+    }
+    every = {"training.checkpoint_every": 100, "training.keep_checkpoints": 1, "training.log_every": 100}
+    return loading.replace(settings, changes | every)
 
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
@@ -169,22 +164,12 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     found = _shared.means(rows, ("variant", "start", "context_length"), "loss")
     lengths = [row["context_length"] for row in softmax]
     variants = list(dict.fromkeys(row["variant"] for row in rows))
-    columns = ("", *(f"{length:,}" for length in lengths))
-    base = ("softmax", *(f"{row['loss']:.3f}" for row in softmax))
-    made = [
-        _shared.Table(
-            f"Held-out loss at positions up to, {start}",
-            columns,
-            [
-                base,
-                *(
-                    (name, *(f"{found[name, start, length].value:.3f}" for length in lengths))
-                    for name in variants
-                ),
-            ],
-        )
-        for start in STARTS
-    ]
+    made = []
+    for start in STARTS:
+        losses = {name: [found[name, start, length].value for length in lengths] for name in variants}
+        losses = {"softmax": [row["loss"] for row in softmax]} | losses
+        title = f"Held-out loss at positions up to, {start}"
+        made.append(_shared.number_table(title, "", lengths, losses))
     pairs = (("matched", "direct"), ("matched", "scratch"))
     for variant in variants:
         of_variant = [row | {"variant": row["start"]} for row in rows if row["variant"] == variant]
@@ -193,7 +178,7 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
 
 
 main = _shared.Experiment(
-    name="retrofit", description=__doc__, plans=PLANS, variants=tuple(VARIANTS), run=_report
+    name="retrofit", description=__doc__, plans=PLANS, variants=tuple(VARIANTS), run=_report, tables=tables
 )
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ training context and up to four times it.
 
 import dataclasses
 import itertools
-import pathlib
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from experiments import _shared
 from sympow_jax import config
+from sympow_jax.config import loading
 
 PLANS = {
     "toy": _shared.Plan(seeds=(0, 1, 2), steps=1000, contexts=(256,), lengths=(256, 1024)),
@@ -44,13 +44,10 @@ def settings(options: _shared.Options, variant: str, seed: int) -> config.Config
     (context,) = options.plan.contexts
     attention = _shared.power_variants(options.power)["conformal" if variant in _FACTORS else variant]
     found = _shared.settings(options, attention, context=context, seed=seed)
-    if options.scale == "toy":
-        found = dataclasses.replace(found, data=dataclasses.replace(found.data, batch_tokens=_TOY_TOKENS))
     factor = _FACTORS.get(variant, 1.0)
     factors = () if factor == 1 else (f"*.attention.rate.kernel={factor}",)
-    return dataclasses.replace(
-        found, optimizer=dataclasses.replace(found.optimizer, learning_rate_factors=factors)
-    )
+    changes: dict[str, Any] = {"data.batch_tokens": _TOY_TOKENS} if options.scale == "toy" else {}
+    return loading.replace(found, changes | {"optimizer.learning_rate_factors": factors})
 
 
 def _experiment(options: _shared.Options) -> None:
@@ -68,32 +65,22 @@ def _experiment(options: _shared.Options) -> None:
     for (variant, seed), folder in folders.items():
         heldout = {f"heldout_{row['context_length']}": row["loss"] for row in _shared.evaluation(folder)}
         rows.append({"variant": variant, "seed": seed, "training": _shared.final_loss(folder)} | heldout)
-    path = _shared.write(options, rows, folders.values())
-    _shared.draw_lines(
-        path,
-        [_panel(options, folders)],
-        title="Conformal against gated",
-        subtitle=f"mean of {seeds} seeds, band of one standard error; numbers are factors of W's learning rate",
-    )
-    _shared.print_tables(path, tables)
-
-
-def _panel(options: _shared.Options, folders: Mapping[tuple[str, int], pathlib.Path]) -> _shared.Panel:
-    """Returns the difference from gated of the training loss of the conformal variants, against updates."""
-    rows: list[dict[str, Any]] = [
-        {"variant": variant, "seed": seed, "step": step, "loss": loss}
-        for (variant, seed), folder in folders.items()
-        for step, loss in _shared.curve(folder)
-    ]
-    # Sympow is far above all others.
-    pairs = [(name, _BASE) for name in options.variants if name in _FACTORS]
-    found = _shared.differences(rows, "step", "loss", pairs)
-    return _shared.Panel(
+    path = options.write(rows, folders.values())
+    # The difference from gated of the conformal variants, by updates. Sympow is far above all others.
+    pairs = [(name, _BASE) for name in variants if name in _FACTORS]
+    found = _shared.differences(_shared.curve_rows(folders, ("variant", "seed")), "step", "loss", pairs)
+    panel = _shared.Panel(
         lines=_shared.lines({(name, step): mean for (name, _, step), mean in found.items()}),
         x_label="updates",
         y_label="training loss minus gated's (nats per token)",
         linear=True,
         level=0.0,
+    )
+    _shared.draw_lines(
+        path,
+        [panel],
+        title="Conformal against gated",
+        subtitle=f"mean of {seeds} seeds, band of one standard error; numbers are factors of W's learning rate",
     )
 
 
@@ -132,6 +119,7 @@ main = _shared.Experiment(
         }
     },
     run=_experiment,
+    tables=tables,
 )
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ returns a function of one kernel and the shapes it is compiled for; and predict(
 loops and predicted time, or None if the table leaves the kernel out. Needs the packages of the dependency group `h100`.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -30,18 +31,14 @@ KERNELS = sorted(
     path.stem for path in (pathlib.Path(__file__).parent / "compiled").glob("*.py") if path.stem != "__init__"
 )
 
-# Assumptions of the predictions, in cycles of one multiprocessor. `benchmarks.hopper.hardware` measures those
-# that are guesses.
-#
+# Assumptions of the predictions, in cycles of one multiprocessor, which `benchmarks.hopper.hardware` measures.
 # Dense matrix products sustain about 0.8 of the data sheet's 989 TFLOP/s, given the clock under load.
 SUSTAINED_HERTZ = 0.8 * 1.83e9
 MULTIPROCESSORS = 132
 # Bytes per cycle from shared memory, which wgmma reads at half that rate, and from L2 (measured, on an H100).
 SHARED_BYTES, PRODUCT_BYTES, CACHE_BYTES = 128, 64, 90
-# Latency of the last wgmma of each product, of barriers and of sums, per step; guesses. The kernels of states wait for
-# products and barriers only.
-STATE_WAITING_CYCLES = 120
-ATTENTION_WAITING_CYCLES = {"forward": 250, "dq": 300, "dkv": 350, "dk": 350, "dv": 250}
+# Key heads and tokens of the shape whose time is predicted.
+HEADS, TIME = 8, 65_536
 # Kinds of instructions that are counted in loops.
 KINDS = ("HGMMA", "HMUL2", "FMUL", "FFMA", "FADD", "F2FP", "MUFU", "LDS", "LDSM", "BAR")
 
@@ -64,26 +61,30 @@ class Kernel:
     instructions: int
     loops: list[
         dict[str, int]
-    ]  # instructions of each loop by kind, and of all kinds; inner loops before outer ones
+    ]  # instructions of each by kind, and of all kinds; inner loops before outer ones
     short_dots: int  # 16-bit mma.sync whose K halves are one register: K < 16, wrong on the device
     tf32: int
 
 
 def missing() -> list[str]:
     """Returns the packages that compiling needs and this environment lacks."""
-    lacking = []
-    for name in PACKAGES:
-        try:
-            if importlib.util.find_spec(name) is None:
-                lacking.append(name)
-        except ModuleNotFoundError:
-            lacking.append(name)
-    return lacking
+
+    def found(name: str) -> bool:
+        with contextlib.suppress(ModuleNotFoundError):  # of the package around it
+            return importlib.util.find_spec(name) is not None
+        return False
+
+    return [name for name in PACKAGES if not found(name)]
 
 
 def compiled(name: str):
     """Returns the module that defines how a kernel is compiled."""
     return importlib.import_module(f"tools.compiled.{name}")
+
+
+def parsed(case: str) -> dict[str, int]:
+    """Returns the numbers of a case's name by their letters: those of "p2-d64-e128-c768" by p, d, e and c."""
+    return {letter: int(number) for letter, number in re.findall(r"\b([a-z])(\d+)\b", case)}
 
 
 def report(name: str, case: str) -> list[Kernel]:
@@ -179,7 +180,7 @@ def _assemble(path: pathlib.Path) -> Kernel:
         a, b = (x.replace(" ", "").split(",") for x in (left, right))
         short_dots += len(a) == 4 and a[:2] == a[2:] and len(b) == 2 and b[0] == b[1]
     return Kernel(
-        name=re.findall(r"\.entry (\w+)", ptx)[0],
+        name=re.findall(r"\.entry (\w+)", ptx)[0].removesuffix("_mosaic_gpu_kernel"),
         registers=int(re.findall(r"Used (\d+) registers", ptxas.stderr)[0]),
         spill_bytes=sum(map(int, spills)),
         shared_bytes=int(shared[1]) if shared else 0,
@@ -232,8 +233,9 @@ def main(command: str, *names: str) -> None:
                 if (found := compiled(name).predict(case, kernel)) is None:
                     continue
                 loops, predicted = found
-                row = [name, case, kernel.registers, kernel.spill_bytes, round(kernel.shared_bytes / 1024)]
-                row += [kernel.hgmma, ", ".join(map(str, loops)) or "-", predicted]
+                row = [kernel.name, case, kernel.registers, kernel.spill_bytes]
+                row += [round(kernel.shared_bytes / 1024), kernel.hgmma]
+                row += [", ".join(map(str, loops)) or "-", predicted]
                 rows.append(f"| {' | '.join(map(str, row))} |")
             # Kernels that differ in no column share a row.
             print(*dict.fromkeys(rows), sep="\n", flush=True)

@@ -9,10 +9,10 @@ every operand is read whole. A loop counts as one launch. Kernels of this projec
 """
 
 import argparse
-import dataclasses
 import math
 import os
 import re
+from typing import NamedTuple
 
 HEADS = 8
 _ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2} | dict.fromkeys(
@@ -24,8 +24,7 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\
 _FREE = ("parameter", "get-tuple-element", "tuple", "bitcast", "constant")
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """One launch of the entry computation, with the bytes of its operands and results."""
 
     name: str
@@ -53,32 +52,14 @@ def parse(program: str) -> list[Launch]:
     return sorted(launches, key=lambda launch: -launch.bytes)
 
 
-def report(passes: str, *, form: str, time: int, head_dim: int, power: int) -> list[Launch]:
-    """Compiles `forward` or `both` passes of the op by its kernels and returns the launches around them."""
+def main() -> None:
+    """Prints totals of both programs and the launches that move the most bytes."""
     import jax
     import jax.numpy as jnp
 
     from sympow_jax import ops
     from tools import h100
 
-    def forward(query, key, value, log_decay):
-        return ops.power_attention(
-            query, key, value, power=power, log_decay=log_decay, form=form, implementation="mosaic_gpu"
-        )
-
-    def both(*arrays):
-        out, vjp = jax.vjp(forward, *arrays[:4])
-        return out, vjp(arrays[4])
-
-    vector = jax.ShapeDtypeStruct((1, time, HEADS, head_dim), jnp.bfloat16)
-    gate = jax.ShapeDtypeStruct((1, time, HEADS), jnp.float32)
-    arguments = [vector, vector, vector, gate] + [vector] * (passes == "both")
-    function = {"forward": forward, "both": both}[passes]
-    return parse(h100.compile_for(h100.mesh(), function, *arguments).as_text())
-
-
-def main() -> None:
-    """Prints totals of both programs and the launches that move the most bytes."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -86,13 +67,24 @@ def main() -> None:
         parser.add_argument(name, type=int, default=default)
     parser.add_argument("--form", choices=("attention", "chunked"), default="chunked")
     parser.add_argument("--passes", choices=("forward", "both"), action="append")
-    options = vars(parser.parse_args())
-    rows = options.pop("rows")
-    for passes in options.pop("passes") or ("forward", "both"):
-        launches = report(passes, **options)
-        total = sum(launch.bytes for launch in launches)
-        print(f"{passes}: {len(launches)} launches, {total / 1e9:.2f} GB")
-        for launch in launches[:rows]:
+    options = parser.parse_args()
+    kernels = {"power": options.power, "form": options.form, "implementation": "mosaic_gpu"}
+
+    def forward(query, key, value, log_decay):
+        return ops.power_attention(query, key, value, log_decay=log_decay, **kernels)
+
+    def both(*arrays):
+        out, vjp = jax.vjp(forward, *arrays[:4])
+        return out, vjp(arrays[4])
+
+    vector = jax.ShapeDtypeStruct((1, options.time, HEADS, options.head_dim), jnp.bfloat16)
+    gate = jax.ShapeDtypeStruct((1, options.time, HEADS), jnp.float32)
+    for passes in options.passes or ("forward", "both"):
+        function, dout = (forward, []) if passes == "forward" else (both, [vector])
+        program = h100.compile_for(h100.mesh(), function, vector, vector, vector, gate, *dout).as_text()
+        launches = parse(program)
+        print(f"{passes}: {len(launches)} launches, {sum(x.bytes for x in launches) / 1e9:.2f} GB")
+        for launch in launches[: options.rows]:
             print(f"{launch.bytes / 1e6:9.1f} MB  {launch.name}  {launch.result[:70]}  {launch.source[-60:]}")
 
 

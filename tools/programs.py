@@ -8,7 +8,6 @@ the order of their arguments do not count. It takes a minute or two on a CPU; no
 """
 
 import argparse
-import functools
 import hashlib
 import itertools
 import re
@@ -69,24 +68,16 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
 
 
 def _program(time, head_dim, value_dim, dtype, *, documents, state, **options):
+    kernels = options["implementation"] == "mosaic_gpu"
+
     def attend(query, key, value, log_decay):
-        ids = jnp.zeros((2, time), jnp.int32) if documents else None
-        initial = None
-        if state and options["implementation"] != "mosaic_gpu":
-            window = options["exact_window"]
-            initial = ops.PowerState.zeros(
-                2, 2, head_dim, value_dim, power=options["power"], exact_window=window
-            )
+        arrays = {"segment_ids": jnp.zeros((2, time), jnp.int32)} if documents else {}
+        if state and not kernels:
+            sizes = {"power": options["power"], "exact_window": options["exact_window"]}
+            arrays["initial_state"] = ops.PowerState.zeros(2, 2, head_dim, value_dim, **sizes)
         with target.interpreted(plgpu.InterpretGPUParams()):
             return ops.power_attention(
-                query,
-                key,
-                value,
-                log_decay=log_decay,
-                segment_ids=ids,
-                initial_state=initial,
-                return_state=state,
-                **options,
+                query, key, value, log_decay=log_decay, return_state=state, **arrays, **options
             )
 
     kind = "documents" * documents or "-", "state" * state or "-"
@@ -139,25 +130,13 @@ def _lines(jaxpr: jex.Jaxpr) -> Iterator[str]:
     yield f"{[str(x.aval) for x in jaxpr.invars]} -> {results}"
 
 
-@functools.singledispatch
 def _described(value: Any) -> str:
-    return str(value)
-
-
-@_described.register
-def _(value: jex.Jaxpr) -> str:
-    return "\n".join(_lines(value))
-
-
-@_described.register
-def _(value: jex.ClosedJaxpr) -> str:
-    return "\n".join(_lines(value.jaxpr))
-
-
-@_described.register(tuple)
-@_described.register(list)
-def _(value: Any) -> str:
-    return str([_described(x) for x in value])
+    """Returns a parameter of an equation as text, with the programs that it has."""
+    if isinstance(value, jex.ClosedJaxpr):
+        value = value.jaxpr
+    if isinstance(value, jex.Jaxpr):
+        return "\n".join(_lines(value))
+    return str([_described(x) for x in value] if isinstance(value, tuple | list) else value)
 
 
 if __name__ == "__main__":

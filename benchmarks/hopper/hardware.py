@@ -12,7 +12,7 @@ compared with plain JAX.
 import functools
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from benchmarks import _contenders, _rows, _timing
 from pallas_kernels.check import supervisor
 from pallas_kernels.hopper import launch, ring, tensor_core
+from tools import h100
 
 __all__ = ["cache", "main", "wgmma"]
 
@@ -38,17 +39,12 @@ STAGES = 6
 TILE = 128
 ITERATIONS, PASSES = 2048, 64
 ROW_SECONDS = 120.0
-# The clock, number of multiprocessors and bytes per cycle from L2 that the model assumes, as in `tools.h100`.
-HERTZ, MULTIPROCESSORS, CACHE_BYTES = 0.8 * 1.83e9, 132, 90
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table and writes the JSON. Exits with status 1 and one line if there is no Hopper GPU."""
     parser = _rows.make_parser(__doc__)
     options = _rows.read_options(parser, arguments)
-    if options.row:
-        _rows.print_result(measure, options.row)
-        return
     described: list[dict] = [
         {"rate": "wgmma", "columns": columns, "left_in": left_in, "warpgroups": warpgroups}
         for columns in COLUMNS
@@ -58,118 +54,68 @@ def main(arguments: Sequence[str] | None = None) -> None:
     described += [{"rate": "cache", "megabytes": megabytes} for megabytes in MEGABYTES]
     if options.smoke:
         described = [*described[:2], {"rate": "cache", "megabytes": 1 / 32}]
-    report = _rows.make_report(
+    report = _rows.measure_rows(
         "benchmarks.hopper.hardware",
         described,
         functools.partial(measure, smoke=options.smoke),
         options,
         seconds=ROW_SECONDS,
     )
-    table = _rows.make_table(
-        "rates", ("rate", "of", "measured", "assumed", "spread", "unit or note"), ("rate", "unit or note")
-    )
     for row in report["rows"]:
-        size = f"{row.get('megabytes', 0):g} MB"
+        row["of"] = f"{row.get('megabytes', 0):g} MB"
         if row["rate"] == "wgmma":
-            size = f"N = {row['columns']}, {row['warpgroups']} warpgroups, left in {row['left_in']}"
-        cells = [f"{row[name]:.4g}" if name in row else "-" for name in ("measured", "assumed", "spread")]
-        table.add_row(row["rate"], size, *cells, row.get("note", row.get("unit", "")))
-    _rows.print_tables(report, [table])
-
-
-class _Measurement(NamedTuple):
-    """One kernel, its arguments, and the rate that follows from its time.
-
-    Attributes:
-        kernel: kernel of `arrays` with the keyword `repeats`.
-        arrays: arguments of the kernel.
-        expected: result of one repeat, in float32, broadcast to that of the kernel.
-        repeats: repeats that are timed.
-        rate: maps the cycles of all repeats to the rate.
-        assumed: rate that the cost model assumes.
-        unit: unit of the rate.
-    """
-
-    kernel: Callable[..., jax.Array]
-    arrays: tuple[jax.Array, ...]
-    expected: jax.Array
-    repeats: int
-    rate: Callable[[float], float]
-    assumed: float
-    unit: str
+            row["of"] = f"N = {row['columns']}, {row['warpgroups']} warpgroups, left in {row['left_in']}"
+        row.setdefault("note", row.get("unit"))
+    _rows.print_machine(report)
+    numbers = {name: (name, "{:.4g}") for name in ("measured", "assumed", "spread")}
+    columns = {"rate": ("rate", ""), "of": ("of", "{}"), **numbers, "unit or note": ("note", "")}
+    _rows.print_table("rates", report["rows"], columns)
 
 
 def measure(row: dict, *, smoke: bool = False) -> dict:
     """Measures a row. `smoke` interprets one block on any device."""
     if not smoke:
         _rows.require_hopper()
-        if (found := jax.devices()[0].core_count) != MULTIPROCESSORS:
+        if (found := jax.devices()[0].core_count) != h100.MULTIPROCESSORS:
             raise NotImplementedError(
-                f"it needs {MULTIPROCESSORS} multiprocessors, as of an H100 SXM, not {found}"
+                f"it needs {h100.MULTIPROCESSORS} multiprocessors, as of an H100 SXM, not {found}"
             )
-    measurement = (
-        _products(**{name: row[name] for name in ("columns", "left_in", "warpgroups")}, smoke=smoke)
-        if row["rate"] == "wgmma"
-        else _reads(row["megabytes"], smoke)
-    )
-    kernel = functools.partial(
-        measurement.kernel,
-        blocks=1 if smoke else MULTIPROCESSORS,
-        interpret=plgpu.InterpretGPUParams() if smoke else None,
-    )
+    random = np.random.default_rng(0)
+    kernel: Callable[..., jax.Array]
+    if row["rate"] == "wgmma":
+        columns, warpgroups, repeats = row["columns"], row["warpgroups"], 1 if smoke else ITERATIONS
+        kernel = functools.partial(wgmma, warpgroups=warpgroups, left_in=row["left_in"])
+        arrays = [jnp.asarray(random.standard_normal((n, DEPTH)), jnp.bfloat16) for n in (64, columns)]
+        first, right = (x.astype(jnp.float32) for x in arrays)
+        expected, assumed, unit = UNROLLED * first @ right.T, columns / 2, "cycles per m64nNk16"
+        # All warpgroups share the tensor cores of their multiprocessor.
+        work = warpgroups * repeats * UNROLLED * INSTRUCTIONS
+    else:
+        tiles = int(row["megabytes"] * 2**20) // (TILE * 128)
+        kernel, repeats = cache, 1 if smoke else PASSES
+        arrays = [jnp.asarray(random.standard_normal((tiles * TILE, 64)), jnp.bfloat16)]
+        expected, assumed = arrays[0][-64:].astype(jnp.float32), h100.CACHE_BYTES
+        work, unit = repeats * arrays[0].nbytes, "bytes per cycle of one multiprocessor"
+    blocks, interpret = (1, plgpu.InterpretGPUParams()) if smoke else (h100.MULTIPROCESSORS, None)
+    kernel = functools.partial(kernel, blocks=blocks, interpret=interpret)
     # One repeat is checked: a sum of many equal products would err by its own length.
-    result = jax.jit(functools.partial(kernel, repeats=1))(*measurement.arrays)
-    error = float(_contenders.rms_error(result, jnp.broadcast_to(measurement.expected, result.shape)))
+    result = jax.jit(functools.partial(kernel, repeats=1))(*arrays)
+    error = float(_contenders.rms_error(result, jnp.broadcast_to(expected, result.shape)))
     _contenders.require_close("the result", error, _contenders.VALUE_BOUND)
-    repeated = jax.jit(functools.partial(kernel, repeats=measurement.repeats))
-    program = repeated.lower(*measurement.arrays).compile()
+    program = jax.jit(functools.partial(kernel, repeats=repeats)).lower(*arrays).compile()
     with supervisor.exclusive():
-        samples = _timing.samples(functools.partial(_timing.queued, program, [measurement.arrays]))
+        samples = _timing.samples(functools.partial(_timing.queued, program, [tuple(arrays)]))
     seconds = [sample.seconds for sample in samples]
     median = statistics.median(seconds)
+    cycles = median * h100.SUSTAINED_HERTZ
     return {
-        "measured": measurement.rate(median * HERTZ),
-        "assumed": measurement.assumed,
-        "unit": measurement.unit,
+        "measured": cycles / work if row["rate"] == "wgmma" else work / cycles,
+        "assumed": assumed,
+        "unit": unit,
         "seconds": median,
         "spread": _timing.spread(seconds),
         "error": error,
     }
-
-
-def _products(columns: int, left_in: str, warpgroups: int, smoke: bool) -> _Measurement:
-    """Returns the measurement of cycles per product with N = `columns`."""
-    random = np.random.default_rng(0)
-    first = jnp.asarray(random.standard_normal((64, DEPTH)), jnp.bfloat16)
-    right = jnp.asarray(random.standard_normal((columns, DEPTH)), jnp.bfloat16)
-    repeats = 1 if smoke else ITERATIONS
-    # All warpgroups share the tensor cores of their multiprocessor.
-    instructions = warpgroups * repeats * UNROLLED * INSTRUCTIONS
-    return _Measurement(
-        kernel=functools.partial(wgmma, warpgroups=warpgroups, left_in=left_in),
-        arrays=(first, right),
-        expected=UNROLLED * first.astype(jnp.float32) @ right.astype(jnp.float32).T,
-        repeats=repeats,
-        rate=lambda cycles: cycles / instructions,
-        assumed=columns / 2,
-        unit="cycles per m64nNk16",
-    )
-
-
-def _reads(megabytes: float, smoke: bool) -> _Measurement:
-    """Returns the measurement of bytes per cycle from L2, of an array of this size."""
-    tiles = int(megabytes * 2**20) // (TILE * 128)
-    source = jnp.asarray(np.random.default_rng(0).standard_normal((tiles * TILE, 64)), jnp.bfloat16)
-    repeats = 1 if smoke else PASSES
-    return _Measurement(
-        kernel=cache,
-        arrays=(source,),
-        expected=source[-64:].astype(jnp.float32),
-        repeats=repeats,
-        rate=lambda cycles: repeats * source.nbytes / cycles,
-        assumed=CACHE_BYTES,
-        unit="bytes per cycle of one multiprocessor",
-    )
 
 
 def wgmma(
@@ -184,17 +130,9 @@ def wgmma(
 ) -> jax.Array:
     """Returns the sum of repeats * UNROLLED products left @ right^T of every block and warpgroup.
 
-    Args:
-        left: bfloat16 [64, DEPTH].
-        right: bfloat16 [N, DEPTH], which is read from shared memory.
-        repeats: iterations of the loop.
-        blocks: number of thread blocks, one for each multiprocessor.
-        warpgroups: number of warpgroups that multiply.
-        left_in: "registers" or "memory", from which `left` is read.
-        interpret: parameters of the GPU interpreter, or None.
-
-    Returns:
-        float32 [blocks, warpgroups, 64, N].
+    Args are left, bfloat16 [64, DEPTH], which is read from `left_in`, "registers" or "memory", and right, bfloat16
+    [N, DEPTH], which is read from shared memory. There is a thread block for each multiprocessor. The result is float32
+    [blocks, warpgroups, 64, N].
     """
     columns = right.shape[0]
 
@@ -244,14 +182,7 @@ def wgmma(
 def cache(source, *, repeats: int, blocks: int, interpret: Any = None) -> jax.Array:
     """Copies all of `source` into the shared memory of every block, `repeats` times; returns its last 64 rows.
 
-    Args:
-        source: bfloat16 [rows, 64], rows a multiple of TILE.
-        repeats: number of times that it is read.
-        blocks: number of thread blocks, one for each multiprocessor.
-        interpret: parameters of the GPU interpreter, or None.
-
-    Returns:
-        float32 [blocks, 64, 64].
+    source: bfloat16 [rows, 64], rows a multiple of TILE. The result is float32 [blocks, 64, 64].
     """
     tiles = source.shape[0] // TILE
     steps = tiles * repeats

@@ -14,7 +14,7 @@ from experiments._shared.plots import Panel, curves_panel, draw_lines, draw_valu
 from experiments._shared.runs import (
     Folders,
     alternate,
-    curve,
+    curve_rows,
     evaluation,
     final_loss,
     heldout_curve,
@@ -31,4 +31,4 @@ from experiments._shared.runs import (
     update,
 )
 from experiments._shared.statistics import Mean, Row, differences, from_json, mean, means
-from experiments._shared.tables import Table, Tables, difference_table, loss_table, print_tables, write
+from experiments._shared.tables import Table, difference_table, loss_table, number_table

@@ -1,19 +1,30 @@
-"""Experiments as commands: their plans, flags and variants."""
+"""Experiments as commands: their plans, flags, variants and files of results."""
 
 import argparse
 import dataclasses
+import importlib.metadata
+import json
+import os
 import pathlib
+import platform
 import shlex
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from experiments._shared.statistics import Row
+from experiments._shared.tables import Table
 from sympow_jax import config
 from sympow_jax.commands import command_line
-from sympow_jax.evaluation import over_runs
-from sympow_jax.process import signals, streams
+from sympow_jax.config import serialize
+from sympow_jax.evaluation import over_runs, report
+from sympow_jax.process import atomic, signals, streams, workdir
+
+_PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "numpy")
+# Digits after the decimal point, for losses in nats and for ratios.
+_DIGITS = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,52 +46,75 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of an experiment: its flags, with the plan of its scale as defaults.
-
-    `results` is the folder that the experiment writes to. `runs` is the folder of workdirs, which experiments share.
-    `paper` names the config of the paper's scale. `more` has the flags of this experiment alone, None for those that
-    were not given.
-    """
+    """Options of an experiment: its flags, with the plan of its scale as defaults."""
 
     scale: str
-    paper: str
+    paper: str  # config of the paper's scale
     plan: Plan
     variants: tuple[str, ...]
     power: int
-    results: pathlib.Path
-    runs: pathlib.Path
+    results: pathlib.Path  # folder that the experiment writes to
+    runs: pathlib.Path  # folder of workdirs, which experiments share
     data: tuple[str, ...]
     heldout: tuple[str, ...]
-    more: Mapping[str, Any]
+    more: Mapping[str, Any]  # flags of this experiment alone, None for those that were not given
     command: str
+
+    def write(self, rows: Sequence[Row], folders: Iterable[pathlib.Path] = (), **more: Any) -> pathlib.Path:
+        """Writes the rows to NAME.csv, and the rows, their provenance and `more` to NAME.json.
+
+        Returns the path at which to save the plot.
+        """
+        path, folders = self.results / self.results.name, list(folders)
+        rows = [
+            {name: round(x, _DIGITS) if isinstance(x, float) else x for name, x in row.items()}
+            for row in rows
+        ]
+        report.write_csv(path.with_suffix(".csv"), rows, list(rows[0]))
+        about = {
+            "command": self.command,
+            "scale": self.scale,
+            "plan": dataclasses.asdict(self.plan),
+            "versions": {"python": platform.python_version()}
+            | {name: importlib.metadata.version(name) for name in _PACKAGES},
+            "devices": [device.device_kind for device in jax.devices()],
+            "cpus": os.cpu_count(),
+        } | workdir.revision()
+        if folders:
+            # The full settings of the first run, and the differences of each from them.
+            flat = {folder.name: serialize.flatten(workdir.read_config(folder)) for folder in folders}
+            first = flat[folders[0].name]
+            about |= {
+                "data": workdir.read_description(folders[0]),
+                "settings": first,
+                "runs": {
+                    name: {path: value for path, value in values.items() if value != first.get(path)}
+                    for name, values in flat.items()
+                },
+            }
+        # A line for each row.
+        content = json.dumps(report.without_nan(about | more), indent=1, allow_nan=False)
+        lines = ",\n".join(f"  {json.dumps(report.without_nan(row), allow_nan=False)}" for row in rows)
+        with atomic.replace(path.with_suffix(".json")) as draft:
+            draft.write_text(f'{content.removesuffix("\n}")},\n "rows": [\n{lines}\n ]\n}}\n')
+        return path.with_suffix(".png")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """An experiment as a command, which is called with the arguments after its name.
+    """An experiment as a command, which is called with the arguments after its name."""
 
-    Attributes:
-        name: name of its module.
-        description: docstring of its module.
-        run: runs it with its options.
-        plans: plan of each scale.
-        variants: what --variants chooses from.
-        base: variant that may not be left out.
-        powers: degrees that --power offers.
-        trains: whether there are flags about data.
-        paper: name of the config for the paper's scale.
-        more: flags of this experiment alone, by name, each with the keyword arguments of `add_argument`.
-    """
-
-    name: str
-    description: str | None
-    run: Callable[[Options], None]
-    plans: Mapping[str, Plan]
-    variants: Sequence[str]
-    base: str | None = None
-    powers: Sequence[int] = (2,)
-    trains: bool = True
-    paper: str = "gpt2_124m:softmax"
+    name: str  # of its module
+    description: str | None  # docstring of its module
+    run: Callable[[Options], None]  # calls `Options.write` and draws the plots
+    tables: Callable[[Mapping[str, Any]], Iterable[Table]]  # makes its tables from its JSON alone
+    plans: Mapping[str, Plan]  # by scale
+    variants: Sequence[str]  # that --variants chooses from
+    base: str | None = None  # variant that may not be left out
+    powers: Sequence[int] = (2,)  # that --power offers
+    trains: bool = True  # whether there are flags about data
+    paper: str = "gpt2_124m:softmax"  # config of the paper's scale
+    # Flags of this experiment alone, by name, each with the keyword arguments of `add_argument`.
     more: Mapping[str, Mapping[str, Any]] = types.MappingProxyType({})
 
     def __call__(self, arguments: Sequence[str]) -> int:
@@ -92,22 +126,25 @@ class Experiment:
                     "--scale=paper reads the paper's data: say where with --data=PATH and --heldout=PATH"
                 )
             plan = self.plans[flags.scale]
-            plan = dataclasses.replace(plan, seeds=flags.seeds or plan.seeds, steps=flags.steps or plan.steps)
             options = Options(
                 scale=flags.scale,
                 paper=self.paper,
-                plan=plan,
+                plan=dataclasses.replace(
+                    plan, seeds=flags.seeds or plan.seeds, steps=flags.steps or plan.steps
+                ),
                 variants=flags.variants,
                 power=flags.power,
                 results=over_runs.writable_folder(flags.out / self.name),
                 runs=flags.out / "runs" / flags.scale,
-                data=flags.data or (),
-                heldout=flags.heldout or (),
+                data=flags.data,
+                heldout=flags.heldout,
                 more={flag: getattr(flags, flag) for flag in self.more},
                 command=shlex.join(["python", "-m", f"experiments.{self.name}", *arguments]),
             )
             with jax.default_prng_impl("threefry2x32"), jax.threefry_partitionable(True):
                 self.run(options)
+            for table in self.tables(json.loads((options.results / f"{self.name}.json").read_text())):
+                report.print_cells(table.title, table.columns, table.rows, report.make_console())
             streams.say(f"written to {options.results}")
             return 0
 
@@ -153,7 +190,7 @@ class Experiment:
             add("--heldout", type=paths, metavar="PATHS", help=text)
         for flag, about in self.more.items():
             add(f"--{flag}", **about)
-        parser.set_defaults(power=self.powers[0], data=None, heldout=None)
+        parser.set_defaults(power=self.powers[0], data=(), heldout=())
         return parser.parse_args(arguments)
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int32
 from experiments._shared.options import Options, power_label
 from experiments._shared.statistics import means
 from sympow_jax import config, loop, models, training
+from sympow_jax.config import loading
 from sympow_jax.config import task as task_lib
 from sympow_jax.process import atomic, compile_cache, streams, workdir
 from sympow_jax.training import sharding
@@ -75,20 +76,24 @@ def settings(
     """
     plan = options.plan
     base = config.load("quickstart:softmax" if options.scale != "paper" else options.paper)
-    changed: dict[str, Any] = {"steps": plan.steps, "seed": seed}
-    tokens = base.data.batch_tokens
+    changed: dict[str, Any] = {
+        "model": dataclasses.replace(_TINY if options.scale == "tiny" else base.model, attention=attention),
+        "data.paths": options.data,
+        "data.heldout_paths": options.heldout,
+        "data.context_length": context,
+        "data.seed": seed,
+        "training.seed": seed,
+        "training.steps": plan.steps,
+        "evaluation": config.EvaluationConfig(context_lengths=plan.lengths, documents=plan.documents),
+    }
     if options.scale != "paper":
-        changed |= {"checkpoint_every": 100, "keep_checkpoints": 1, "log_every": 100}
-        tokens = _TOY_TOKENS if options.scale == "toy" else 2 * context
-    data: dict[str, Any] = {"paths": options.data, "heldout_paths": options.heldout, "seed": seed}
-    shape = _TINY if options.scale == "tiny" else base.model
-    return dataclasses.replace(
-        base,
-        model=dataclasses.replace(shape, attention=attention),
-        data=dataclasses.replace(base.data, context_length=context, batch_tokens=tokens, **data),
-        training=dataclasses.replace(base.training, **changed),
-        evaluation=config.EvaluationConfig(context_lengths=plan.lengths, documents=plan.documents),
-    )
+        changed["data.batch_tokens"] = _TOY_TOKENS if options.scale == "toy" else 2 * context
+        changed |= {
+            "training.checkpoint_every": 100,
+            "training.keep_checkpoints": 1,
+            "training.log_every": 100,
+        }
+    return loading.replace(base, changed)
 
 
 def train_all[Key](
@@ -120,16 +125,18 @@ def require_same_data(options: Options, folders: Sequence[pathlib.Path]) -> None
 
 
 def _is_done(folder: pathlib.Path, wanted: config.Config) -> bool:
+    """Returns whether a run has ended with these settings, and was evaluated as wanted if it is to be evaluated."""
+    lengths = wanted.evaluation.context_lengths
     if not (folder / workdir.CHECKPOINTS / str(wanted.training.steps)).is_dir():
         return False
     found = workdir.read_config(folder)
-    if dataclasses.replace(found, evaluation=wanted.evaluation) != wanted:
-        return False  # loop.train then raises an error that lists the differences
-    lengths = wanted.evaluation.context_lengths
-    return not lengths or (
-        found.evaluation == wanted.evaluation
-        and (folder / "context_loss.json").is_file()
-        and tuple(row["context_length"] for row in evaluation(folder)) == lengths
+    if not lengths:
+        return dataclasses.replace(found, evaluation=wanted.evaluation) == wanted
+    path = folder / "context_loss.json"
+    return (
+        found == wanted
+        and path.is_file()
+        and tuple(x["context_length"] for x in evaluation(folder)) == lengths
     )
 
 
@@ -162,17 +169,24 @@ def heldout_curve(folder: pathlib.Path) -> list[tuple[int, float]]:
     ]
 
 
+def curve_rows(
+    folders: Mapping[Any, pathlib.Path],
+    names: Sequence[str],
+    points: Callable[[pathlib.Path], list[tuple[int, float]]] = curve,
+) -> list[dict[str, Any]]:
+    """Returns a row for each point of a curve of each run; `names` are the columns of what keys a folder."""
+    return [
+        dict(zip(names, key)) | {"step": step, "loss": loss}
+        for key, folder in folders.items()
+        for step, loss in points(folder)
+    ]
+
+
 def mean_curves(folders: Folders) -> list[dict[str, Any]]:
     """Returns rows of the training curves: the mean loss over seeds and its error, by variant, context and step."""
-    rows = [
-        {"variant": variant, "context": context, "step": step, "loss": loss}
-        for (variant, context, _), folder in folders.items()
-        for step, loss in curve(folder)
-    ]
-    return [
-        {"variant": variant, "context": context, "step": step, "loss": loss.value, "error": loss.error}
-        for (variant, context, step), loss in means(rows, ("variant", "context", "step"), "loss").items()
-    ]
+    columns = ("variant", "context", "step")
+    found = means(curve_rows(folders, ("variant", "context", "seed")), columns, "loss")
+    return [dict(zip(columns, key)) | {"loss": x.value, "error": x.error} for key, x in found.items()]
 
 
 def final_loss(folder: pathlib.Path) -> float:

@@ -21,6 +21,7 @@ __all__ = [
     "nearest_setting",
     "override",
     "read",
+    "replace",
     "require_named",
     "unknown_setting",
 ]
@@ -202,7 +203,7 @@ def override(base: run.Config, texts: Mapping[str, str]) -> run.Config:
             raise ValueError(unknown_setting(path))
         changes[path] = literals.read(f"--config.{path}", text, settings[path].annotation)
     try:
-        return _replace(base, changes)
+        return replace(base, changes)
     except ValueError as error:
         raise ValueError(spelling.cut(str(error), spelling.LINE)) from error
 
@@ -261,7 +262,7 @@ def _names_by_group() -> dict[str, list[str]]:
     }
 
 
-def _replace(node: Any, changes: Mapping[str, Any]) -> Any:
+def replace(node: Any, changes: Mapping[str, Any]) -> Any:
     """Returns settings with other values by dotted path; a dataclass that has several is built once with all."""
     own: dict[str, Any] = {}
     below: dict[str, dict[str, Any]] = {}
@@ -271,5 +272,5 @@ def _replace(node: Any, changes: Mapping[str, Any]) -> Any:
             below.setdefault(name, {})[rest] = value
         else:
             own[name] = value
-    own |= {name: _replace(getattr(node, name), inner) for name, inner in below.items()}
+    own |= {name: replace(getattr(node, name), inner) for name, inner in below.items()}
     return dataclasses.replace(node, **own)

@@ -1,6 +1,7 @@
 """Tests of `benchmarks.kernels` that need no GPU: work counts, checks, report and failures."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -26,7 +27,7 @@ TOKENS = 8 * 1024
         ("chunked/mosaic_gpu", {}, 4 * 2080 * 64 + 128 * 256),
         ("chunked/xla", {"mode": "training"}, 3 * 4 * 2080 * 64 + 3.5 * 128 * 256),
         # F = 16 * 17 * 18 * 19 / 24.
-        ("chunked/kernel", {"head_dim": 16, "power": 4}, 4 * 3876 * 16 + 32 * 256),
+        ("chunked/mosaic_gpu", {"head_dim": 16, "power": 4}, 4 * 3876 * 16 + 32 * 256),
         # A state of D x E and chunks of 64.
         ("flash-linear-attention", {}, 4 * 64 * 64 + 128 * 64),
     ],
@@ -42,6 +43,16 @@ def test_a_step_reads_the_state_once():
     window_bytes = 64 * 8 * 96 * 129 * 4
     assert _shapes.flops(row) is None
     assert _shapes.step_bytes(row) == state * (1 + 2 / 64) + window_bytes
+
+
+def test_the_brief_part_has_the_shapes_that_decide():
+    for contender in ("attention/mosaic_gpu", "softmax/cudnn"):
+        rows = [row for row in _shapes.PARTS["brief"] if (row.mode, row.contender) == ("training", contender)]
+        assert {(row.power, row.time) for row in rows} >= {*itertools.product((2, 4), (1024, 8192, 65_536))}
+    step = _shapes.Row(part="brief", contender="step/xla", mode="step", batch=64, time=256)
+    assert step in _shapes.PARTS["brief"]
+    for row in itertools.chain(_shapes.SMOKE, *_shapes.PARTS.values()):
+        assert row.contender in _shapes.CONTENDERS
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +83,7 @@ def test_smoke_times_what_a_cpu_can_do_and_says_what_it_cannot(smoke):
         unit = "bytes" if row["mode"] == "step" else "flops"
         assert row["fraction"] == pytest.approx(row[f"{unit}_per_second"] / smoke["ceilings"][unit])
     notes = {row["contender"]: row["note"] for row in smoke["rows"] if "seconds" not in row}
-    assert "needs a Hopper GPU" in notes["chunked/kernel"]
+    assert "needs a Hopper GPU" in notes["chunked/mosaic_gpu"]
     assert notes["softmax/cudnn"] == "cuDNN needs a GPU"
     assert notes["jax-linear-attention"].startswith("jax-linear-attention is not installed")
     assert notes["retention"].startswith("not installed: torch")
@@ -86,7 +97,7 @@ def test_tables_show_times_and_notes(smoke, capsys):
     slow = fast | {"contender": "attention/mosaic_gpu", "seconds": 2e-3}
     kernels._print(smoke | {"rows": [fast, slow, *rows]})
     printed = capsys.readouterr().out
-    for cell in ("123", "0.50x", "400 TFLOP/s", "0.9", "retention", "cuDNN needs", " GB/s"):
+    for cell in ("123", "0.50x", "TFLOP/s", "400", "0.9", "retention", "cuDNN needs", "GB/s"):
         assert cell in printed
 
 
@@ -115,8 +126,7 @@ def wrong(monkeypatch, factor=1.0, gradient_factor=1.0):
         return jax.vjp(right, *arguments)[1](dout * jnp.bfloat16(gradient_factor))
 
     call.defvjp(lambda *arguments: (call(*arguments), arguments), backward)
-    contender = _contenders._Contender(call, _contenders._linear)
-    monkeypatch.setitem(_contenders._CONTENDERS, "chunked/xla", lambda row: contender)
+    monkeypatch.setattr(_contenders, "_contender", lambda row: (call, _contenders._linear))
 
 
 def test_wrong_results_are_not_timed(monkeypatch):

@@ -16,14 +16,14 @@ PROGRAM = """
 import os, sys, time
 from benchmarks import _rows
 from pallas_kernels.check import supervisor
-from pallas_kernels.check import supervisor
 def measure(row):
     print("noise")
     match row["number"]:
 FAULTS
     with supervisor.exclusive():
         return {"seconds": 1.0, "machine": {"jax": str(row["number"])}}
-_rows.print_result(measure, sys.argv[1].removeprefix("--row="))
+options = _rows.read_options(_rows.make_parser(""), sys.argv[1:])
+_rows.measure_rows("", [], measure, options, seconds=1.0)
 """
 
 
@@ -68,18 +68,6 @@ def options(*flags):
     return _rows.read_options(argparse.ArgumentParser(), flags)
 
 
-def test_results_are_named_after_the_device(tmp_path):
-    out = f"--out={tmp_path}/rows.json"
-
-    def path(*flags):
-        return _rows.report_path(options(*flags), "training-brief", "NVIDIA H100 80GB HBM3")
-
-    assert path() == _rows.RESULTS / "training-brief-nvidia-h100-80gb-hbm3.json"
-    assert path(out) == path(out, "--smoke") == tmp_path / "rows.json"
-    # A smoke run writes only where it is told.
-    assert path("--smoke") is None
-
-
 def test_a_report_has_the_rows_of_processes_and_those_of_an_earlier_one(tmp_path, monkeypatch):
     path, limits, asked = tmp_path / "folder" / "rows.json", [], []
 
@@ -97,7 +85,7 @@ def test_a_report_has_the_rows_of_processes_and_those_of_an_earlier_one(tmp_path
     def report(count, *flags):
         described = [{"number": number} for number in range(count)]
         chosen = options(f"--out={path}", "--jobs=3", *flags)
-        return _rows.make_report("module", described, dict, chosen, seconds=9.0, most_seconds=50.0)
+        return _rows.measure_rows("module", described, dict, chosen, seconds=9.0, most_seconds=50.0)
 
     monkeypatch.setattr(_rows, "in_processes", in_processes)
     monkeypatch.setattr(_rows.time, "monotonic", lambda: 100.0)
@@ -120,3 +108,10 @@ def test_a_report_has_the_rows_of_processes_and_those_of_an_earlier_one(tmp_path
     path.write_text(json.dumps({"machine": {"device": "H200"}, "rows": []}))
     with pytest.raises(SystemExit, match="has rows of H200 and this is H100; use another --out"):
         report(1, "--resume")
+
+    # Without --out, results are named after the device. A smoke run writes only where it is told.
+    monkeypatch.setattr(_rows, "RESULTS", tmp_path / "results")
+    path = tmp_path / "results" / "brief-h100.json"
+    for flags, files in ((["--smoke"], []), ([], [path])):
+        _rows.measure_rows("module", [{"number": 0}], dict, options(*flags), seconds=9.0, name="brief")
+        assert list(tmp_path.glob("results/*")) == files

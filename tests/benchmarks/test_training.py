@@ -87,7 +87,9 @@ def test_losses_that_are_not_finite_are_no_result(monkeypatch):
     ("arguments", "message"),
     [
         (["--preset=sofmax"], "preset is 'sofmax'"),
-        (["--brief", "--context=1024"], "contexts of their own"),
+        (["--preset=conformal,p=3"], "power is 3"),
+        (["--context=1000"], "invalid choice"),
+        (["--smoke", "--context=1024"], "contexts of its own"),
         (["--jobs=0"], "--jobs is 0; it must be at least 1"),
         (["--resume"], "--resume needs --out"),
     ],

@@ -26,7 +26,7 @@ FLAGS = "--scale=tiny", "--variants=softmax"
         ("gating", ["--variants=gated"], "argument --variants: it has only gated, which all else is"),
         ("context_scaling", ["--step=3"], "unknown option '--step'; did you mean --steps?"),
         ("gating", ["--variants=gate"], "argument --variants: there is no 'gate'; there are sympow, gated"),
-        ("nt_tasks", ["--base=1"], "base is 1; it must be from 2 to 1,024"),
+        ("nt_tasks", ["--base=1"], "base is 1; it must be at least 2"),
         ("nt_tasks", ["--heads=3"], "heads is 3; it must divide the width, which is the base, 16"),
         ("nt_tasks", ["--context=2"], "context is 2; with delay 2"),
         ("nt_tasks", ["--momentum=1"], "momentum is 1.0; it must be at least 0 and below 1"),

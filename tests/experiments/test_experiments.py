@@ -108,16 +108,6 @@ def test_lrpe_has_the_cells_of_the_papers_tables():
     assert len(found) == len(set(found.values())) == 18
 
 
-def test_speeds_of_lrpe_are_relative_to_the_baseline(monkeypatch):
-    options = dataclasses.replace(
-        OPTIONS, plan=lrpe.PLANS["tiny"], variants=("base", "rope", "rope unrotated")
-    )
-    seconds = {"base": [1.0, 20.0], "rope": [2.0, 40.0]}
-    monkeypatch.setattr(_shared, "update", lambda settings: None)
-    monkeypatch.setattr(_shared, "alternate", lambda calls, rounds: {name: seconds[name] for name in calls})
-    assert lrpe._speeds(options) == {"base": 1, "rope": 0.5}
-
-
 def test_speeds_of_lrpe_are_those_of_an_encoder():
     options = dataclasses.replace(OPTIONS, plan=lrpe.PLANS["tiny"])
     found = lrpe.encoder_settings(options, "type2")

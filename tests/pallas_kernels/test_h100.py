@@ -12,9 +12,13 @@ from tools import h100
 
 pytestmark = [pytest.mark.h100, marks.needs_compiler]
 # In all kernels except these, matrix products cost more than memory traffic.
-WITHOUT_PRODUCTS = re.compile("power_step|power_attention_(units|blocks)")
+WITHOUT_PRODUCTS = re.compile(
+    "power_step|power_attention_(units|blocks|vectors)|power_state_(join|recurrence)"
+)
+# These read their arguments without TMA.
+WITHOUT_TMA = re.compile("power_attention_vectors|power_state_(join|recurrence)")
 # Sizes of models that people train: head and value sizes of 64 at p = 2 and of 32 at p = 4.
-COMMON = re.compile(r"p2-d64-e64|p2-d64-b64|^\w+-d64-e64|d32-e32-c3072")
+COMMON = re.compile(r"p2-d64-e64|p2-d64-b64|d32-e32-c3072")
 
 
 def every_case():
@@ -31,13 +35,13 @@ def every_case():
 
 @pytest.mark.parametrize(("name", "case"), every_case())
 def test_compiled(name, case):
-    """Kernels spill nothing and, except the step, run wgmma asynchronously on tiles loaded by TMA."""
+    """Kernels of both passes spill nothing and, except the step, run wgmma asynchronously on tiles loaded by TMA."""
     kernels = h100.report(name, case)
     assert kernels
     for kernel in kernels:
         assert kernel.spill_bytes == 0, kernel
         assert not kernel.serialized, kernel
-        assert kernel.tma_loads > 0, kernel
+        assert kernel.tma_loads > 0 or WITHOUT_TMA.match(kernel.name), kernel
         assert kernel.short_dots == 0, kernel
         assert kernel.tf32 == 0, kernel
         assert kernel.hgmma > 0 or WITHOUT_PRODUCTS.match(kernel.name), kernel

@@ -1,8 +1,7 @@
-"""Cases of the step kernels for `h100`, their compilation, and the times predicted from their bytes."""
+"""The kernels of the step compiled for an H100, and the times predicted from their bytes."""
 
 import functools
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -29,64 +28,39 @@ BANDWIDTH = 0.9 * 3.35e12
 
 def build(case: str):
     """Returns the kernel call of a case and the shapes of its arguments."""
-    kernel, power, width, batch, kv_heads, group = _sizes(case)
-    features, exact_window = math.comb(width + power - 1, power), _WINDOW
-    if kernel == "read":
+    power, width, batch, heads, group = h100.parsed(case).values()
+    features = math.comb(width + power - 1, power)
+    floats = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    state = floats((batch, heads, features, width)), floats((batch, heads, features))
+    if case.startswith("read"):
+        sizes = {"heads": batch * heads, "group": group, "features": features, "head_dim": width}
         config = configs.choose(
-            heads=batch * kv_heads,
-            group=group,
-            features=features,
-            head_dim=width,
-            value_dim=width,
-            exact_window=exact_window,
-            power=power,
-            dtype=jnp.float32,
+            **sizes, value_dim=width, exact_window=_WINDOW, power=power, dtype=jnp.float32
         )
-        read_shapes = (
-            (batch, kv_heads, group, features),
-            (batch, kv_heads, features, width),
-            (batch, kv_heads, features),
-            (batch, kv_heads, group, width),
-            (batch, 2 * exact_window, kv_heads, width),
-            (batch, 2 * exact_window, kv_heads, width),
-            (batch, kv_heads, 2 * exact_window),
-        )
-        read = functools.partial(reading.read, power=power, config=config)
-        return read, [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in read_shapes]
+        window = floats((batch, 2 * _WINDOW, heads, width))
+        arrays = floats((batch, heads, group, features)), *state, floats((batch, heads, group, width))
+        decay = floats((batch, heads, 2 * _WINDOW))
+        return functools.partial(reading.read, power=power, config=config), (*arrays, window, window, decay)
 
-    def call(kv, norm, *arrays):
-        held = jax.new_ref(kv), jax.new_ref(norm)
-        folding.fold(*held, *arrays)
-        return tuple(map(jax.freeze, held))
+    def fold(kv, norm, *arrays):
+        state = jax.new_ref(kv), jax.new_ref(norm)
+        folding.fold(*state, *arrays)
+        return tuple(map(jax.freeze, state))
 
-    shapes = (
-        ((batch, kv_heads, features, width), jnp.float32),
-        ((batch, kv_heads, features), jnp.float32),
-        ((_FOLDED,), jnp.int32),
-        ((1,), jnp.int32),
-        ((_FOLDED, kv_heads, exact_window, features), jnp.float32),
-        ((_FOLDED, exact_window, kv_heads, width), jnp.float32),
-        ((_FOLDED, kv_heads), jnp.float32),
-    )
-    return call, [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+    rows = (jax.ShapeDtypeStruct((count,), jnp.int32) for count in (_FOLDED, 1))
+    tokens = (_FOLDED, heads, _WINDOW, features), (_FOLDED, _WINDOW, heads, width), (_FOLDED, heads)
+    return fold, (*state, *rows, *map(floats, tokens))
 
 
 def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
-    """Returns no main loop, since none multiplies matrices, and the time for the bytes, with their number."""
-    moved = _bytes(case)
-    return [], f"{1e6 * moved / BANDWIDTH:.1f} us ({moved / 1e6:.1f} MB)"
+    """Returns no main loop, since none multiplies matrices, and the time for the bytes, with their number.
 
-
-def _bytes(case):
-    """Returns the bytes that the kernel moves: for the fold, the tiles of the updated rows, read and written."""
-    kernel, power, width, batch, kv_heads, group = _sizes(case)
+    The fold reads and writes the tiles of the updated rows.
+    """
+    power, width, batch, heads, group = h100.parsed(case).values()
     features = math.comb(width + power - 1, power)
     state = features * (width + 1)
-    if kernel == "read":
-        return 4 * batch * kv_heads * (state + group * features + 2 * _WINDOW * 2 * width)
-    return 4 * _FOLDED * kv_heads * (2 * state + _WINDOW * (features + width))
-
-
-def _sizes(case):
-    kernel, *sizes = re.fullmatch(r"(\w+)-p(\d+)-d(\d+)-b(\d+)-k(\d+)-g(\d+)", case).groups()
-    return kernel, *map(int, sizes)
+    moved = 4 * batch * heads * (state + group * features + 2 * _WINDOW * 2 * width)
+    if case.startswith("fold"):
+        moved = 4 * _FOLDED * heads * (2 * state + _WINDOW * (features + width))
+    return [], f"{1e6 * moved / BANDWIDTH:.1f} us ({moved / 1e6:.1f} MB)"

@@ -78,27 +78,23 @@ truncated_checkpoints = functools.partial(_damaged_checkpoints, _truncate)
 flipped_checkpoints = functools.partial(_damaged_checkpoints, _flip)
 
 
-def _prepare_corpus(stage: Stage) -> list[tuple[pathlib.Path, dict[str, Any]]]:
-    """Prepares the corpus in both formats; returns the files' folders with the settings that read them."""
-    sources = [str(stage.corpus)]
-    flat, rows = stage.new("bin") / "train.bin", stage.new("zarr") / "train.zarr"
-    prepare.write_bin(str(flat), sources)
-    prepare.write_longcrawl64(str(rows), sources, row_tokens=64)
-    common: dict[str, Any] = {"data__document_separator": 0}
-    return [
-        (flat, common | {"data__source": "tokens", "data__paths": flat}),
-        (rows, common | {"data__source": "longcrawl64", "data__paths": rows, "data__packing": "windows"}),
-    ]
-
-
 def _damaged_data(damage: Damage, stage: Stage, tries: int) -> Iterator[Reason]:
     """Damages a file of prepared data, each in turn.
 
     The run is not affected, or ends with one line and resumes once the file is good again.
     """
+    # The corpus in both formats: the files' folders, with the settings that read them.
+    flat, rows = stage.new("bin") / "train.bin", stage.new("zarr") / "train.zarr"
+    prepare.write_bin(str(flat), [str(stage.corpus)])
+    prepare.write_longcrawl64(str(rows), [str(stage.corpus)], row_tokens=64)
+    common: dict[str, Any] = {"data__document_separator": 0, "training__checkpoint_every": 5}
+    sources = {
+        flat: {"data__source": "tokens"},
+        rows: {"data__source": "longcrawl64", "data__packing": "windows"},
+    }
     cases = []
-    for folder, options in _prepare_corpus(stage):
-        options |= {"training__checkpoint_every": 5}
+    for folder, source in sources.items():
+        options = common | source | {"data__paths": folder}
         half = stage.undisturbed(training__steps=10, **options)
         expected = stage.undisturbed(training__steps=20, **options)
         cases += [(path, half, expected, options) for path in _files(folder)]
