@@ -256,6 +256,7 @@ class _Engine:
                 segment_ids=jnp.asarray(segment_ids[part]),
                 initial_state=state,
                 return_state=True,
+                compiled=True,
                 donate_state=True,
             )
             self._on_call(tokens[part].size)
@@ -322,7 +323,7 @@ class _Engine:
                 positions = np.clip(starts - start, 0, segment - scored)[:, None] + np.arange(scored)
                 columns = np.arange(batch)[:, None], start + positions
                 segment_targets = targets[columns]
-            options: Any = {"segment_ids": ids, "initial_state": state}
+            options: Any = {"segment_ids": ids, "initial_state": state, "compiled": True}
             if in_segments:
                 options |= {"return_state": True, "donate_state": True}
             found = self._model.hidden(jnp.asarray(inputs[part]), **options)

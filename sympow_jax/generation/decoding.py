@@ -147,11 +147,9 @@ class Program:
         state = self.init_state(tokens.shape[0], max_length=max_length) if is_new else initial_state
         lengths = jnp.asarray(lengths)
         with mesh_in_scope(self.leaves):
-            # Blocks are compiled by themselves, once for all layers of equal structure.
             ids, segment_ids = _padded(self, jnp.asarray(tokens), lengths, state)
-            hidden, state = self.model.hidden(
-                ids, segment_ids=segment_ids, initial_state=state, return_state=True, donate_state=is_new
-            )
+            options: Any = {"return_state": True, "compiled": True, "donate_state": is_new}
+            hidden, state = self.model.hidden(ids, segment_ids=segment_ids, initial_state=state, **options)
             return _last_logits(self, hidden, lengths), state
 
     def decode(

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
+import jax
+
 from sympow_jax import layers
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.models import trunk
@@ -88,6 +90,7 @@ class DecoderLM(trunk.TokenTrunk):
         segment_ids: Int[Array, "B T"] | None = None,
         initial_state: DecoderState | None = None,
         return_state: Literal[False] = False,
+        compiled: bool = False,
     ) -> Float[Array, "B T M"]: ...
 
     @overload
@@ -98,6 +101,7 @@ class DecoderLM(trunk.TokenTrunk):
         segment_ids: Int[Array, "B T"] | None = None,
         initial_state: DecoderState | None = None,
         return_state: Literal[True],
+        compiled: bool = False,
         donate_state: bool = False,
     ) -> tuple[Float[Array, "B T M"], DecoderState]: ...
 
@@ -108,15 +112,18 @@ class DecoderLM(trunk.TokenTrunk):
         segment_ids: Int[Array, "B T"] | None = None,
         initial_state: DecoderState | None = None,
         return_state: bool = False,
+        compiled: bool = False,
         donate_state: bool = False,
     ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], DecoderState]:
         """Returns the final normalized hidden states instead of the logits that `unembed` computes from them.
 
-        With `donate_state`, the new state reuses the memory of `initial_state`, which can no longer be read.
+        For calls outside of `jax.jit`, `compiled` compiles one program for all blocks of equal structure, so that the
+        time to compile does not depend on the number of layers; what blocks store in themselves is lost. With
+        `donate_state` too, the new state reuses the memory of `initial_state`, which can no longer be read.
         """
         x = self.embed(tokens)
         state = initial_state
-        if state is None and not return_state:
+        if state is None and not return_state and not compiled:
             return self.encode(x, segment_ids)
         if state is not None and not isinstance(state, DecoderState):
             raise ValueError(f"the state is a {type(state).__name__}; make it with this model's init_state")
@@ -128,15 +135,14 @@ class DecoderLM(trunk.TokenTrunk):
         segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
         x, position = self._stem(x, segment_ids, None if state is None else state.position)
         x = trunk.shard_tokens(x)
+        apply: Any = trunk.Block.__call__
+        if compiled:
+            apply = _compiled_in_place if donate_state else _compiled
         layer_states: list[Any] = []
         for index, block in enumerate(self.blocks):
             layer_state = None if state is None else state.layers[index]
-            x, layer_state = block(
-                x,
-                segment_ids=segment_ids,
-                initial_state=layer_state,
-                return_state=return_state,
-                donate_state=donate_state,
+            x, layer_state = apply(
+                block, x, segment_ids=segment_ids, initial_state=layer_state, return_state=return_state
             )
             layer_states.append(layer_state)
         x = layers.normalize(self.final_norm, x, segment_ids)
@@ -197,3 +203,9 @@ class DecoderLM(trunk.TokenTrunk):
             for block, layer, folds in zip(self.blocks, state.layers, bounded)
         ]
         return dataclasses.replace(state, layers=tuple(folded))
+
+
+_compiled = jax.jit(trunk.Block.__call__, static_argnames="return_state")
+_compiled_in_place = jax.jit(
+    trunk.Block.__call__, static_argnames="return_state", donate_argnames="initial_state"
+)

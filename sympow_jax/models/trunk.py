@@ -62,34 +62,16 @@ class Block(nnx.Module):
         segment_ids: Int[Array, "B T"] | None,
         initial_state: layers.AttentionState | None = None,
         return_state: bool = False,
-        donate_state: bool = False,
     ) -> tuple[Float[Array, "B T M"], layers.AttentionState | None]:
-        """Returns the new residual stream and, with `return_state`, the layer's state.
-
-        Outside of a compiled function, blocks of equal structure are compiled once, not once each.
-        """
-        apply: Any = _apply_in_place if donate_state else _apply
-        if isinstance(self.attention_norm, nnx.BatchNorm):  # its statistics are updated where they were made
-            apply = _call
-        result: tuple[Array, layers.AttentionState | None] = apply(
-            self, x, segment_ids, initial_state, return_state=return_state
-        )
-        return result
-
-
-def _call(block, x, segment_ids, initial_state, *, return_state):
-    normed = layers.normalize(block.attention_norm, x, segment_ids)
-    inputs = {"segment_ids": segment_ids, "initial_state": initial_state}
-    if return_state:
-        mixed, state = block.attention(normed, **inputs, return_state=True)
-    else:
-        mixed, state = block.attention(normed, **inputs), None
-    x = x + mixed
-    return x + block.mlp(layers.normalize(block.mlp_norm, x, segment_ids)), state
-
-
-_apply = jax.jit(_call, static_argnames="return_state", inline=True)
-_apply_in_place = jax.jit(_call, static_argnames="return_state", donate_argnames="initial_state", inline=True)
+        """Returns the new residual stream and, with `return_state`, the layer's state."""
+        normed = layers.normalize(self.attention_norm, x, segment_ids)
+        inputs: dict[str, Any] = {"segment_ids": segment_ids, "initial_state": initial_state}
+        if return_state:
+            mixed, state = self.attention(normed, **inputs, return_state=True)
+        else:
+            mixed, state = self.attention(normed, **inputs), None
+        x = x + mixed
+        return x + self.mlp(layers.normalize(self.mlp_norm, x, segment_ids)), state
 
 
 class Trunk(nnx.Module, abc.ABC):

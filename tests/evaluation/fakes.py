@@ -20,7 +20,7 @@ class CountingModel(nnx.Module):
     def init_state(self, batch, *, max_length):
         return {"position": jnp.zeros((batch,), jnp.int32)}
 
-    def hidden(self, tokens, *, segment_ids=None, initial_state=None, return_state=False, donate_state=False):
+    def hidden(self, tokens, *, segment_ids=None, initial_state=None, return_state=False, **_):
         state = self.init_state(len(tokens), max_length=0) if initial_state is None else initial_state
         time = state["position"][:, None] + jnp.arange(1, tokens.shape[1] + 1)
         guess = jax.nn.one_hot((tokens + 1) % VOCABULARY, VOCABULARY)

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from sympow_jax import generation
-from sympow_jax.models import trunk
+from sympow_jax.models import decoder
 from tests.generation import small
 
 GREEDY, SAMPLED = generation.Sampling(temperature=0), generation.Sampling(temperature=0.9)
@@ -88,9 +88,9 @@ def test_repeated_tokens_are_penalized():
 
 def test_the_first_token_compiles_two_kinds_of_blocks_once_each():
     model = small.model("conformal", layers=6, attention_pattern=("conformal", "conformal", "softmax"))
-    before = trunk._apply_in_place._cache_size()
+    before = decoder._compiled_in_place._cache_size()
     next(generation.generate(model, prompts(9), max_tokens=20, sampling=SAMPLED))
-    assert trunk._apply_in_place._cache_size() == before + 2
+    assert decoder._compiled_in_place._cache_size() == before + 2
 
 
 def test_logits_that_are_not_finite():

@@ -88,7 +88,7 @@ class Reader(nnx.Module):
     def init_state(self, batch, *, max_length):
         return {"tokens": jnp.zeros((batch, max_length), jnp.int32), "length": jnp.zeros((batch,), jnp.int32)}
 
-    def hidden(self, tokens, *, segment_ids, initial_state=None, return_state=False, donate_state=False):
+    def hidden(self, tokens, *, segment_ids, initial_state=None, return_state=False, **_):
         batch, size = tokens.shape
         state = self.init_state(batch, max_length=size) if initial_state is None else initial_state
         positions = state["length"][:, None] + jnp.arange(size)
