@@ -21,6 +21,9 @@ __all__ = ["Rows", "decode_block", "generate", "token_rows"]
 _SEEDS = 2**32
 # Positions are int32.
 _POSITIONS = 2**31
+# XLA compiles a loop without a sort as one function on CPUs. This is faster with few layers, and no faster from 8 on,
+# while the time to compile it is quadratic in their number (16: 76 s of CPU instead of 7).
+_ONE_FUNCTION = 4
 
 
 class Rows(NamedTuple):
@@ -195,9 +198,7 @@ def decode_block(
         logits, state = model(rows.token[:, None], initial_state=rows.state, return_state=True)
         position = rows.position + 1
         token, seen, finite = _sampled(sampling, seeds, logits[:, 0], position, rows.seen)
-        if target.device().platform == "cpu":
-            # XLA compiles a loop without a sort as one function, whose time is quadratic in the number of layers (16:
-            # 76 s of CPU instead of 7) and which is no faster.
+        if target.device().platform == "cpu" and model.config.layers > _ONE_FUNCTION:
             token = jnp.sort(jnp.stack([token, jnp.full_like(token, -1)]), axis=0)[1]
         return Rows(token, state, position, seen), (token, finite)
 
