@@ -179,7 +179,7 @@ def check_context(found, preset):
     rows = ACTIVATIONS[0]
     if preset == "conformal":
         assert max(x.nbytes for x in gathered) <= SMALL
-        state, exact_window = (rows, 2, 40, 9), (rows, sharded.WINDOW, 2, 8)
+        state, exact_window = (rows, 2, 36, 9), (rows, sharded.WINDOW, 2, 8)
         # Both passes of each layer: one state, keys and values of one window.
         assert moved[state] == 2 * LAYERS
         assert moved[exact_window] == 4 * LAYERS
