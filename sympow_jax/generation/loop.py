@@ -21,9 +21,6 @@ __all__ = ["Rows", "decode_block", "generate", "token_rows"]
 _SEEDS = 2**32
 # Positions are int32.
 _POSITIONS = 2**31
-# XLA compiles a loop without a sort as one function on CPUs. This is faster with few layers, and no faster from 8 on,
-# while the time to compile it is quadratic in their number (16: 76 s of CPU instead of 7).
-_ONE_FUNCTION = 4
 
 
 class Rows(NamedTuple):
@@ -123,25 +120,23 @@ def generate(
         for row, prompt in enumerate(prompts):
             occurred[row, prompt] = True
         seen = jnp.asarray(occurred)
-    before = logits, state, jnp.asarray(lengths), seen
+    position = jnp.asarray(lengths)
     if samples > 1:
-        before = batches.fork(before, samples)
+        logits, state, position, seen = batches.fork((logits, state, position, seen), samples)
     seeds = np.tile((seed + np.arange(samples)) % _SEEDS, len(prompts)).astype(np.uint32)
+    with decoding.mesh_in_scope(program.leaves):
+        token, seen, finite = _sampled(sampling, seeds, logits, position, seen)
 
-    def blocks(room: int | None) -> Iterator[Int[np.ndarray, "rows tokens"]]:
-        logits, state, position, seen = before
-        with decoding.mesh_in_scope(program.leaves):
-            token, seen, finite = _sampled(sampling, seeds, logits, position, seen)
-        rows = Rows(token, state, position, seen)
-        yield checked(token[:, None], finite[:, None])
+    def blocks(rows: Rows, finite: Array, room: int | None) -> Iterator[Int[np.ndarray, "rows tokens"]]:
+        yield checked(rows.token[:, None], finite[:, None])
         for done in range(1, max_tokens, block):
             if room is not None and padded + done - 1 + block > room:
                 rows, room = rows._replace(state=program.fold(rows.state)), None
             with decoding.mesh_in_scope(program.leaves):
                 rows, *results = decode_block(program, sampling, block, seeds, rows)
-            yield checked(*(x[:, : max_tokens - done] for x in results))
+            yield checked(*(np.asarray(x)[:, : max_tokens - done] for x in results))
 
-    def checked(tokens: Int[Array, "rows tokens"], finite: Bool[Array, "rows tokens"]) -> np.ndarray:
+    def checked(tokens: Array | np.ndarray, finite: Array | np.ndarray) -> Int[np.ndarray, "rows tokens"]:
         wrong = np.argwhere(~np.asarray(finite))
         if len(wrong):
             raise ValueError(
@@ -149,7 +144,7 @@ def generate(
             )
         return np.asarray(tokens)
 
-    return blocks(room)
+    return blocks(Rows(token, state, position, seen), finite, room)
 
 
 def token_rows(prompts: Iterable[Sequence[int]]) -> list[list[int]]:
@@ -176,6 +171,15 @@ def _sampled(sampling, seeds, logits, position, seen):
     return token, seen, jnp.isfinite(logits).all(axis=-1)
 
 
+def _in_several_functions(token):
+    """Returns the tokens, and keeps XLA from compiling the loop as one function, as it does on CPUs without a sort.
+
+    One function is faster for the layers of a small model and no faster for 8 layers, while the time to compile it is
+    quadratic in their number (16: 76 s of CPU instead of 7).
+    """
+    return jnp.sort(jnp.stack([token, jnp.full_like(token, -1)]), axis=0)[1]
+
+
 @functools.partial(jax.jit, static_argnames=("sampling", "block"), donate_argnames="rows")
 @by_default_rules
 def decode_block(
@@ -198,8 +202,8 @@ def decode_block(
         logits, state = model(rows.token[:, None], initial_state=rows.state, return_state=True)
         position = rows.position + 1
         token, seen, finite = _sampled(sampling, seeds, logits[:, 0], position, rows.seen)
-        if target.device().platform == "cpu" and model.config.layers > _ONE_FUNCTION:
-            token = jnp.sort(jnp.stack([token, jnp.full_like(token, -1)]), axis=0)[1]
+        if target.device().platform == "cpu" and model.config.layers > 4:
+            token = _in_several_functions(token)
         return Rows(token, state, position, seen), (token, finite)
 
     rows, (tokens, finite) = jax.lax.scan(step, rows, length=block)

@@ -117,13 +117,13 @@ class DecoderLM(trunk.TokenTrunk):
     ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], DecoderState]:
         """Returns the final normalized hidden states instead of the logits that `unembed` computes from them.
 
-        For calls outside of `jax.jit`, `compiled` compiles one program for all blocks of equal structure, so that the
-        time to compile does not depend on the number of layers; what blocks store in themselves is lost. With
-        `donate_state` too, the new state reuses the memory of `initial_state`, which can no longer be read.
+        `compiled` compiles one program for all blocks of equal structure, so that a call outside of `jax.jit` takes
+        no longer to compile with more layers; what blocks store in themselves is lost. With `donate_state` too, the
+        new state reuses the memory of `initial_state`, which can no longer be read.
         """
         x = self.embed(tokens)
         state = initial_state
-        if state is None and not return_state and not compiled:
+        if state is None and not return_state and (not compiled or hasattr(self, "stacked_blocks")):
             return self.encode(x, segment_ids)
         if state is not None and not isinstance(state, DecoderState):
             raise ValueError(f"the state is a {type(state).__name__}; make it with this model's init_state")

@@ -164,7 +164,7 @@ def _monomials(power, x):
 
 @functools.cache
 def factors(head_dim: int, power: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns, for each monomial of degree p, those of degrees p // 2 and p - p // 2 whose product it is."""
+    """Returns the places of the monomials of degrees p // 2 and p - p // 2 whose products are those of degree p > 1."""
     indices = indices_of(head_dim, power)
     return position(head_dim, indices[:, : power // 2]), position(head_dim, indices[:, power // 2 :])
 
@@ -181,8 +181,8 @@ def indices_of(head_dim: int, power: int) -> np.ndarray:
 def position(head_dim: int, indices: np.ndarray) -> np.ndarray:
     """Returns the place in the order of `symmetric_power` of monomials with these non-decreasing indices [..., p].
 
-    The monomials of degree p that start with i are followed by those that start with i + 1, and end with the last of
-    degree p - 1.
+    It is the begin of the monomials with the same first index, plus the place of the other factors among those of
+    degree p - 1 that start with this index or later.
     """
     place = indices[..., -1]
     for degree in range(2, indices.shape[-1] + 1):

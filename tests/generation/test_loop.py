@@ -26,7 +26,8 @@ def generated(model, rows, *, max_tokens, sampling, block=8, **settings):
         generation.generate(model, rows, max_tokens=max_tokens, sampling=sampling, block=block, **settings)
     )
     continuations = len(rows) * settings.get("samples", 1)
-    assert [piece.shape for piece in blocks[:2]] == [(continuations, 1), (continuations, block)]
+    sizes = [1, *[block] * ((max_tokens - 1) // block), (max_tokens - 1) % block]
+    assert [piece.shape for piece in blocks] == [(continuations, size) for size in sizes if size]
     return np.concatenate(blocks, axis=1)
 
 
@@ -91,6 +92,12 @@ def test_the_first_token_compiles_two_kinds_of_blocks_once_each():
     before = decoder._compiled_in_place._cache_size()
     next(generation.generate(model, prompts(9), max_tokens=20, sampling=SAMPLED))
     assert decoder._compiled_in_place._cache_size() == before + 2
+
+
+def test_the_first_token_is_that_of_a_longer_text():
+    model, rows = small.model("conformal"), prompts(9, 4)
+    draw = functools.partial(generated, model, rows, sampling=SAMPLED, samples=2, seed=1)
+    np.testing.assert_array_equal(draw(max_tokens=1), draw(max_tokens=9)[:, :1])
 
 
 def test_logits_that_are_not_finite():

@@ -249,3 +249,13 @@ def test_gradients_with_rotate_inside_shard_map():
     sharded = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)
     actual, expected = (jax.jit(jax.grad(functools.partial(loss, f)))(x) for f in (sharded, attend))
     assert cases.error(actual, expected) <= 1e-6
+
+
+def test_rotated_features_may_be_more_than_a_group():
+    """Rotated features, here 4,186 and again as many, are read as features of degree 1."""
+    drawn = arrays("symmetric", cases.Case(head_dim=91, value_dim=3, time=8))
+    del drawn["dout"]
+    call = functools.partial(
+        ops.linear_attention, **drawn, **arguments("symmetric", 2, "doubled"), exact_window=2, chunk_size=2
+    )
+    np.testing.assert_allclose(call(form="chunked"), call(form="attention"), rtol=1e-4, atol=1e-5)

@@ -4,9 +4,9 @@ Functions take one head, time last: x [D, C] holds C vectors, and m(x_c) are the
 the order of `feature_maps.symmetric_power`. Their weights, the numbers of orders of a monomial's factors, multiply the
 state when it is queried, which costs F * E products rather than F * C.
 
-A state here is a tuple of [F_g, E] sums of m(k_j) v_j^T over groups g of monomials: the features of one group exist at
-a time. With this layout only one of the three products, the query, transposes an operand, and that operand is the
-state, not the features.
+A state here is a tuple of [F_g, E] sums of m(k_j) v_j^T over groups g of monomials: products need the features of one
+group at a time. With this layout only one of the three products, the query, transposes an operand, and that operand is
+the state, not the features.
 """
 
 import functools
@@ -44,7 +44,7 @@ _FOLDED = 128
 
 def query(state: Groups, x: Float[Array, "D C"], power: int, precision) -> Float[Array, "E C"]:
     """Returns sum_f state[f, e] m_f(x_c)."""
-    parts = zip(state, _monomials(x, power))
+    parts = zip(state, _monomials(x, power), strict=True)
     return typing.cast(Array, sum(jnp.matmul(s.T, m, precision=precision) for s, m in parts))
 
 
@@ -134,7 +134,10 @@ def _monomials(x: Float[Array, "D C"], power: int) -> Groups:
 
 
 def _monomials_bwd(power, x, cotangents):
-    """Returns sum_f (1 + c) cotangent[f x_d] f for each d, over monomials f of degree p - 1 that have d c times."""
+    """Returns sum_f n cotangent[f x_d] f(x) for each d, over the monomials f of degree p - 1.
+
+    x_d is n times a factor of f x_d.
+    """
     if power == 1:
         return cotangents
     cotangent = jnp.concatenate(cotangents)
@@ -155,10 +158,7 @@ _monomials.defvjp(lambda x, power: (_monomials(x, power), x), by_default_rules(_
 
 @functools.cache
 def _raised(head_dim: int, power: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns for each d and each monomial of degree p - 1 its product with x_d, and how often d occurs in it, [D, F].
-
-    The product is an index into the monomials of degree p.
-    """
+    """Returns the place of f x_d and how often x_d is a factor of it, [D, F], for all monomials f of degree p - 1."""
     others = feature_maps.indices_of(head_dim, power - 1)
     shape = (head_dim, len(others))
     dimension = np.broadcast_to(np.arange(head_dim, dtype=np.int32)[:, None, None], (*shape, 1))
@@ -170,5 +170,8 @@ def _raised(head_dim: int, power: int) -> tuple[np.ndarray, np.ndarray]:
 @functools.cache
 def _splits(head_dim: int, power: int) -> tuple[int, ...]:
     """Returns the indices of the first feature of each group after the first group."""
+    if power == 1:  # the vectors themselves
+        return ()
     features = feature_maps.symmetric_power_dim(head_dim, power)
-    return tuple(range(0, features, max(_GROUP, -(-features // 8)))[1:])
+    groups = min(8, max(1, features // _GROUP))
+    return tuple(features * group // groups for group in range(1, groups))
