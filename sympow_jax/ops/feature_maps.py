@@ -19,12 +19,8 @@ from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = [
     "elu_plus_one",
-    "factors",
-    "indices_of",
     "monomials",
     "multiplicities",
-    "position",
-    "suffix_starts",
     "symmetric_power",
     "symmetric_power_dim",
     "symmetric_power_rotation",
