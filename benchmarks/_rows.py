@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import rich.console
+import rich.markup
 import rich.table
 
 from pallas_kernels.check import supervisor, verdict
@@ -260,6 +261,6 @@ def print_table(title: str, rows: Iterable[dict], columns: Mapping[str, tuple]) 
             value = row.get(name)
             if value is not None:
                 value = (how or "{}").format(value * factor[0] if factor else value)
-            cells.append(value or "-")
+            cells.append(rich.markup.escape(value or "-"))
         table.add_row(*cells)
     rich.console.Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -3,8 +3,8 @@
     uv run --extra cuda13 python -m benchmarks.kernels [--part=NAME ...] [--out=FILE [--resume]]
 
 Inputs are bfloat16 with float32 gates, batch 1 and 8 heads unless a row says otherwise. The part `brief`, the default,
-has the most important comparisons and takes 8 minutes at most. Rows are written as JSON as
-they come, to benchmarks/results/kernels-<part>...-<gpu>.json unless --out is given, and printed as a table per part.
+has the most important comparisons and takes 8 minutes at most. Rows are written as JSON as they come, to
+benchmarks/results/kernels-<part>...-<gpu>.json unless --out is given, and printed as a table per part.
 
 Every result is checked before it is timed. Rows at the end and in the middle of the sequence are compared with float32,
 gradients are compared with float32 at 2,048 tokens, and all values must be finite. A row that is wrong has no time.

@@ -115,8 +115,13 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
             "State of the 124M model, 2 bytes per element",
             ("p", "tensor power", "symmetric power", "saved"),
             [
-                (str(power), amount(tensor), amount(symmetric), f"{1 - symmetric / tensor:.3%}")
-                for power, tensor, symmetric in (row.values() for row in content["state_bytes"])
+                (
+                    str(row["power"]),
+                    amount(row["tensor"]),
+                    amount(row["symmetric"]),
+                    f"{1 - row['symmetric'] / row['tensor']:.3%}",
+                )
+                for row in content["state_bytes"]
             ],
         ),
         _shared.Table(

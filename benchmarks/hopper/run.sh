@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All measurements on one Hopper GPU, the most important first: benchmarks/hopper/run.sh DIR. It needs no network.
 # Each program has a time limit, 23 minutes in all without `text`, and writes DIR/<part>.json and DIR/<part>.log, which
-# ends with its table; `text` writes runs of train.py to DIR/text. The same command again resumes: finished rows are not repeated.
+# ends with its table; `text` writes runs of train.py to DIR/text. The same command again resumes: finished rows are
+# not repeated.
 set -u -o pipefail
 mkdir -p "${1:?usage: run.sh DIR}" && out=$(realpath "$1") && cd "$(dirname "$0")/../.." || exit
 export PYTHONUNBUFFERED=1 JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-/tmp/sympow-jax-compiled}"

@@ -251,14 +251,7 @@ class _Engine:
         tokens, segment_ids = _pad(rows, length)
         for start in range(0, length, CALL_TOKENS):
             part = np.s_[:, start : start + CALL_TOKENS]
-            _, state = self._model.hidden(
-                jnp.asarray(tokens[part]),
-                segment_ids=jnp.asarray(segment_ids[part]),
-                initial_state=state,
-                return_state=True,
-                compiled=True,
-                donate_state=True,
-            )
+            _, state = self._hidden(tokens[part], segment_ids[part], state, advance=True)
             self._on_call(tokens[part].size)
         return state
 
@@ -314,7 +307,7 @@ class _Engine:
         losses, correct = np.zeros((batch, length), np.float32), np.zeros((batch, length), bool)
         for start in range(0, length, segment):
             part = np.s_[:, start : start + segment]
-            ids = None if segment_ids is None else jnp.asarray(segment_ids[part])
+            ids = None if segment_ids is None else segment_ids[part]
             columns: tuple[Any, ...] = part
             positions = None
             segment_targets = targets[part]
@@ -323,15 +316,26 @@ class _Engine:
                 positions = np.clip(starts - start, 0, segment - scored)[:, None] + np.arange(scored)
                 columns = np.arange(batch)[:, None], start + positions
                 segment_targets = targets[columns]
-            options: Any = {"segment_ids": ids, "initial_state": state, "compiled": True}
-            if in_segments:
-                options |= {"return_state": True, "donate_state": True}
-            found = self._model.hidden(jnp.asarray(inputs[part]), **options)
-            hidden, state = found if in_segments else (found, state)
+            hidden, state = self._hidden(inputs[part], ids, state, advance=in_segments)
             loss, hit = _losses_and_hits(self._model, hidden, segment_targets, positions)
             losses[columns], correct[columns] = np.asarray(loss), np.asarray(hit)
             self._on_call(batch * segment)
         return Score(losses, correct)
+
+    def _hidden(
+        self,
+        tokens: Int[np.ndarray, "B T"],
+        segment_ids: Int[np.ndarray, "B T"] | None,
+        state: Any,
+        *,
+        advance: bool,
+    ) -> tuple[Float[Array, "B T M"], Any]:
+        """Returns hidden states and the state: as it was, or after the tokens with `advance`, which donates it."""
+        ids = None if segment_ids is None else jnp.asarray(segment_ids)
+        inputs: Any = {"tokens": jnp.asarray(tokens), "segment_ids": ids, "initial_state": state}
+        if advance:
+            return self._model.hidden(**inputs, return_state=True, donate_state=True)
+        return self._model.hidden(**inputs, compiled=True), state
 
 
 @jax.jit

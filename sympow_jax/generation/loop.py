@@ -53,9 +53,9 @@ def generate(
     """Yields the `max_tokens` tokens that follow each prompt: the first one, then at most `block` at a time.
 
     The first token needs the prompt only, so it comes before the loop for the others is compiled. The host waits for
-    the device once per block. A continuation depends on its prompt, `sampling` and its seed only.
-    The rest of the batch has no influence, except on the rounding of logits. Equal prompts have equal continuations. A
-    KV cache is used until the recurrent state takes less memory, and is then folded into it.
+    the device once per block. A continuation depends on its prompt, `sampling` and its seed only. The rest of the batch
+    has no influence, except on the rounding of logits. Equal prompts have equal continuations. A KV cache is used until
+    the recurrent state takes less memory, and is then folded into it.
 
     Args:
         model: the decoder.
@@ -174,8 +174,8 @@ def _sampled(sampling, seeds, logits, position, seen):
 def _in_several_functions(token):
     """Returns the tokens, and keeps XLA from compiling the loop as one function, as it does on CPUs without a sort.
 
-    One function is faster for the layers of a small model and no faster for 8 layers, while the time to compile it is
-    quadratic in their number (16: 76 s of CPU instead of 7).
+    One function is faster with up to 4 layers and no faster with 8, while the time to compile it is quadratic in their
+    number (16: 76 s of CPU instead of 7).
     """
     return jnp.sort(jnp.stack([token, jnp.full_like(token, -1)]), axis=0)[1]
 

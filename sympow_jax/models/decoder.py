@@ -118,8 +118,8 @@ class DecoderLM(trunk.TokenTrunk):
         """Returns the final normalized hidden states instead of the logits that `unembed` computes from them.
 
         `compiled` compiles one program for all blocks of equal structure, so that a call outside of `jax.jit` takes
-        no longer to compile with more layers; what blocks store in themselves is lost. With `donate_state` too, the
-        new state reuses the memory of `initial_state`, which can no longer be read.
+        no longer to compile with more layers; what blocks store in themselves is lost. `donate_state` does so too,
+        and the new state reuses the memory of `initial_state`, which can no longer be read.
         """
         x = self.embed(tokens)
         state = initial_state
@@ -135,9 +135,9 @@ class DecoderLM(trunk.TokenTrunk):
         segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
         x, position = self._stem(x, segment_ids, None if state is None else state.position)
         x = trunk.shard_tokens(x)
-        apply: Any = trunk.Block.__call__
-        if compiled:
-            apply = _compiled_in_place if donate_state else _compiled
+        apply: Any = _compiled if compiled else trunk.Block.__call__
+        if donate_state:
+            apply = _compiled_in_place
         layer_states: list[Any] = []
         for index, block in enumerate(self.blocks):
             layer_state = None if state is None else state.layers[index]

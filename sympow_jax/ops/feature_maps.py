@@ -5,7 +5,6 @@ The power maps are those of "Symmetric Power Transformers" (Buckman, Gelada, Zha
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 
@@ -160,7 +159,7 @@ def _monomials(power, x):
 
 @functools.cache
 def factors(head_dim: int, power: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the places of the monomials of degrees p // 2 and p - p // 2 whose products are those of degree p > 1."""
+    """Returns the places of the monomials of degrees p // 2 and p - p // 2 whose product is each of degree p > 1."""
     indices = indices_of(head_dim, power)
     return position(head_dim, indices[:, : power // 2]), position(head_dim, indices[:, power // 2 :])
 
@@ -271,10 +270,9 @@ def _rotation_of_features(power, rotation):
 
 @functools.cache
 def _isometry(head_dim: int, power: int) -> np.ndarray:
-    index = {key: f for f, key in enumerate(itertools.combinations_with_replacement(range(head_dim), power))}
-    matrix = np.zeros((head_dim**power, len(index)))
-    for row, key in enumerate(itertools.product(range(head_dim), repeat=power)):
-        matrix[row, index[tuple(sorted(key))]] = 1
+    indices = np.indices((head_dim,) * power).reshape(power, -1).T
+    matrix = np.zeros((len(indices), symmetric_power_dim(head_dim, power)))
+    matrix[np.arange(len(indices)), position(head_dim, np.sort(indices, -1))] = 1
     return matrix / np.sqrt(matrix.sum(0))
 
 

@@ -115,3 +115,8 @@ def test_a_report_has_the_rows_of_processes_and_those_of_an_earlier_one(tmp_path
     for flags, files in ((["--smoke"], []), ([], [path])):
         _rows.measure_rows("module", [{"number": 0}], dict, options(*flags), seconds=9.0, name="brief")
         assert list(tmp_path.glob("results/*")) == files
+
+
+def test_a_note_is_printed_as_it_is(capsys):
+    _rows.print_table("rows", [{"note": "INTERNAL: [/tmp/x]"}], {"note": ("note", "")})
+    assert "INTERNAL: [/tmp/x]" in capsys.readouterr().out

@@ -57,16 +57,18 @@ def test_proposition_2_rotating_vectors_rotates_features(head_dim, power):
 
 
 @marked.cases(
-    ("head_dim", "power"), [(5, 1), (33, 2), (7, 3), (17, 4)], slow=[(5, 2), (16, 2), (6, 4), (4, 6), (7, 6)]
+    ("head_dim", "power"),
+    [(5, 1), (33, 2), (128, 2), (7, 3), (17, 4)],
+    slow=[(5, 2), (16, 2), (6, 4), (4, 6), (7, 6)],
 )
-def test_tiled_products_are_those_of_the_features(head_dim, power):
+def test_products_are_those_of_the_features(head_dim, power):
     """Checks the products of the chunked form, their gradient, and the conversion to the canonical state and back."""
     random = np.random.default_rng(4)
     key, query = random.normal(size=(2, head_dim, 7))
     value, cotangent = random.normal(size=(2, 3, 7))
 
     @jax.jit
-    def tiled(key, query, value, cotangent):
+    def grouped(key, query, value, cotangent):
         state = features.fold(value, key, power, None)
         weighted = tuple(s * w for s, w in zip(state, features.weights(head_dim, power, jnp.float64)))
         actual = features.query(weighted, query, power, None)
@@ -76,7 +78,7 @@ def test_tiled_products_are_those_of_the_features(head_dim, power):
         return actual, gradient, canonical, back, state
 
     with jax.enable_x64(True):
-        actual, gradient, canonical, back, state = tiled(key, query, value, cotangent)
+        actual, gradient, canonical, back, state = grouped(key, query, value, cotangent)
         phi = np.asarray(ops.symmetric_power(jnp.asarray(key.T), power))
     expected = value @ (key.T @ query) ** power
     np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-9)
