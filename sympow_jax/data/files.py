@@ -27,6 +27,7 @@ __all__ = [
     "held_out",
     "located",
     "location",
+    "on_side",
     "open_file",
     "read",
     "side",
@@ -281,6 +282,19 @@ def side(config: config_lib.DataConfig, *, heldout: bool) -> tuple[str, tuple[st
 def sides(config: config_lib.DataConfig) -> tuple[bool, ...]:
     """Returns the sides that have paths of their own, held-out ones as True."""
     return (False, True) if config.heldout_paths else (False,)
+
+
+def on_side(
+    config: config_lib.DataConfig,
+    keys: Sequence[str],
+    positions: Int64[np.ndarray, "#documents"],
+    *,
+    heldout: bool,
+) -> Bool[np.ndarray, " documents"]:
+    """Returns a mask of the documents of one side; all, if held-out data has paths of its own."""
+    if config.heldout_paths:
+        return np.ones(max(len(keys), len(positions)), bool)
+    return held_out(keys, positions, config.heldout_fraction) == heldout
 
 
 def held_out(

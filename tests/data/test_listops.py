@@ -135,9 +135,14 @@ def test_errors():
     with builders.refused("must be empty; source 'listops' reads no file"):
         settings(paths=("a",))
     for changes, task, vocab_size, message in (
-        ({"context_length": 32}, TASK, 16, r"data\.context_length is 32, but listops has examples of 60"),
-        ({}, two, 16, r"task\.classes 2; source 'listops' is a classification into 10"),
-        ({}, TASK, 15, r"model\.vocab_size is 15, but listops has 16 ids"),
+        (
+            {"context_length": 32},
+            TASK,
+            16,
+            r"data\.context_length is 32, but data\.source 'listops' needs 60 or",
+        ),
+        ({}, two, 16, r"task\.classes is 2, but data\.source 'listops' needs 10;"),
+        ({}, TASK, 15, r"model\.vocab_size is 15, but data\.source 'listops' needs 16 or"),
     ):
         with builders.refused(message):
             data.train_dataset(settings(**changes), task=task, vocab_size=vocab_size)

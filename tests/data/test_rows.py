@@ -9,8 +9,8 @@ from tests.data import builders
 
 def spans(contents) -> documents.Spans:
     arrays = [np.asarray(content, np.uint16) for content in contents]
-    lengths = [np.array([len(array)]) for array in arrays] or [np.empty(0, np.int64)]
-    return documents.Spans.consecutive(arrays.__getitem__, [f"file{i}" for i in range(len(arrays))], lengths)
+    lengths = [np.array([len(array)]) for array in arrays]
+    return documents.Spans(arrays.__getitem__, [f"file{i}" for i in range(len(arrays))], lengths)
 
 
 def led(contents) -> documents.Spans:

@@ -60,7 +60,7 @@ def test_text_is_the_bytes_of_every_nonempty_file(tmp_path):
 
 def test_text_by_default_is_the_standard_library():
     root = sysconfig.get_paths()["stdlib"]
-    found = [text.Source(builders.data_config())._spans(heldout=side) for side in BOTH]
+    found = [text.Source(builders.data_config())._parts(heldout=side) for side in BOTH]
     train, heldout = ({file.key for file, _, _ in side} for side in found)
     sizes = {file.key: file.size for side in found for file, _, _ in side}
     assert {"argparse.py", "json/decoder.py", "asyncio/base_events.py"} <= train | heldout

@@ -197,7 +197,7 @@ HEAD, TWO = "sentence\tlabel\n", {"text_columns": ("sentence", "two")}
         ("sentence\tid\tsentence\tlabel\na\t0\tb\t1\n", {}, r"a\.tsv has 2 columns named 'sentence': there"),
         ("a\t1\n", {"text_columns": ("1",), "label_column": "3"}, r"no column '3': there are columns 1 to"),
         (HEAD + "a\t1\nb\t0\tc\n", {}, r"a\.tsv \(line 3\) has another number of columns, 3,"),
-        (HEAD + "a\t1\nb\t2\n", {}, r"a\.tsv \(line 3\): label '2' is not an integer from 0 to 1 "),
+        (HEAD + "a\t1\nb\t2\n", {}, r"a\.tsv \(line 3\): label '2' is not one of '0', '1'; correct"),
         (HEAD + "a\tYes\n", {"labels": ("no", "yes")}, r"\(line 2\): label 'Yes' is not one of"),
         (HEAD + "a\tyes\n", {"labels": ("no", "yes", "maybe")}, r"data\.labels names 3 classes,"),
         (HEAD + "a\t1\n\t0\n", {}, r"a\.tsv \(line 3\) has no text; leave the line out"),

@@ -73,13 +73,13 @@ def locations(setting: str, paths: Sequence[str], source: str) -> set[str]:
 
 
 def described(
-    found: Sequence[files.File], train: np.ndarray | int, heldout: np.ndarray | int, **more: Any
+    found: Sequence[files.File], train: np.ndarray | int | None, heldout: np.ndarray | int, **more: Any
 ) -> dict[str, Any]:
     """Returns the counts of a description: of files, bytes, and of documents of these lengths, or of examples."""
     counts: dict[str, Any] = {"files": len(found), "bytes": sum(file.size for file in found)}
     for prefix, side in (("", train), ("heldout_", heldout)):
         if isinstance(side, int):
             counts[f"{prefix}examples"] = side
-        else:
+        elif side is not None:
             counts |= {f"{prefix}documents": len(side), f"{prefix}tokens": int(np.sum(side))}
     return counts | more

@@ -40,7 +40,6 @@ class Source:
 
     def __init__(self, config: config_lib.DataConfig):
         self._config = config
-        self._column = config.text_columns[0] if config.text_columns else "text"
         self._find = functools.cache(lambda heldout: sources.find_all(config, heldout=heldout))
 
     def _groups(self, *, heldout: bool) -> list[pieces.Group]:
@@ -51,8 +50,8 @@ class Source:
         """Returns the way to tokens, after checking that the ids and the separator are below `vocab_size`."""
         config, first = self._config, self._groups(heldout=heldout)[0][0].file
         reader = importlib.import_module(f"sympow_jax.data.corpus.{config.source}")
-        texts, separator = reader.holds_text(first, self._column), config.document_separator
-        if texts:
+        column, separator = (*config.text_columns, "text")[0], config.document_separator
+        if texts := reader.holds_text(first, column):
             tokenizer = tokenizer_lib.load(config.text_tokenizer, setting="data.tokenizer")
             separator = tokenizer.end_of_text(separator, setting="data.document_separator")
             if tokenizer.vocab_size > vocab_size:
@@ -66,7 +65,7 @@ class Source:
                 f"another data.document_separator"
             )
         return encoding_lib.Encoding(
-            column=self._column,
+            column=column,
             tokenizer=tokenizer_lib.local_name(config.text_tokenizer) if texts else None,
             separator=separator,
             vocab_size=vocab_size,
@@ -78,14 +77,8 @@ class Source:
 
     def rows(self, pack: Callable[[documents.Spans], rows.Rows], *, vocab_size: int) -> stream.CorpusRows:
         """Returns the training rows, which `pack` makes of documents. Only the start of the first file is read."""
-        return stream.CorpusRows(
-            self._encoding(vocab_size=vocab_size, heldout=False),
-            self._groups(heldout=False),
-            pack,
-            length=self._config.context_length,
-            seed=self._config.seed,
-            workers=self._config.tokenizer_workers,
-        )
+        encoding = self._encoding(vocab_size=vocab_size, heldout=False)
+        return stream.CorpusRows(encoding, self._groups(heldout=False), self._config, pack)
 
     def side(self, task: Any = None, *, heldout: bool, vocab_size: int = _ANY_VOCABULARY) -> documents.Spans:
         """Returns the first held-out documents in the order of files, until they have 2^24 tokens.
@@ -94,15 +87,14 @@ class Source:
         `vocab_size` here, but when a document is used. `task` is unused.
         """
         encoding = self._encoding(vocab_size=vocab_size, heldout=heldout)
-        return _read_heldout(
-            dataclasses.replace(encoding, vocab_size=_ANY_VOCABULARY),
-            tuple(self._groups(heldout=heldout)[:_HELDOUT_GROUPS]),
-            workers=self._config.tokenizer_workers,
-        )
+        groups = tuple(self._groups(heldout=heldout)[:_HELDOUT_GROUPS])
+        anything = dataclasses.replace(encoding, vocab_size=_ANY_VOCABULARY)
+        return _read_heldout(anything, groups, workers=self._config.tokenizer_workers)
 
     def describe(self) -> dict[str, Any]:
         """Returns counts of files and bytes, an estimate of the tokens from a sample, and a SHA-256."""
         config, corpus = self._config, self._find(False)
+        groups = self._groups(heldout=False)
         held = config.heldout_paths or config.heldout_fraction
         heldout = self.side(heldout=True).lengths if held else np.empty(0, np.int64)
         encoding = self._encoding(vocab_size=_ANY_VOCABULARY, heldout=False)
@@ -115,7 +107,7 @@ class Source:
                 break
         estimate = int(len(tokens) / read * sum(file.size for file in corpus) / corpus[0].size)
         # Half a row of each group, or all of the data if it has less.
-        dropped = len(self._groups(heldout=False)) * config.context_length / 2 / max(1, estimate)
+        dropped = len(groups) * config.context_length / 2 / max(1, estimate)
         note = f"estimated; about {min(1.0, dropped):.1%} are dropped at the ends of parts of the data"
         if not len(tokens):
             note = (
@@ -131,21 +123,16 @@ class Source:
                     for place in (file.size // 2, max(0, file.size - _DIGEST_BYTES)):
                         opened.seek(place)
                         digest.update(opened.read(_DIGEST_BYTES))
-        description = {
-            "files": len(matches),
-            "bytes": sum(file.size for file in matches),
+        description = sources.described(matches, None, heldout) | {
             "tokens": estimate,
             "tokens_note": note,
-            "heldout_documents": len(heldout),
-            "heldout_tokens": int(heldout.sum()),
-            "streams": stream.count_streams(self._groups(heldout=False), config.batch_size),
+            "streams": stream.count_streams(groups, config.batch_size),
             "digest": digest.hexdigest(),
             "digest_of": "names and sizes of all files, middles and ends of some, and tokens of a sample",
         }
         if encoding.tokenizer is not None:
-            description["tokenizer"] = tokenizer_lib.load(
-                encoding.tokenizer, setting="data.tokenizer"
-            ).identity
+            tokenizer = tokenizer_lib.load(encoding.tokenizer, setting="data.tokenizer")
+            description["tokenizer"] = tokenizer.identity
         return description
 
 
@@ -161,10 +148,9 @@ def _read_heldout(
             read.append(tokens)
             if sum(len(part.tokens) for part in read) >= HELDOUT_TOKENS:
                 break
-    spans = documents.Spans.consecutive(
+    spans = documents.Spans(
         [part.tokens for part in read].__getitem__,
-        [pieces.name_of(group) for group, _ in zip(groups, read)],
+        [*map(pieces.name_of, groups[: len(read)])],
         [part.lengths for part in read],
     )
-    before = np.cumsum(spans.lengths) - spans.lengths
-    return spans.select(np.flatnonzero(before < HELDOUT_TOKENS))
+    return spans.select(np.cumsum(spans.lengths) - spans.lengths < HELDOUT_TOKENS)

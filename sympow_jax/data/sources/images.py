@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -25,10 +26,10 @@ _CENTER = 0.875
 _AREA, _RATIO, _CROPS = (0.08, 1.0), (3 / 4, 4 / 3), 10
 
 
-@dataclasses.dataclass(frozen=True)
-class _Image(files.File):
+class _Image(NamedTuple):
     """A file, whose key is class/name, and the index of its class."""
 
+    file: files.File
     label: int
 
 
@@ -109,8 +110,8 @@ class Images:
 
     def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
         """Returns image `index`; in training, `key` determines the crop and the mirroring."""
-        found, config = self._images[index], self._config
-        with _opened(found.path) as opened:
+        (file, label), config = self._images[index], self._config
+        with _opened(file.path) as opened:
             if opened.mode.startswith(("I", "F")):
                 raise ValueError("it has more than 8 bits a channel")
             image = opened.convert("L" if config.image_tokens else "RGB")
@@ -121,7 +122,7 @@ class Images:
             crop = _crop(image, config.image_size, np.random.default_rng(key) if self._vary else None)
             mean, deviation = (255 * np.array(s, np.float32) for s in _STATISTICS)
             inputs = (np.asarray(crop) - mean) / deviation
-        return {"inputs": inputs, "labels": np.array(found.label, np.int32)}
+        return {"inputs": inputs, "labels": np.array(label, np.int32)}
 
 
 class Source:
@@ -156,23 +157,20 @@ class Source:
                         f"{setting}: the class folder {folder} holds no image; add PNG or JPEG files, or remove it"
                     )
                 for location, file in files.located(inside):
-                    image = _Image(file.path, f"{name}/{file.key}", file.size, label)
+                    image = _Image(dataclasses.replace(file, key=f"{name}/{file.key}"), label)
                     other = unique.setdefault(location, image)
                     if other.label != label:
                         raise ValueError(
-                            f"{setting}: {other.path} and {image.path} are one file in two classes; remove one of them"
+                            f"{setting}: {other.file.path} and {file.path} are one file in two classes; remove one"
                         )
         return list(unique.values())
 
     def _chosen(self, *, heldout: bool) -> list[_Image]:
         """Returns the training or the held-out images."""
-        config = self._config
-        images = self._find(*files.side(config, heldout=heldout))
-        if config.heldout_paths:
-            return images
-        keys = [image.key for image in images]
-        mask = files.held_out(keys, np.zeros(1, np.int64), config.heldout_fraction).tolist()
-        return [image for image, out in zip(images, mask) if out == heldout]
+        images = self._find(*files.side(self._config, heldout=heldout))
+        keys = [image.file.key for image in images]
+        chosen = files.on_side(self._config, keys, np.zeros(1, np.int64), heldout=heldout)
+        return list(itertools.compress(images, chosen))
 
     def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> Images:
         """Returns the training or the held-out images."""
@@ -188,22 +186,22 @@ class Source:
             if vocab_size < 256:
                 raise ValueError(f"model.vocab_size is {vocab_size}, but pixels have 256 ids; raise it")
             for image in images:
-                with _opened(image.path) as opened:
+                with _opened(image.file.path) as opened:
                     size = opened.size
                 if size != (side, side):
                     raise ValueError(
-                        f"{image.path} is {size[0]} x {size[1]}, but data.image_size is {side}; for data.image_tokens, "
-                        f"all images must be squares of that size"
+                        f"{image.file.path} is {size[0]} x {size[1]}, but data.image_size is {side}; for "
+                        f"data.image_tokens, all images must be squares of that size"
                     )
         return Images(images, config, vary=not heldout and not config.image_tokens)
 
     def describe(self) -> dict[str, Any]:
         """Returns counts, bytes, and a SHA-256 as `digest_of` says; reading all contents would delay the start."""
-        train, heldout = (self._chosen(heldout=side) for side in (False, True))
+        sides = [self._chosen(heldout=side) for side in (False, True)]
+        matches = [image.file for side in sides for image in side]
         return {"classes": len(self._classes)} | sources.described(
-            [*train, *heldout],
-            len(train),
-            len(heldout),
-            digest=files.digest([*train, *heldout], lambda _: (), samples=True),
+            matches,
+            *map(len, sides),
+            digest=files.digest(matches, lambda _: (), samples=True),
             digest_of="names, sizes and 64 samples of the contents",
         )

@@ -87,16 +87,15 @@ class TsvExamples:
             if self._length < 3:
                 raise ValueError(f"data.context_length is {self._length}; two texts and a separator need 3")
         numbers, classes = task.predicted is config_lib.Predicted.NUMBER, task.classes or 0
-        if config.labels and not numbers and len(config.labels) != classes:
+        names = config.labels or [*map(str, range(classes))]
+        if not numbers and len(names) != classes:
             raise ValueError(
-                f"data.labels names {len(config.labels)} classes, but task.classes is {classes}; make them agree"
+                f"data.labels names {len(names)} classes, but task.classes is {classes}; make them agree"
             )
-        named = {name.encode(): i for i, name in enumerate(config.labels or map(str, range(classes)))}
-        known = f"an integer from 0 to {classes - 1} (task.classes is {classes}, data.labels names none)"
-        if numbers:
-            known = f"a finite number, as task {task.name!r} predicts"
-        elif config.labels:
-            known = f"one of data.labels {spelling.listed(map(repr, config.labels))}"
+        named = {name.encode(): i for i, name in enumerate(names)}
+        known = f"a finite number, as task {task.name!r} predicts"
+        if not numbers:
+            known = f"one of {spelling.listed(map(repr, names))}; correct it, or data.labels and task.classes"
         self._labels = np.empty(len(lines), np.float32 if numbers else np.int32)
         for index, (file, line) in enumerate(lines):
             texts, label = file.read(line)
@@ -147,35 +146,28 @@ class Source:
 
     def __init__(self, config: config_lib.DataConfig):
         self._config = config
-        self._files = functools.cache(
+        self._open = functools.cache(
             lambda heldout: [_open(file, config) for file in sources.find_all(config, heldout=heldout)]
         )
 
-    def _chosen(self, *, heldout: bool) -> tuple[list[_File], list[tuple[_File, int]]]:
-        """Returns the files that have the training or the held-out lines, and these lines in order."""
-        config = self._config
-        opened = self._files(heldout and bool(config.heldout_paths))
-        lines: list[tuple[_File, int]] = []
-        for file in opened:
-            chosen = np.arange(len(file.lines))
-            if not config.heldout_paths:
-                out = files.held_out([file.file.key], chosen, config.heldout_fraction)
-                chosen = np.flatnonzero(out == heldout)
-            lines += [(file, line) for line in chosen.tolist()]
-        return opened, lines
+    def _lines(self, *, heldout: bool) -> list[tuple[_File, int]]:
+        """Returns the files and indices of the training or the held-out lines, in order."""
+        config, lines = self._config, []
+        for file in self._open(heldout and bool(config.heldout_paths)):
+            chosen = files.on_side(config, [file.file.key], np.arange(len(file.lines)), heldout=heldout)
+            lines += [(file, line) for line in np.flatnonzero(chosen).tolist()]
+        return lines
 
     def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> TsvExamples:
         """Returns the training or the held-out lines."""
-        return TsvExamples(self._chosen(heldout=heldout)[1], self._config, task, vocab_size=vocab_size)
+        return TsvExamples(self._lines(heldout=heldout), self._config, task, vocab_size=vocab_size)
 
     def describe(self) -> dict[str, Any]:
         """Returns counts, the tokenizer, and the SHA-256 of every file's key, size and bytes."""
-        (trained, train), (held, heldout) = (self._chosen(heldout=side) for side in (False, True))
-        matches = [file.file for file in (trained + held if self._config.heldout_paths else trained)]
+        matches = [file.file for side in files.sides(self._config) for file in self._open(side)]
         return sources.described(
             matches,
-            len(train),
-            len(heldout),
+            *(len(self._lines(heldout=side)) for side in (False, True)),
             tokenizer=tokenizer_lib.load(self._config.text_tokenizer, setting="data.tokenizer").identity,
             digest=files.digest(matches, lambda file: [files.read(file.path)]),
             digest_of="names, sizes and contents",

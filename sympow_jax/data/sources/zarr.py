@@ -160,11 +160,9 @@ class Source:
                 f"the first id of every row is {lead}, but model.vocab_size is {vocab_size}; set "
                 f"data.document_separator to the id that the data was prepared with"
             )
-        rows = np.arange(array.shape[0])
-        if not config.heldout_paths:
-            # Of one array, a row is known by its number alone.
-            rows = rows[files.held_out([""], rows, config.heldout_fraction) == heldout]
-        return ZarrDocuments(array, paths[0], rows=rows, lead=lead)
+        # Of one array, a row is known by its number alone.
+        chosen = files.on_side(config, [""], np.arange(array.shape[0]), heldout=heldout)
+        return ZarrDocuments(array, paths[0], rows=np.flatnonzero(chosen), lead=lead)
 
     def metadata(self) -> dict[str, dict[str, Any]]:
         """Returns what `prepare` recorded about the arrays, by the path of the record."""
