@@ -101,8 +101,8 @@ def train_dataset(
     """
     task = task or config_lib.TaskConfig()
     source = source or _open_source(config, task)
+    pack = functools.partial(_rows, config=config, task=task, vocab_size=vocab_size)
     if config.source in data_config.CORPUS_SOURCES:
-        pack = functools.partial(_rows, config=config, task=task, vocab_size=vocab_size)
         return source.rows(pack, vocab_size=vocab_size)
     opened = source.side(task, vocab_size=vocab_size, heldout=False)
     count = len(opened.lengths) if isinstance(opened, documents.Documents) else len(opened)
@@ -111,7 +111,7 @@ def train_dataset(
             f"nothing is left to train on: data.heldout_fraction {config.heldout_fraction} holds out all that "
             f"data.paths names; lower it, name more data, or set data.heldout_paths"
         )
-    return shuffle.ShuffledRows(_rows(opened, config, task, vocab_size=vocab_size), seed=config.seed)
+    return shuffle.ShuffledRows(pack(opened), seed=config.seed)
 
 
 class HeldoutData:
@@ -141,15 +141,13 @@ class HeldoutData:
         self._task = task = task or config_lib.TaskConfig()
         if not _may_hold_out(config):
             return
-        source = source or _open_source(config, task)
-        opened = source.side(task, vocab_size=vocab_size, heldout=True)
+        opened = (source or _open_source(config, task)).side(task, vocab_size=vocab_size, heldout=True)
         if not isinstance(opened, documents.Documents):
             self.rows = opened if len(opened) else None
             return
         if len(opened.lengths):
-            self.documents = documents.HeldoutDocuments(
-                opened, vocab_size=vocab_size, stored=config.source in documents.STORED
-            )
+            stored = config.source in documents.STORED
+            self.documents = documents.HeldoutDocuments(opened, vocab_size=vocab_size, stored=stored)
         if rows.has_targets(opened, config):
             try:
                 self.rows = _rows(opened, config, task, vocab_size=vocab_size)
@@ -159,13 +157,11 @@ class HeldoutData:
     @functools.cached_property
     def parts(self) -> dict[str, "HeldoutData"]:
         """Held-out data of each path by its name in `data.heldout_names`; without names, all of it, named ""."""
-        if not self._config.heldout_names:
-            return {"": self}
-        parts = {}
-        for name, path in zip(self._config.heldout_names, self._config.heldout_paths, strict=True):
-            config = dataclasses.replace(self._config, heldout_paths=(path,), heldout_names=())
-            parts[name] = HeldoutData(config, self._task, vocab_size=self._vocab_size)
-        return parts
+        config, parts = self._config, {}
+        for name, path in zip(config.heldout_names, config.heldout_paths):
+            own = dataclasses.replace(config, heldout_paths=(path,), heldout_names=())
+            parts[name] = HeldoutData(own, self._task, vocab_size=self._vocab_size)
+        return parts or {"": self}
 
     @property
     def cause_of_absence(self) -> str:
@@ -190,7 +186,8 @@ class HeldoutData:
         """
         indices = range(0 if self.rows is None else len(self.rows))
         for start in range(0, len(indices), batch_size):
-            yield self._batch(indices[start : start + batch_size], batch_size)
+            chosen = indices[start : start + batch_size]
+            yield self._batch(chosen, batch_size, filler=chosen[-1])
 
     def sample(self, *, share: int = 0, shares: int = 1) -> dict[str, np.ndarray] | None:
         """Returns shard `share` of a batch of rows, drawn by `config.seed`; None if there are no rows.
@@ -206,19 +203,19 @@ class HeldoutData:
         chosen = [order(draw) for draw in range(min(config.batch_size, len(self.rows)))]
         return self._batch(chosen[own.start : own.stop], len(own), filler=chosen[0])
 
-    def _batch(
-        self, indices: Sequence[int], size: int, *, filler: int | None = None
-    ) -> dict[str, np.ndarray]:
-        """Returns a batch of `size` rows: these, and uncounted copies of row `filler`, by default the last of them."""
+    def _batch(self, indices: Sequence[int], size: int, *, filler: int) -> dict[str, np.ndarray]:
+        """Returns a batch of `size` rows: these, and uncounted copies of row `filler`."""
         assert self.rows is not None
-        seed = self._config.seed
-        batch = [self.rows.row(index, (seed, index, rows.HELD_OUT)) for index in indices]
-        if len(batch) < size:
-            index = indices[-1] if filler is None else filler
-            row = self.rows.row(index, (seed, index, rows.HELD_OUT))
+        missing = [filler] * (size - len(indices))
+        batch = [
+            self.rows.row(index, (self._config.seed, index, rows.HELD_OUT))
+            for index in (*indices, *missing[:1])
+        ]
+        if missing:
+            row = batch.pop()
             answer = "labels" if "labels" in row else "targets"
             none = np.nan if row[answer].dtype == np.float32 else rows.NO_LABEL
-            batch += [{**row, answer: np.full_like(row[answer], none)}] * (size - len(batch))
+            batch += [{**row, answer: np.full_like(row[answer], none)}] * len(missing)
         return rows.stacked(batch)
 
 
@@ -257,15 +254,13 @@ def require_held_apart(
         return False
     setting, paths = files.side(config, heldout=True)
     if shared := sorted(found & sources.locations(setting, paths, config.source)):
-        example = spelling.cut(shared[0], spelling.LINE)
-        owner, remedy = (
-            f" of {name}",
-            "it was trained on what is held out here: hold out other files, or what it did",
-        )
-        if trained == config:
-            owner, remedy = "", "change one of them, or leave data.heldout_paths empty to hold out a fraction"
+        owner, remedy = "", "change one of them, or leave data.heldout_paths empty to hold out a fraction"
+        if trained != config:
+            owner = f" of {name}"
+            remedy = "it was trained on what is held out here: hold out other files, or what it did"
         raise ValueError(
-            f"data.paths{owner} and {setting} share {len(shared)} of what they name, such as {example}; {remedy}"
+            f"data.paths{owner} and {setting} share {len(shared)} of what they name, such as "
+            f"{spelling.cut(shared[0], spelling.LINE)}; {remedy}"
         )
     return True
 
@@ -278,20 +273,21 @@ def require_outside_runs(config: config_lib.DataConfig, workdir: pathlib.Path) -
     for setting, paths in (("data.paths", config.paths), ("data.heldout_paths", config.heldout_paths)):
         local = [path for path in paths if "://" not in files.location(path)]
 
-        def check(run: pathlib.Path, local: Sequence[str] = local, setting: str = setting) -> None:
-            for path in local:
-                if any(files.would_find(path, str(run / name)) for name in _RUN_FILES):
-                    raise ValueError(
-                        f"{setting}: {path!r} stands for what a run writes into its workdir {run}; choose a narrower "
-                        f"path or pattern, or another --workdir"
-                    )
+        def runs(setting: str = setting, local: Sequence[str] = local) -> Iterator[pathlib.Path]:
+            # First, because a pattern may match nothing before the run.
+            yield pathlib.Path(os.path.realpath(workdir))
+            found = sources.locations(setting, local, config.source) if local else ()
+            for folder in sorted({parent for location in found for parent in pathlib.Path(location).parents}):
+                if all((folder / name).is_file() for name in _RUN_FILES[:2]):
+                    yield folder
 
-        # First, because a pattern may match nothing before the run.
-        check(pathlib.Path(os.path.realpath(workdir)))
-        found = sources.locations(setting, local, config.source) if local else ()
-        for folder in sorted({parent for location in found for parent in pathlib.PurePath(location).parents}):
-            if all(pathlib.Path(folder, name).is_file() for name in _RUN_FILES[:2]):
-                check(pathlib.Path(folder))
+        for run in runs():
+            written = [str(run / name) for name in _RUN_FILES]
+            if taken := [path for path in local if any(files.would_find(path, name) for name in written)]:
+                raise ValueError(
+                    f"{setting}: {taken[0]!r} stands for what a run writes into its workdir {run}; choose a narrower "
+                    f"path or pattern, or another --workdir"
+                )
 
 
 class RunData(NamedTuple):
@@ -357,7 +353,7 @@ def compare_metadata(config: config_lib.Config) -> tuple[config_lib.Config, list
             lines.setdefault("end", line)
         stored, fingerprint = metadata.get("tokenizer"), metadata.get("tokenizer_fingerprint")
         # Loaded only under another name, because training needs no tokenizer.
-        if data.tokenizer in (None, stored) or not (isinstance(stored, str) and isinstance(fingerprint, str)):
+        if data.tokenizer in (None, stored) or fingerprint is None:
             continue
         problem = f"but data.tokenizer is {data.tokenizer}, whose ids are others; correct it"
         try:

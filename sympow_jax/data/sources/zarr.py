@@ -42,8 +42,8 @@ _SAMPLES, _SAMPLE_BYTES = 32, 16
 
 # A row of full length spans 32 chunks of 8 MB. The cache has room for two such bands of documents.
 _CACHE_BYTES = 2 * 32 * CHUNKS[0] * CHUNKS[1] * 2
-# Bytes of the largest chunk that is read, which is held in memory whole. LongCrawl64's chunks have 2^23.
-_CHUNK_BYTES = 1 << 28
+# Tokens of the largest chunk that is read, which is held in memory whole. LongCrawl64's chunks have 2^22.
+_CHUNK_TOKENS = 1 << 27
 _MAX_TOKENS = 1 << 48
 
 
@@ -139,13 +139,12 @@ class Source:
             )
         # Before memory is reserved for sizes that no data has but metadata may claim.
         chunk = tuple(array.spec().to_json()["metadata"]["chunks"])
-        chunk_bytes = math.prod(chunk) * array.dtype.numpy_dtype.itemsize
-        sizes = (array.shape[0], math.prod(array.shape), chunk_bytes)
-        most = (documents.MAX_DOCUMENTS, _MAX_TOKENS, _CHUNK_BYTES)
+        sizes = array.shape[0], math.prod(array.shape), math.prod(chunk)
+        most = documents.MAX_DOCUMENTS, _MAX_TOKENS, _CHUNK_TOKENS
         if any(size > limit for size, limit in zip(sizes, most)):
             raise ValueError(
-                f"{setting}: {paths[0]} has shape {array.shape} and chunks of shape {chunk}, {chunk_bytes} bytes each, "
-                f"by its metadata; at most {most[0]} rows, {most[1]} tokens and chunks of {most[2]} bytes can be read"
+                f"{setting}: {paths[0]} has shape {array.shape} and chunks of shape {chunk} by its metadata; at most "
+                f"{most[0]} rows, {most[1]} tokens and {most[2]} tokens per chunk can be read"
             )
         return array
 
