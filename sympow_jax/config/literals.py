@@ -8,7 +8,6 @@ import warnings
 from typing import Any
 
 from sympow_jax import spelling
-from sympow_jax.config import checks
 
 __all__ = ["QUOTING", "form", "read", "split_optional", "written"]
 
@@ -47,7 +46,7 @@ def read(name: str, text: str, annotation: Any) -> Any:
     Args:
         name: name of the setting in error messages.
         text: the value as written.
-        annotation: bool, int, float, str, a tuple of one of these, a `Literal`, or one of these or None.
+        annotation: bool, int, float, str, a tuple of one of these, or one of these or None.
 
     Raises:
         ValueError: the text is not a value of the type, or the type is another one.
@@ -55,17 +54,13 @@ def read(name: str, text: str, annotation: Any) -> Any:
     kind, optional = split_optional(annotation)
     if optional and text.strip().lower() == "none":
         return None
-    if typing.get_origin(kind) is typing.Literal:
-        values = {str(value): value for value in typing.get_args(kind)}
-        checks.require_choice(name, text, values)
-        return values[text]
     several = typing.get_origin(kind) is tuple
     item = typing.get_args(kind)[0] if several else kind
     if item not in _FORMS:
         raise ValueError(
             f"{name} has the type {inspect.formatannotation(annotation)}, which cannot be read from a command line; "
-            f"annotate it as {', '.join(x.__name__ for x in _FORMS)}, a Literal, a tuple such as tuple[int, ...], or "
-            f"one of these or None"
+            f"annotate it as {', '.join(x.__name__ for x in _FORMS)}, a tuple such as tuple[int, ...], or one of these "
+            f"or None"
         )
     try:
         if not several:

@@ -146,7 +146,6 @@ def _bind(name: str, get_config: Callable, text: str | None) -> inspect.BoundArg
     signature = inspect.signature(get_config, eval_str=True)
     parameters = signature.parameters.values()
     kinds = {x.kind for x in parameters}
-    any_values, any_keys = (kind in kinds for kind in _ANY)
     keys = [x.name for x in parameters if x.kind not in _ANY]
     # As in "preset, *paths".
     listed = ", ".join(str(x.replace(annotation=x.empty, default=x.empty)) for x in parameters)
@@ -156,14 +155,13 @@ def _bind(name: str, get_config: Callable, text: str | None) -> inspect.BoundArg
     for part in parts:
         key, equals, value = part.partition("=")
         key = key.strip().replace("-", "_")
-        known = key in keys or any_keys
+        known = key in keys or inspect.Parameter.VAR_KEYWORD in kinds
         # A function that takes any number of values may be given some that contain "=".
-        if not equals or (any_values and not known):
+        if not equals or (inspect.Parameter.VAR_POSITIONAL in kinds and not known):
             positional.append(part)
         elif not known:
-            raise ValueError(
-                f"config {name!r} has no argument {key!r}; {spelling.remedy(key, keys, otherwise=usage)}"
-            )
+            remedy = spelling.remedy(key, keys, otherwise=usage)
+            raise ValueError(f"config {name!r} has no argument {key!r}; {remedy}")
         elif key in named:
             raise ValueError(f"config {name!r} is given argument {key!r} twice")
         else:
@@ -179,12 +177,12 @@ def _bind(name: str, get_config: Callable, text: str | None) -> inspect.BoundArg
             return {x: read(x, text, annotation) for x, text in given.items()}
         if isinstance(given, tuple):
             return tuple(read(key, text, annotation) for text in given)
+        if annotation is inspect.Parameter.empty:
+            return given
         return literals.read(f"argument {key!r} of config {name!r}", given, annotation)
 
     for key, given in arguments.arguments.items():
-        annotation = signature.parameters[key].annotation
-        if annotation is not inspect.Parameter.empty:
-            arguments.arguments[key] = read(key, given, annotation)
+        arguments.arguments[key] = read(key, given, signature.parameters[key].annotation)
     return arguments
 
 
@@ -225,6 +223,13 @@ _SYNONYMS = {
 }
 
 
+def _names_by_group() -> dict[str, list[str]]:
+    return {
+        group.path: [setting.path.rpartition(".")[2] for setting in group.settings]
+        for group in fields.groups(run.Config)
+    }
+
+
 def nearest_setting(path: str) -> str | None:
     """Returns the setting that is most similar to one that does not exist, or None if none is similar."""
     group, _, name = path.rpartition(".")
@@ -253,13 +258,6 @@ def unknown_setting(path: str) -> str:
     else:
         remedy = f"the groups are {', '.join(names)}"
     return f"there is no setting --config.{spelling.cut(path, 80)}; {remedy}"
-
-
-def _names_by_group() -> dict[str, list[str]]:
-    return {
-        group.path: [setting.path.rpartition(".")[2] for setting in group.settings]
-        for group in fields.groups(run.Config)
-    }
 
 
 def replace(node: Any, changes: Mapping[str, Any]) -> Any:
