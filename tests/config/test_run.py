@@ -33,10 +33,8 @@ task.name=classification               | task.classes is 0; it must be at least 
 task.dual_encoder=true                 | task.dual_encoder is True and task.name 'masked_token'; pairs of texts have
 CLASSES task.dual_encoder=true         | data.source 'text' and data.text_columns (); a dual encoder needs source 'tsv'
 CLASSES LINES task.dual_encoder=true data.text_columns=one | 'tsv' and data.text_columns ('one',); a dual encoder
-CLASSES LINES task.dual_encoder=true data.context_length=1 | data.context_length 1; it must be even
 PATCHES                                | arrays of images have patches, and tokens have none
 IMAGES CLASSES                         | arrays of images have patches, and tokens have none
-IMAGES PATCHES                         | images have classes or numbers, not tokens
 IMAGES PATCHES CLASSES data.image_size=10 | data.image_size is 10, model.patch_size 4 and data.context_length 4;
 IMAGES PATCHES CLASSES data.context_length=8 | data.context_length 8; the patches must divide the image
 CLASSES data.heldout_paths=a,b data.heldout_names=x | data.heldout_paths ('a', 'b'); name every path, or none
@@ -53,7 +51,6 @@ A.position=learned_absolute A.max_document_length=8 | longer than the learned po
 optimizer.schedule=wsd optimizer.warmup_steps=95 training.steps=100 | 0.1, 10 updates, but training.steps is 100
 evaluation.context_lengths=8,8         | it must be positive and increasing
 evaluation.prompts='the',''            | each must have at least one character
-evaluation.prompts=the,the             | each must occur once
 """
 OF_ATTENTION = """
 A.kernel=linear A.decay=channel_learned | 'channel_learned', which the kernel 'power' has and 'linear' has not
