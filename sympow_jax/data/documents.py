@@ -117,8 +117,7 @@ class HeldoutDocuments(Sequence):
     include it. `lead` and `together` are as in `Documents`; `stored` says whether the source is one of `STORED`.
 
     Raises:
-        ValueError: on access, a document holds an id outside the vocabulary or is missing from storage, or a stored one
-            of at least 64 tokens has one id only.
+        ValueError: on access, a document is missing, damaged, or holds an id outside the vocabulary.
     """
 
     def __init__(self, documents: Documents, *, vocab_size: int, stored: bool):

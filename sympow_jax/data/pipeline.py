@@ -130,11 +130,7 @@ class HeldoutData:
         vocab_size: int,
         source: Any = None,
     ):
-        """Opens the data; the default task is to predict the next token, and the default source is opened anew.
-
-        Raises:
-            ValueError: as `train_dataset`.
-        """
+        """Opens the data, by default for predicting the next token. Arguments and errors are as in `train_dataset`."""
         self.documents: documents.HeldoutDocuments | None = None
         self.rows: rows.Examples | None = None
         self._config, self._vocab_size = config, vocab_size
@@ -301,11 +297,7 @@ class RunData(NamedTuple):
 def open_run(
     config: config_lib.DataConfig, task: config_lib.TaskConfig | None = None, *, vocab_size: int
 ) -> RunData:
-    """Returns the data of a run, whose files are found and scanned once.
-
-    Raises:
-        ValueError: as `train_dataset`.
-    """
+    """Returns the data of a run, whose files are found and scanned once. Raises ValueError as `train_dataset`."""
     source = _open_source(config, task or config_lib.TaskConfig())
     return RunData(
         train_dataset(config, task=task, vocab_size=vocab_size, source=source),

@@ -44,13 +44,11 @@ Row = dict[str, Any]  # arrays by name
 
 
 class Examples(Protocol):
-    """The training or the held-out rows of a source.
-
-    `together` is the number of consecutive rows that storage groups; all, if any order of reading costs the same.
-    """
+    """The training or the held-out rows of a source."""
 
     @property
-    def together(self) -> int: ...
+    def together(self) -> int:
+        """Number of consecutive rows that storage groups; all, if any order of reading costs the same."""
 
     def __len__(self) -> int: ...
 
@@ -98,7 +96,7 @@ def stacked(found: Sequence[Row]) -> Row:
 
 
 def shard(batch_size: int, *, share: int, shares: int) -> range:
-    """Returns the rows of a batch that are in shard `share` of `shares` equal ones; raises ValueError for others."""
+    """Returns the rows of a batch in shard `share` of `shares` equal ones; raises ValueError if they are not."""
     if batch_size % shares:
         raise ValueError(
             f"a batch has {batch_size} rows, which cannot be divided into {shares} equal shards; "
