@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from sympow_jax import config as configs
 from sympow_jax import hub, spelling
-from sympow_jax.config import data as data_config
 from sympow_jax.data import tokenizer
 from sympow_jax.data.sources import zarr
 
@@ -77,14 +76,13 @@ def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
         ValueError: the source is another, or the tokenizer is missing, cannot be loaded or is not the data's.
     """
     source, separator = settings.data.source, settings.data.document_separator
-    if source not in data_config.DOCUMENT_SOURCES:
+    if not settings.data.has_documents:
         raise ValueError(f"the run read data.source {source!r}, of which no text can be made")
     if source == "text":
         if name not in (None, "byte"):
             raise ValueError(f"--tokenizer={name}, but the run read text as bytes; leave it out")
         return Codec(tokenizer.load("byte"), settings.model.vocab_size)
-    corpus = source in data_config.CORPUS_SOURCES
-    recorded = settings.data.text_tokenizer if corpus else settings.data.tokenizer
+    recorded = settings.data.text_tokenizer if settings.data.kind.corpus else settings.data.tokenizer
     if name is not None:
         loaded = tokenizer.load(name)
     elif recorded is None:

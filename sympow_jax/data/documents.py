@@ -10,7 +10,6 @@ from jaxtyping import Int32, Int64, Integer, Shaped
 
 __all__ = [
     "MAX_DOCUMENTS",
-    "STORED",
     "Documents",
     "HeldoutDocuments",
     "Spans",
@@ -18,9 +17,8 @@ __all__ = [
     "check_vocabulary",
 ]
 
-# Sources of tokens that were written earlier. They never have one id over a row or document of this number of tokens.
-# Where they do, a copy was not completed: what is not written reads as 0.
-STORED = ("tokens", "longcrawl64")
+# Tokens that were written earlier never have one id over a row or document of this number of tokens. Where they do, a
+# copy was not completed: what is not written reads as 0.
 _NEVER_REPEATED = 64
 
 # Largest source. Opening a source takes up to 60 bytes of memory per document.
@@ -114,7 +112,8 @@ class HeldoutDocuments(Sequence):
     """Whole documents as 1-D int32 arrays, read on access.
 
     If the source has a lead id (longcrawl64), it is the first token of each document, as in training, and `lengths`
-    include it. `lead` and `together` are as in `Documents`; `stored` says whether the source is one of `STORED`.
+    include it. `lead` and `together` are as in `Documents`; `stored` says whether the
+    tokens were written earlier.
 
     Raises:
         ValueError: on access, a document is missing, damaged, or holds an id outside the vocabulary.

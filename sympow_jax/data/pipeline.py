@@ -11,7 +11,6 @@ import numpy as np
 
 from sympow_jax import config as config_lib
 from sympow_jax import spelling
-from sympow_jax.config import data as data_config
 from sympow_jax.config import loading
 from sympow_jax.config import task as task_config
 from sympow_jax.data import documents, files, masking, rows, shuffle, sources, tokenizer
@@ -44,7 +43,7 @@ _RUN_FILES = (
 
 def _open_source(config: config_lib.DataConfig, task: config_lib.TaskConfig) -> Any:
     """Returns the opened source, after checking that it fits the task."""
-    fitting = sources.SOURCES[config.source].predicted
+    fitting = config.kind.predicted
     if task.predicted not in fitting:
         names = " and ".join(name for name, kind in task_config.TASKS.items() if kind.predicted in fitting)
         raise ValueError(
@@ -69,8 +68,7 @@ def _rows(
 
 
 def _may_hold_out(config: config_lib.DataConfig) -> bool:
-    generated = sources.SOURCES[config.source].generated
-    return generated or bool(config.heldout_paths) or config.heldout_fraction > 0
+    return config.kind.generated or bool(config.heldout_paths) or config.heldout_fraction > 0
 
 
 def train_dataset(
@@ -102,7 +100,7 @@ def train_dataset(
     task = task or config_lib.TaskConfig()
     source = source or _open_source(config, task)
     pack = functools.partial(_rows, config=config, task=task, vocab_size=vocab_size)
-    if config.source in data_config.CORPUS_SOURCES:
+    if config.kind.corpus:
         return source.rows(pack, vocab_size=vocab_size)
     opened = source.side(task, vocab_size=vocab_size, heldout=False)
     count = len(opened.lengths) if isinstance(opened, documents.Documents) else len(opened)
@@ -142,7 +140,7 @@ class HeldoutData:
             self.rows = opened if len(opened) else None
             return
         if len(opened.lengths):
-            stored = config.source in documents.STORED
+            stored = config.kind.stored
             self.documents = documents.HeldoutDocuments(opened, vocab_size=vocab_size, stored=stored)
         if rows.has_targets(opened, config):
             try:
@@ -231,8 +229,7 @@ def require_held_apart(
         False if the paths that were trained on cannot be read, so that it cannot be found out.
     """
     # What is generated has seeds of its own for each side.
-    generated = any(sources.SOURCES[x.source].generated for x in (config, trained))
-    if not _may_hold_out(config) or generated:
+    if not _may_hold_out(config) or config.kind.generated or trained.kind.generated:
         return True
     # Of the same documents, a smaller fraction is in a larger one. In token files, settings say what a document is.
     now, before = (
@@ -325,7 +322,7 @@ def compare_metadata(config: config_lib.Config) -> tuple[config_lib.Config, list
         metadata contradicts, naming the first such file.
     """
     data = config.data
-    found = sources.open_source(data).metadata() if data.source in documents.STORED else {}
+    found = sources.open_source(data).metadata() if data.kind.stored else {}
     if data.tokenizer is None:
         named = (metadata.get("tokenizer") for metadata in found.values())
         name = next((name for name in named if isinstance(name, str)), None)

@@ -155,7 +155,7 @@ class Rows:
     def __init__(self, source: documents.Documents, config: config_lib.DataConfig, *, vocab_size: int):
         self._source, self._vocab_size = source, vocab_size
         self._length, self._segmented = config.context_length, config.packing == "documents"
-        self._stored = config.source in documents.STORED
+        self._stored = config.kind.stored
         self._order = np.arange(len(source.lengths))
         if source.together is None:
             self._order = np.random.default_rng(config.seed).permutation(self._order)

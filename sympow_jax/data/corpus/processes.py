@@ -75,7 +75,9 @@ def pool[Item, Result](
             try:
                 for _ in range(workers):
                     ours, theirs = context.Pipe()
-                    child = context.Process(target=_work, args=(make, theirs), daemon=True)
+                    child: multiprocessing.process.BaseProcess = context.Process(
+                        target=_work, args=(make, theirs), daemon=True
+                    )
                     with theirs:
                         child.start()
                     children.append(child)

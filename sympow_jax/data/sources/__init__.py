@@ -1,4 +1,4 @@
-"""Sources of data, one module each, and a table of them.
+"""Sources of data, one module each.
 
 A module has a class `Source`, whose objects open the data of a config. It has `describe() -> dict` and
 `side(task, *, vocab_size, heldout)`, which returns `documents.Documents` or `rows.Examples`, rows that are labeled.
@@ -7,7 +7,7 @@ A source that is read in order only has `rows(pack, *, vocab_size) -> rows.Train
 
 import importlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,54 +15,24 @@ from sympow_jax import config as config_lib
 from sympow_jax.config import data as data_config
 from sympow_jax.data import files
 
-__all__ = ["SOURCES", "Kind", "described", "find_all", "locations", "open_source"]
-
-_TOKENS = (config_lib.Predicted.TOKEN, config_lib.Predicted.ATTENTION)
-_LABELS = (config_lib.Predicted.CLASS, config_lib.Predicted.NUMBER)
-
-
-class Kind(NamedTuple):
-    """Properties of a source."""
-
-    module: str
-    predicted: tuple[config_lib.Predicted, ...]  # quantities that may be
-    suffixes: tuple[str, ...] = ("",)  # of its files in a folder; none if it reads no single files
-    generated: bool = False  # it reads no files and always has held-out examples
-
-
-_IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-_LINES = data_config.SUFFIXES["jsonl"]
-_COMPRESSED_LINES = tuple(line + end for line in _LINES for end in data_config.COMPRESSIONS)
-
-# A new source is a row here, a name in `config.data.SOURCES` and a module.
-SOURCES = {
-    "text": Kind("text", _TOKENS),
-    "tokens": Kind("tokens", _TOKENS, data_config.SUFFIXES["tokens"]),
-    "longcrawl64": Kind("zarr", _TOKENS, ()),
-    "parquet": Kind("corpus", _TOKENS, data_config.SUFFIXES["parquet"]),
-    "jsonl": Kind("corpus", _TOKENS, _LINES + _COMPRESSED_LINES),
-    "tsv": Kind("tsv", _LABELS, (".tsv",)),
-    # Formats that are not read are an error on access, instead of being left out.
-    "images": Kind("images", _LABELS[:1], _IMAGES),
-    "listops": Kind("listops", _LABELS[:1], (), generated=True),
-}
+__all__ = ["described", "find_all", "locations", "open_source"]
 
 
 def open_source(config: config_lib.DataConfig) -> Any:
     """Returns the opened source of a config."""
     # Imported on demand, because some need libraries that would delay the start of a run, or may not be installed.
-    module = importlib.import_module(f"sympow_jax.data.sources.{SOURCES[config.source].module}")
+    module = importlib.import_module(f"sympow_jax.data.sources.{config.kind.module}")
     return module.Source(config)
 
 
 def find_all(config: config_lib.DataConfig, *, heldout: bool) -> list[files.File]:
     """Returns the files that have the training or the held-out side of a source."""
-    return files.find(*files.side(config, heldout=heldout), suffix=SOURCES[config.source].suffixes)
+    return files.find(*files.side(config, heldout=heldout), suffix=config.kind.suffixes)
 
 
 def locations(setting: str, paths: Sequence[str], source: str) -> set[str]:
     """Returns the real path, or the URL, of each file that a setting names."""
-    suffixes = SOURCES[source].suffixes
+    suffixes = data_config.SOURCES[source].suffixes
     if not suffixes:
         return set(map(files.location, paths))
     if paths:

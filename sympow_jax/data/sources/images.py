@@ -151,7 +151,7 @@ class Source:
         for root in map(os.path.expanduser, paths):
             for label, name in enumerate(self._classes):
                 folder = os.path.join(root, name)
-                inside = files.below(folder, suffix=sources.SOURCES["images"].suffixes)
+                inside = files.below(folder, suffix=self._config.kind.suffixes)
                 if not inside:
                     raise ValueError(
                         f"{setting}: the class folder {folder} holds no image; add PNG or JPEG files, or remove it"

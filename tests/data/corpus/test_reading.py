@@ -17,7 +17,7 @@ pa = pytest.importorskip("pyarrow")
 fsspec = pytest.importorskip("fsspec")
 pq = pytest.importorskip("pyarrow.parquet")
 zstandard = pytest.importorskip("zstandard")
-from sympow_jax.data import files, sources  # noqa: E402
+from sympow_jax.data import files  # noqa: E402
 from sympow_jax.data.corpus import encoding, jsonl, parquet, pieces  # noqa: E402
 
 FORMATS = ("a.parquet", "a.jsonl", "a.jsonl.gz", "a.jsonl.bz2", "a.ndjson.xz", "a.json.zst")
@@ -163,7 +163,7 @@ def test_files_of_other_file_systems(tmp_path):
     memory.pipe("/corpus/a.jsonl", (tmp_path / "a.jsonl").read_bytes())
     memory.pipe("/corpus/.hidden.jsonl", b"no")
     memory.pipe("/corpus/readme.txt", b"no")
-    suffixes = sources.SOURCES["jsonl"].suffixes
+    suffixes = builders.data_config(source="jsonl", paths=("a",)).kind.suffixes
     for path in ("memory:///corpus/**/*.jsonl*", "memory://corpus"):
         found = files.find("data.paths", [path], suffix=suffixes)
         assert [file.key for file in found if "hidden" not in file.key] == ["a.jsonl", "x/b.jsonl.gz"]
