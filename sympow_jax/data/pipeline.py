@@ -5,7 +5,7 @@ import functools
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from sympow_jax.data.sources import zarr
 
 __all__ = [
     "HeldoutData",
-    "RunData",
     "compare_metadata",
     "describe",
     "open_run",
@@ -140,8 +139,9 @@ class HeldoutData:
             self.rows = opened if len(opened) else None
             return
         if len(opened.lengths):
-            stored = config.kind.stored
-            self.documents = documents.HeldoutDocuments(opened, vocab_size=vocab_size, stored=stored)
+            self.documents = documents.HeldoutDocuments(
+                opened, vocab_size=vocab_size, stored=config.kind.stored
+            )
         if rows.has_targets(opened, config):
             try:
                 self.rows = _rows(opened, config, task, vocab_size=vocab_size)
@@ -283,35 +283,24 @@ def require_outside_runs(config: config_lib.DataConfig, workdir: pathlib.Path) -
                 )
 
 
-class RunData(NamedTuple):
-    """Data of a run: its training rows, its held-out data and a description."""
-
-    rows: rows.TrainRows
-    heldout: HeldoutData
-    description: dict[str, Any]
-
-
 def open_run(
     config: config_lib.DataConfig, task: config_lib.TaskConfig | None = None, *, vocab_size: int
-) -> RunData:
-    """Returns the data of a run, whose files are found and scanned once. Raises ValueError as `train_dataset`."""
+) -> tuple[rows.TrainRows, HeldoutData, dict[str, Any]]:
+    """Returns training rows, held-out data and the description of a run, whose files are found and scanned once.
+
+    Raises:
+        ValueError: as `train_dataset`.
+    """
     source = _open_source(config, task or config_lib.TaskConfig())
-    return RunData(
-        train_dataset(config, task=task, vocab_size=vocab_size, source=source),
-        HeldoutData(config, task, vocab_size=vocab_size, source=source),
-        describe(config, source),
-    )
+    train = train_dataset(config, task=task, vocab_size=vocab_size, source=source)
+    heldout = HeldoutData(config, task, vocab_size=vocab_size, source=source)
+    return train, heldout, describe(config, source)
 
 
 def describe(config: config_lib.DataConfig, source: Any = None) -> dict[str, Any]:
     """Returns a description of the data for the record of a run: source, paths, sizes and a digest."""
-    source = source or sources.open_source(config)
-    return {
-        "source": config.source,
-        "paths": list(config.paths),
-        "heldout_paths": list(config.heldout_paths),
-        **source.describe(),
-    }
+    paths = {"paths": list(config.paths), "heldout_paths": list(config.heldout_paths)}
+    return {"source": config.source, **paths, **(source or sources.open_source(config)).describe()}
 
 
 def compare_metadata(config: config_lib.Config) -> tuple[config_lib.Config, list[str]]:
@@ -321,7 +310,7 @@ def compare_metadata(config: config_lib.Config) -> tuple[config_lib.Config, list
         The settings, with the `data.tokenizer` of the metadata if they have none, and a line for each setting that the
         metadata contradicts, naming the first such file.
     """
-    data = config.data
+    data, vocab_size = config.data, config.model.vocab_size
     found = sources.open_source(data).metadata() if data.kind.stored else {}
     if data.tokenizer is None:
         named = (metadata.get("tokenizer") for metadata in found.values())
@@ -332,7 +321,7 @@ def compare_metadata(config: config_lib.Config) -> tuple[config_lib.Config, list
         separator = zarr.DOCUMENT_START
     lines: dict[str, str] = {}
     for place, metadata in found.items():
-        size, end, vocab_size = metadata.get("vocab_size"), metadata.get("separator"), config.model.vocab_size
+        size, end = metadata.get("vocab_size"), metadata.get("separator")
         if isinstance(size, int) and size > vocab_size:
             line = f"{place} has ids below {size}, but model.vocab_size is {vocab_size}; raise it"
             lines.setdefault("size", line)

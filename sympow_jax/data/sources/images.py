@@ -6,7 +6,7 @@ import functools
 import itertools
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -26,11 +26,8 @@ _CENTER = 0.875
 _AREA, _RATIO, _CROPS = (0.08, 1.0), (3 / 4, 4 / 3), 10
 
 
-class _Image(NamedTuple):
-    """A file, whose key is class/name, and the index of its class."""
-
-    file: files.File
-    label: int
+# A file, whose key is class/name, and the index of its class.
+_Image = tuple[files.File, int]
 
 
 def _classes(config: config_lib.DataConfig) -> list[str]:
@@ -157,18 +154,18 @@ class Source:
                         f"{setting}: the class folder {folder} holds no image; add PNG or JPEG files, or remove it"
                     )
                 for location, file in files.located(inside):
-                    image = _Image(dataclasses.replace(file, key=f"{name}/{file.key}"), label)
+                    image = dataclasses.replace(file, key=f"{name}/{file.key}"), label
                     other = unique.setdefault(location, image)
-                    if other.label != label:
+                    if other[1] != label:
                         raise ValueError(
-                            f"{setting}: {other.file.path} and {file.path} are one file in two classes; remove one"
+                            f"{setting}: {other[0].path} and {file.path} are one file in two classes; remove one"
                         )
         return list(unique.values())
 
     def _chosen(self, *, heldout: bool) -> list[_Image]:
         """Returns the training or the held-out images."""
         images = self._find(*files.side(self._config, heldout=heldout))
-        keys = [image.file.key for image in images]
+        keys = [file.key for file, _ in images]
         chosen = files.on_side(self._config, keys, np.zeros(1, np.int64), heldout=heldout)
         return list(itertools.compress(images, chosen))
 
@@ -185,12 +182,12 @@ class Source:
         if config.image_tokens:
             if vocab_size < 256:
                 raise ValueError(f"model.vocab_size is {vocab_size}, but pixels have 256 ids; raise it")
-            for image in images:
-                with _opened(image.file.path) as opened:
+            for file, _ in images:
+                with _opened(file.path) as opened:
                     size = opened.size
                 if size != (side, side):
                     raise ValueError(
-                        f"{image.file.path} is {size[0]} x {size[1]}, but data.image_size is {side}; for "
+                        f"{file.path} is {size[0]} x {size[1]}, but data.image_size is {side}; for "
                         f"data.image_tokens, all images must be squares of that size"
                     )
         return Images(images, config, vary=not heldout and not config.image_tokens)
@@ -198,7 +195,7 @@ class Source:
     def describe(self) -> dict[str, Any]:
         """Returns counts, bytes, and a SHA-256 as `digest_of` says; reading all contents would delay the start."""
         sides = [self._chosen(heldout=side) for side in (False, True)]
-        matches = [image.file for side in sides for image in side]
+        matches = [file for side in sides for file, _ in side]
         return {"classes": len(self._classes)} | sources.described(
             matches,
             *map(len, sides),
