@@ -1,6 +1,7 @@
 """Labeled texts in tab-separated columns, one example per line, without quoting or escapes (GLUE's layout)."""
 
 import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -14,31 +15,16 @@ from sympow_jax.data import tokenizer as tokenizer_lib
 __all__ = ["Source", "TsvExamples"]
 
 
-class _File(NamedTuple):
-    """Lines of a file without its header, and the indices of their columns."""
+class _Example(NamedTuple):
+    """The texts and the label of a line, and where it is, for errors."""
 
-    file: files.File
-    lines: list[bytes]
-    first_line: int  # number of the first example, counted from 1
-    texts: list[int]
-    label: int
-    width: int  # number of columns
-
-    def name(self, line: int) -> str:
-        return f"{self.file.path} (line {self.first_line + line})"
-
-    def read(self, line: int) -> tuple[list[bytes], bytes]:
-        """Returns the texts and the label of a line."""
-        cells = self.lines[line].removesuffix(b"\r").split(b"\t")
-        if len(cells) != self.width:
-            raise ValueError(
-                f"{self.name(line)} has another number of columns, {len(cells)}, than the first line, {self.width}; "
-                f"columns are divided by single tabs and texts hold neither tabs nor line breaks; correct the line"
-            )
-        return [cells[column] for column in self.texts], cells[self.label]
+    texts: list[bytes]
+    label: bytes
+    name: str
 
 
-def _open(file: files.File, config: config_lib.DataConfig) -> _File:
+def _read(file: files.File, config: config_lib.DataConfig) -> list[_Example]:
+    """Returns the examples of a file, in order."""
     content = files.read(file.path).removeprefix(b"\xef\xbb\xbf")  # a byte order mark
     if not content:
         raise ValueError(f"{file.path} is empty; it must hold lines of columns divided by tabs")
@@ -59,7 +45,16 @@ def _open(file: files.File, config: config_lib.DataConfig) -> _File:
     if len(lines) == header:
         raise ValueError(f"{file.path} has no examples, only a header; name a file that has some")
     *texts, label = map(names.index, columns)
-    return _File(file, lines[header:], 1 + header, texts, label, len(names))
+    examples = []
+    for number, line in enumerate(lines[header:], 1 + header):
+        cells, name = line.removesuffix(b"\r").split(b"\t"), f"{file.path} (line {number})"
+        if len(cells) != len(names):
+            raise ValueError(
+                f"{name} has another number of columns, {len(cells)}, than the first line, {len(names)}; columns are "
+                f"divided by single tabs and texts hold neither tabs nor line breaks; correct the line"
+            )
+        examples.append(_Example([cells[column] for column in texts], cells[label], name))
+    return examples
 
 
 class TsvExamples:
@@ -67,13 +62,13 @@ class TsvExamples:
 
     def __init__(
         self,
-        lines: list[tuple[_File, int]],
+        examples: list[_Example],
         config: config_lib.DataConfig,
         task: config_lib.TaskConfig,
         *,
         vocab_size: int,
     ):
-        self._lines, self._length, self._vocab_size = lines, config.context_length, vocab_size
+        self._examples, self._length, self._vocab_size = examples, config.context_length, vocab_size
         self._dual, self._separator = task.dual_encoder, -1
         self._tokenizer = tokenizer_lib.load(config.text_tokenizer, setting="data.tokenizer")
         if len(config.text_columns) == 2 and not task.dual_encoder:
@@ -96,32 +91,29 @@ class TsvExamples:
         known = f"a finite number, as task {task.name!r} predicts"
         if not numbers:
             known = f"one of {spelling.listed(map(repr, names))}; correct it, or data.labels and task.classes"
-        self._labels = np.empty(len(lines), np.float32 if numbers else np.int32)
-        for index, (file, line) in enumerate(lines):
-            texts, label = file.read(line)
+        self._labels = np.empty(len(examples), np.float32 if numbers else np.int32)
+        for index, (texts, label, name) in enumerate(examples):
             try:
                 value = float(label) if numbers else named[label]
             except (ValueError, KeyError):
                 value = math.nan
             if not math.isfinite(value):
                 shown = spelling.shown(label.decode("utf-8", "replace"))
-                raise ValueError(f"{file.name(line)}: label {shown} is not {known}")
+                raise ValueError(f"{name}: label {shown} is not {known}")
             if not any(texts):
-                raise ValueError(f"{file.name(line)} has no text; leave the line out")
+                raise ValueError(f"{name} has no text; leave the line out")
             self._labels[index] = value
 
     def __len__(self) -> int:
-        return len(self._lines)
+        return len(self._examples)
 
     together = property(__len__)  # any order of reading costs the same
 
     def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
         """Returns the tokens and the label of example `index`; `key` is unused."""
-        file, line = self._lines[index]
-        name = file.name(line)
+        written, _, name = self._examples[index]
         texts = [
-            self._tokenizer.encode_document(text, name=f"a text of {name}", begin=False)
-            for text in file.read(line)[0]
+            self._tokenizer.encode_document(text, name=f"a text of {name}", begin=False) for text in written
         ]
         # Before they are joined, because two joined texts have the separator even if both are empty.
         if not any(map(len, texts)):
@@ -146,28 +138,27 @@ class Source:
 
     def __init__(self, config: config_lib.DataConfig):
         self._config = config
-        self._open = functools.cache(
-            lambda heldout: [_open(file, config) for file in sources.find_all(config, heldout=heldout)]
-        )
+        self._find = functools.cache(lambda heldout: sources.find_all(config, heldout=heldout))
+        self._read = functools.cache(lambda file: _read(file, config))
 
-    def _lines(self, *, heldout: bool) -> list[tuple[_File, int]]:
-        """Returns the files and indices of the training or the held-out lines, in order."""
-        config, lines = self._config, []
-        for file in self._open(heldout and bool(config.heldout_paths)):
-            chosen = files.on_side(config, [file.file.key], np.arange(len(file.lines)), heldout=heldout)
-            lines += [(file, line) for line in np.flatnonzero(chosen).tolist()]
-        return lines
+    def _examples(self, *, heldout: bool) -> list[_Example]:
+        config, examples = self._config, []
+        for file in self._find(heldout and bool(config.heldout_paths)):
+            found = self._read(file)
+            chosen = files.on_side(config, [file.key], np.arange(len(found)), heldout=heldout)
+            examples += itertools.compress(found, chosen)
+        return examples
 
     def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> TsvExamples:
         """Returns the training or the held-out lines."""
-        return TsvExamples(self._lines(heldout=heldout), self._config, task, vocab_size=vocab_size)
+        return TsvExamples(self._examples(heldout=heldout), self._config, task, vocab_size=vocab_size)
 
     def describe(self) -> dict[str, Any]:
         """Returns counts, the tokenizer, and the SHA-256 of every file's key, size and bytes."""
-        matches = [file.file for side in files.sides(self._config) for file in self._open(side)]
+        matches = [file for side in files.sides(self._config) for file in self._find(side)]
         return sources.described(
             matches,
-            *(len(self._lines(heldout=side)) for side in (False, True)),
+            *(len(self._examples(heldout=side)) for side in (False, True)),
             tokenizer=tokenizer_lib.load(self._config.text_tokenizer, setting="data.tokenizer").identity,
             digest=files.digest(matches, lambda file: [files.read(file.path)]),
             digest_of="names, sizes and contents",
