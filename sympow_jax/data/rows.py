@@ -4,7 +4,7 @@ Rows have a fixed length. Documents of any length become rows by index arithmeti
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ __all__ = [
     "TRAINING",
     "Batches",
     "Examples",
+    "Labeled",
     "Row",
     "Rows",
     "TrainRows",
@@ -54,6 +55,16 @@ class Examples(Protocol):
 
     def row(self, index: int, key: tuple[int, ...]) -> Row:
         """Returns row `index`, whose random choices are a function of `key` only."""
+
+
+class Labeled:
+    """Labeled rows, any order of which costs the same to read; `row` is as in `Examples`."""
+
+    def __init__(self, count: int, row: Callable[[int, tuple[int, ...]], Row]):
+        self.together, self.row = count, row
+
+    def __len__(self) -> int:
+        return self.together
 
 
 class Batches(Protocol):

@@ -15,7 +15,7 @@ from sympow_jax import config as config_lib
 from sympow_jax import spelling
 from sympow_jax.data import files, rows, sources
 
-__all__ = ["Images", "Source"]
+__all__ = ["Source"]
 
 # Mean and standard deviation of each channel of ImageNet.
 _STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -94,34 +94,6 @@ def _crop(image: PIL.Image.Image, side: int, rng: np.random.Generator | None) ->
     return image
 
 
-class Images:
-    """The training or the held-out images, decoded on access."""
-
-    def __init__(self, images: list[_Image], config: config_lib.DataConfig, *, vary: bool):
-        self._images, self._config, self._vary = images, config, vary
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    together = property(__len__)  # any order of reading costs the same
-
-    def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
-        """Returns image `index`; in training, `key` determines the crop and the mirroring."""
-        (file, label), config = self._images[index], self._config
-        with _opened(file.path) as opened:
-            if opened.mode.startswith(("I", "F")):
-                raise ValueError("it has more than 8 bits a channel")
-            image = opened.convert("L" if config.image_tokens else "RGB")
-        inputs: np.ndarray
-        if config.image_tokens:
-            inputs = np.asarray(image, np.int32).reshape(-1)
-        else:
-            crop = _crop(image, config.image_size, np.random.default_rng(key) if self._vary else None)
-            mean, deviation = (255 * np.array(s, np.float32) for s in _STATISTICS)
-            inputs = (np.asarray(crop) - mean) / deviation
-        return {"inputs": inputs, "labels": np.array(label, np.int32)}
-
-
 class Source:
     """Images, labeled by the rank of their folder's name.
 
@@ -169,7 +141,7 @@ class Source:
         chosen = files.on_side(self._config, keys, np.zeros(1, np.int64), heldout=heldout)
         return list(itertools.compress(images, chosen))
 
-    def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> Images:
+    def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> rows.Labeled:
         """Returns the training or the held-out images."""
         config, classes, side = self._config, len(self._classes), self._config.image_size
         # Before the classes are counted, because a superfluous folder is most often an empty one.
@@ -190,7 +162,23 @@ class Source:
                         f"{file.path} is {size[0]} x {size[1]}, but data.image_size is {side}; for "
                         f"data.image_tokens, all images must be squares of that size"
                     )
-        return Images(images, config, vary=not heldout and not config.image_tokens)
+
+        def row(index: int, key: tuple[int, ...]) -> rows.Row:
+            file, label = images[index]
+            with _opened(file.path) as opened:
+                if opened.mode.startswith(("I", "F")):
+                    raise ValueError("it has more than 8 bits a channel")
+                image = opened.convert("L" if config.image_tokens else "RGB")
+            if config.image_tokens:
+                inputs = np.asarray(image, np.int32).reshape(-1)
+            else:
+                # In training, the key determines the crop and the mirroring.
+                crop = _crop(image, side, None if heldout else np.random.default_rng(key))
+                mean, deviation = (255 * np.array(s, np.float32) for s in _STATISTICS)
+                inputs = (np.asarray(crop) - mean) / deviation
+            return {"inputs": inputs, "labels": np.array(label, np.int32)}
+
+        return rows.Labeled(len(images), row)
 
     def describe(self) -> dict[str, Any]:
         """Returns counts, bytes, and a SHA-256 as `digest_of` says; reading all contents would delay the start."""

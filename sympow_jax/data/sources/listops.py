@@ -20,7 +20,7 @@ from jaxtyping import Int64
 from sympow_jax import config as config_lib
 from sympow_jax.data import rows
 
-__all__ = ["CLASSES", "SYMBOLS", "ListOps", "Source", "generate"]
+__all__ = ["CLASSES", "SYMBOLS", "Source", "generate"]
 
 CLASSES = 10
 SYMBOLS = ("", *"0123456789", "[MAX", "[MIN", "[MED", "[SM", "]")  # symbols by id
@@ -93,57 +93,44 @@ def generate(key: tuple[int, ...], shortest: int, longest: int) -> tuple[Int64[n
     return np.array(tokens), value
 
 
-class ListOps:
-    """The training or the held-out examples, generated on access; each is a function of its index and the seed."""
-
-    def __init__(self, config: config_lib.DataConfig, *, heldout: bool):
-        self._config, self._heldout = config, heldout
-
-    def __len__(self) -> int:
-        return EXAMPLES[self._heldout]
-
-    together = property(__len__)
-
-    def example(self, index: int) -> tuple[Int64[np.ndarray, " tokens"], int]:
-        """Returns the ids and the value of an example."""
-        # The last number is never 0, because in SeedSequence a key that ends in 0 equals the shorter key.
-        key = (self._config.seed, index, 1 + self._heldout)
-        return generate(key, *LENGTHS)
-
-    def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
-        """Returns example `index`; `key` is unused."""
-        tokens, value = self.example(index)
-        return {**rows.padded([tokens], self._config.context_length), "labels": np.array(value, np.int32)}
-
-
 class Source:
-    """The generated examples."""
+    """The generated examples, each a function of its side, its index and the seed."""
 
     def __init__(self, config: config_lib.DataConfig):
-        self._length = config.context_length
-        self._sides = [ListOps(config, heldout=heldout) for heldout in (False, True)]
+        self._config = config
 
-    def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> ListOps:
+    def example(self, index: int, *, heldout: bool) -> tuple[Int64[np.ndarray, " tokens"], int]:
+        """Returns the ids and the value of an example."""
+        # The last number is never 0, because in SeedSequence a key that ends in 0 equals the shorter key.
+        return generate((self._config.seed, index, 1 + heldout), *LENGTHS)
+
+    def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> rows.Labeled:
         """Returns the training or the held-out examples; raises ValueError if they do not fit the settings."""
+        length = self._config.context_length
         for name, value, needed, fits in (
             ("task.classes", task.outputs, CLASSES, task.outputs == CLASSES),
             ("model.vocab_size", vocab_size, f"{len(SYMBOLS)} or more", vocab_size >= len(SYMBOLS)),
-            ("data.context_length", self._length, f"{LENGTHS[1]} or more", self._length >= LENGTHS[1]),
+            ("data.context_length", length, f"{LENGTHS[1]} or more", length >= LENGTHS[1]),
         ):
             if not fits:
                 raise ValueError(f"{name} is {value}, but data.source 'listops' needs {needed}; change it")
-        return self._sides[heldout]
+
+        def row(index: int, key: tuple[int, ...]) -> rows.Row:
+            tokens, value = self.example(index, heldout=heldout)
+            return {**rows.padded([tokens], length), "labels": np.array(value, np.int32)}
+
+        return rows.Labeled(EXAMPLES[heldout], row)
 
     def describe(self) -> dict[str, Any]:
         """Returns the numbers of training and held-out examples, and the SHA-256 of the first of each."""
         digest = hashlib.sha256()
-        for side in self._sides:
-            for index in range(min(_DESCRIBED, len(side))):
-                tokens, value = side.example(index)
+        for heldout in (False, True):
+            for index in range(min(_DESCRIBED, EXAMPLES[heldout])):
+                tokens, value = self.example(index, heldout=heldout)
                 digest.update(bytes([*tokens, value]))
         return {
-            "examples": len(self._sides[0]),
-            "heldout_examples": len(self._sides[1]),
+            "examples": EXAMPLES[0],
+            "heldout_examples": EXAMPLES[1],
             "digest": digest.hexdigest(),
             "digest_of": f"the first {_DESCRIBED} examples of each side",
         }

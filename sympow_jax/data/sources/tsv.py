@@ -12,7 +12,7 @@ from sympow_jax import spelling
 from sympow_jax.data import documents, files, rows, sources
 from sympow_jax.data import tokenizer as tokenizer_lib
 
-__all__ = ["Source", "TsvExamples"]
+__all__ = ["Source"]
 
 
 class _Example(NamedTuple):
@@ -57,82 +57,6 @@ def _read(file: files.File, config: config_lib.DataConfig) -> list[_Example]:
     return examples
 
 
-class TsvExamples:
-    """The training or the held-out lines, which are checked at once and tokenized on access."""
-
-    def __init__(
-        self,
-        examples: list[_Example],
-        config: config_lib.DataConfig,
-        task: config_lib.TaskConfig,
-        *,
-        vocab_size: int,
-    ):
-        self._examples, self._length, self._vocab_size = examples, config.context_length, vocab_size
-        self._dual, self._separator = task.dual_encoder, -1
-        self._tokenizer = tokenizer_lib.load(config.text_tokenizer, setting="data.tokenizer")
-        if len(config.text_columns) == 2 and not task.dual_encoder:
-            setting = "data.document_separator"
-            self._separator = self._tokenizer.end_of_text(config.document_separator, setting=setting)
-            if self._separator >= vocab_size:
-                raise ValueError(
-                    f"the id between two texts is {self._separator}, but model.vocab_size is {vocab_size}; raise it, "
-                    f"or set {setting}"
-                )
-            if self._length < 3:
-                raise ValueError(f"data.context_length is {self._length}; two texts and a separator need 3")
-        numbers, classes = task.predicted is config_lib.Predicted.NUMBER, task.classes or 0
-        names = config.labels or [*map(str, range(classes))]
-        if not numbers and len(names) != classes:
-            raise ValueError(
-                f"data.labels names {len(names)} classes, but task.classes is {classes}; make them agree"
-            )
-        named = {name.encode(): i for i, name in enumerate(names)}
-        known = f"a finite number, as task {task.name!r} predicts"
-        if not numbers:
-            known = f"one of {spelling.listed(map(repr, names))}; correct it, or data.labels and task.classes"
-        self._labels = np.empty(len(examples), np.float32 if numbers else np.int32)
-        for index, (texts, label, name) in enumerate(examples):
-            try:
-                value = float(label) if numbers else named[label]
-            except (ValueError, KeyError):
-                value = math.nan
-            if not math.isfinite(value):
-                shown = spelling.shown(label.decode("utf-8", "replace"))
-                raise ValueError(f"{name}: label {shown} is not {known}")
-            if not any(texts):
-                raise ValueError(f"{name} has no text; leave the line out")
-            self._labels[index] = value
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    together = property(__len__)  # any order of reading costs the same
-
-    def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
-        """Returns the tokens and the label of example `index`; `key` is unused."""
-        written, _, name = self._examples[index]
-        texts = [
-            self._tokenizer.encode_document(text, name=f"a text of {name}", begin=False) for text in written
-        ]
-        # Before they are joined, because two joined texts have the separator even if both are empty.
-        if not any(map(len, texts)):
-            raise ValueError(f"{name}: the tokenizer finds no token in the text; leave the line out")
-        if self._dual:
-            texts = [text[: self._length // 2] for text in texts]
-        elif len(texts) == 2:
-            # The longer text is truncated first.
-            one, two = texts
-            room = self._length - 1
-            first = min(len(one), max(room - len(two), room - room // 2))
-            texts = [np.concatenate([one[:first], [self._separator], two[: room - first]])]
-        else:
-            texts = [texts[0][: self._length]]
-        for tokens in texts:
-            documents.check_vocabulary(tokens, vocab_size=self._vocab_size, name=lambda: name)
-        return {**rows.padded(texts, self._length), "labels": np.array(self._labels[index])}
-
-
 class Source:
     """Labeled lines; a folder stands for its `.tsv` files."""
 
@@ -149,9 +73,65 @@ class Source:
             examples += itertools.compress(found, chosen)
         return examples
 
-    def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> TsvExamples:
-        """Returns the training or the held-out lines."""
-        return TsvExamples(self._examples(heldout=heldout), self._config, task, vocab_size=vocab_size)
+    def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> rows.Labeled:
+        """Returns the training or the held-out lines, which are checked at once and tokenized on access."""
+        config, length, examples = self._config, self._config.context_length, self._examples(heldout=heldout)
+        tokenizer, separator = tokenizer_lib.load(config.text_tokenizer, setting="data.tokenizer"), -1
+        if len(config.text_columns) == 2 and not task.dual_encoder:
+            setting = "data.document_separator"
+            separator = tokenizer.end_of_text(config.document_separator, setting=setting)
+            if separator >= vocab_size:
+                raise ValueError(
+                    f"the id between two texts is {separator}, but model.vocab_size is {vocab_size}; raise it, or set "
+                    f"{setting}"
+                )
+            if length < 3:
+                raise ValueError(f"data.context_length is {length}; two texts and a separator need 3")
+        numbers, classes = task.predicted is config_lib.Predicted.NUMBER, task.classes or 0
+        names = config.labels or [*map(str, range(classes))]
+        if not numbers and len(names) != classes:
+            raise ValueError(
+                f"data.labels names {len(names)} classes, but task.classes is {classes}; make them agree"
+            )
+        named = {name.encode(): i for i, name in enumerate(names)}
+        known = f"a finite number, as task {task.name!r} predicts"
+        if not numbers:
+            known = f"one of {spelling.listed(map(repr, names))}; correct it, or data.labels and task.classes"
+        labels = np.empty(len(examples), np.float32 if numbers else np.int32)
+        for index, (texts, label, name) in enumerate(examples):
+            try:
+                value = float(label) if numbers else named[label]
+            except (ValueError, KeyError):
+                value = math.nan
+            if not math.isfinite(value):
+                shown = spelling.shown(label.decode("utf-8", "replace"))
+                raise ValueError(f"{name}: label {shown} is not {known}")
+            if not any(texts):
+                raise ValueError(f"{name} has no text; leave the line out")
+            labels[index] = value
+
+        def row(index: int, key: tuple[int, ...]) -> rows.Row:
+            written, _, name = examples[index]
+            texts = [
+                tokenizer.encode_document(text, name=f"a text of {name}", begin=False) for text in written
+            ]
+            # Before they are joined, because two joined texts have the separator even if both are empty.
+            if not any(map(len, texts)):
+                raise ValueError(f"{name}: the tokenizer finds no token in the text; leave the line out")
+            if task.dual_encoder:
+                texts = [text[: length // 2] for text in texts]
+            elif len(texts) == 2:
+                # The longer text is truncated first.
+                one, two = texts
+                first = min(len(one), max(length - 1 - len(two), length // 2))
+                texts = [np.concatenate([one[:first], [separator], two[: length - 1 - first]])]
+            else:
+                texts = [texts[0][:length]]
+            for tokens in texts:
+                documents.check_vocabulary(tokens, vocab_size=vocab_size, name=lambda: name)
+            return {**rows.padded(texts, length), "labels": np.array(labels[index])}
+
+        return rows.Labeled(len(examples), row)
 
     def describe(self) -> dict[str, Any]:
         """Returns counts, the tokenizer, and the SHA-256 of every file's key, size and bytes."""
