@@ -3,7 +3,7 @@
 import copy
 import operator
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 from jaxtyping import Int32, Int64, Integer, Shaped
@@ -25,7 +25,6 @@ _NEVER_REPEATED = 64
 MAX_DOCUMENTS = 1 << 28
 
 
-@runtime_checkable
 class Documents(Protocol):
     """The training or the held-out documents of a source.
 

@@ -52,14 +52,14 @@ def _open_source(config: config_lib.DataConfig, task: config_lib.TaskConfig) -> 
 
 
 def _rows(
-    opened: documents.Documents | rows.Examples,
+    opened: documents.Documents | rows.Labeled,
     config: config_lib.DataConfig,
     task: config_lib.TaskConfig,
     *,
     vocab_size: int,
 ) -> rows.Examples:
     """Returns the rows of a task: those cut from documents, or labeled examples as they are."""
-    if not isinstance(opened, documents.Documents):
+    if isinstance(opened, rows.Labeled):
         return opened
     if task.masks_tokens:
         return masking.MaskedRows(opened, config, task, vocab_size=vocab_size)
@@ -102,7 +102,7 @@ def train_dataset(
     if config.kind.corpus:
         return source.rows(pack, vocab_size=vocab_size)
     opened = source.side(task, vocab_size=vocab_size, heldout=False)
-    count = len(opened.lengths) if isinstance(opened, documents.Documents) else len(opened)
+    count = len(opened if isinstance(opened, rows.Labeled) else opened.lengths)
     if not count and config.heldout_fraction and not config.heldout_paths:
         raise ValueError(
             f"nothing is left to train on: data.heldout_fraction {config.heldout_fraction} holds out all that "
@@ -135,7 +135,7 @@ class HeldoutData:
         if not _may_hold_out(config):
             return
         opened = (source or _open_source(config, task)).side(task, vocab_size=vocab_size, heldout=True)
-        if not isinstance(opened, documents.Documents):
+        if isinstance(opened, rows.Labeled):
             self.rows = opened if len(opened) else None
             return
         if len(opened.lengths):

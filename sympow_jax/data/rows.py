@@ -44,21 +44,11 @@ TRAINING, HELD_OUT, GROUP_ORDER, ROW_ORDER = 1, 2, 3, 4
 Row = dict[str, Any]  # arrays by name
 
 
-class Examples(Protocol):
-    """The training or the held-out rows of a source."""
-
-    @property
-    def together(self) -> int:
-        """Number of consecutive rows that storage groups; all, if any order of reading costs the same."""
-
-    def __len__(self) -> int: ...
-
-    def row(self, index: int, key: tuple[int, ...]) -> Row:
-        """Returns row `index`, whose random choices are a function of `key` only."""
-
-
 class Labeled:
-    """Labeled rows, any order of which costs the same to read; `row` is as in `Examples`."""
+    """The labeled training or held-out rows of a source, any order of which costs the same to read.
+
+    `row` returns a row by its index; its random choices are a function of a key only.
+    """
 
     def __init__(self, count: int, row: Callable[[int, tuple[int, ...]], Row]):
         self.together, self.row = count, row
@@ -240,3 +230,7 @@ class Rows:
                 part=f"the {self._length} tokens of row {row}, which begins at its token {begin}",
             )
         return tokens, np.repeat(np.arange(first, last), counts)
+
+
+Examples = Rows | Labeled
+"""The training or the held-out rows of a task, of which storage groups `together` consecutive ones."""

@@ -109,7 +109,6 @@ def test_whole_rows_are_the_first_ones():
         packed = rows.Rows(source, builders.data_config(packing=packing), vocab_size=256)
         assert packed.whole == whole
         assert all((packed.row(i)["targets"][:-1] != -1).all() for i in range(whole))
-    assert isinstance(source, documents.Documents)
 
 
 def test_rows_that_storage_groups():

@@ -1,7 +1,7 @@
 """Sources of data, one module each.
 
 A module has a class `Source`, whose objects open the data of a config. It has `describe() -> dict` and
-`side(task, *, vocab_size, heldout)`, which returns `documents.Documents` or `rows.Examples`, rows that are labeled.
+`side(task, *, vocab_size, heldout)`, which returns `documents.Documents` or `rows.Labeled`.
 A source that is read in order only has `rows(pack, *, vocab_size) -> rows.TrainRows` too.
 """
 

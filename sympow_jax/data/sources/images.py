@@ -26,10 +26,6 @@ _CENTER = 0.875
 _AREA, _RATIO, _CROPS = (0.08, 1.0), (3 / 4, 4 / 3), 10
 
 
-# A file, whose key is class/name, and the index of its class.
-_Image = tuple[files.File, int]
-
-
 def _classes(config: config_lib.DataConfig) -> list[str]:
     """Returns the names of the class folders, which must be the same in every path."""
     expected: list[str] = []
@@ -54,6 +50,10 @@ def _classes(config: config_lib.DataConfig) -> list[str]:
                     f"{setting}: class {other[0]!r} is in {has} but not in {lacks}; classes must agree"
                 )
     return expected
+
+
+def _class_of(file: files.File) -> str:
+    return file.key.partition("/")[0]
 
 
 @contextlib.contextmanager
@@ -114,11 +114,11 @@ class Source:
         self._config, self._classes = config, _classes(config)
         self._find = functools.cache(self._find_paths)
 
-    def _find_paths(self, setting: str, paths: tuple[str, ...]) -> list[_Image]:
-        """Returns the images in the class folders of all paths, each once, whatever links lead to it."""
-        unique: dict[str, _Image] = {}
+    def _find_paths(self, setting: str, paths: tuple[str, ...]) -> list[files.File]:
+        """Returns the images of all paths, with keys class/name, each once, whatever links lead to it."""
+        unique: dict[str, files.File] = {}
         for root in map(os.path.expanduser, paths):
-            for label, name in enumerate(self._classes):
+            for name in self._classes:
                 folder = os.path.join(root, name)
                 inside = files.below(folder, suffix=self._config.kind.suffixes)
                 if not inside:
@@ -126,18 +126,18 @@ class Source:
                         f"{setting}: the class folder {folder} holds no image; add PNG or JPEG files, or remove it"
                     )
                 for location, file in files.located(inside):
-                    image = dataclasses.replace(file, key=f"{name}/{file.key}"), label
+                    image = dataclasses.replace(file, key=f"{name}/{file.key}")
                     other = unique.setdefault(location, image)
-                    if other[1] != label:
+                    if _class_of(other) != name:
                         raise ValueError(
-                            f"{setting}: {other[0].path} and {file.path} are one file in two classes; remove one"
+                            f"{setting}: {other.path} and {file.path} are one file in two classes; remove one"
                         )
         return list(unique.values())
 
-    def _chosen(self, *, heldout: bool) -> list[_Image]:
+    def _chosen(self, *, heldout: bool) -> list[files.File]:
         """Returns the training or the held-out images."""
         images = self._find(*files.side(self._config, heldout=heldout))
-        keys = [file.key for file, _ in images]
+        keys = [file.key for file in images]
         chosen = files.on_side(self._config, keys, np.zeros(1, np.int64), heldout=heldout)
         return list(itertools.compress(images, chosen))
 
@@ -154,7 +154,7 @@ class Source:
         if config.image_tokens:
             if vocab_size < 256:
                 raise ValueError(f"model.vocab_size is {vocab_size}, but pixels have 256 ids; raise it")
-            for file, _ in images:
+            for file in images:
                 with _opened(file.path) as opened:
                     size = opened.size
                 if size != (side, side):
@@ -164,11 +164,12 @@ class Source:
                     )
 
         def row(index: int, key: tuple[int, ...]) -> rows.Row:
-            file, label = images[index]
+            file = images[index]
             with _opened(file.path) as opened:
                 if opened.mode.startswith(("I", "F")):
                     raise ValueError("it has more than 8 bits a channel")
                 image = opened.convert("L" if config.image_tokens else "RGB")
+            inputs: np.ndarray
             if config.image_tokens:
                 inputs = np.asarray(image, np.int32).reshape(-1)
             else:
@@ -176,14 +177,15 @@ class Source:
                 crop = _crop(image, side, None if heldout else np.random.default_rng(key))
                 mean, deviation = (255 * np.array(s, np.float32) for s in _STATISTICS)
                 inputs = (np.asarray(crop) - mean) / deviation
-            return {"inputs": inputs, "labels": np.array(label, np.int32)}
+            return {"inputs": inputs, "labels": np.array(labels[_class_of(file)], np.int32)}
 
+        labels = {name: label for label, name in enumerate(self._classes)}
         return rows.Labeled(len(images), row)
 
     def describe(self) -> dict[str, Any]:
         """Returns counts, bytes, and a SHA-256 as `digest_of` says; reading all contents would delay the start."""
         sides = [self._chosen(heldout=side) for side in (False, True)]
-        matches = [file for side in sides for file, _ in side]
+        matches = [*sides[0], *sides[1]]
         return {"classes": len(self._classes)} | sources.described(
             matches,
             *map(len, sides),

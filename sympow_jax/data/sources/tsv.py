@@ -66,7 +66,8 @@ class Source:
         self._read = functools.cache(lambda file: _read(file, config))
 
     def _examples(self, *, heldout: bool) -> list[_Example]:
-        config, examples = self._config, []
+        config = self._config
+        examples: list[_Example] = []
         for file in self._find(heldout and bool(config.heldout_paths)):
             found = self._read(file)
             chosen = files.on_side(config, [file.key], np.arange(len(found)), heldout=heldout)

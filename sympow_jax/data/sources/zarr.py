@@ -171,8 +171,9 @@ class Source:
     def describe(self) -> dict[str, Any]:
         """Returns sizes of the arrays, and a SHA-256 as `digest_of` says; reading terabytes would delay the start."""
         arrays = [self._open(*files.side(self._config, heldout=x)) for x in files.sides(self._config)]
-        digest = hashlib.sha256()
+        digest, size = hashlib.sha256(), 0
         for array in arrays:
+            size += math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
             store = array.kvstore
             assert store is not None  # of the driver `zarr`
             stored = array.spec().to_json()["metadata"]
@@ -182,13 +183,10 @@ class Source:
             indices = np.stack(np.unravel_index(np.unique(places), shape), -1).tolist()
             keys = [stored.get("dimension_separator", ".").join(map(str, index)) for index in indices]
             # Of gzip, these are a checksum and the size of the content.
-            ends = [store.read(key, byte_range=slice(-_SAMPLE_BYTES, None)) for key in keys]
-            for end in ends:
+            for end in [store.read(key, byte_range=slice(-_SAMPLE_BYTES, None)) for key in keys]:
                 with contextlib.suppress(ValueError):  # a chunk of fewer bytes
                     digest.update(end.result().value)
-        lengths = (self.side(heldout=side).lengths for side in (False, True))
-        size = sum(int(np.prod(array.shape)) * array.dtype.numpy_dtype.itemsize for array in arrays)
-        return sources.described((), *lengths) | {
+        return sources.described((), *(self.side(heldout=side).lengths for side in (False, True))) | {
             "files": len(arrays),
             "bytes": size,
             "digest": digest.hexdigest(),
