@@ -12,7 +12,6 @@ import numpy as np
 from sympow_jax import config as config_lib
 from sympow_jax import spelling
 from sympow_jax.config import loading
-from sympow_jax.config import task as task_config
 from sympow_jax.data import documents, files, masking, rows, shuffle, sources, tokenizer
 from sympow_jax.data.sources import zarr
 
@@ -38,17 +37,6 @@ _RUN_FILES = (
     "checkpoints/1/commit_success.txt",
     "checkpoints/1/params/manifest.ocdbt",
 )
-
-
-def _open_source(config: config_lib.DataConfig, task: config_lib.TaskConfig) -> Any:
-    """Returns the opened source, after checking that it fits the task."""
-    fitting = config.kind.predicted
-    if task.predicted not in fitting:
-        names = " and ".join(name for name, kind in task_config.TASKS.items() if kind.predicted in fitting)
-        raise ValueError(
-            f"task.name is {task.name!r}, but data.source {config.source!r} is for {names}; change one of them"
-        )
-    return sources.open_source(config)
 
 
 def _rows(
@@ -97,11 +85,11 @@ def train_dataset(
             row, an id is outside the vocabulary, a Zarr chunk is missing or a file is not an image.
     """
     task = task or config_lib.TaskConfig()
-    source = source or _open_source(config, task)
+    source = source or sources.open_source(config, task, vocab_size=vocab_size)
     pack = functools.partial(_rows, config=config, task=task, vocab_size=vocab_size)
     if config.kind.corpus:
-        return source.rows(pack, vocab_size=vocab_size)
-    opened = source.side(task, vocab_size=vocab_size, heldout=False)
+        return source.rows(pack)
+    opened = source.side(heldout=False)
     count = len(opened if isinstance(opened, rows.Labeled) else opened.lengths)
     if not count and config.heldout_fraction and not config.heldout_paths:
         raise ValueError(
@@ -134,7 +122,8 @@ class HeldoutData:
         self._task = task = task or config_lib.TaskConfig()
         if not _may_hold_out(config):
             return
-        opened = (source or _open_source(config, task)).side(task, vocab_size=vocab_size, heldout=True)
+        source = source or sources.open_source(config, task, vocab_size=vocab_size)
+        opened = source.side(heldout=True)
         if isinstance(opened, rows.Labeled):
             self.rows = opened if len(opened) else None
             return
@@ -291,7 +280,7 @@ def open_run(
     Raises:
         ValueError: as `train_dataset`.
     """
-    source = _open_source(config, task or config_lib.TaskConfig())
+    source = sources.open_source(config, task or config_lib.TaskConfig(), vocab_size=vocab_size)
     train = train_dataset(config, task=task, vocab_size=vocab_size, source=source)
     heldout = HeldoutData(config, task, vocab_size=vocab_size, source=source)
     return train, heldout, describe(config, source)

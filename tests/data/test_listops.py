@@ -8,6 +8,7 @@ import pytest
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
+from sympow_jax.data import sources
 from sympow_jax.data.sources import listops
 from tests.data import builders
 
@@ -123,7 +124,8 @@ def test_rows():
 def test_examples_are_a_function_of_the_index_and_the_seed():
     for i in range(10):
         one, again, other = (
-            listops.Source(settings(seed=seed)).example(i, heldout=False)[0].tolist() for seed in (0, 0, 1)
+            sources.open_source(settings(seed=seed)).example(i, heldout=False)[0].tolist()
+            for seed in (0, 0, 1)
         )
         assert one == again != other
     description = data.describe(settings())

@@ -8,8 +8,7 @@ import pytest
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
-from sympow_jax.data import files
-from sympow_jax.data.sources import tsv
+from sympow_jax.data import files, sources
 from tests.data import builders
 
 BINARY = config_lib.TaskConfig(name="classification", classes=2)
@@ -234,7 +233,7 @@ def test_bad_tokens(tmp_path, words):
     pairs = settings(path, text_columns=("one", "two"), tokenizer=words)
     for dual_encoder, expected in ((False, [3, 2]), (True, [2])):
         task = dataclasses.replace(BINARY, dual_encoder=dual_encoder)
-        examples = tsv.Source(pairs).side(task, vocab_size=128, heldout=False)
+        examples = sources.open_source(pairs, task, vocab_size=128).side(heldout=False)
         with builders.refused(r"\(line 2\): the tokenizer finds no token in the text; leave"):
             examples.row(0, ())
         row = examples.row(1, ())

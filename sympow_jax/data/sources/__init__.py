@@ -1,9 +1,4 @@
-"""Sources of data, one module each.
-
-A module has a class `Source`, whose objects open the data of a config. It has `describe() -> dict` and
-`side(task, *, vocab_size, heldout)`, which returns `documents.Documents` or `rows.Labeled`.
-A source that is read in order only has `rows(pack, *, vocab_size) -> rows.TrainRows` too.
-"""
+"""Sources of data, one module each with a subclass of `Source` of that name."""
 
 import importlib
 from collections.abc import Sequence
@@ -13,21 +8,58 @@ import numpy as np
 
 from sympow_jax import config as config_lib
 from sympow_jax.config import data as data_config
+from sympow_jax.config import task as task_config
 from sympow_jax.data import files
 
-__all__ = ["described", "find_all", "locations", "open_source"]
+__all__ = ["ANY_VOCABULARY", "Source", "described", "locations", "open_source"]
+
+ANY_VOCABULARY = (1 << 31) - 1
+"""Vocabulary of data that is opened without a model: more ids than any tokenizer has."""
 
 
-def open_source(config: config_lib.DataConfig) -> Any:
-    """Returns the opened source of a config."""
+class Source:
+    """Data of a config, for a task and a vocabulary.
+
+    A subclass has `side(heldout=)`, which returns `documents.Documents` or `rows.Labeled`, or raises ValueError if they
+    do not fit the settings, and `describe() -> dict`. One that is read in order only has `rows(pack)` too.
+    """
+
+    def __init__(self, config: config_lib.DataConfig, task: config_lib.TaskConfig, vocab_size: int):
+        self.config, self.task, self.vocab_size = config, task, vocab_size
+        self._opened: dict[tuple[str, tuple[str, ...]], Any] = {}
+
+    def opened(self, *, heldout: bool) -> Any:
+        """Returns what `open_paths` makes of the paths of a side, once for both sides if they have the same."""
+        side = files.side(self.config, heldout=heldout)
+        if side not in self._opened:
+            self._opened[side] = self.open_paths(*side)
+        return self._opened[side]
+
+    def all_opened(self) -> list[Any]:
+        """Returns what `open_paths` makes of all paths."""
+        return [self.opened(heldout=side) for side in files.sides(self.config)]
+
+    def open_paths(self, setting: str, paths: tuple[str, ...]) -> Any:
+        """Returns the files that `paths` name, or what a subclass makes of them; errors name the `setting`."""
+        return files.find(setting, paths, suffix=self.config.kind.suffixes)
+
+
+def open_source(
+    config: config_lib.DataConfig,
+    task: config_lib.TaskConfig | None = None,
+    *,
+    vocab_size: int = ANY_VOCABULARY,
+) -> Any:
+    """Returns the opened source of a config; raises ValueError if it is not for the task, if one is given."""
+    fitting = config.kind.predicted
+    if task is not None and task.predicted not in fitting:
+        names = " and ".join(name for name, kind in task_config.TASKS.items() if kind.predicted in fitting)
+        raise ValueError(
+            f"task.name is {task.name!r}, but data.source {config.source!r} is for {names}; change one of them"
+        )
     # Imported on demand, because some need libraries that would delay the start of a run, or may not be installed.
     module = importlib.import_module(f"sympow_jax.data.sources.{config.kind.module}")
-    return module.Source(config)
-
-
-def find_all(config: config_lib.DataConfig, *, heldout: bool) -> list[files.File]:
-    """Returns the files that have the training or the held-out side of a source."""
-    return files.find(*files.side(config, heldout=heldout), suffix=config.kind.suffixes)
+    return module.Source(config, task or config_lib.TaskConfig(), vocab_size)
 
 
 def locations(setting: str, paths: Sequence[str], source: str) -> set[str]:

@@ -4,12 +4,12 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from sympow_jax import config as config_lib
 from sympow_jax.data import documents, files, rows, sources
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.corpus import encoding as encoding_lib
@@ -31,24 +31,17 @@ _SAMPLE_PIECES = 16
 _DIGEST_BYTES = 1 << 16
 _DIGEST_FILES = 16
 
-# Without a model: more ids than any tokenizer has.
-_ANY_VOCABULARY = (1 << 31) - 1
 
-
-class Source:
+class Source(sources.Source):
     """Training rows and held-out documents of a corpus."""
 
-    def __init__(self, config: config_lib.DataConfig):
-        self._config = config
-        self._find = functools.cache(lambda heldout: sources.find_all(config, heldout=heldout))
-
     def _groups(self, *, heldout: bool) -> list[pieces.Group]:
-        size = max(pieces.GROUP_BYTES, _ROWS * _TOKEN_BYTES * self._config.context_length)
-        return pieces.grouped(((file, self._config.source) for file in self._find(heldout)), size)
+        size = max(pieces.GROUP_BYTES, _ROWS * _TOKEN_BYTES * self.config.context_length)
+        return pieces.grouped(((file, self.config.source) for file in self.opened(heldout=heldout)), size)
 
-    def _encoding(self, *, vocab_size: int, heldout: bool) -> encoding_lib.Encoding:
-        """Returns the way to tokens, after checking that the ids and the separator are below `vocab_size`."""
-        config, first = self._config, self._groups(heldout=heldout)[0][0].file
+    def _encoding(self, *, heldout: bool) -> encoding_lib.Encoding:
+        """Returns the way to tokens, after checking that the ids and the separator are in the vocabulary."""
+        config, vocab_size, first = self.config, self.vocab_size, self._groups(heldout=heldout)[0][0].file
         reader = importlib.import_module(f"sympow_jax.data.corpus.{config.source}")
         column, separator = (*config.text_columns, "text")[0], config.document_separator
         if texts := reader.holds_text(first, column):
@@ -75,29 +68,29 @@ class Source:
             heldout=heldout,
         )
 
-    def rows(self, pack: Callable[[documents.Spans], rows.Rows], *, vocab_size: int) -> stream.CorpusRows:
+    def rows(self, pack: Callable[[documents.Spans], rows.Rows]) -> stream.CorpusRows:
         """Returns the training rows, which `pack` makes of documents. Only the start of the first file is read."""
-        encoding = self._encoding(vocab_size=vocab_size, heldout=False)
-        return stream.CorpusRows(encoding, self._groups(heldout=False), self._config, pack)
+        return stream.CorpusRows(
+            self._encoding(heldout=False), self._groups(heldout=False), self.config, pack
+        )
 
-    def side(self, task: Any = None, *, heldout: bool, vocab_size: int = _ANY_VOCABULARY) -> documents.Spans:
+    def side(self, *, heldout: bool) -> documents.Spans:
         """Returns the first held-out documents in the order of files, until they have 2^24 tokens.
 
-        At most the first 64 groups of text, a GiB, are read to find them. Ids of documents are not compared with
-        `vocab_size` here, but when a document is used. `task` is unused.
+        At most the first 64 groups of text, a GiB, are read to find them. Ids of documents are not compared with the
+        vocabulary here, but when a document is used.
         """
-        encoding = self._encoding(vocab_size=vocab_size, heldout=heldout)
+        encoding = dataclasses.replace(self._encoding(heldout=heldout), vocab_size=sources.ANY_VOCABULARY)
         groups = tuple(self._groups(heldout=heldout)[:_HELDOUT_GROUPS])
-        anything = dataclasses.replace(encoding, vocab_size=_ANY_VOCABULARY)
-        return _read_heldout(anything, groups, workers=self._config.tokenizer_workers)
+        return _read_heldout(encoding, groups, workers=self.config.tokenizer_workers)
 
     def describe(self) -> dict[str, Any]:
         """Returns counts of files and bytes, an estimate of the tokens from a sample, and a SHA-256."""
-        config, corpus = self._config, self._find(False)
+        config, corpus = self.config, self.opened(heldout=False)
         groups = self._groups(heldout=False)
         held = config.heldout_paths or config.heldout_fraction
         heldout = self.side(heldout=True).lengths if held else np.empty(0, np.int64)
-        encoding = self._encoding(vocab_size=_ANY_VOCABULARY, heldout=False)
+        encoding = dataclasses.replace(self._encoding(heldout=False), vocab_size=sources.ANY_VOCABULARY)
         encode, tokens, read = encoding_lib.Encoder(encoding), np.empty(0, np.int32), 0.0
         # A piece is empty if its row group begins in another piece, or if all of its documents are short.
         sample = pieces.grouped([(corpus[0], config.source)], _SAMPLE_BYTES)
@@ -114,7 +107,7 @@ class Source:
                 f"their number is unknown, because the first {read:.1%} of {corpus[0].path} have no training document "
                 f"of at least data.shortest_document tokens, {config.shortest_document}"
             )
-        matches = [file for side in files.sides(config) for file in self._find(side)]
+        matches = [*itertools.chain(*self.all_opened())]
         digest = hashlib.sha256(tokens.astype("<u4").tobytes())
         for number, file in enumerate(matches):
             digest.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))

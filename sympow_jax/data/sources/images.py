@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import os
 from collections.abc import Iterator
@@ -94,7 +93,7 @@ def _crop(image: PIL.Image.Image, side: int, rng: np.random.Generator | None) ->
     return image
 
 
-class Source:
+class Source(sources.Source):
     """Images, labeled by the rank of their folder's name.
 
     Rows are `inputs [H, W, 3]`, float32, normalized with ImageNet's mean and deviation. With `data.image_tokens`, they
@@ -110,17 +109,17 @@ class Source:
             not PNG or JPEG, or has more than Pillow's limit of pixels.
     """
 
-    def __init__(self, config: config_lib.DataConfig):
-        self._config, self._classes = config, _classes(config)
-        self._find = functools.cache(self._find_paths)
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._classes = _classes(self.config)
 
-    def _find_paths(self, setting: str, paths: tuple[str, ...]) -> list[files.File]:
+    def open_paths(self, setting: str, paths: tuple[str, ...]) -> list[files.File]:
         """Returns the images of all paths, with keys class/name, each once, whatever links lead to it."""
         unique: dict[str, files.File] = {}
         for root in map(os.path.expanduser, paths):
             for name in self._classes:
                 folder = os.path.join(root, name)
-                inside = files.below(folder, suffix=self._config.kind.suffixes)
+                inside = files.below(folder, suffix=self.config.kind.suffixes)
                 if not inside:
                     raise ValueError(
                         f"{setting}: the class folder {folder} holds no image; add PNG or JPEG files, or remove it"
@@ -136,14 +135,14 @@ class Source:
 
     def _chosen(self, *, heldout: bool) -> list[files.File]:
         """Returns the training or the held-out images."""
-        images = self._find(*files.side(self._config, heldout=heldout))
+        images = self.opened(heldout=heldout)
         keys = [file.key for file in images]
-        chosen = files.on_side(self._config, keys, np.zeros(1, np.int64), heldout=heldout)
+        chosen = files.on_side(self.config, keys, np.zeros(1, np.int64), heldout=heldout)
         return list(itertools.compress(images, chosen))
 
-    def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> rows.Labeled:
+    def side(self, *, heldout: bool) -> rows.Labeled:
         """Returns the training or the held-out images."""
-        config, classes, side = self._config, len(self._classes), self._config.image_size
+        config, task, classes, side = self.config, self.task, len(self._classes), self.config.image_size
         # Before the classes are counted, because a superfluous folder is most often an empty one.
         images = self._chosen(heldout=heldout)
         if task.outputs != classes:
@@ -152,8 +151,8 @@ class Source:
                 f"{classes} classes; make them agree"
             )
         if config.image_tokens:
-            if vocab_size < 256:
-                raise ValueError(f"model.vocab_size is {vocab_size}, but pixels have 256 ids; raise it")
+            if self.vocab_size < 256:
+                raise ValueError(f"model.vocab_size is {self.vocab_size}, but pixels have 256 ids; raise it")
             for file in images:
                 with _opened(file.path) as opened:
                     size = opened.size

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int64
 
-from sympow_jax import config as config_lib
-from sympow_jax.data import rows
+from sympow_jax.data import rows, sources
 
 __all__ = ["CLASSES", "SYMBOLS", "Source", "generate"]
 
@@ -93,22 +92,19 @@ def generate(key: tuple[int, ...], shortest: int, longest: int) -> tuple[Int64[n
     return np.array(tokens), value
 
 
-class Source:
+class Source(sources.Source):
     """The generated examples, each a function of its side, its index and the seed."""
-
-    def __init__(self, config: config_lib.DataConfig):
-        self._config = config
 
     def example(self, index: int, *, heldout: bool) -> tuple[Int64[np.ndarray, " tokens"], int]:
         """Returns the ids and the value of an example."""
         # The last number is never 0, because in SeedSequence a key that ends in 0 equals the shorter key.
-        return generate((self._config.seed, index, 1 + heldout), *LENGTHS)
+        return generate((self.config.seed, index, 1 + heldout), *LENGTHS)
 
-    def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> rows.Labeled:
+    def side(self, *, heldout: bool) -> rows.Labeled:
         """Returns the training or the held-out examples; raises ValueError if they do not fit the settings."""
-        length = self._config.context_length
+        length, outputs, vocab_size = self.config.context_length, self.task.outputs, self.vocab_size
         for name, value, needed, fits in (
-            ("task.classes", task.outputs, CLASSES, task.outputs == CLASSES),
+            ("task.classes", outputs, CLASSES, outputs == CLASSES),
             ("model.vocab_size", vocab_size, f"{len(SYMBOLS)} or more", vocab_size >= len(SYMBOLS)),
             ("data.context_length", length, f"{LENGTHS[1]} or more", length >= LENGTHS[1]),
         ):

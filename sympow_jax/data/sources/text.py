@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from sympow_jax import config as config_lib
 from sympow_jax.data import documents, files, sources
 
 __all__ = ["Source", "standard_library"]
@@ -32,24 +31,25 @@ def standard_library() -> list[files.File]:
     return matches
 
 
-class Source:
+class Source(sources.Source):
     """Files as documents of bytes, all of which are held in memory."""
 
-    def __init__(self, config: config_lib.DataConfig):
-        self._config = config
-        self._parts = functools.cache(self._find_parts)
-        self._find = functools.cache(lambda *side: files.find(*side) if side[1] else standard_library())
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
         self._read = functools.cache(lambda file: np.frombuffer(files.read(file.path), np.uint8))
 
-    def _find_parts(self, *, heldout: bool) -> list[tuple[files.File, int, int]]:
-        """Returns file, start and stop of each document of a side, in order, without those that are too short."""
-        config = self._config
-        side = files.side(config, heldout=heldout)
-        matches = self._find(*side)
+    def open_paths(self, setting: str, paths: tuple[str, ...]) -> list[files.File]:
+        """Returns the files, or those of the standard library; raises ValueError if all are empty."""
+        matches = files.find(setting, paths) if paths else standard_library()
         if not any(file.size for file in matches):
             raise ValueError(
-                f"{side[0]}: every file is empty ({len(matches)} found); name files that hold text"
+                f"{setting}: every file is empty ({len(matches)} found); name files that hold text"
             )
+        return matches
+
+    def parts(self, *, heldout: bool) -> list[tuple[files.File, int, int]]:
+        """Returns file, start and stop of each document of a side, in order, without those that are too short."""
+        config, matches = self.config, self.opened(heldout=heldout)
         chosen = files.on_side(config, [file.key for file in matches], np.zeros(1, np.int64), heldout=heldout)
         found = []
         for file, whole in zip(matches, chosen.tolist()):
@@ -67,9 +67,9 @@ class Source:
             (file, start, stop) for file, start, stop in found if stop - start >= config.shortest_document
         ]
 
-    def side(self, task: Any = None, *, heldout: bool, vocab_size: int = 0) -> documents.Spans:
-        """Returns the training or the held-out files, or parts of files; the other arguments are unused."""
-        parts = self._parts(heldout=heldout)
+    def side(self, *, heldout: bool) -> documents.Spans:
+        """Returns the training or the held-out files, or parts of files."""
+        parts = self.parts(heldout=heldout)
         return documents.Spans(
             lambda index: self._read(parts[index][0])[slice(*parts[index][1:])],
             [f"{file.path} from byte {start}" if start else file.path for file, start, _ in parts],
@@ -78,9 +78,9 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         """Returns counts of files and bytes, and the SHA-256 of every file's key, size and bytes in order."""
-        sides = [self._parts(heldout=side) for side in (False, True)]
+        sides = [self.parts(heldout=side) for side in (False, True)]
         matches = list(dict.fromkeys(file for side in sides for file, _, _ in side))
-        cut = not self._config.heldout_paths and any(file.named for file, _, _ in sides[1])
+        cut = not self.config.heldout_paths and any(file.named for file, _, _ in sides[1])
         note = {"heldout_note": "the end of each file that data.paths names"} if cut else {}
         return note | sources.described(
             matches,

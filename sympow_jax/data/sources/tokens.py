@@ -2,13 +2,12 @@
 
 import functools
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int64, Integer
 
-from sympow_jax import config as config_lib
 from sympow_jax import spelling
 from sympow_jax.config import serialize
 from sympow_jax.data import documents, files, sources
@@ -25,25 +24,32 @@ _DIGEST_BYTES = 1 << 20  # bytes of each end of a file that enter the digest
 _MAPPED = 256
 
 
-class Source:
+# Token files, their documents that are long enough, and for each file the positions of these in it.
+_Scanned = tuple[list[files.File], documents.Spans, list[Int64[np.ndarray, " documents"]]]
+
+
+def _records(matches: Iterable[files.File]) -> dict[str, dict[str, Any]]:
+    """Returns what `prepare` recorded about files, by the path of the record; of other files there is none."""
+    paths = dict.fromkeys(pathlib.Path(file.path).parent / METADATA for file in matches)
+    return {str(path): serialize.read_object(path) for path in paths if path.is_file()}
+
+
+class Source(sources.Source):
     """Documents of token files, which end with `data.document_separator`; without one, every file is a document."""
 
-    def __init__(self, config: config_lib.DataConfig):
-        self._config = config
-        self._find = functools.cache(lambda heldout: sources.find_all(config, heldout=heldout))
-        self._scan = functools.cache(self._scan_side)
+    def metadata(self) -> dict[str, dict[str, Any]]:
+        """Returns what `prepare` recorded about the files, by the path of the record."""
+        sides = [files.side(self.config, heldout=side) for side in files.sides(self.config)]
+        return _records(file for side in sides for file in sources.Source.open_paths(self, *side))
 
-    def metadata(self, *sides: bool) -> dict[str, dict[str, Any]]:
-        """Returns what `prepare` recorded about files of these sides, or of all, by the path of the record."""
-        matches = [file for side in sides or files.sides(self._config) for file in self._find(side)]
-        records = dict.fromkeys(pathlib.Path(file.path).parent / METADATA for file in matches)
-        return {str(record): serialize.read_object(record) for record in records if record.is_file()}
-
-    def side(self, task: Any = None, *, heldout: bool, vocab_size: int = 0) -> documents.Spans:
-        """Returns the training or the held-out documents; the other arguments are unused."""
-        spans, positions = self._scan(heldout and bool(self._config.heldout_paths))
-        masks = [files.on_side(self._config, [key], found, heldout=heldout) for key, found in positions]
-        return spans.select(np.concatenate(masks))
+    def side(self, *, heldout: bool) -> documents.Spans:
+        """Returns the training or the held-out documents."""
+        matches, spans, positions = self.opened(heldout=heldout)
+        chosen = [
+            files.on_side(self.config, [file.key], own, heldout=heldout)
+            for file, own in zip(matches, positions)
+        ]
+        return spans.select(np.concatenate(chosen))
 
     def describe(self) -> dict[str, Any]:
         """Returns counts of files, documents and tokens, and a SHA-256 as `digest_of` says."""
@@ -54,7 +60,7 @@ class Source:
                 stream.seek(max(0, file.size - _DIGEST_BYTES))
                 yield stream.read(_DIGEST_BYTES)
 
-        matches = [file for side in files.sides(self._config) for file in self._find(side)]
+        matches = [file for found, _, _ in self.all_opened() for file in found]
         return sources.described(
             matches,
             *(self.side(heldout=side).lengths for side in (False, True)),
@@ -62,14 +68,15 @@ class Source:
             digest_of="names, sizes, first and last MiB of each file, and 64 samples of all",
         )
 
-    def _scan_side(
-        self, heldout: bool
-    ) -> tuple[documents.Spans, list[tuple[str, Int64[np.ndarray, " documents"]]]]:
-        """Returns the documents that are long enough, and for each file its key and their positions in it."""
-        config, separator, matches = self._config, self._config.document_separator, self._find(heldout)
+    def open_paths(self, setting: str, paths: tuple[str, ...]) -> _Scanned:
+        """Finds the documents of files; raises ValueError if the files do not fit the settings."""
+        config, separator, matches = (
+            self.config,
+            self.config.document_separator,
+            super().open_paths(setting, paths),
+        )
         dtype = DTYPES[config.token_dtype]
-        setting, _ = files.side(config, heldout=heldout)
-        for path, record in self.metadata(heldout).items():
+        for path, record in _records(matches).items():
             if "documents" not in record:
                 raise ValueError(f"the token files next to {path} are not complete; repeat `sympow prepare`")
             if (stored := record.get("token_dtype")) != config.token_dtype:
@@ -116,4 +123,4 @@ class Source:
         spans = documents.Spans(
             functools.lru_cache(maxsize=_MAPPED)(open_array), [file.path for file in matches], lengths
         ).select(np.concatenate(long))
-        return spans, [(file.key, np.flatnonzero(part)) for file, part in zip(matches, long)]
+        return matches, spans, [*map(np.flatnonzero, long)]

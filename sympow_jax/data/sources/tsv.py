@@ -1,6 +1,5 @@
 """Labeled texts in tab-separated columns, one example per line, without quoting or escapes (GLUE's layout)."""
 
-import functools
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -57,26 +56,24 @@ def _read(file: files.File, config: config_lib.DataConfig) -> list[_Example]:
     return examples
 
 
-class Source:
+class Source(sources.Source):
     """Labeled lines; a folder stands for its `.tsv` files."""
 
-    def __init__(self, config: config_lib.DataConfig):
-        self._config = config
-        self._find = functools.cache(lambda heldout: sources.find_all(config, heldout=heldout))
-        self._read = functools.cache(lambda file: _read(file, config))
+    def open_paths(self, setting: str, paths: tuple[str, ...]) -> list[tuple[files.File, list[_Example]]]:
+        """Returns the files and their examples."""
+        return [(file, _read(file, self.config)) for file in super().open_paths(setting, paths)]
 
     def _examples(self, *, heldout: bool) -> list[_Example]:
-        config = self._config
         examples: list[_Example] = []
-        for file in self._find(heldout and bool(config.heldout_paths)):
-            found = self._read(file)
-            chosen = files.on_side(config, [file.key], np.arange(len(found)), heldout=heldout)
+        for file, found in self.opened(heldout=heldout):
+            chosen = files.on_side(self.config, [file.key], np.arange(len(found)), heldout=heldout)
             examples += itertools.compress(found, chosen)
         return examples
 
-    def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> rows.Labeled:
+    def side(self, *, heldout: bool) -> rows.Labeled:
         """Returns the training or the held-out lines, which are checked at once and tokenized on access."""
-        config, length, examples = self._config, self._config.context_length, self._examples(heldout=heldout)
+        config, task, vocab_size = self.config, self.task, self.vocab_size
+        length, examples = config.context_length, self._examples(heldout=heldout)
         tokenizer, separator = tokenizer_lib.load(config.text_tokenizer, setting="data.tokenizer"), -1
         if len(config.text_columns) == 2 and not task.dual_encoder:
             setting = "data.document_separator"
@@ -136,11 +133,11 @@ class Source:
 
     def describe(self) -> dict[str, Any]:
         """Returns counts, the tokenizer, and the SHA-256 of every file's key, size and bytes."""
-        matches = [file for side in files.sides(self._config) for file in self._find(side)]
+        matches = [file for opened in self.all_opened() for file, _ in opened]
         return sources.described(
             matches,
             *(len(self._examples(heldout=side)) for side in (False, True)),
-            tokenizer=tokenizer_lib.load(self._config.text_tokenizer, setting="data.tokenizer").identity,
+            tokenizer=tokenizer_lib.load(self.config.text_tokenizer, setting="data.tokenizer").identity,
             digest=files.digest(matches, lambda file: [files.read(file.path)]),
             digest_of="names, sizes and contents",
         )
