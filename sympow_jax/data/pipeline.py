@@ -39,19 +39,13 @@ _RUN_FILES = (
 )
 
 
-def _rows(
-    opened: documents.Documents | rows.Labeled,
-    config: config_lib.DataConfig,
-    task: config_lib.TaskConfig,
-    *,
-    vocab_size: int,
-) -> rows.Examples:
-    """Returns the rows of a task: those cut from documents, or labeled examples as they are."""
+def _rows(source: sources.Source, opened: documents.Documents | rows.Labeled) -> rows.Examples:
+    """Returns the rows of a side of a source: those cut from documents, or labeled examples as they are."""
     if isinstance(opened, rows.Labeled):
         return opened
-    if task.masks_tokens:
-        return masking.MaskedRows(opened, config, task, vocab_size=vocab_size)
-    return rows.Rows(opened, config, vocab_size=vocab_size)
+    if source.task.masks_tokens:
+        return masking.MaskedRows(opened, source.config, source.task, vocab_size=source.vocab_size)
+    return rows.Rows(opened, source.config, vocab_size=source.vocab_size)
 
 
 def _may_hold_out(config: config_lib.DataConfig) -> bool:
@@ -84,11 +78,9 @@ def train_dataset(
         ValueError: the data cannot be found, opened or read as configured, or does not fit the task. On access to a
             row, an id is outside the vocabulary, a Zarr chunk is missing or a file is not an image.
     """
-    task = task or config_lib.TaskConfig()
-    source = source or sources.open_source(config, task, vocab_size=vocab_size)
-    pack = functools.partial(_rows, config=config, task=task, vocab_size=vocab_size)
+    source = source or sources.open_source(config, task or config_lib.TaskConfig(), vocab_size=vocab_size)
     if config.kind.corpus:
-        return source.rows(pack)
+        return source.rows(functools.partial(_rows, source))
     opened = source.side(heldout=False)
     count = len(opened if isinstance(opened, rows.Labeled) else opened.lengths)
     if not count and config.heldout_fraction and not config.heldout_paths:
@@ -96,7 +88,7 @@ def train_dataset(
             f"nothing is left to train on: data.heldout_fraction {config.heldout_fraction} holds out all that "
             f"data.paths names; lower it, name more data, or set data.heldout_paths"
         )
-    return shuffle.ShuffledRows(pack(opened), seed=config.seed)
+    return shuffle.ShuffledRows(_rows(source, opened), seed=config.seed)
 
 
 class HeldoutData:
@@ -133,7 +125,7 @@ class HeldoutData:
             )
         if rows.has_targets(opened, config):
             try:
-                self.rows = _rows(opened, config, task, vocab_size=vocab_size)
+                self.rows = _rows(source, opened)
             except ValueError as error:
                 raise ValueError(f"held-out data: {error}") from error
 
