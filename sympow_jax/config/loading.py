@@ -34,16 +34,12 @@ _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def load(spec: str) -> run.Config:
     """Loads a config by running its `get_config`, or from the `config.json` of a run.
 
-    In `CONFIG:VALUE,key=VALUE` the values are arguments of `get_config`, in order or by name, with the types of its
-    signature. A value with commas is quoted, as in `CONFIG:"a,b",key="64,128"`.
-
-    Args:
-        spec: path of a Python file or name of a config of the package, and optionally ":" and arguments; or path of a
-            JSON file.
+    `spec` is the path of a Python file or the name of a config of the package, and optionally ":" and arguments; or the
+    path of a JSON file. In `CONFIG:VALUE,key=VALUE` the values are arguments of `get_config`, in order or by name, with
+    the types of its signature. A value with commas is quoted, as in `CONFIG:"a,b",key="64,128"`.
 
     Raises:
-        ValueError: there is no such config, or it fails, or does not have these arguments, or does not return a
-            `Config`.
+        ValueError: there is no such config, it fails, or it does not have these arguments or return a `Config`.
     """
     name, colon, text = spec.partition(":")
     configs = _package_configs()
@@ -98,10 +94,9 @@ def is_remote(path: str) -> bool:
 
 
 def require_named(config: run.Config, named: Collection[str], source: str) -> None:
-    """Raises ValueError if data of settings from a file is on another host, unless the user named it again.
+    """Raises ValueError if data of settings from a file, `source`, is on another host, unless the user named it again.
 
-    `named` are the settings that were given on the command line, such as "data.paths"; `source` is the name of the
-    file, for errors.
+    `named` are the settings that were given on the command line, such as "data.paths".
     """
     for path in ("data.paths", "data.heldout_paths", "data.tokenizer"):
         value = getattr(config.data, path.removeprefix("data."))
@@ -187,9 +182,7 @@ def _bind(name: str, get_config: Callable, text: str | None) -> inspect.BoundArg
 
 
 def override(base: run.Config, texts: Mapping[str, str]) -> run.Config:
-    """Replaces fields by dotted path, e.g. {"model.layers": "4"}, with values as typed by the user.
-
-    `literals.read` says how they are written.
+    """Replaces fields by dotted path, e.g. {"model.layers": "4"}, with values as `literals.read` reads them.
 
     Raises:
         ValueError: a field is unknown, a value has the wrong type, or settings contradict each other.
