@@ -41,8 +41,8 @@ class Piece:
         A position is a row of parquet, or the byte at which a line starts in JSON lines, after decompression. It
         identifies the document in its file, however the file is cut into pieces.
         """
-        unit = {"text": "", "parquet": f" (row {position})", "jsonl": f" (line at byte {position})"}
-        return self.file.path + unit[self.format]
+        unit = {"text": "", "parquet": "row", "jsonl": "line at byte"}[self.format]
+        return f"{self.file.path} ({unit} {position})" if unit else self.file.path
 
 
 Group = tuple[Piece, ...]
