@@ -140,16 +140,11 @@ class HeldoutData:
 
     @property
     def cause_of_absence(self) -> str:
-        """Why nothing is held out, if nothing is, and what to do: the end of an error."""
+        """Settings that hold out nothing, if nothing is held out, and what to do: the end of an error."""
         config = self._config
-        if config.heldout_paths:
-            return (
-                f"data.heldout_paths has nothing with data.shortest_document tokens, {config.shortest_document}, or "
-                f"more; lower it, or name other files"
-            )
         return (
-            f"data.heldout_paths is empty and data.heldout_fraction is {config.heldout_fraction}, which holds out "
-            f"nothing here; name held-out files in data.heldout_paths, or raise the fraction"
+            f"data.heldout_paths is {config.heldout_paths}, data.heldout_fraction is {config.heldout_fraction}, and "
+            f"data.shortest_document {config.shortest_document}; name other held-out files, or change one of the others"
         )
 
     def batches(self, batch_size: int) -> Iterator[dict[str, np.ndarray]]:

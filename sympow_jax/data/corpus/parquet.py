@@ -19,8 +19,6 @@ __all__ = ["Reader", "holds_text"]
 # Rows that are decoded at a time. A whole row group of long documents might not fit in memory.
 _BATCH_ROWS = 128
 _OPEN_FILES = 16
-# Characters of the type of a column that an error shows. A struct names all its fields.
-_MAX_TYPE_CHARACTERS = 160
 # A row group of up to this many pieces of average size is not split.
 _MAX_PIECES_PER_GROUP = 2
 
@@ -54,7 +52,7 @@ def _holds_text(opened: pq.ParquetFile, path: str, column: str) -> bool:
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     if any(check(kind) for check in lists) and pa.types.is_integer(kind.value_type):
         return False
-    shown = spelling.cut(str(kind), _MAX_TYPE_CHARACTERS)
+    shown = spelling.cut(str(kind), 160)  # a struct names all its fields
     raise ValueError(
         f"column {column!r} of {path} is of type {shown}; it must hold text, or lists of token ids"
     )
