@@ -136,7 +136,7 @@ def _read_heldout(
     encoding: encoding_lib.Encoding, groups: tuple[pieces.Group, ...], *, workers: int
 ) -> documents.Spans:
     read: list[encoding_lib.Tokens] = []
-    with encoding_lib.open_workers(encoding, workers) as submit:
+    with encoding_lib.open_workers(encoding, min(workers, len(groups))) as submit:
         for tokens in encoding_lib.in_order(submit, groups, ahead=workers + 1):
             read.append(tokens)
             if sum(len(part.tokens) for part in read) >= HELDOUT_TOKENS:
