@@ -96,10 +96,6 @@ def test_every_preset_of_every_file(name):
             assert loaded.data.batch_size * 2**exponent == 524_288
 
 
-def test_text_takes_paths():
-    assert config.load("configs/text.py:a/*.txt,b").data.paths == ("a/*.txt", "b")
-
-
 def test_mistakes_in_names_and_arguments():
     of_124m = "the arguments of config 'gpt2_124m' are preset, p, context, data"
     for spec, message in (

@@ -44,6 +44,8 @@ data.heldout_paths=a data.heldout_names=x | these are for tasks with labels
 data.batch_tokens=40                   | data.batch_tokens is 40; it must be a multiple of data.context_length 16
 data.heldout_fraction=1                | data.heldout_fraction is 1.0; it must be at least 0 and below 1
 data.document_separator=-1             | data.document_separator is -1; it must be at least 0 and below 4294967296
+data.seed=4294967296                   | data.seed is 4294967296; it must be at least 0 and below 4294967296
+training.seed=-1                       | training.seed is -1; it must be at least 0 and below 4294967296
 model.vocab_size=0                     | model.vocab_size is 0; it must be at least 1
 model.mlp_width=1e9                    | model.mlp_width is 1000000000; it must be at least 1 and at most 1048576
 model.norm_epsilon=1e-300              | model.norm_epsilon is 1e-300; it must be at least 1e-30 and at most 1.0

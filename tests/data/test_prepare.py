@@ -212,16 +212,6 @@ def test_all_formats_give_the_same_tokens(folder, lines):
     assert text("all.bin") == 2 * lines
 
 
-def test_text_files_of_several_pieces(folder, monkeypatch):
-    reports = []
-    for size, count in ((1, 3), (20, 2), (1 << 22, 1)):
-        monkeypatch.setattr(prepare_lib, "PIECE_BYTES", size)
-        prepare_lib.write_bin(f"{size}.bin", ["texts"], report=reports.append)
-        assert text(f"{size}.bin") == STORED
-        assert reports[-1] == (count, count, 3, len(STORED))
-        assert len(os.listdir(f"{size}.bin")) == count + 1
-
-
 @pytest.mark.parametrize(("out", "done"), [("a.bin", 1), ("a.zarr", 1), ("a.zarr", PIECES)])
 def test_a_stopped_command_continues(folder, lines, out, done):
     write = (
