@@ -143,24 +143,20 @@ class DataConfig:
 
     def __post_init__(self):
         fields.validate(self, "data")
-        source, names, columns, length = (
-            self.source,
-            self.heldout_names,
-            self.text_columns,
-            self.context_length,
-        )
+        source, columns, length = self.source, self.text_columns, self.context_length
+        names, generated = self.heldout_names, self.kind.generated
         checks.refuse(
             (
                 self.batch_tokens % length,
                 f"data.batch_tokens is {self.batch_tokens}; it must be a multiple of data.context_length {length}",
             ),
             (
-                source not in ("text", "listops") and not self.paths,
+                not (self.paths or generated or source == "text"),
                 f"data.paths is empty; source {source!r} needs the path of its data",
             ),
             (
-                source == "listops" and (self.paths or self.heldout_paths),
-                "data.paths and data.heldout_paths must be empty; source 'listops' reads no file",
+                generated and (self.paths or self.heldout_paths),
+                f"data.paths and data.heldout_paths must be empty; source {source!r} reads no file",
             ),
             (
                 self.shortest_document > 1 and not self.has_documents,
