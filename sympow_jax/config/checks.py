@@ -7,13 +7,7 @@ import numpy as np
 
 from sympow_jax import spelling
 
-__all__ = [
-    "dtype_name",
-    "head_sizes",
-    "refuse",
-    "require_at_least",
-    "require_choice",
-]
+__all__ = ["dtype_name", "head_sizes", "refuse", "require_at_least", "require_choice"]
 
 # Characters of a text that is compared with names, which takes a time in proportion to its length.
 _NAME = 100
@@ -52,13 +46,9 @@ def head_sizes(
     prefix: str = "",
     heads_name: str = "",
 ) -> tuple[int, int]:
-    """Returns (kv_heads, head_dim); None defaults to `heads` and to `width // heads`.
+    """Returns (kv_heads, head_dim); None defaults to `heads` and to `width // heads`, or raises ValueError.
 
     Errors name the settings `prefix` + "width" and so on; `heads_name` comes before "heads" in two of them.
-
-    Raises:
-        ValueError: a size is below 1, kv_heads does not divide heads, or head_dim is None and heads does not divide
-            width.
     """
     query, key = f"{prefix}{heads_name}heads", f"{prefix}{heads_name}kv_heads"
     require_at_least(1, **{f"{prefix}width": width, query: heads})

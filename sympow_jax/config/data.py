@@ -1,26 +1,47 @@
 """Settings of a run's data."""
 
 import dataclasses
+from typing import NamedTuple
 
 from sympow_jax.config import checks, fields
+from sympow_jax.config.task import Predicted
 
-__all__ = ["DataConfig", "source_of"]
+__all__ = ["DataConfig", "Kind", "source_of"]
 
-SOURCES = ("text", "tokens", "longcrawl64", "parquet", "jsonl", "tsv", "images", "listops")
-DOCUMENT_SOURCES = ("text", "tokens", "longcrawl64", "parquet", "jsonl")
-CORPUS_SOURCES = ("parquet", "jsonl")
-# Endings of the names of files that are found in folders, and of compressed ones; parquet compresses its own columns.
-SUFFIXES = {
-    "tokens": (".bin",),
-    "parquet": (".parquet", ".parq"),
-    "jsonl": (".jsonl", ".ndjson", ".json"),
-}
+
+class Kind(NamedTuple):
+    """Properties of a value of `data.source`."""
+
+    module: str  # of `sympow_jax.data.sources`
+    predicted: tuple[Predicted, ...]  # quantities that may be
+    suffixes: tuple[str, ...] = ("",)  # of its files in a folder; none if it reads no single files
+    corpus: bool = False  # larger than memory and read in order only
+    stored: bool = False  # tokens that were written earlier
+    generated: bool = False  # it reads no files and always has held-out examples
+
+
+_TOKENS = (Predicted.TOKEN, Predicted.ATTENTION)
+_IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+# Endings of the names of compressed JSON lines; parquet compresses its own columns.
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_LINES = tuple(x + end for end in ("", *COMPRESSIONS) for x in (".jsonl", ".ndjson", ".json"))
+
+# A new source is a row here and a module.
+SOURCES = {
+    "text": Kind("text", _TOKENS),
+    "tokens": Kind("tokens", _TOKENS, (".bin",), stored=True),
+    "longcrawl64": Kind("zarr", _TOKENS, (), stored=True),
+    "parquet": Kind("corpus", _TOKENS, (".parquet", ".parq"), corpus=True),
+    "jsonl": Kind("corpus", _TOKENS, _LINES, corpus=True),
+    "tsv": Kind("tsv", (Predicted.CLASS, Predicted.NUMBER), (".tsv",)),
+    # Formats that are not read are an error on access, instead of being left out.
+    "images": Kind("images", (Predicted.CLASS,), _IMAGES),
+    "listops": Kind("listops", (Predicted.CLASS,), (), generated=True),
+}
+CORPUS_SOURCES = tuple(name for name, kind in SOURCES.items() if kind.corpus)
 
 # How documents become rows does not change the held-out documents.
 _OF_ROWS = (fields.Occasion.HELDOUT_DOCUMENTS,)
-
-_PATHLESS = ("text", "listops")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,27 +143,23 @@ class DataConfig:
 
     def __post_init__(self):
         fields.validate(self, "data")
-        source, names, columns, length = (
-            self.source,
-            self.heldout_names,
-            self.text_columns,
-            self.context_length,
-        )
+        source, columns, length = self.source, self.text_columns, self.context_length
+        names, generated = self.heldout_names, self.kind.generated
         checks.refuse(
             (
                 self.batch_tokens % length,
                 f"data.batch_tokens is {self.batch_tokens}; it must be a multiple of data.context_length {length}",
             ),
             (
-                source not in _PATHLESS and not self.paths,
+                not (self.paths or generated or source == "text"),
                 f"data.paths is empty; source {source!r} needs the path of its data",
             ),
             (
-                source == "listops" and (self.paths or self.heldout_paths),
-                "data.paths and data.heldout_paths must be empty; source 'listops' reads no file",
+                generated and (self.paths or self.heldout_paths),
+                f"data.paths and data.heldout_paths must be empty; source {source!r} reads no file",
             ),
             (
-                self.shortest_document > 1 and source not in DOCUMENT_SOURCES,
+                self.shortest_document > 1 and not self.has_documents,
                 f"data.shortest_document is set, but data.source {source!r} has no documents; leave it out",
             ),
             (
@@ -159,7 +176,7 @@ class DataConfig:
                 f"data.heldout_names is {names}; every name must be another one, of letters, digits and _",
             ),
             (
-                source in CORPUS_SOURCES and len(columns) > 1,
+                self.kind.corpus and len(columns) > 1,
                 f"data.text_columns is {columns}; source {source!r} reads one column",
             ),
             (
@@ -178,6 +195,16 @@ class DataConfig:
         )
 
     @property
+    def kind(self) -> Kind:
+        """Row of `SOURCES` that `source` names."""
+        return SOURCES[self.source]
+
+    @property
+    def has_documents(self) -> bool:
+        """True if the source has documents, instead of labeled examples."""
+        return Predicted.TOKEN in self.kind.predicted
+
+    @property
     def batch_size(self) -> int:
         """Number of rows in a batch."""
         return self.batch_tokens // self.context_length
@@ -190,7 +217,5 @@ class DataConfig:
 
 def source_of(path: str) -> str | None:
     """Returns `tokens`, `parquet` or `jsonl`, as the name of a file says; None if it says none of them."""
-    name = path.lower()
-    if name.endswith(COMPRESSIONS):
-        return "jsonl" if name.rpartition(".")[0].endswith(SUFFIXES["jsonl"]) else None
-    return next((source for source, suffixes in SUFFIXES.items() if name.endswith(suffixes)), None)
+    kinds = ("tokens", *CORPUS_SOURCES)
+    return next((source for source in kinds if path.lower().endswith(SOURCES[source].suffixes)), None)

@@ -9,22 +9,14 @@ import functools
 import operator
 import typing
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sympow_jax import spelling
 from sympow_jax.config import checks, literals
 
-__all__ = [
-    "Group",
-    "Occasion",
-    "Setting",
-    "groups",
-    "setting",
-    "validate",
-]
-
+__all__ = ["Group", "Occasion", "Setting", "groups", "setting", "validate"]
 
 SEEDS = 2**32
 """Number of seeds. JAX draws keys from 32 bits of a seed, so larger ones would repeat smaller ones."""
@@ -47,18 +39,12 @@ _BOUNDS = {
 class Occasion(enum.Enum):
     """Occasion on which the settings of two runs, or of two starts of a run, are compared."""
 
-    RESUME = enum.auto()
-    """A run is resumed."""
-    INITIAL_DECODER = enum.auto()
-    """A decoder starts from the parameters of another (`task.initial_run`)."""
-    INITIAL_ENCODER = enum.auto()
-    """An encoder starts from the parameters of another."""
-    HELDOUT_ROWS = enum.auto()
-    """Metrics on the same held-out rows are compared."""
-    HELDOUT_DOCUMENTS = enum.auto()
-    """Losses by position of the same held-out documents are compared."""
-    SAVED_STATE = enum.auto()
-    """A state file is read by a model."""
+    RESUME = enum.auto()  # a run is resumed
+    INITIAL_DECODER = enum.auto()  # a decoder starts from the parameters of another (`task.initial_run`)
+    INITIAL_ENCODER = enum.auto()  # an encoder starts from the parameters of another
+    HELDOUT_ROWS = enum.auto()  # metrics on the same held-out rows are compared
+    HELDOUT_DOCUMENTS = enum.auto()  # losses by position of the same held-out documents are compared
+    SAVED_STATE = enum.auto()  # a state file is read by a model
 
 
 def setting(
@@ -177,11 +163,10 @@ class Setting:
         return literals.split_optional(self.annotation)[1]
 
 
-@dataclasses.dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """A dataclass of settings, without the dataclasses inside."""
 
-    path: str  # names from the outermost dataclass to this one, with dots in between
+    path: str  # as of a setting
     kind: type
     settings: tuple[Setting, ...]
 

@@ -8,7 +8,6 @@ import warnings
 from typing import Any
 
 from sympow_jax import spelling
-from sympow_jax.config import checks
 
 __all__ = ["QUOTING", "form", "read", "split_optional", "written"]
 
@@ -28,10 +27,7 @@ def split_optional(annotation: Any) -> tuple[Any, bool]:
 
 
 def form(annotation: Any, name: str = "") -> str:
-    """Returns the form of a value of a type on the command line, such as `INT,INT,...`; None is not in it.
-
-    `name` is the word for the value, or for an item of a tuple; empty for the word of its type.
-    """
+    """Returns the form of a value on the command line, without None, such as `INT,INT,...`, or of the word `name`."""
     kind = split_optional(annotation)[0]
     several = typing.get_origin(kind) is tuple
     name = name or _FORMS[typing.get_args(kind)[0] if several else kind]
@@ -42,30 +38,19 @@ def read(name: str, text: str, annotation: Any) -> Any:
     """Reads a value of a type, as users write it.
 
     Numbers are Python literals, and text is as it stands, or a literal in quotes. A tuple is a literal, with or without
-    brackets, or text that is split at its commas. None is "none", and 1000 also 1e3.
-
-    Args:
-        name: name of the setting in error messages.
-        text: the value as written.
-        annotation: bool, int, float, str, a tuple of one of these, a `Literal`, or one of these or None.
-
-    Raises:
-        ValueError: the text is not a value of the type, or the type is another one.
+    brackets, or text that is split at its commas. None is "none", and 1000 also 1e3. The type is bool, int, float, str,
+    a tuple of one of these, or one of these or None. Errors call the setting `name`.
     """
     kind, optional = split_optional(annotation)
     if optional and text.strip().lower() == "none":
         return None
-    if typing.get_origin(kind) is typing.Literal:
-        values = {str(value): value for value in typing.get_args(kind)}
-        checks.require_choice(name, text, values)
-        return values[text]
     several = typing.get_origin(kind) is tuple
     item = typing.get_args(kind)[0] if several else kind
     if item not in _FORMS:
         raise ValueError(
             f"{name} has the type {inspect.formatannotation(annotation)}, which cannot be read from a command line; "
-            f"annotate it as {', '.join(x.__name__ for x in _FORMS)}, a Literal, a tuple such as tuple[int, ...], or "
-            f"one of these or None"
+            f"annotate it as {', '.join(x.__name__ for x in _FORMS)}, a tuple such as tuple[int, ...], or one of these "
+            f"or None"
         )
     try:
         if not several:

@@ -34,16 +34,12 @@ _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 def load(spec: str) -> run.Config:
     """Loads a config by running its `get_config`, or from the `config.json` of a run.
 
-    In `CONFIG:VALUE,key=VALUE` the values are arguments of `get_config`, in order or by name, with the types of its
-    signature. A value with commas is quoted, as in `CONFIG:"a,b",key="64,128"`.
-
-    Args:
-        spec: path of a Python file or name of a config of the package, and optionally ":" and arguments; or path of a
-            JSON file.
+    `spec` is the path of a Python file or the name of a config of the package, and optionally ":" and arguments; or the
+    path of a JSON file. In `CONFIG:VALUE,key=VALUE` the values are arguments of `get_config`, in order or by name, with
+    the types of its signature. A value with commas is quoted, as in `CONFIG:"a,b",key="64,128"`.
 
     Raises:
-        ValueError: there is no such config, or it fails, or does not have these arguments, or does not return a
-            `Config`.
+        ValueError: there is no such config, it fails, or it does not have these arguments or return a `Config`.
     """
     name, colon, text = spec.partition(":")
     configs = _package_configs()
@@ -98,10 +94,9 @@ def is_remote(path: str) -> bool:
 
 
 def require_named(config: run.Config, named: Collection[str], source: str) -> None:
-    """Raises ValueError if data of settings from a file is on another host, unless the user named it again.
+    """Raises ValueError if data of settings from a file, `source`, is on another host, unless the user named it again.
 
-    `named` are the settings that were given on the command line, such as "data.paths"; `source` is the name of the
-    file, for errors.
+    `named` are the settings that were given on the command line, such as "data.paths".
     """
     for path in ("data.paths", "data.heldout_paths", "data.tokenizer"):
         value = getattr(config.data, path.removeprefix("data."))
@@ -146,7 +141,6 @@ def _bind(name: str, get_config: Callable, text: str | None) -> inspect.BoundArg
     signature = inspect.signature(get_config, eval_str=True)
     parameters = signature.parameters.values()
     kinds = {x.kind for x in parameters}
-    any_values, any_keys = (kind in kinds for kind in _ANY)
     keys = [x.name for x in parameters if x.kind not in _ANY]
     # As in "preset, *paths".
     listed = ", ".join(str(x.replace(annotation=x.empty, default=x.empty)) for x in parameters)
@@ -156,14 +150,13 @@ def _bind(name: str, get_config: Callable, text: str | None) -> inspect.BoundArg
     for part in parts:
         key, equals, value = part.partition("=")
         key = key.strip().replace("-", "_")
-        known = key in keys or any_keys
+        known = key in keys or inspect.Parameter.VAR_KEYWORD in kinds
         # A function that takes any number of values may be given some that contain "=".
-        if not equals or (any_values and not known):
+        if not equals or (inspect.Parameter.VAR_POSITIONAL in kinds and not known):
             positional.append(part)
         elif not known:
-            raise ValueError(
-                f"config {name!r} has no argument {key!r}; {spelling.remedy(key, keys, otherwise=usage)}"
-            )
+            remedy = spelling.remedy(key, keys, otherwise=usage)
+            raise ValueError(f"config {name!r} has no argument {key!r}; {remedy}")
         elif key in named:
             raise ValueError(f"config {name!r} is given argument {key!r} twice")
         else:
@@ -179,19 +172,17 @@ def _bind(name: str, get_config: Callable, text: str | None) -> inspect.BoundArg
             return {x: read(x, text, annotation) for x, text in given.items()}
         if isinstance(given, tuple):
             return tuple(read(key, text, annotation) for text in given)
+        if annotation is inspect.Parameter.empty:
+            return given
         return literals.read(f"argument {key!r} of config {name!r}", given, annotation)
 
     for key, given in arguments.arguments.items():
-        annotation = signature.parameters[key].annotation
-        if annotation is not inspect.Parameter.empty:
-            arguments.arguments[key] = read(key, given, annotation)
+        arguments.arguments[key] = read(key, given, signature.parameters[key].annotation)
     return arguments
 
 
 def override(base: run.Config, texts: Mapping[str, str]) -> run.Config:
-    """Replaces fields by dotted path, e.g. {"model.layers": "4"}, with values as typed by the user.
-
-    `literals.read` says how they are written.
+    """Replaces fields by dotted path, e.g. {"model.layers": "4"}, with values as `literals.read` reads them.
 
     Raises:
         ValueError: a field is unknown, a value has the wrong type, or settings contradict each other.
@@ -225,6 +216,13 @@ _SYNONYMS = {
 }
 
 
+def _names_by_group() -> dict[str, list[str]]:
+    return {
+        group.path: [setting.path.rpartition(".")[2] for setting in group.settings]
+        for group in fields.groups(run.Config)
+    }
+
+
 def nearest_setting(path: str) -> str | None:
     """Returns the setting that is most similar to one that does not exist, or None if none is similar."""
     group, _, name = path.rpartition(".")
@@ -253,13 +251,6 @@ def unknown_setting(path: str) -> str:
     else:
         remedy = f"the groups are {', '.join(names)}"
     return f"there is no setting --config.{spelling.cut(path, 80)}; {remedy}"
-
-
-def _names_by_group() -> dict[str, list[str]]:
-    return {
-        group.path: [setting.path.rpartition(".")[2] for setting in group.settings]
-        for group in fields.groups(run.Config)
-    }
 
 
 def replace(node: Any, changes: Mapping[str, Any]) -> Any:

@@ -144,13 +144,8 @@ class ModelConfig:
 
     @functools.cached_property
     def _head_sizes(self) -> tuple[int, int]:
-        return checks.head_sizes(
-            width=self.width,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            prefix="model.",
-        )
+        sizes = {name: getattr(self, name) for name in ("width", "heads", "kv_heads", "head_dim")}
+        return checks.head_sizes(**sizes, prefix="model.")
 
     @property
     def hidden_width(self) -> int:
@@ -219,33 +214,27 @@ class ModelConfig:
 _LLAMA: dict[str, Any] = {"norm": "rms", "activation": "swiglu", "embedding_norm": False}
 _QWEN: dict[str, Any] = _LLAMA | {"norm_epsilon": 1e-6}
 
+
+def _size(vocab_size: int, layers: int, width: int, heads: int, **others: Any) -> dict[str, Any]:
+    return {"vocab_size": vocab_size, "layers": layers, "width": width, "heads": heads, **others}
+
+
 # The shapes of GPT-2 and GPT-3 XL, with the 50,257 tokens padded to a multiple of 128. `quickstart` reads bytes. The
 # others are published models, whose attention is the preset named before the `_`. Brumby has the body of `qwen3_14b`.
 MODEL_SIZES: dict[str, dict[str, Any]] = {
-    "quickstart": {"vocab_size": 256, "layers": 2, "width": 128, "heads": 4, "dtype": "float32"},
-    "gpt2_124m": {"vocab_size": 50_304, "layers": 12, "width": 768, "heads": 12},
-    "gpt2_335m": {"vocab_size": 50_304, "layers": 24, "width": 1024, "heads": 16},
-    "gpt2_774m": {"vocab_size": 50_304, "layers": 36, "width": 1280, "heads": 20},
-    "gpt2_1558m": {"vocab_size": 50_304, "layers": 48, "width": 1600, "heads": 25},
-    "gpt3_1311m": {"vocab_size": 50_304, "layers": 24, "width": 2048, "heads": 32},
-    "llama3_8b": _LLAMA
-    | {"vocab_size": 128_256, "layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "mlp_width": 14_336}
-    | {"tied_head": False},
-    "llama32_1b": _LLAMA
-    | {"vocab_size": 128_256, "layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "mlp_width": 8192},
+    "quickstart": _size(256, 2, 128, 4, dtype="float32"),
+    "gpt2_124m": _size(50_304, 12, 768, 12),
+    "gpt2_335m": _size(50_304, 24, 1024, 16),
+    "gpt2_774m": _size(50_304, 36, 1280, 20),
+    "gpt2_1558m": _size(50_304, 48, 1600, 25),
+    "gpt3_1311m": _size(50_304, 24, 2048, 32),
+    "llama3_8b": _size(128_256, 32, 4096, 32, kv_heads=8, mlp_width=14_336, tied_head=False, **_LLAMA),
+    "llama32_1b": _size(128_256, 16, 2048, 32, kv_heads=8, mlp_width=8192, **_LLAMA),
     # Qwen2 and Qwen2.5.
-    "qwen2_500m": _QWEN
-    | {"vocab_size": 151_936, "layers": 24, "width": 896, "heads": 14, "kv_heads": 2, "mlp_width": 4864},
-    "qwen2_7b": _QWEN
-    | {"vocab_size": 152_064, "layers": 28, "width": 3584, "heads": 28, "kv_heads": 4, "mlp_width": 18_944}
-    | {"tied_head": False},
-    "qwen3_600m": _QWEN
-    | {"vocab_size": 151_936, "layers": 28, "width": 1024, "heads": 16, "kv_heads": 8, "mlp_width": 3072}
-    | {"head_dim": 128},
-    "qwen3_14b": _QWEN
-    | {"vocab_size": 151_936, "layers": 40, "width": 5120, "heads": 40, "kv_heads": 8, "mlp_width": 17_408}
-    | {"tied_head": False},
-    "starcoder2_3b": {"vocab_size": 49_152, "layers": 30, "width": 3072, "heads": 24, "kv_heads": 2}
-    | {"biases": True, "embedding_norm": False},
+    "qwen2_500m": _size(151_936, 24, 896, 14, kv_heads=2, mlp_width=4864, **_QWEN),
+    "qwen2_7b": _size(152_064, 28, 3584, 28, kv_heads=4, mlp_width=18_944, tied_head=False, **_QWEN),
+    "qwen3_600m": _size(151_936, 28, 1024, 16, kv_heads=8, mlp_width=3072, head_dim=128, **_QWEN),
+    "qwen3_14b": _size(151_936, 40, 5120, 40, kv_heads=8, mlp_width=17_408, tied_head=False, **_QWEN),
+    "starcoder2_3b": _size(49_152, 30, 3072, 24, kv_heads=2, biases=True, embedding_norm=False),
 }
 """Model sizes by name, as fields of `ModelConfig`."""

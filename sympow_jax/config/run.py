@@ -109,8 +109,6 @@ class EvaluationConfig:
             raise ValueError(f"evaluation.context_lengths is {lengths}; it must be positive and increasing")
         if "" in prompts:
             raise ValueError(f"evaluation.prompts is {prompts}; each must have at least one character")
-        if len(set(prompts)) < len(prompts):
-            raise ValueError(f"evaluation.prompts is {prompts}; each must occur once")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,19 +198,11 @@ class Config:
                 f"task.dual_encoder is True, data.source {data.source!r} and data.text_columns {data.text_columns}; "
                 f"a dual encoder needs source 'tsv' and the names of two columns of text",
             ),
-            (
-                task.dual_encoder and data.context_length % 2,
-                f"task.dual_encoder is True and data.context_length {data.context_length}; it must be even",
-            ),
             # Images.
             (
                 (data.source == "images" and not data.image_tokens) != (side is not None),
                 f"data.source is {data.source!r}, data.image_tokens {data.image_tokens} and model.patch_size {side}; "
                 f"arrays of images have patches, and tokens have none",
-            ),
-            (
-                side is not None and task.outputs is None,
-                f"{named} and model.patch_size {side}; images have classes or numbers, not tokens",
             ),
             (
                 side is not None and (data.image_size % side or data.context_length != patches),

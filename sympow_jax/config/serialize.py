@@ -20,14 +20,10 @@ _BYTES = 1 << 26
 
 
 def flatten(values: Any, occasion: fields.Occasion | None = None, *, prefix: str = "") -> dict[str, Any]:
-    """Flattens nested dataclasses and mappings to one mapping by dotted path.
+    """Flattens nested dataclasses and mappings to one mapping by dotted path, which begins with `prefix`.
 
-    Where a setting is derived from others, this is its value, so that settings with the same effect are equal.
-
-    Args:
-        values: a settings dataclass, or a mapping.
-        occasion: leaves out the fields of dataclasses that may differ on this occasion; None keeps all.
-        prefix: text before every path, such as "model.".
+    Where a setting is derived from others, this is its value, so that settings with the same effect are equal. With an
+    `occasion`, the fields of dataclasses that may differ on it are left out.
     """
     if isinstance(values, Mapping):
         items = dict(values)

@@ -22,15 +22,10 @@ class Predicted(enum.Enum):
 
 
 class _Kind(NamedTuple):
-    """Properties of a task that settings, data and models must know.
-
-    Attributes:
-        predicted: what it predicts.
-        causal: whether attention is causal, so that the model is a decoder; otherwise it is an encoder.
-    """
+    """Properties of a task that settings, data and models must know."""
 
     predicted: Predicted
-    causal: bool = False
+    causal: bool = False  # whether the model is a decoder; otherwise it is an encoder
 
 
 TASKS = {
@@ -61,8 +56,7 @@ class TaskConfig:
         "instead of joined. The head reads their means, and the product and the difference of these.",
     )
     mask_token: int | None = fields.setting(
-        None,
-        "Id of the mask of `masked_token`. If none, the last id of the vocabulary.",
+        None, "Id of the mask of `masked_token`. If none, the last id of the vocabulary."
     )
     initial_run: str | None = fields.setting(
         None,

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from sympow_jax import config as configs
 from sympow_jax import hub, spelling
-from sympow_jax.config import data as data_config
 from sympow_jax.data import tokenizer
 from sympow_jax.data.sources import zarr
 
@@ -35,15 +34,14 @@ class Codec:
             ValueError: the prompt is empty, has a token outside the vocabulary, or is not UTF-8 and the tokenizer
                 reads text.
         """
-        if not prompt:
-            raise ValueError(f"{name} is empty; it needs at least one character")
         reader = f"tokenizer {self.tokenizer.name}"
         try:
             tokens = [int(token) for token in self.tokenizer.encode(prompt)]
         except UnicodeDecodeError as error:
             raise ValueError(f"{name} is not UTF-8 (byte {error.start + 1}), which {reader} reads") from error
         if not tokens:
-            raise ValueError(f"{reader} finds no tokens in {name}; it must have at least one")
+            lack = f"{reader} finds no tokens in {name}" if prompt else f"{name} is empty"
+            raise ValueError(f"{lack}; it must have at least one")
         tokens = tokens if self.lead is None else [self.lead, *tokens]
         if beyond := sorted({token for token in tokens if token >= self.vocab_size}):
             kind = "bytes" if self.tokenizer.name == "byte" else "tokens"
@@ -71,24 +69,20 @@ class Codec:
 def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
     """Returns the codec of a run whose `data.source` has documents.
 
-    Args:
-        settings: the run's settings.
-        name: name of the tokenizer, as for `prepare`; `data.tokenizer` by default, which a run on prepared tokens
-            records. It must be given for other tokens, if `parquet` or `jsonl` hold token ids, and if it would be
-            downloaded from the Hub.
+    `name` is that of the tokenizer, as for `prepare`; by default `data.tokenizer`, which a run on prepared tokens
+    records. It must be given for other tokens, if `parquet` or `jsonl` hold token ids, and if it would be downloaded.
 
     Raises:
         ValueError: the source is another, or the tokenizer is missing, cannot be loaded or is not the data's.
     """
     source, separator = settings.data.source, settings.data.document_separator
-    if source not in data_config.DOCUMENT_SOURCES:
+    if not settings.data.has_documents:
         raise ValueError(f"the run read data.source {source!r}, of which no text can be made")
     if source == "text":
         if name not in (None, "byte"):
             raise ValueError(f"--tokenizer={name}, but the run read text as bytes; leave it out")
         return Codec(tokenizer.load("byte"), settings.model.vocab_size)
-    corpus = source in data_config.CORPUS_SOURCES
-    recorded = settings.data.text_tokenizer if corpus else settings.data.tokenizer
+    recorded = settings.data.text_tokenizer if settings.data.kind.corpus else settings.data.tokenizer
     if name is not None:
         loaded = tokenizer.load(name)
     elif recorded is None:
@@ -106,9 +100,7 @@ def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
             loaded = tokenizer.load(recorded, setting="data.tokenizer")
         except ValueError as error:
             raise ValueError(f"the run's {error}; give the tokenizer as --tokenizer=FILE") from error
-    lead, end = loaded.begin, separator
-    if source == "longcrawl64":
-        lead = end = zarr.DOCUMENT_START if separator is None else separator
-    elif corpus and separator is None:
-        end = loaded.separator
-    return Codec(loaded, settings.model.vocab_size, lead=lead, end=end)
+    if separator is None:
+        separator = {"longcrawl64": zarr.DOCUMENT_START, "tokens": None}.get(source, loaded.separator)
+    lead = separator if source == "longcrawl64" else loaded.begin
+    return Codec(loaded, settings.model.vocab_size, lead=lead, end=separator)

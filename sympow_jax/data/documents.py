@@ -1,15 +1,15 @@
 """Documents of known lengths that can be read in part, the interface of every source of documents."""
 
+import copy
 import operator
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
-from jaxtyping import Int32, Int64, Integer
+from jaxtyping import Int32, Int64, Integer, Shaped
 
 __all__ = [
     "MAX_DOCUMENTS",
-    "STORED",
     "Documents",
     "HeldoutDocuments",
     "Spans",
@@ -17,16 +17,14 @@ __all__ = [
     "check_vocabulary",
 ]
 
-# Sources of tokens that were written earlier. They never have one id over a row or document of this number of tokens.
-# Where they do, a copy was not completed: what is not written reads as 0.
-STORED = ("tokens", "longcrawl64")
+# Tokens that were written earlier never have one id over a row or document of this number of tokens. Where they do, a
+# copy was not completed: what is not written reads as 0.
 _NEVER_REPEATED = 64
 
 # Largest source. Opening a source takes up to 60 bytes of memory per document.
 MAX_DOCUMENTS = 1 << 28
 
 
-@runtime_checkable
 class Documents(Protocol):
     """The training or the held-out documents of a source.
 
@@ -49,9 +47,12 @@ class Documents(Protocol):
 
 
 class Spans:
-    """Documents that are spans of flat arrays, in memory or memory-mapped.
+    """Documents that follow each other in flat arrays, in memory or memory-mapped.
 
-    Document i is the `lengths[i]` tokens of `open_array(array[i])` from `starts[i]`. `names` are those of the arrays.
+    Args:
+        open_array: returns array i.
+        names: names of the arrays, for errors.
+        lengths: lengths of the documents of each array.
     """
 
     lead = None
@@ -61,34 +62,19 @@ class Spans:
         self,
         open_array: Callable[[int], Integer[np.ndarray, " tokens"]],
         names: Sequence[str],
-        *,
-        array: Integer[np.ndarray, " documents"],
-        starts: Int64[np.ndarray, " documents"],
-        lengths: Int64[np.ndarray, " documents"],
-    ):
-        self.lengths = lengths
-        self._open_array, self._names, self._array, self._starts = open_array, names, array, starts
-
-    @classmethod
-    def consecutive(
-        cls,
-        open_array: Callable[[int], Integer[np.ndarray, " tokens"]],
-        names: Sequence[str],
         lengths: Sequence[Int64[np.ndarray, " documents"]],
-    ) -> "Spans":
-        """Returns the documents of arrays that hold one after the other; `lengths` are those of each array."""
-        return cls(
-            open_array,
-            names,
-            array=np.repeat(np.arange(len(lengths), dtype=np.int32), [*map(len, lengths)]),
-            starts=np.concatenate([np.cumsum(part) - part for part in lengths]),
-            lengths=np.concatenate(lengths),
-        )
+    ):
+        self._open_array, self._names = open_array, names
+        self._array = np.repeat(np.arange(len(lengths), dtype=np.int32), [*map(len, lengths)])
+        self._starts = np.concatenate([np.empty(0, np.int64), *(np.cumsum(part) - part for part in lengths)])
+        self.lengths = np.concatenate([np.empty(0, np.int64), *lengths])
 
-    def select(self, chosen: Int64[np.ndarray, " chosen"]) -> "Spans":
-        """Returns the chosen documents only."""
-        array, starts, lengths = self._array[chosen], self._starts[chosen], self.lengths[chosen]
-        return Spans(self._open_array, self._names, array=array, starts=starts, lengths=lengths)
+    def select(self, chosen: Shaped[np.ndarray, " chosen"]) -> "Spans":
+        """Returns the chosen documents only, by index or mask."""
+        spans = copy.copy(self)
+        spans._array, spans._starts = self._array[chosen], self._starts[chosen]
+        spans.lengths = self.lengths[chosen]
+        return spans
 
     def read(self, document: int, start: int, stop: int) -> Integer[np.ndarray, " tokens"]:
         """Returns tokens start .. stop - 1 of a document."""
@@ -125,11 +111,11 @@ class HeldoutDocuments(Sequence):
     """Whole documents as 1-D int32 arrays, read on access.
 
     If the source has a lead id (longcrawl64), it is the first token of each document, as in training, and `lengths`
-    include it. `lead` and `together` are as in `Documents`; `stored` says whether the source is one of `STORED`.
+    include it. `lead` and `together` are as in `Documents`; `stored` says whether the
+    tokens were written earlier.
 
     Raises:
-        ValueError: on access, a document holds an id outside the vocabulary or is missing from storage, or a stored one
-            of at least 64 tokens has one id only.
+        ValueError: on access, a document is missing, damaged, or holds an id outside the vocabulary.
     """
 
     def __init__(self, documents: Documents, *, vocab_size: int, stored: bool):
@@ -147,6 +133,5 @@ class HeldoutDocuments(Sequence):
         check_vocabulary(tokens, vocab_size=self._vocab_size, name=lambda: documents.name(index))
         if self._stored:
             check_repeated(tokens, name=documents.name(index), part=f"all of its {len(tokens)} tokens")
-        if documents.lead is not None:
-            tokens = np.concatenate([[documents.lead], tokens])
-        return tokens.astype(np.int32)
+        tokens = tokens.astype(np.int32)
+        return tokens if self.lead is None else np.insert(tokens, 0, self.lead)

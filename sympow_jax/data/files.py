@@ -27,6 +27,7 @@ __all__ = [
     "held_out",
     "located",
     "location",
+    "on_side",
     "open_file",
     "read",
     "side",
@@ -76,15 +77,15 @@ def errors(place: str) -> Iterator[None]:
         # A server does not tell those who may not read a file that it exists.
         access = ", or check your access to it" if remote else ""
         raise ValueError(f"{place}: there is no such file or folder; correct the path{access}") from error
-    except ImportError as error:  # whose message says what to install
-        raise ValueError(f"cannot read {place}: {error}") from error
     except Exception as error:  # each file system raises the errors of its own network library
         reason = spelling.cut(str(error), _MAX_REASON) or type(error).__name__
-        remedy = "check the network and your access to it, or name a local copy"
-        if not remote:
+        remedy = "; check the network and your access to it, or name a local copy"
+        if isinstance(error, ImportError):  # which says what to install
+            remedy = ""
+        elif not remote:
             reason = getattr(error, "strerror", None) or reason
-            remedy = "check the file, or make it again"
-        raise ValueError(f"cannot read {place}: {reason}; {remedy}") from error
+            remedy = "; check the file, or make it again"
+        raise ValueError(f"cannot read {place}: {reason}{remedy}") from error
 
 
 def open_file(path: str) -> BinaryIO:
@@ -111,15 +112,13 @@ def below(root: str, *, suffix: str | tuple[str, ...] = "", skip: Collection[str
     def refuse(error: OSError) -> None:
         raise ValueError(f"cannot read the folder {error.filename}: {error.strerror or error}") from error
 
-    skip = {"__pycache__", *skip}
     matches = []
     for folder, subfolders, names in os.walk(root, onerror=refuse):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".") and name not in skip]
-        for name in names:
-            path = os.path.join(folder, name)
-            # A dangling link is listed but cannot be read.
-            if name.lower().endswith(suffix) and not name.startswith(".") and os.path.isfile(path):
-                matches.append(File.below(root, path))
+        subfolders[:] = {x for x in subfolders if not x.startswith(".")} - {"__pycache__", *skip}
+        visible = [x for x in names if not x.startswith(".") and x.lower().endswith(suffix)]
+        paths = [os.path.join(folder, name) for name in visible]
+        # A dangling link is listed but cannot be read.
+        matches += [File.below(root, path) for path in paths if os.path.isfile(path)]
     return sorted(matches, key=lambda file: (file.key, file.path))
 
 
@@ -283,6 +282,14 @@ def sides(config: config_lib.DataConfig) -> tuple[bool, ...]:
     return (False, True) if config.heldout_paths else (False,)
 
 
+def on_side(
+    config: config_lib.DataConfig, keys: Sequence[str], positions: Int64[np.ndarray, "#n"], *, heldout: bool
+) -> Bool[np.ndarray, " n"]:
+    """Returns a mask of the documents of one side, as `held_out`; all, if held-out data has paths of its own."""
+    out = held_out(keys, positions, config.heldout_fraction)
+    return np.ones_like(out) if config.heldout_paths else out == heldout
+
+
 def held_out(
     keys: Sequence[str], positions: Int64[np.ndarray, "#documents"], fraction: float
 ) -> Bool[np.ndarray, " documents"]:
@@ -290,12 +297,7 @@ def held_out(
 
     The hash is a function of a document's file and its position there, so that the document stays on its side when
     other files are added or removed. It is the SHA-256 of the key plus SplitMix64 of the position (Steele, Lea and
-    Flood, 2014), which is 0 at position 0.
-
-    Args:
-        keys: key of each document's file, or of the one file of all documents.
-        positions: position of each document in its file, or of all documents in theirs.
-        fraction: fraction of the documents that is held out.
+    Flood, 2014), which is 0 at position 0. There may be one key or one position for all documents.
     """
     mixed = positions.astype(np.uint64)
     # In place, because there may be 10^8 documents.

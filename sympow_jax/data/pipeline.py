@@ -5,21 +5,18 @@ import functools
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from sympow_jax import config as config_lib
 from sympow_jax import spelling
-from sympow_jax.config import data as data_config
 from sympow_jax.config import loading
-from sympow_jax.config import task as task_config
 from sympow_jax.data import documents, files, masking, rows, shuffle, sources, tokenizer
 from sympow_jax.data.sources import zarr
 
 __all__ = [
     "HeldoutData",
-    "RunData",
     "compare_metadata",
     "describe",
     "open_run",
@@ -42,35 +39,17 @@ _RUN_FILES = (
 )
 
 
-def _open_source(config: config_lib.DataConfig, task: config_lib.TaskConfig) -> Any:
-    """Returns the opened source, after checking that it fits the task."""
-    fitting = sources.SOURCES[config.source].predicted
-    if task.predicted not in fitting:
-        names = " and ".join(name for name, kind in task_config.TASKS.items() if kind.predicted in fitting)
-        raise ValueError(
-            f"task.name is {task.name!r}, but data.source {config.source!r} is for {names}; change one of them"
-        )
-    return sources.open_source(config)
-
-
-def _rows(
-    opened: documents.Documents | rows.Examples,
-    config: config_lib.DataConfig,
-    task: config_lib.TaskConfig,
-    *,
-    vocab_size: int,
-) -> rows.Examples:
-    """Returns the rows of a task: those cut from documents, or labeled examples as they are."""
-    if not isinstance(opened, documents.Documents):
+def _rows(source: sources.Source, opened: documents.Documents | rows.Labeled) -> rows.Examples:
+    """Returns the rows of a side of a source: those cut from documents, or labeled examples as they are."""
+    if isinstance(opened, rows.Labeled):
         return opened
-    if task.masks_tokens:
-        return masking.MaskedRows(opened, config, task, vocab_size=vocab_size)
-    return rows.Rows(opened, config, vocab_size=vocab_size)
+    if source.task.masks_tokens:
+        return masking.MaskedRows(opened, source.config, source.task, vocab_size=source.vocab_size)
+    return rows.Rows(opened, source.config, vocab_size=source.vocab_size)
 
 
 def _may_hold_out(config: config_lib.DataConfig) -> bool:
-    generated = sources.SOURCES[config.source].generated
-    return generated or bool(config.heldout_paths) or config.heldout_fraction > 0
+    return config.kind.generated or bool(config.heldout_paths) or config.heldout_fraction > 0
 
 
 def train_dataset(
@@ -99,19 +78,17 @@ def train_dataset(
         ValueError: the data cannot be found, opened or read as configured, or does not fit the task. On access to a
             row, an id is outside the vocabulary, a Zarr chunk is missing or a file is not an image.
     """
-    task = task or config_lib.TaskConfig()
-    source = source or _open_source(config, task)
-    if config.source in data_config.CORPUS_SOURCES:
-        pack = functools.partial(_rows, config=config, task=task, vocab_size=vocab_size)
-        return source.rows(pack, vocab_size=vocab_size)
-    opened = source.side(task, vocab_size=vocab_size, heldout=False)
-    count = len(opened.lengths) if isinstance(opened, documents.Documents) else len(opened)
+    source = source or sources.open_source(config, task or config_lib.TaskConfig(), vocab_size=vocab_size)
+    if config.kind.corpus:
+        return source.rows(functools.partial(_rows, source))
+    opened = source.side(heldout=False)
+    count = len(opened if isinstance(opened, rows.Labeled) else opened.lengths)
     if not count and config.heldout_fraction and not config.heldout_paths:
         raise ValueError(
             f"nothing is left to train on: data.heldout_fraction {config.heldout_fraction} holds out all that "
             f"data.paths names; lower it, name more data, or set data.heldout_paths"
         )
-    return shuffle.ShuffledRows(_rows(opened, config, task, vocab_size=vocab_size), seed=config.seed)
+    return shuffle.ShuffledRows(_rows(source, opened), seed=config.seed)
 
 
 class HeldoutData:
@@ -130,55 +107,44 @@ class HeldoutData:
         vocab_size: int,
         source: Any = None,
     ):
-        """Opens the data; the default task is to predict the next token, and the default source is opened anew.
-
-        Raises:
-            ValueError: as `train_dataset`.
-        """
+        """Opens the data, by default for predicting the next token. Arguments and errors are as in `train_dataset`."""
         self.documents: documents.HeldoutDocuments | None = None
         self.rows: rows.Examples | None = None
         self._config, self._vocab_size = config, vocab_size
         self._task = task = task or config_lib.TaskConfig()
         if not _may_hold_out(config):
             return
-        source = source or _open_source(config, task)
-        opened = source.side(task, vocab_size=vocab_size, heldout=True)
-        if not isinstance(opened, documents.Documents):
+        source = source or sources.open_source(config, task, vocab_size=vocab_size)
+        opened = source.side(heldout=True)
+        if isinstance(opened, rows.Labeled):
             self.rows = opened if len(opened) else None
             return
         if len(opened.lengths):
             self.documents = documents.HeldoutDocuments(
-                opened, vocab_size=vocab_size, stored=config.source in documents.STORED
+                opened, vocab_size=vocab_size, stored=config.kind.stored
             )
         if rows.has_targets(opened, config):
             try:
-                self.rows = _rows(opened, config, task, vocab_size=vocab_size)
+                self.rows = _rows(source, opened)
             except ValueError as error:
                 raise ValueError(f"held-out data: {error}") from error
 
     @functools.cached_property
     def parts(self) -> dict[str, "HeldoutData"]:
         """Held-out data of each path by its name in `data.heldout_names`; without names, all of it, named ""."""
-        if not self._config.heldout_names:
-            return {"": self}
-        parts = {}
-        for name, path in zip(self._config.heldout_names, self._config.heldout_paths, strict=True):
-            config = dataclasses.replace(self._config, heldout_paths=(path,), heldout_names=())
-            parts[name] = HeldoutData(config, self._task, vocab_size=self._vocab_size)
-        return parts
+        config, parts = self._config, {}
+        for name, path in zip(config.heldout_names, config.heldout_paths):
+            own = dataclasses.replace(config, heldout_paths=(path,), heldout_names=())
+            parts[name] = HeldoutData(own, self._task, vocab_size=self._vocab_size)
+        return parts or {"": self}
 
     @property
     def cause_of_absence(self) -> str:
-        """Why nothing is held out, if nothing is, and what to do: the end of an error."""
+        """Settings that hold out nothing, if nothing is held out, and what to do: the end of an error."""
         config = self._config
-        if config.heldout_paths:
-            return (
-                f"data.heldout_paths has nothing with data.shortest_document tokens, {config.shortest_document}, or "
-                f"more; lower it, or name other files"
-            )
         return (
-            f"data.heldout_paths is empty and data.heldout_fraction is {config.heldout_fraction}, which holds out "
-            f"nothing here; name held-out files in data.heldout_paths, or raise the fraction"
+            f"data.heldout_paths is {config.heldout_paths}, data.heldout_fraction is {config.heldout_fraction}, and "
+            f"data.shortest_document {config.shortest_document}; name other held-out files, or change one of the others"
         )
 
     def batches(self, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
@@ -190,7 +156,8 @@ class HeldoutData:
         """
         indices = range(0 if self.rows is None else len(self.rows))
         for start in range(0, len(indices), batch_size):
-            yield self._batch(indices[start : start + batch_size], batch_size)
+            chosen = indices[start : start + batch_size]
+            yield self._batch(chosen, batch_size, filler=chosen[-1])
 
     def sample(self, *, share: int = 0, shares: int = 1) -> dict[str, np.ndarray] | None:
         """Returns shard `share` of a batch of rows, drawn by `config.seed`; None if there are no rows.
@@ -206,19 +173,19 @@ class HeldoutData:
         chosen = [order(draw) for draw in range(min(config.batch_size, len(self.rows)))]
         return self._batch(chosen[own.start : own.stop], len(own), filler=chosen[0])
 
-    def _batch(
-        self, indices: Sequence[int], size: int, *, filler: int | None = None
-    ) -> dict[str, np.ndarray]:
-        """Returns a batch of `size` rows: these, and uncounted copies of row `filler`, by default the last of them."""
+    def _batch(self, indices: Sequence[int], size: int, *, filler: int) -> dict[str, np.ndarray]:
+        """Returns a batch of `size` rows: these, and uncounted copies of row `filler`."""
         assert self.rows is not None
-        seed = self._config.seed
-        batch = [self.rows.row(index, (seed, index, rows.HELD_OUT)) for index in indices]
-        if len(batch) < size:
-            index = indices[-1] if filler is None else filler
-            row = self.rows.row(index, (seed, index, rows.HELD_OUT))
+        missing = [filler] * (size - len(indices))
+        batch = [
+            self.rows.row(index, (self._config.seed, index, rows.HELD_OUT))
+            for index in (*indices, *missing[:1])
+        ]
+        if missing:
+            row = batch.pop()
             answer = "labels" if "labels" in row else "targets"
             none = np.nan if row[answer].dtype == np.float32 else rows.NO_LABEL
-            batch += [{**row, answer: np.full_like(row[answer], none)}] * (size - len(batch))
+            batch += [{**row, answer: np.full_like(row[answer], none)}] * len(missing)
         return rows.stacked(batch)
 
 
@@ -238,8 +205,7 @@ def require_held_apart(
         False if the paths that were trained on cannot be read, so that it cannot be found out.
     """
     # What is generated has seeds of its own for each side.
-    generated = any(sources.SOURCES[x.source].generated for x in (config, trained))
-    if not _may_hold_out(config) or generated:
+    if not _may_hold_out(config) or config.kind.generated or trained.kind.generated:
         return True
     # Of the same documents, a smaller fraction is in a larger one. In token files, settings say what a document is.
     now, before = (
@@ -257,15 +223,13 @@ def require_held_apart(
         return False
     setting, paths = files.side(config, heldout=True)
     if shared := sorted(found & sources.locations(setting, paths, config.source)):
-        example = spelling.cut(shared[0], spelling.LINE)
-        owner, remedy = (
-            f" of {name}",
-            "it was trained on what is held out here: hold out other files, or what it did",
-        )
-        if trained == config:
-            owner, remedy = "", "change one of them, or leave data.heldout_paths empty to hold out a fraction"
+        owner, remedy = "", "change one of them, or leave data.heldout_paths empty to hold out a fraction"
+        if trained != config:
+            owner = f" of {name}"
+            remedy = "it was trained on what is held out here: hold out other files, or what it did"
         raise ValueError(
-            f"data.paths{owner} and {setting} share {len(shared)} of what they name, such as {example}; {remedy}"
+            f"data.paths{owner} and {setting} share {len(shared)} of what they name, such as "
+            f"{spelling.cut(shared[0], spelling.LINE)}; {remedy}"
         )
     return True
 
@@ -278,55 +242,41 @@ def require_outside_runs(config: config_lib.DataConfig, workdir: pathlib.Path) -
     for setting, paths in (("data.paths", config.paths), ("data.heldout_paths", config.heldout_paths)):
         local = [path for path in paths if "://" not in files.location(path)]
 
-        def check(run: pathlib.Path, local: Sequence[str] = local, setting: str = setting) -> None:
-            for path in local:
-                if any(files.would_find(path, str(run / name)) for name in _RUN_FILES):
-                    raise ValueError(
-                        f"{setting}: {path!r} stands for what a run writes into its workdir {run}; choose a narrower "
-                        f"path or pattern, or another --workdir"
-                    )
+        def runs(setting: str = setting, local: Sequence[str] = local) -> Iterator[pathlib.Path]:
+            # First, because a pattern may match nothing before the run.
+            yield pathlib.Path(os.path.realpath(workdir))
+            found = sources.locations(setting, local, config.source) if local else ()
+            for folder in sorted({parent for location in found for parent in pathlib.Path(location).parents}):
+                if all((folder / name).is_file() for name in _RUN_FILES[:2]):
+                    yield folder
 
-        # First, because a pattern may match nothing before the run.
-        check(pathlib.Path(os.path.realpath(workdir)))
-        found = sources.locations(setting, local, config.source) if local else ()
-        for folder in sorted({parent for location in found for parent in pathlib.PurePath(location).parents}):
-            if all(pathlib.Path(folder, name).is_file() for name in _RUN_FILES[:2]):
-                check(pathlib.Path(folder))
-
-
-class RunData(NamedTuple):
-    """Data of a run: its training rows, its held-out data and a description."""
-
-    rows: rows.TrainRows
-    heldout: HeldoutData
-    description: dict[str, Any]
+        for run in runs():
+            written = [str(run / name) for name in _RUN_FILES]
+            if taken := [path for path in local if any(files.would_find(path, name) for name in written)]:
+                raise ValueError(
+                    f"{setting}: {taken[0]!r} stands for what a run writes into its workdir {run}; choose a narrower "
+                    f"path or pattern, or another --workdir"
+                )
 
 
 def open_run(
     config: config_lib.DataConfig, task: config_lib.TaskConfig | None = None, *, vocab_size: int
-) -> RunData:
-    """Returns the data of a run, whose files are found and scanned once.
+) -> tuple[rows.TrainRows, HeldoutData, dict[str, Any]]:
+    """Returns training rows, held-out data and the description of a run, whose files are found and scanned once.
 
     Raises:
         ValueError: as `train_dataset`.
     """
-    source = _open_source(config, task or config_lib.TaskConfig())
-    return RunData(
-        train_dataset(config, task=task, vocab_size=vocab_size, source=source),
-        HeldoutData(config, task, vocab_size=vocab_size, source=source),
-        describe(config, source),
-    )
+    source = sources.open_source(config, task or config_lib.TaskConfig(), vocab_size=vocab_size)
+    train = train_dataset(config, task=task, vocab_size=vocab_size, source=source)
+    heldout = HeldoutData(config, task, vocab_size=vocab_size, source=source)
+    return train, heldout, describe(config, source)
 
 
 def describe(config: config_lib.DataConfig, source: Any = None) -> dict[str, Any]:
     """Returns a description of the data for the record of a run: source, paths, sizes and a digest."""
-    source = source or sources.open_source(config)
-    return {
-        "source": config.source,
-        "paths": list(config.paths),
-        "heldout_paths": list(config.heldout_paths),
-        **source.describe(),
-    }
+    paths = {"paths": list(config.paths), "heldout_paths": list(config.heldout_paths)}
+    return {"source": config.source, **paths, **(source or sources.open_source(config)).describe()}
 
 
 def compare_metadata(config: config_lib.Config) -> tuple[config_lib.Config, list[str]]:
@@ -336,8 +286,8 @@ def compare_metadata(config: config_lib.Config) -> tuple[config_lib.Config, list
         The settings, with the `data.tokenizer` of the metadata if they have none, and a line for each setting that the
         metadata contradicts, naming the first such file.
     """
-    data = config.data
-    found = sources.open_source(data).metadata() if data.source in documents.STORED else {}
+    data, vocab_size = config.data, config.model.vocab_size
+    found = sources.open_source(data).metadata() if data.kind.stored else {}
     if data.tokenizer is None:
         named = (metadata.get("tokenizer") for metadata in found.values())
         name = next((name for name in named if isinstance(name, str)), None)
@@ -347,7 +297,7 @@ def compare_metadata(config: config_lib.Config) -> tuple[config_lib.Config, list
         separator = zarr.DOCUMENT_START
     lines: dict[str, str] = {}
     for place, metadata in found.items():
-        size, end, vocab_size = metadata.get("vocab_size"), metadata.get("separator"), config.model.vocab_size
+        size, end = metadata.get("vocab_size"), metadata.get("separator")
         if isinstance(size, int) and size > vocab_size:
             line = f"{place} has ids below {size}, but model.vocab_size is {vocab_size}; raise it"
             lines.setdefault("size", line)
@@ -357,7 +307,7 @@ def compare_metadata(config: config_lib.Config) -> tuple[config_lib.Config, list
             lines.setdefault("end", line)
         stored, fingerprint = metadata.get("tokenizer"), metadata.get("tokenizer_fingerprint")
         # Loaded only under another name, because training needs no tokenizer.
-        if data.tokenizer in (None, stored) or not (isinstance(stored, str) and isinstance(fingerprint, str)):
+        if data.tokenizer in (None, stored) or fingerprint is None:
             continue
         problem = f"but data.tokenizer is {data.tokenizer}, whose ids are others; correct it"
         try:

@@ -101,8 +101,10 @@ def _write_errors(path: pathlib.Path) -> Iterator[None]:
         ) from error
 
 
-def _write(path: pathlib.Path, content: bytes | memoryview) -> None:
-    """Replaces the content of a file, whole even if the machine loses power then."""
+def _write(path: pathlib.Path, content: bytes | memoryview | dict[str, Any]) -> None:
+    """Replaces a file by bytes or the JSON of a dict, whole even if the machine loses power then."""
+    if isinstance(content, dict):
+        content = (json.dumps(content, indent=2) + "\n").encode()
     with _write_errors(path), atomic.replace(path) as draft, draft.open("wb") as stream:
         stream.write(content)
         stream.flush()
@@ -139,21 +141,22 @@ def _find(paths: Sequence[str], text_column: str | None) -> list[tuple[files.Fil
                 f"--text_column"
             )
         return [(file, "text") for file in texts]
-    named: dict[str, list[str]] = {source: [] for source in data_config.CORPUS_SOURCES}
+    columns = []
     for path in paths:
         source = data_config.source_of(path)
-        if source not in named:
+        if source not in data_config.CORPUS_SOURCES:
             raise ValueError(
                 f"{path} is neither .parquet nor .jsonl, nor a compressed .jsonl, which --text_column reads; name the "
                 f"files of a folder with a glob, such as {os.path.join(path, '*.parquet')}, and leave others out"
             )
-        named[source].append(path)
-    columns = [(file, name) for name in named for file in files.find("files", named[name])]
+    for source in data_config.CORPUS_SOURCES:
+        own = [path for path in paths if data_config.source_of(path) == source]
+        columns += [(file, source) for file in files.find("files", own)]
     columns.sort(key=lambda item: (item[0].key, item[0].path))
-    first, name = columns[0]
-    if not importlib.import_module(f"sympow_jax.data.corpus.{name}").holds_text(first, text_column):
+    first, source = columns[0]
+    if not importlib.import_module(f"sympow_jax.data.corpus.{source}").holds_text(first, text_column):
         raise ValueError(
-            f"{first.path} holds token ids in {text_column!r}, and not text; train on it with data.source={name}"
+            f"{first.path} holds token ids in {text_column!r}, and not text; train on it with data.source={source}"
         )
     return columns
 
@@ -170,14 +173,6 @@ def _new_output(out: str, paths: Sequence[str]) -> pathlib.Path:
                 f"choose another --out"
             )
     return path
-
-
-def _json(values: dict[str, Any]) -> bytes:
-    return (json.dumps(values, indent=2) + "\n").encode()
-
-
-def _absent(path: pathlib.Path) -> ValueError:
-    return ValueError(f"{path} exists; remove it or choose another --out")
 
 
 def _write_shards(
@@ -219,27 +214,24 @@ def _write_shards(
     }
 
     # The folder is new, or of the same command that was stopped. What a link leads to would be written to and removed.
+    # A process that was killed before it wrote the record may have left a draft of it, and nothing else.
     record = folder / tokens.METADATA
-    if os.path.lexists(folder) and (folder.is_symlink() or not folder.is_dir() or record.is_symlink()):
-        raise _absent(folder)
-    if record.exists():
-        before = serialize.read_object(record)
-        if "documents" in before:
-            raise _absent(folder)
-        if different := serialize.differences(before, facts):
-            raise ValueError(
-                f"{folder} holds part of another output: {different}; repeat the command as it was, on the same "
-                f"files, or remove the folder to start again"
-            )
-    else:
-        # A process that was killed may have left a draft of the record, and nothing else.
-        if folder.exists() and not all(
-            name.startswith(f".{tokens.METADATA}-") for name in os.listdir(folder)
-        ):
-            raise _absent(folder)
-        with _write_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-        _write(record, _json(facts))
+    before = serialize.read_object(record) if record.is_file() and not record.is_symlink() else {}
+    if os.path.lexists(folder) and (
+        folder.is_symlink()
+        or not folder.is_dir()
+        or "documents" in before
+        or (not before and not all(name.startswith(f".{record.name}-") for name in os.listdir(folder)))
+    ):
+        raise ValueError(f"{folder} exists; remove it or choose another --out")
+    if before and (different := serialize.differences(before, facts)):
+        raise ValueError(
+            f"{folder} holds part of another output: {different}; repeat the command as it was, on the same "
+            f"files, or remove the folder to start again"
+        )
+    with _write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    _write(record, facts)
 
     # Token files that are there are not made again.
     itemsize = tokens.DTYPES[encoding.token_dtype].itemsize
@@ -258,8 +250,9 @@ def _write_shards(
     report = report or (lambda _: None)
     try:
         report(progress)
-        tasks = iter([(index, group) for index, group in enumerate(groups) if index not in shards])
-        make, workers = functools.partial(_ShardWriter, encoding, folder), options.workers
+        left = [(index, group) for index, group in enumerate(groups) if index not in shards]
+        tasks, workers = iter(left), min(options.workers, max(1, len(left)))
+        make = functools.partial(_ShardWriter, encoding, folder)
         with processes.pool(make, workers=workers if workers > 1 else 0, setting="--workers") as submit:
             running = {submit(task) for task in itertools.islice(tasks, workers)}
             while running:
@@ -304,13 +297,12 @@ def write_bin(
         report: called with the progress after every token file.
 
     Raises:
-        ValueError: `out` exists or is in one of `paths`, there is no separator, a document contains the separator or
-            cannot be read or encoded, there is nothing to write, a worker process ended, or `out` holds part of the
-            output of other files or options.
+        ValueError: `out` exists, is in one of `paths` or holds part of another output; a document contains the
+            separator or cannot be read or encoded; there is no separator or no document; or a worker process ended.
     """
     folder = _new_output(out, paths)
     about, _ = _write_shards(folder, paths, options or Options(), report)
-    _write(folder / tokens.METADATA, _json(about))
+    _write(folder / tokens.METADATA, about)
     return about
 
 
@@ -333,7 +325,7 @@ def write_longcrawl64(
     checks.require_at_least(1, **{"--row_tokens": row_tokens})
     path = _new_output(out, paths)
     if os.path.lexists(path):
-        raise _absent(path)
+        raise ValueError(f"{path} exists; remove it or choose another --out")
     folder = path.with_name(f".{path.name}.prepare")
     about, shards = _write_shards(folder, paths, options or Options(), report)
     rows = about["tokens"] // row_tokens
@@ -348,11 +340,8 @@ def write_longcrawl64(
     dtype, source = tokens.DTYPES[about["token_dtype"]], iter(shards)
     with _write_errors(partial):
         # Chunks of zeros are written too, because the reader treats a missing chunk as an error.
-        spec = {
-            **zarr.spec(str(partial)),
-            "metadata": zarr.metadata(rows, row_tokens, dtype),
-            "store_data_equal_to_fill_value": True,
-        }
+        metadata = zarr.metadata(rows, row_tokens, dtype)
+        spec = {**zarr.spec(str(partial)), "metadata": metadata, "store_data_equal_to_fill_value": True}
         array = tensorstore.open(spec, create=True).result()
         left = np.empty(0, dtype)
         for start in range(0, rows, zarr.CHUNKS[0]):
@@ -370,7 +359,7 @@ def write_longcrawl64(
             "row_tokens": row_tokens,
             "dropped_tokens": about["tokens"] - rows * row_tokens,
         }
-        (partial / ".zattrs").write_bytes(_json(about))
+        _write(partial / ".zattrs", about)
         partial.rename(path)
         shutil.rmtree(folder)
     return about

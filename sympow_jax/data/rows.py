@@ -4,7 +4,7 @@ Rows have a fixed length. Documents of any length become rows by index arithmeti
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +23,7 @@ __all__ = [
     "TRAINING",
     "Batches",
     "Examples",
+    "Labeled",
     "Row",
     "Rows",
     "TrainRows",
@@ -43,19 +44,17 @@ TRAINING, HELD_OUT, GROUP_ORDER, ROW_ORDER = 1, 2, 3, 4
 Row = dict[str, Any]  # arrays by name
 
 
-class Examples(Protocol):
-    """The training or the held-out rows of a source.
+class Labeled:
+    """The labeled training or held-out rows of a source, any order of which costs the same to read.
 
-    `together` is the number of consecutive rows that storage groups; all, if any order of reading costs the same.
+    `row` returns a row by its index; its random choices are a function of a key only.
     """
 
-    @property
-    def together(self) -> int: ...
+    def __init__(self, count: int, row: Callable[[int, tuple[int, ...]], Row]):
+        self.together, self.row = count, row
 
-    def __len__(self) -> int: ...
-
-    def row(self, index: int, key: tuple[int, ...]) -> Row:
-        """Returns row `index`, whose random choices are a function of `key` only."""
+    def __len__(self) -> int:
+        return self.together
 
 
 class Batches(Protocol):
@@ -98,7 +97,7 @@ def stacked(found: Sequence[Row]) -> Row:
 
 
 def shard(batch_size: int, *, share: int, shares: int) -> range:
-    """Returns the rows of a batch that are in shard `share` of `shares` equal ones; raises ValueError for others."""
+    """Returns the rows of a batch in shard `share` of `shares` equal ones; raises ValueError if they are not."""
     if batch_size % shares:
         raise ValueError(
             f"a batch has {batch_size} rows, which cannot be divided into {shares} equal shards; "
@@ -157,7 +156,7 @@ class Rows:
     def __init__(self, source: documents.Documents, config: config_lib.DataConfig, *, vocab_size: int):
         self._source, self._vocab_size = source, vocab_size
         self._length, self._segmented = config.context_length, config.packing == "documents"
-        self._stored = config.source in documents.STORED
+        self._stored = config.kind.stored
         self._order = np.arange(len(source.lengths))
         if source.together is None:
             self._order = np.random.default_rng(config.seed).permutation(self._order)
@@ -231,3 +230,7 @@ class Rows:
                 part=f"the {self._length} tokens of row {row}, which begins at its token {begin}",
             )
         return tokens, np.repeat(np.arange(first, last), counts)
+
+
+Examples = Rows | Labeled
+"""The training or the held-out rows of a task, of which storage groups `together` consecutive ones."""

@@ -104,9 +104,9 @@ def _errors_as(message: str) -> Iterator[None]:
     """Turns any error of a tokenizer library, whose Rust code raises BaseException if it panics, into a ValueError."""
     try:
         yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
         raise ValueError(f"{message}: {spelling.cut(str(error), 200) or type(error).__name__}") from error
 
 
@@ -140,19 +140,17 @@ def _from_file(path: pathlib.Path, option: str, *, name: str) -> Tokenizer:
     config = path.with_name("tokenizer_config.json")
     values = serialize.read_object(config) if path.name == "tokenizer.json" and config.is_file() else {}
     special: dict[str, int | None] = {}
-    for key in ("eos_token", "bos_token"):
+    for key in ("eos_token", "bos_token") if values.get("add_bos_token") is True else ("eos_token",):
         token = values.get(key)
         token = token.get("content") if isinstance(token, dict) else token
-        begins = key == "eos_token" or values.get("add_bos_token") is True
-        if token is not None and (not isinstance(token, str) or (begins and token not in vocabulary)):
+        if token is not None and (not isinstance(token, str) or token not in vocabulary):
             raise ValueError(
                 f"{option}: the {key} {token!r} of tokenizer_config.json is no token of tokenizer.json; correct it"
             )
-        special[key] = None if token is None or not begins else vocabulary[token]
-    separator = special["eos_token"]
+        special[key] = None if token is None else vocabulary[token]
+    separator, begin = special["eos_token"], special.get("bos_token")
     if separator is None:
         separator = next((vocabulary[token] for token in _END_NAMES if token in vocabulary), None)
-    begin = special["bos_token"]
     # A post-processor as it is pickled: its JSON without that of the whole vocabulary.
     processor = json.loads(loaded.post_processor.__getstate__()) if loaded.post_processor else {}
     for part in processor.get("processors", [processor]):
@@ -210,11 +208,7 @@ def _from_tiktoken(name: str, option: str) -> Tokenizer:
 
 
 def local_name(name: str) -> str:
-    """Returns a name that `load` finds without a download, for other processes: a `Tokenizer` cannot be pickled.
-
-    Raises:
-        ValueError: the download of an `hf://` name fails.
-    """
+    """Returns a name that `load` finds without a download, for other processes: a `Tokenizer` cannot be pickled."""
     return str(hub.local_path(name, hub.TOKENIZER)) if hub.is_remote(name) else name
 
 
@@ -248,13 +242,11 @@ def load(name: str, *, setting: str = "--tokenizer") -> Tokenizer:
         return _from_tiktoken(name, option)
     path = pathlib.Path(os.path.expanduser(local_name(name)))
     shown = name if hub.is_remote(name) else (path.resolve() if path.is_dir() else path).name
-    if path.is_dir():
-        path = path / "tokenizer.json"
-        if not path.is_file():
-            raise ValueError(
-                f"{option} has no tokenizer.json, the only kind of file that is read; transformers writes it: "
-                f"AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
-            )
+    if path.is_dir() and not (path := path / "tokenizer.json").is_file():
+        raise ValueError(
+            f"{option} has no tokenizer.json, the only kind of file that is read; transformers writes it: "
+            f"AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)"
+        )
     if not path.is_file():
         raise ValueError(f"{option}: there is no such file or folder")
     return _from_file(path, option, name=shown)

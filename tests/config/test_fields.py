@@ -64,15 +64,6 @@ def test_values_are_checked_by_type_and_choices():
             assert str(raised.value).startswith(name + message)
 
 
-def test_seeds_have_32_bits():
-    for path in ("training.seed", "data.seed"):
-        for value in (-1, 2**32):
-            with pytest.raises(
-                ValueError, match=f"{path} is {value}; it must be at least 0 and below 4294967296"
-            ):
-                replace(path, value)
-
-
 def test_values_are_written_as_they_are_read():
     base = config.load("gpt2_124m:gpt2")
     read = operator.attrgetter(*(setting.path for setting in SETTINGS))

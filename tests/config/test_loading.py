@@ -96,10 +96,6 @@ def test_every_preset_of_every_file(name):
             assert loaded.data.batch_size * 2**exponent == 524_288
 
 
-def test_text_takes_paths():
-    assert config.load("configs/text.py:a/*.txt,b").data.paths == ("a/*.txt", "b")
-
-
 def test_mistakes_in_names_and_arguments():
     of_124m = "the arguments of config 'gpt2_124m' are preset, p, context, data"
     for spec, message in (
@@ -124,27 +120,26 @@ def test_mistakes_in_names_and_arguments():
 
 
 def test_arguments_have_the_types_of_the_signature(tmp_path):
-    first = "a: int, b: Optional[float] = 1.0, *rest: int, c, d: bool = False, e_f: Literal['x'] = 'y'"
-    second = "a: Literal[1, 'x'], *rest: int, **changes: Optional[int]"
+    first = "a: int, b: Optional[float] = 1.0, *rest: int, c, d: bool = False, e_f: str = 'y'"
+    second = "a: str, *rest: int, **changes: Optional[int]"
     third = "a: str = '', b: tuple[int, ...] = (), *rest: str, c: tuple[str, ...] = ()"
     for signature, arguments, expected in (
         (first, "1,c=2", "(1, 1.0, (), '2', False, 'y')"),
         (first, "1,none,3,4,c=,d=true,e-f=x", "(1, None, (3, 4), '', True, 'x')"),
         (first, "c=a=b,b=0.5,a=1", "(1, 0.5, (), 'a=b', False, 'y')"),
-        (second, "1,2,b=3,c=none", "(1, (2,), {'b': 3, 'c': None})"),
+        (second, "1,2,b=3,c=none", "('1', (2,), {'b': 3, 'c': None})"),
         (second, "a=x,a-b=4", "('x', (), {'a_b': 4})"),
         (third, "'x,y',\"64,128\"", "('x,y', (64, 128), (), ())"),
         (third, 'b="64,128", a=\'say "x,y"\',c=p', "('say \"x,y\"', (64, 128), (), ('p',))"),
         (third, "it's,5,open,c=p", "(\"it's\", (5,), ('open',), ('p',))"),
         (second, "1,b=x", "argument 'b' of config '.*' is 'x'; it must be INT or none"),
-        (second, "2", "argument 'a' of config '.*' is '2'; it must be one of 1, x"),
         (second, "1,b=3,b=4", "given argument 'b' twice"),
         (second, "b=3", r"missing a required argument: 'a'; the arguments of config .* are a, \*rest"),
         ("a: list[int]", "1", r"argument 'a' of config .* has the type list\[int\], which cannot be"),
     ):
         names = [part.split(":")[0].strip().lstrip("*") for part in re.split(r",(?![^\[]*\])", signature)]
         (tmp_path / "mine.py").write_text(
-            f"from typing import Literal, Optional\ndef get_config({signature}):\n"
+            f"from typing import Optional\ndef get_config({signature}):\n"
             f"    raise ValueError(repr(({', '.join(names)},)))\n"
         )
         with pytest.raises(ValueError) as raised:  # noqa: PT011

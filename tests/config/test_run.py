@@ -33,10 +33,8 @@ task.name=classification               | task.classes is 0; it must be at least 
 task.dual_encoder=true                 | task.dual_encoder is True and task.name 'masked_token'; pairs of texts have
 CLASSES task.dual_encoder=true         | data.source 'text' and data.text_columns (); a dual encoder needs source 'tsv'
 CLASSES LINES task.dual_encoder=true data.text_columns=one | 'tsv' and data.text_columns ('one',); a dual encoder
-CLASSES LINES task.dual_encoder=true data.context_length=1 | data.context_length 1; it must be even
 PATCHES                                | arrays of images have patches, and tokens have none
 IMAGES CLASSES                         | arrays of images have patches, and tokens have none
-IMAGES PATCHES                         | images have classes or numbers, not tokens
 IMAGES PATCHES CLASSES data.image_size=10 | data.image_size is 10, model.patch_size 4 and data.context_length 4;
 IMAGES PATCHES CLASSES data.context_length=8 | data.context_length 8; the patches must divide the image
 CLASSES data.heldout_paths=a,b data.heldout_names=x | data.heldout_paths ('a', 'b'); name every path, or none
@@ -46,6 +44,8 @@ data.heldout_paths=a data.heldout_names=x | these are for tasks with labels
 data.batch_tokens=40                   | data.batch_tokens is 40; it must be a multiple of data.context_length 16
 data.heldout_fraction=1                | data.heldout_fraction is 1.0; it must be at least 0 and below 1
 data.document_separator=-1             | data.document_separator is -1; it must be at least 0 and below 4294967296
+data.seed=4294967296                   | data.seed is 4294967296; it must be at least 0 and below 4294967296
+training.seed=-1                       | training.seed is -1; it must be at least 0 and below 4294967296
 model.vocab_size=0                     | model.vocab_size is 0; it must be at least 1
 model.mlp_width=1e9                    | model.mlp_width is 1000000000; it must be at least 1 and at most 1048576
 model.norm_epsilon=1e-300              | model.norm_epsilon is 1e-300; it must be at least 1e-30 and at most 1.0
@@ -53,7 +53,6 @@ A.position=learned_absolute A.max_document_length=8 | longer than the learned po
 optimizer.schedule=wsd optimizer.warmup_steps=95 training.steps=100 | 0.1, 10 updates, but training.steps is 100
 evaluation.context_lengths=8,8         | it must be positive and increasing
 evaluation.prompts='the',''            | each must have at least one character
-evaluation.prompts=the,the             | each must occur once
 """
 OF_ATTENTION = """
 A.kernel=linear A.decay=channel_learned | 'channel_learned', which the kernel 'power' has and 'linear' has not

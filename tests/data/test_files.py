@@ -2,7 +2,6 @@
 
 import glob
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -88,13 +87,6 @@ def test_a_file_that_is_named_and_in_a_folder_has_one_key(folder):
     for paths in ([named, str(folder)], [str(folder), named], [f"{folder}/**/*.txt", named]):
         (file,) = (x for x in files.find("data.paths", paths) if x.path.endswith("c.txt"))
         assert (file.key, file.named) == ("c.txt", True)
-
-
-def test_hold_out_does_not_depend_on_the_path_of_the_folder(folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "elsewhere" / "copy")
-    roots = (folder, tmp_path / "elsewhere" / "copy")
-    masks = [files.held_out(keys(files.find("data.paths", [str(root)])), ZERO, 0.5) for root in roots]
-    np.testing.assert_array_equal(*masks)
 
 
 @pytest.mark.parametrize("keys", [["a.bin"], [f"{i}.py" for i in range(20_000)]])

@@ -78,12 +78,27 @@ def test_bin_of_bytes_round_trip(folder):
     assert sorted(os.listdir("deep/train.bin")) == ["000000-3-0.bin", tokens.METADATA]
 
 
-def test_documents_begin_as_the_tokenizer_begins_texts(folder):
-    name = builders.write_byte_fallback(folder / "fallback.json")
-    run("--format=bin", "--out=train.bin", f"--tokenizer={name}")
-    read = stored("train.bin").tolist()
-    ids = {text: tokenizer.load(name).encode(text).tolist() for text in TEXTS.values() if text}
-    assert read == [token for text in ids.values() for token in (1, *text, 2)]
+def test_tokens_of_other_tokenizers(folder, word_tokenizer):
+    fallback = builders.write_byte_fallback(folder / "fallback.json")
+    builders.write_files(folder / "gaps", {"a.txt": b"x", "b.txt": b" \n", "c.txt": b"x x"})
+    encode = tokenizer.load(fallback).encode
+    # Documents begin as the tokenizer begins texts, and those without tokens are left out.
+    begun = [token for text in TEXTS.values() if text for token in (1, *encode(text).tolist(), 2)]
+    large = [1, 2, 3, 70_000, 0, 4, 70_000, 9, 70_000]
+    for number, (name, separator, read, dtype, expected) in enumerate(
+        (
+            (fallback, 2, "texts", "<u2", begun),
+            (word_tokenizer, 8, "gaps", "<u2", [9, 8, 9, 9, 8]),
+            (word_tokenizer, 70_000, "texts", "<u4", large),
+        )
+    ):
+        common = (f"--tokenizer={name}", f"--separator={separator}", "--row_tokens=3", read)
+        prepare.main(["--format=bin", f"--out={number}.bin", *common])
+        assert stored(f"{number}.bin", dtype).tolist() == expected
+        assert record(f"{number}.bin")["documents"] == expected.count(separator)
+    prepare.main(["--format=longcrawl64", "--out=a.zarr", *common])
+    config = builders.whole("longcrawl64", "a.zarr", token_dtype="uint32")
+    assert builders.contents(config) == np.reshape(large, (3, 3)).tolist()
 
 
 def test_longcrawl64_in_several_bands_of_chunks(folder):
@@ -124,16 +139,6 @@ def test_the_printed_command_trains_on_the_output(
     assert data.compare_metadata(config)[1] == []
 
 
-def test_large_vocabularies_use_four_bytes(word_tokenizer):
-    common = ("--tokenizer=words.json", "--separator=70000", "--row_tokens=3")
-    run("--format=bin", "--out=a.bin", *common)
-    expected = [1, 2, 3, 70_000, 0, 4, 70_000, 9, 70_000]
-    assert stored("a.bin", "<u4").tolist() == expected
-    run("--format=longcrawl64", "--out=a.zarr", *common)
-    config = builders.whole("longcrawl64", "a.zarr", token_dtype="uint32")
-    assert builders.contents(config) == np.reshape(expected, (3, 3)).tolist()
-
-
 def test_tiktoken_encoding(folder, monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
     # Encodings that tiktoken has loaded need no download.
@@ -154,14 +159,6 @@ def test_missing_library(folder, word_tokenizer, monkeypatch, name, library):
     monkeypatch.setitem(sys.modules, library, None)
     with builders.refused(f"needs the package '{library}', which is not installed; pip"):
         tokenizer.load(name)
-
-
-def test_documents_without_tokens_are_skipped(folder, word_tokenizer):
-    builders.write_files(folder, {"a.txt": b"x", "b.txt": b" \n", "c.txt": b"x x"})
-    common = ["--format=bin", "--out=a.bin", "--tokenizer=words.json", "--separator=8"]
-    prepare.main([*common, "a.txt", "b.txt", "c.txt"])
-    assert stored("a.bin").tolist() == [9, 8, 9, 9, 8]
-    assert record("a.bin")["documents"] == 2
 
 
 def test_a_chunk_of_zeros_is_written(folder, word_tokenizer):
@@ -213,16 +210,6 @@ def test_all_formats_give_the_same_tokens(folder, lines):
     # Of several files, the order is that of their keys, whatever their formats.
     prepare_lib.write_bin("all.bin", ["rows.parquet", "lines.jsonl"], OPTIONS)
     assert text("all.bin") == 2 * lines
-
-
-def test_text_files_of_several_pieces(folder, monkeypatch):
-    reports = []
-    for size, count in ((1, 3), (20, 2), (1 << 22, 1)):
-        monkeypatch.setattr(prepare_lib, "PIECE_BYTES", size)
-        prepare_lib.write_bin(f"{size}.bin", ["texts"], report=reports.append)
-        assert text(f"{size}.bin") == STORED
-        assert reports[-1] == (count, count, 3, len(STORED))
-        assert len(os.listdir(f"{size}.bin")) == count + 1
 
 
 @pytest.mark.parametrize(("out", "done"), [("a.bin", 1), ("a.zarr", 1), ("a.zarr", PIECES)])

@@ -15,8 +15,8 @@ import tensorstore
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
-from sympow_jax.data import documents, files
-from sympow_jax.data.sources import text, tokens, zarr
+from sympow_jax.data import documents, files, sources
+from sympow_jax.data.sources import tokens, zarr
 from tests.data import builders
 
 BOTH = (False, True)  # sides, by whether they are held out
@@ -60,7 +60,7 @@ def test_text_is_the_bytes_of_every_nonempty_file(tmp_path):
 
 def test_text_by_default_is_the_standard_library():
     root = sysconfig.get_paths()["stdlib"]
-    found = [text.Source(builders.data_config())._spans(heldout=side) for side in BOTH]
+    found = [sources.open_source(builders.data_config()).parts(heldout=side) for side in BOTH]
     train, heldout = ({file.key for file, _, _ in side} for side in found)
     sizes = {file.key: file.size for side in found for file, _, _ in side}
     assert {"argparse.py", "json/decoder.py", "asyncio/base_events.py"} <= train | heldout

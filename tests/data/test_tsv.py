@@ -8,8 +8,7 @@ import pytest
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
-from sympow_jax.data import files
-from sympow_jax.data.sources import tsv
+from sympow_jax.data import files, sources
 from tests.data import builders
 
 BINARY = config_lib.TaskConfig(name="classification", classes=2)
@@ -197,7 +196,7 @@ HEAD, TWO = "sentence\tlabel\n", {"text_columns": ("sentence", "two")}
         ("sentence\tid\tsentence\tlabel\na\t0\tb\t1\n", {}, r"a\.tsv has 2 columns named 'sentence': there"),
         ("a\t1\n", {"text_columns": ("1",), "label_column": "3"}, r"no column '3': there are columns 1 to"),
         (HEAD + "a\t1\nb\t0\tc\n", {}, r"a\.tsv \(line 3\) has another number of columns, 3,"),
-        (HEAD + "a\t1\nb\t2\n", {}, r"a\.tsv \(line 3\): label '2' is not an integer from 0 to 1 "),
+        (HEAD + "a\t1\nb\t2\n", {}, r"a\.tsv \(line 3\): label '2' is not one of '0', '1'; correct"),
         (HEAD + "a\tYes\n", {"labels": ("no", "yes")}, r"\(line 2\): label 'Yes' is not one of"),
         (HEAD + "a\tyes\n", {"labels": ("no", "yes", "maybe")}, r"data\.labels names 3 classes,"),
         (HEAD + "a\t1\n\t0\n", {}, r"a\.tsv \(line 3\) has no text; leave the line out"),
@@ -234,7 +233,7 @@ def test_bad_tokens(tmp_path, words):
     pairs = settings(path, text_columns=("one", "two"), tokenizer=words)
     for dual_encoder, expected in ((False, [3, 2]), (True, [2])):
         task = dataclasses.replace(BINARY, dual_encoder=dual_encoder)
-        examples = tsv.Source(pairs).side(task, vocab_size=128, heldout=False)
+        examples = sources.open_source(pairs, task, vocab_size=128).side(heldout=False)
         with builders.refused(r"\(line 2\): the tokenizer finds no token in the text; leave"):
             examples.row(0, ())
         row = examples.row(1, ())

@@ -229,7 +229,7 @@ def test_errors_come_before_the_work(corpus, tmp_path, monkeypatch):
             ({}, (), "no context lengths"),
             ({}, (1, 8), "context length 1 holds no prediction"),
             (nothing, (8,), r"no document is held out: .*heldout_fraction is 0\.0, .*; name"),
-            (short, (8,), r"no document is held out: data\.heldout_paths has nothing with data"),
+            (short, (8,), r"no document is held out: .*shortest_document 1048576; name"),
         )
     ):
         with pytest.raises(ValueError, match=message):

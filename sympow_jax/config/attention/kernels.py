@@ -21,12 +21,7 @@ class DecaySource(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Decay:
-    """Properties of a value of `attention.decay`.
-
-    Attributes:
-        source: fixed, learned, computed from the token, or none.
-        per_channel: one decay per value channel, instead of one per key/value head.
-    """
+    """Source of a value of `attention.decay`, and whether there is one per value channel instead of per head."""
 
     source: DecaySource
     per_channel: bool = False
@@ -49,20 +44,15 @@ DECAYS: Mapping[str, Decay] = {
 class Kernel:
     """Class of a value of `attention.kernel`, and the options that it supports.
 
-    Attributes:
-        target: "module:class" of a subclass of `sympow_jax.layers.attention.kernels.Kernel`. A string, because the
-            config package imports no layers.
-        implementations: choices of `attention.implementation`.
-        even_power: whether `attention.power` must be even.
-        per_channel_decay: whether decays may be per value channel.
-        bidirectional: whether `causal=False` is supported.
+    `target` is "module:class" of a subclass of `sympow_jax.layers.attention.kernels.Kernel`. It is a string, because
+    the config package imports no layers.
     """
 
     target: str
-    implementations: tuple[str, ...] = IMPLEMENTATIONS
-    even_power: bool = False
+    implementations: tuple[str, ...] = IMPLEMENTATIONS  # choices of `attention.implementation`
+    even_power: bool = False  # whether `attention.power` must be even
     per_channel_decay: bool = False
-    bidirectional: bool = True
+    bidirectional: bool = True  # whether `causal=False` is supported
 
 
 _MODULES = "sympow_jax.layers.attention.kernels"

@@ -17,51 +17,39 @@ __all__ = [
     "with_preset",
 ]
 
-_ROPE_SOFTMAX: dict[str, Any] = {"kernel": "softmax", "decay": "none", "position": "rope"}
 _LLAMA3_ROPE = RopeConfig(base=500_000.0, layout="halves")
 _QWEN_ROPE = RopeConfig(base=1_000_000.0, layout="halves")
+_STARCODER2_ROPE = RopeConfig(base=999_999.4420358813, layout="halves")
+
+
+def _fields(kernel: str, decay: str, position: str, **others: Any) -> dict[str, Any]:
+    return {"kernel": kernel, "decay": decay, "position": position, **others}
+
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "softmax": _ROPE_SOFTMAX,
-    "softmax_alibi": {"kernel": "softmax", "decay": "alibi", "position": "none"},
-    "gpt2": {
-        "kernel": "softmax",
-        "decay": "none",
-        "position": "learned_absolute",
-        "max_document_length": 1024,
-    },
-    "sliding_window": {"kernel": "sliding_window", "decay": "none", "position": "rope"},
-    "linear": {"kernel": "linear", "decay": "none", "position": "sinusoidal"},
-    "linear_lrpe": {
-        "kernel": "linear",
-        "decay": "none",
-        "position": "lrpe",
-        "lrpe": LrpeConfig(basis="householder", learned_rates=True),
-    },
-    "expressive": {"kernel": "expressive", "decay": "none", "position": "rope"},
-    "even_power": {"kernel": "power", "decay": "none", "position": "rope", "form": "attention"},
-    "sympow": {"kernel": "power", "decay": "none", "position": "rope"},
-    "sympow_gated": {"kernel": "power", "decay": "learned", "position": "rope"},
-    "sympow_learned_rope": {"kernel": "power", "decay": "none", "position": "learned_rope"},
-    "conformal": {"kernel": "power", "decay": "learned", "position": "learned_rope"},
-    "llama3": _ROPE_SOFTMAX | {"rope": _LLAMA3_ROPE},
-    "llama31": _ROPE_SOFTMAX | {"rope": dataclasses.replace(_LLAMA3_ROPE, scaling="llama3")},
-    "llama32": _ROPE_SOFTMAX | {"rope": dataclasses.replace(_LLAMA3_ROPE, scaling="llama3", factor=32.0)},
-    "qwen2": _ROPE_SOFTMAX | {"rope": _QWEN_ROPE, "qkv_biases": True},
-    "qwen3": _ROPE_SOFTMAX | {"rope": _QWEN_ROPE, "qk_norm": True},
-    "starcoder2": _ROPE_SOFTMAX
-    | {
-        "kernel": "sliding_window",
-        "window": 4096,
-        "rope": RopeConfig(base=999_999.4420358813, layout="halves"),
-    },
-    "brumby": {
-        "kernel": "power",
-        "decay": "learned",
-        "position": "rope",
-        "rope": _QWEN_ROPE,
-        "qk_norm": True,
-    },
+    "softmax": _fields("softmax", "none", "rope"),
+    "softmax_alibi": _fields("softmax", "alibi", "none"),
+    "gpt2": _fields("softmax", "none", "learned_absolute", max_document_length=1024),
+    "sliding_window": _fields("sliding_window", "none", "rope"),
+    "linear": _fields("linear", "none", "sinusoidal"),
+    "linear_lrpe": _fields(
+        "linear", "none", "lrpe", lrpe=LrpeConfig(basis="householder", learned_rates=True)
+    ),
+    "expressive": _fields("expressive", "none", "rope"),
+    "even_power": _fields("power", "none", "rope", form="attention"),
+    "sympow": _fields("power", "none", "rope"),
+    "sympow_gated": _fields("power", "learned", "rope"),
+    "sympow_learned_rope": _fields("power", "none", "learned_rope"),
+    "conformal": _fields("power", "learned", "learned_rope"),
+    "llama3": _fields("softmax", "none", "rope", rope=_LLAMA3_ROPE),
+    "llama31": _fields("softmax", "none", "rope", rope=dataclasses.replace(_LLAMA3_ROPE, scaling="llama3")),
+    "llama32": _fields(
+        "softmax", "none", "rope", rope=dataclasses.replace(_LLAMA3_ROPE, scaling="llama3", factor=32.0)
+    ),
+    "qwen2": _fields("softmax", "none", "rope", rope=_QWEN_ROPE, qkv_biases=True),
+    "qwen3": _fields("softmax", "none", "rope", rope=_QWEN_ROPE, qk_norm=True),
+    "starcoder2": _fields("sliding_window", "none", "rope", rope=_STARCODER2_ROPE, window=4096),
+    "brumby": _fields("power", "learned", "rope", rope=_QWEN_ROPE, qk_norm=True),
 }
 """Fields of `AttentionConfig` by the names that papers and published models use; `preset` makes one."""
 
@@ -71,21 +59,13 @@ SHARED = "shared"
 
 
 def preset(name: str, **changes) -> AttentionConfig:
-    """Returns the attention that papers or published models call `name`, with `changes` to its fields.
-
-    Raises:
-        ValueError: `name` is not in `PRESETS`, or `AttentionConfig` rejects the fields.
-    """
+    """Returns the attention that papers or published models call `name`, with `changes` to its fields."""
     checks.require_choice("preset", name, tuple(PRESETS))
     return AttentionConfig(**{**PRESETS[name], **changes})
 
 
 def with_preset(attention: AttentionConfig, name: str) -> AttentionConfig:
-    """Returns `attention` with all that the preset `name` sets, or `attention` itself for `SHARED`.
-
-    Raises:
-        ValueError: there is no such preset, or `AttentionConfig` rejects the fields. The error names the preset.
-    """
+    """Returns `attention` with all that the preset `name` sets, or `attention` itself for `SHARED`."""
     checks.require_choice("model.attention_pattern", name, (SHARED, *PRESETS))
     if name == SHARED:
         return attention
@@ -123,16 +103,10 @@ LRPE_METHODS: dict[str, dict[str, Any]] = {
     "base": {"position": "sinusoidal"},
     "rope": {"normalizer": "rotated", "lrpe": {"core": "orthogonal"}},
     "spe": {"position": "spe"},
-    "permuteformer": {
-        "decay": "permuteformer",
-        "normalizer": "rotated",
-        "lrpe": {"core": "permutation", "permutation_per_head": True},
-    },
-    "cosformer": {
-        "feature_map": "relu",
-        "normalizer": "rotated",
-        "lrpe": {"core": "unitary", "rates": "cosine"},
-    },
+    "permuteformer": {"decay": "permuteformer", "normalizer": "rotated"}
+    | {"lrpe": {"core": "permutation", "permutation_per_head": True}},
+    "cosformer": {"feature_map": "relu", "normalizer": "rotated"}
+    | {"lrpe": {"core": "unitary", "rates": "cosine"}},
     "type1": {"lrpe": {"core": "unitary", "basis": "householder", "learned_rates": True}},
     "type2": {"lrpe": {"core": "orthogonal", "basis": "householder", "learned_rates": True}},
     "type3": {"lrpe": {"core": "permutation", "basis": "householder"}},
@@ -149,9 +123,6 @@ def lrpe_method(name: str, *, length: int = 512, **changes: Any) -> AttentionCon
         name: one of `LRPE_METHODS`.
         length: tokens of the longest document. Only cosFormer uses it, and not if `lrpe` is given.
         **changes: fields of `AttentionConfig`.
-
-    Raises:
-        ValueError: `name` is not in `LRPE_METHODS`, or `AttentionConfig` rejects the fields.
     """
     checks.require_choice("method", name, tuple(LRPE_METHODS))
     values = {"kernel": "linear", "decay": "none", "position": "lrpe", **LRPE_METHODS[name]}

@@ -7,11 +7,11 @@ import dataclasses
 import functools
 import importlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int64, Integer
+from jaxtyping import Int32, Int64, Integer, Shaped
 
 from sympow_jax.data import documents, files
 from sympow_jax.data import tokenizer as tokenizer_lib
@@ -26,10 +26,6 @@ class Tokens(NamedTuple):
     tokens: Integer[np.ndarray, " tokens"]
     lengths: Int64[np.ndarray, " documents"]
     left_out: int = 0
-
-    def spans(self, name: str) -> documents.Spans:
-        """Returns the documents; `name` is that of the pieces, for errors."""
-        return documents.Spans.consecutive([self.tokens].__getitem__, [name], [self.lengths])
 
 
 # Gives a group to a worker that has an `Encoder`.
@@ -75,56 +71,76 @@ class Encoder:
         name = encoding.tokenizer
         self._tokenizer = None if name is None else tokenizer_lib.load(name, setting="data.tokenizer")
 
-    def __call__(self, group: Sequence[pieces.Piece]) -> Tokens:
+    def __call__(self, group: pieces.Group) -> Tokens:
         """Returns the tokens of the chosen documents. Documents without tokens are left out, and are not counted.
 
         Raises:
-            ValueError: a piece cannot be read, or a text is not UTF-8 or cannot be encoded, or an id is not in the
-                vocabulary or is the separator, or there is not enough memory.
+            ValueError: a piece cannot be read, a document is not of the kind of the first one, or cannot be encoded,
+                or an id is not in the vocabulary or is the separator, or there is not enough memory.
         """
-        encoding = self._encoding
+        encoding, tokenizer = self._encoding, self._tokenizer
         dtype = np.dtype(encoding.token_dtype)
         end = np.array([] if encoding.separator is None else [encoding.separator], dtype)
         found, left_out = [np.empty(0, dtype)], 0
         try:
-            for piece in group:
-                block = self._read(piece)
-                heldout = files.held_out([piece.file.key], block.positions, encoding.heldout_fraction)
-                for index in np.flatnonzero(heldout == encoding.heldout).tolist():
-                    ids, name = block.documents[index], functools.partial(block.name, index)
-                    if isinstance(ids, bytes):
-                        assert self._tokenizer is not None
-                        ids = self._tokenizer.encode_document(ids, name=name())
-                    if not len(ids):
-                        continue
-                    if encoding.only_separators and np.any(ids == encoding.separator):
-                        raise ValueError(
-                            f"{name()} holds id {encoding.separator}, which separates documents; leave it out or set "
-                            f"another --separator"
-                        )
-                    if len(ids) + len(end) < encoding.shortest:
-                        left_out += 1
-                        continue
-                    documents.check_vocabulary(ids, vocab_size=encoding.vocab_size, name=name)
-                    found.append(np.concatenate([ids, end], dtype=dtype, casting="unsafe"))
+            for document, name in itertools.chain.from_iterable(map(self._read, group)):
+                if isinstance(document, bytes) != (tokenizer is not None):
+                    kinds = ("token ids", "text") if tokenizer else ("text", "token ids")
+                    raise ValueError(
+                        f"{name()} holds {kinds[0]}, but {kinds[1]} in the first document; all must be of one type"
+                    )
+                if tokenizer is None:
+                    ids = _checked_ids(document, name)
+                else:
+                    ids = tokenizer.encode_document(document, name=name())
+                if not len(ids):
+                    continue
+                if encoding.only_separators and np.any(ids == encoding.separator):
+                    raise ValueError(
+                        f"{name()} holds id {encoding.separator}, which separates documents; leave it out or set "
+                        f"another --separator"
+                    )
+                if len(ids) + len(end) < encoding.shortest:
+                    left_out += 1
+                    continue
+                documents.check_vocabulary(ids, vocab_size=encoding.vocab_size, name=name)
+                found.append(np.concatenate([ids, end], dtype=dtype, casting="unsafe"))
             tokens = np.concatenate(found)
         except MemoryError:
             raise ValueError(
-                f"out of memory while reading {piece.file.path}; set fewer workers, if there are several"
+                f"out of memory while reading {pieces.name_of(group)}; set fewer workers, if there are several"
             ) from None
         return Tokens(tokens, np.array([len(document) for document in found[1:]], np.int64), left_out)
 
-    def _read(self, piece: pieces.Piece) -> pieces.Block:
-        """Returns the documents of a piece."""
+    def _read(self, piece: pieces.Piece) -> Iterator[tuple[Any, Callable[[], str]]]:
+        """Yields the chosen documents of a piece as bytes or arrays of ids, and functions that name them."""
         if piece.format == "text":
-            return pieces.Block(piece.file.path, "", np.zeros(1, np.int64), [files.read(piece.file.path)])
-        if piece.format not in self._readers:
-            # On demand, because it needs libraries of another extra.
-            reader = importlib.import_module(f"sympow_jax.data.corpus.{piece.format}").Reader
-            self._readers[piece.format] = reader(
-                self._encoding.column, texts=self._encoding.tokenizer is not None
+            positions, read = [0], [files.read(piece.file.path)]
+        else:
+            if piece.format not in self._readers:
+                # On demand, because it needs libraries of another extra.
+                module = importlib.import_module(f"sympow_jax.data.corpus.{piece.format}")
+                self._readers[piece.format] = module.Reader(self._encoding.column)
+            positions, read = self._readers[piece.format].read(piece)
+        key, fraction = piece.file.key, self._encoding.heldout_fraction
+        heldout = files.held_out([key], np.array(positions, np.int64), fraction)
+        for index in np.flatnonzero(heldout == self._encoding.heldout).tolist():
+            yield read[index], functools.partial(piece.name, positions[index])
+
+
+def _checked_ids(
+    values: Shaped[np.ndarray, " tokens"], name: Callable[[], str]
+) -> Int32[np.ndarray, " tokens"]:
+    """Returns token ids, which may be Python integers of any size, as int32."""
+    kind = values.dtype.kind
+    if kind not in "iuO" or (kind == "O" and any(type(x) is not int for x in values)):
+        raise ValueError(f"{name()} has token ids that are not all integers; correct the document")
+    for id in (values.min(initial=0), values.max(initial=0)):
+        if not 0 <= id < 1 << 31:
+            raise ValueError(
+                f"{name()} has token id {id}; ids are from 0 to {(1 << 31) - 1}; correct the document"
             )
-        return self._readers[piece.format].read(piece)
+    return values.astype(np.int32)
 
 
 def open_workers(encoding: Encoding, workers: int) -> contextlib.AbstractContextManager[Submit]:

@@ -78,11 +78,12 @@ class _Line(NamedTuple):
     piece: int
 
 
-def _lines(file: files.File, count: int = 1, index: int = 0) -> Iterator[_Line]:
-    """Yields the lines from piece `index` of `count` of a plain file, or from the first of a compressed one."""
+def _lines(piece: pieces.Piece) -> Iterator[_Line]:
+    """Yields the lines from the start of a piece to the end of its file; of a compressed file, all lines."""
+    file, count = piece.file, piece.count
     compressed = pieces.compression(file.path) is not None
     # From the byte before the piece, which tells whether a line starts with it: the first line is of another piece.
-    begin = 0 if compressed else max(index * file.size // count - 1, 0)
+    begin = 0 if compressed else max(piece.index * file.size // count - 1, 0)
     rest: list[bytes] = []  # of the line that is not complete
     length, start, place = 0, begin, begin
     for text, block in itertools.chain(_blocks(file, begin), [(b"\n", file.size)]):
@@ -102,9 +103,8 @@ def _lines(file: files.File, count: int = 1, index: int = 0) -> Iterator[_Line]:
             rest, length, place = [other], len(other), block
 
 
-def _value(line: _Line, column: str, path: str) -> pieces.Document | None:
-    """Returns the text or the ids in the field `column` of a line; None for null."""
-    name = f"{path} (line at byte {line.start})"
+def _value(line: _Line, column: str, name: str) -> bytes | np.ndarray | None:
+    """Returns the text or the ids in the field `column` of a line, which errors call `name`; None for null."""
     try:
         record = json.loads(line.content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
@@ -119,7 +119,7 @@ def _value(line: _Line, column: str, path: str) -> pieces.Document | None:
     if value is None:
         return None
     if isinstance(value, list):
-        return pieces.as_ids(np.array(value, object), name)
+        return np.array(value, object)
     if not isinstance(value, str):
         kind = type(value).__name__
         raise ValueError(f"{name}: {column!r} is of type {kind}; it must be text, or a list of token ids")
@@ -135,8 +135,9 @@ def holds_text(file: files.File, column: str) -> bool:
     Raises:
         ValueError: the file cannot be read, or a line up to that one is not JSON or does not have this field.
     """
-    for line in _lines(file):
-        value = _value(line, column, file.path)
+    piece = pieces.Piece(file, "jsonl")
+    for line in _lines(piece):
+        value = _value(line, column, piece.name(line.start))
         if value is not None:
             return isinstance(value, bytes)
     raise ValueError(f"{file.path} has no documents; remove it, or make it again")
@@ -150,38 +151,35 @@ class Reader:
     read on if its pieces are read in order.
     """
 
-    def __init__(self, column: str, *, texts: bool):
-        self._column, self._texts = column, texts
+    def __init__(self, column: str):
+        self._column = column
         # Of compressed files in pieces: the first line that is not in a piece that was read, and those after it.
         self._open: dict[tuple[files.File, int], tuple[_Line, Iterator[_Line]]] = {}
 
-    def read(self, piece: pieces.Piece) -> pieces.Block:
-        """Returns the documents of a piece.
+    def read(self, piece: pieces.Piece) -> tuple[list[int], list[bytes | np.ndarray]]:
+        """Returns the positions of the documents of a piece that are not empty, and their texts or ids.
 
         Raises:
             ValueError: the file is corrupt or cannot be read, or a line is not JSON, has more than 2^28 bytes, or does
-                not have null, the type that is read, or ids from 0 to 2^31 - 1 in this field.
+                not have null, text or a list in this field.
         """
-        file, path = piece.file, piece.file.path
         positions: list[int] = []
-        documents: list[pieces.Document] = []
+        documents: list[bytes | np.ndarray] = []
         # Removed, so that after an error the file is read anew.
-        ahead, lines = self._open.pop((file, piece.count), (None, iter(())))
+        ahead, lines = self._open.pop((piece.file, piece.count), (None, iter(())))
         if ahead is None or ahead.piece > piece.index:
-            lines = _lines(file, piece.count, piece.index)
+            lines = _lines(piece)
             ahead = next(lines, None)
         while ahead is not None and ahead.piece <= piece.index:
-            document = _value(ahead, self._column, path) if ahead.piece == piece.index else None
-            if document is not None and len(document):
-                if isinstance(document, bytes) != self._texts:
-                    place = f"{path} (line at byte {ahead.start}): {self._column!r}"
-                    raise ValueError(pieces.of_two_kinds(place, texts=self._texts))
-                positions.append(ahead.start)
-                documents.append(document)
+            if ahead.piece == piece.index:
+                document = _value(ahead, self._column, piece.name(ahead.start))
+                if document is not None and len(document):
+                    positions.append(ahead.start)
+                    documents.append(document)
             ahead = next(lines, None)
-        if ahead is not None and pieces.compression(path):
-            self._open[file, piece.count] = ahead, lines
+        if ahead is not None and pieces.compression(piece.file.path):
+            self._open[piece.file, piece.count] = ahead, lines
             # Each stream of training data reads one file at a time.
             if len(self._open) > pieces.MOST_STREAMS:
                 del self._open[next(iter(self._open))]  # the one that was not read for longest
-        return pieces.Block(path, "line at byte", np.array(positions, np.int64), documents)
+        return positions, documents

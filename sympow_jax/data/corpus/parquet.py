@@ -3,7 +3,7 @@
 import functools
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Shaped
 
 from sympow_jax import extras, spelling
 from sympow_jax.data import files
@@ -19,8 +19,6 @@ __all__ = ["Reader", "holds_text"]
 # Rows that are decoded at a time. A whole row group of long documents might not fit in memory.
 _BATCH_ROWS = 128
 _OPEN_FILES = 16
-# Characters of the type of a column that an error shows. A struct names all its fields.
-_MAX_TYPE_CHARACTERS = 160
 # A row group of up to this many pieces of average size is not split.
 _MAX_PIECES_PER_GROUP = 2
 
@@ -54,7 +52,7 @@ def _holds_text(opened: pq.ParquetFile, path: str, column: str) -> bool:
     lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
     if any(check(kind) for check in lists) and pa.types.is_integer(kind.value_type):
         return False
-    shown = spelling.cut(str(kind), _MAX_TYPE_CHARACTERS)
+    shown = spelling.cut(str(kind), 160)  # a struct names all its fields
     raise ValueError(
         f"column {column!r} of {path} is of type {shown}; it must hold text, or lists of token ids"
     )
@@ -76,21 +74,20 @@ class Reader:
     start.
     """
 
-    def __init__(self, column: str, *, texts: bool):
-        self._column, self._texts = column, texts
+    def __init__(self, column: str):
+        self._column = column
         self._open = functools.lru_cache(maxsize=_OPEN_FILES)(_open)
 
-    def read(self, piece: pieces.Piece) -> pieces.Block:
-        """Returns the documents of a piece.
+    def read(self, piece: pieces.Piece) -> tuple[list[int], list[bytes | Shaped[np.ndarray, " tokens"]]]:
+        """Returns the rows of the documents of a piece that are not empty, and their texts or ids.
 
         Raises:
-            ValueError: the file or a row group is corrupt, the column is missing or not of the type that is read, or a
-                list has something else than ids from 0 to 2^31 - 1.
+            ValueError: the file or a row group is corrupt, the column is missing or of another type, or a list has a
+                null.
         """
         path = piece.file.path
         opened = self._open(path)
-        if _holds_text(opened, path, self._column) != self._texts:
-            raise ValueError(pieces.of_two_kinds(f"column {self._column!r} of {path}", texts=self._texts))
+        texts = _holds_text(opened, path, self._column)
         sizes = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
         starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
         total, ends = int(starts[-1]), []
@@ -104,7 +101,7 @@ class Reader:
             ends.append(row)
         first, stop = ends
         positions: list[int] = []
-        documents: list[pieces.Document] = []
+        documents: list[bytes | np.ndarray] = []
         groups = np.searchsorted(starts, first, side="right") - 1, np.searchsorted(starts, stop)
         for group in range(*groups):
             row = int(starts[group])
@@ -116,28 +113,24 @@ class Reader:
                     column = batch.column(0)
                 part = column[max(0, first - row) : max(0, stop - row)]
                 begin = max(row, first)
-                if self._texts:
+                if texts:
                     if pa.types.is_dictionary(part.type):
                         part = part.dictionary_decode()
                     # Not by way of text, which would fail for the whole batch if one document is not UTF-8.
                     values = part.cast(pa.large_binary()).to_pylist()
                 else:
-                    values = _ids(part, path, begin)
+                    lengths = pc.fill_null(pc.list_value_length(part), 0).to_numpy(zero_copy_only=False)
+                    flat = pc.list_flatten(part)
+                    if flat.null_count:
+                        # Before to_numpy, which would turn the ids of all rows into floats.
+                        wrong = begin + pc.list_parent_indices(part).filter(flat.is_null())[0].as_py()
+                        raise ValueError(
+                            f"{piece.name(wrong)} has a null among its token ids; correct the document"
+                        )
+                    values = np.split(flat.to_numpy(zero_copy_only=False), np.cumsum(lengths)[:-1])
                 for i, value in enumerate(values):
                     if value is not None and len(value):
                         positions.append(begin + i)
                         documents.append(value)
                 row += len(column)
-        return pieces.Block(path, "row", np.array(positions, np.int64), documents)
-
-
-def _ids(part: pa.Array, path: str, row: int) -> list[Int32[np.ndarray, " tokens"]]:
-    """Returns the token ids of consecutive rows, of which the first is row `row` of the file."""
-    lengths = pc.fill_null(pc.list_value_length(part), 0).to_numpy(zero_copy_only=False)
-    flat = pc.list_flatten(part)
-    if flat.null_count:
-        # Before to_numpy, which would turn the ids of all rows into floats.
-        wrong = pc.list_parent_indices(part).filter(flat.is_null())[0].as_py()
-        raise ValueError(f"{path} (row {row + wrong}) has a null among its token ids; correct the document")
-    values = np.split(flat.to_numpy(zero_copy_only=False), np.cumsum(lengths)[:-1])
-    return [pieces.as_ids(value, f"{path} (row {row + i})") for i, value in enumerate(values)]
+        return positions, documents

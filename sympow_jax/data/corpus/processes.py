@@ -5,6 +5,7 @@ import contextlib
 import multiprocessing.connection
 import multiprocessing.resource_tracker
 import os
+import queue
 import signal
 import threading
 import traceback
@@ -34,7 +35,7 @@ def pool[Item, Result](
         setting: setting that `workers` was given as, for errors.
 
     Raises:
-        ValueError: there are more than 16 workers per core. From a future, a process ended or cannot be started.
+        ValueError: there are more than 16 workers per core, or a process cannot be started. From a future, it ended.
     """
     cores = os.cpu_count() or 1
     if workers > _PER_CORE * cores:
@@ -44,53 +45,54 @@ def pool[Item, Result](
         )
     # One thread for each process, with a pipe of its own, which ends when the process does. (The executor of processes
     # has one pipe for all results, and would wait for the rest of a result whose process was killed.)
-    own, lock, ended = threading.local(), threading.Lock(), False
+    idle: queue.SimpleQueue[multiprocessing.connection.Connection] = queue.SimpleQueue()
     children: list[multiprocessing.process.BaseProcess] = []
     context = multiprocessing.get_context("spawn")  # a forked process would share the locks of JAX's threads
     function = None if workers else make()
 
-    def start() -> multiprocessing.connection.Connection:
-        # The process inherits that this thread blocks signals.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
-        ours, theirs = context.Pipe()
-        child = context.Process(target=_work, args=(make, theirs), daemon=True)
-        with lock, theirs:
-            if not ended:
-                child.start()
-                children.append(child)
-        return ours
-
     def call(item: Item) -> Result:
         if function is not None:
             return function(item)
+        pipe = idle.get()
         try:
-            own.pipe = getattr(own, "pipe", None) or start()
-        except OSError as error:
-            reason = error.strerror or error
-            raise ValueError(f"cannot start a worker process: {reason}; set fewer {setting}") from error
-        try:
-            own.pipe.send(item)
-            result, failure = own.pipe.recv()
+            pipe.send(item)
+            result, failure = pipe.recv()
         except (EOFError, OSError) as error:
             raise ValueError(
                 f"a worker process ended in the middle of its work (often killed for lack of memory); repeat the "
                 f"command, which continues, with fewer {setting} if memory is short"
             ) from error
+        finally:
+            idle.put(pipe)
         if failure is not None:
             raise failure
         return result
 
     multiprocessing.resource_tracker.ensure_running()  # now, because its start unblocks signals
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # which processes inherit
     with concurrent.futures.ThreadPoolExecutor(workers or 1) as threads:
         try:
+            try:
+                for _ in range(workers):
+                    ours, theirs = context.Pipe()
+                    child: multiprocessing.process.BaseProcess = context.Process(
+                        target=_work, args=(make, theirs), daemon=True
+                    )
+                    with theirs:
+                        child.start()
+                    children.append(child)
+                    idle.put(ours)
+            except OSError as error:
+                reason = error.strerror or error
+                raise ValueError(f"cannot start a worker process: {reason}; set fewer {setting}") from error
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             yield lambda item: threads.submit(call, item)
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
-            with lock:
-                ended = True
-                for child in children:
-                    child.kill()
-                    child.join()
+            for child in children:
+                child.kill()
+                child.join()
 
 
 def _work(make: Callable[[], Callable[[Any], Any]], pipe: multiprocessing.connection.Connection) -> None:

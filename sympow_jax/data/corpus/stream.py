@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Int64
 
+from sympow_jax import config as config_lib
 from sympow_jax.data import documents, rows
 from sympow_jax.data.corpus import encoding as encoding_lib
 from sympow_jax.data.corpus import pieces
@@ -24,11 +25,6 @@ _StreamRows = Iterator[tuple[Callable[[], rows.Row], int]]
 def _begins_unit(group: pieces.Group) -> bool:
     """Returns whether a group begins a unit: all groups of a compressed file are one, and so is each other group."""
     return not group[0].index or pieces.compression(group[0].file.path) is None
-
-
-def _position(number: int, row: int) -> int:
-    """Returns the position of a row of a group."""
-    return number << _ROW_BITS | row
 
 
 def count_streams(groups: Sequence[pieces.Group], batch_size: int) -> int:
@@ -52,14 +48,11 @@ class CorpusRows:
         self,
         encoding: encoding_lib.Encoding,
         groups: Sequence[pieces.Group],
+        config: config_lib.DataConfig,
         pack: Callable[[documents.Spans], rows.Rows],
-        *,
-        length: int,
-        seed: int,
-        workers: int,
     ):
-        self._encoding, self._groups, self._pack, self.length = encoding, groups, pack, length
-        self._seed, self._workers = seed, workers
+        self._encoding, self._groups, self._pack = encoding, groups, pack
+        self.length, self._seed, self._workers = config.context_length, config.seed, config.tokenizer_workers
         self._begins = [*map(_begins_unit, groups)]
         self._unit = np.cumsum(self._begins) - 1  # number of each group's unit
         self._text_bytes = [sum(piece.text_bytes for piece in group) for group in groups]
@@ -67,9 +60,9 @@ class CorpusRows:
 
     def example(self) -> rows.Row:
         """Returns a row of the shapes and types of every row. Nothing is read."""
-        count = self.length + 1
-        zeros = encoding_lib.Tokens(np.zeros(count, np.int32), np.array([count]))
-        return self._pack(zeros.spans("an example")).row(0, (self._seed, rows.TRAINING))
+        zeros = np.zeros(self.length + 1, np.int32)
+        source = documents.Spans([zeros].__getitem__, ["an example"], [np.array([len(zeros)])])
+        return self._pack(source).row(0, (self._seed, rows.TRAINING))
 
     def batches(self, batch_size: int, *, share: int = 0, shares: int = 1) -> "BatchIterator":
         """Returns an iterator of shard `share` of every batch, as described in `rows.TrainRows`."""
@@ -108,9 +101,10 @@ class CorpusRows:
         # A row needs one more token, the last target.
         if len(tokens.tokens) <= self.length:
             return ()
-        packed = self._pack(tokens.spans(pieces.name_of(self._group(number))))
+        name = pieces.name_of(self._group(number))
+        packed = self._pack(documents.Spans([tokens.tokens].__getitem__, [name], [tokens.lengths]))
         order = np.random.default_rng((self._seed, number, rows.ROW_ORDER)).permutation(packed.whole)
-        keys = ((self._seed, _position(number, row), rows.TRAINING) for row in range(packed.whole))
+        keys = ((self._seed, number << _ROW_BITS | row, rows.TRAINING) for row in range(packed.whole))
         return [functools.partial(packed.row, int(index), key) for index, key in zip(order, keys)]
 
     def rows_of_stream(self, tokens: Iterable[tuple[int, encoding_lib.Tokens]], row: int) -> _StreamRows:
@@ -128,11 +122,10 @@ class CorpusRows:
                     f"data and the tokenizer that the run began with"
                 )
             for index in range(row, len(found)):
-                is_last = index + 1 == len(found)
-                yield found[index], _position(number + 1, 0) if is_last else _position(number, index + 1)
+                end = number << _ROW_BITS | index + 1
+                yield found[index], end if index + 1 < len(found) else (number + 1) << _ROW_BITS
             row = 0
             empty = 0 if found else empty + 1
-            # As many groups as two epochs have.
             if empty == 2 * self.groups_per_epoch:
                 raise ValueError(
                     f"no part of the data has the {self.length + 1} tokens of a whole row; name more data in "
@@ -192,17 +185,18 @@ class BatchIterator:
 
     def get_state(self) -> dict[str, int]:
         """Returns the position of the next batch in each stream that this process reads."""
-        return {self._name(stream): position for stream, position in self._positions.items()}
+        return {f"stream {stream} of {self._count}": place for stream, place in self._positions.items()}
 
     def set_state(self, state: dict[str, int]) -> None:
         """Sets the positions, and begins to read the groups at them. `state` has those of all processes."""
-        if missing := [name for name in map(self._name, self._positions) if name not in state]:
+        own = self.get_state()
+        if missing := [name for name in own if name not in state]:
             raise ValueError(
                 f"the run was saved at {', '.join(sorted(state))} of the data, without {missing[0]}; restore the data "
                 f"and the batch that the run began with"
             )
         self.close()
-        self._positions = {stream: state[self._name(stream)] for stream in self._positions}
+        self._positions = dict(zip(self._positions, map(state.__getitem__, own)))
         self._open()
 
     def close(self) -> None:
@@ -213,13 +207,9 @@ class BatchIterator:
     def _open(self) -> dict[int, _StreamRows]:
         """Opens the streams at their positions, and submits the first group of each at once."""
         submit = self._pool.enter_context(self._corpus.open_workers())
-        self._rows = {}
         for stream, position in self._positions.items():
-            number, row = divmod(position, _position(1, 0))
+            number, row = divmod(position, 1 << _ROW_BITS)
             numbers = self._corpus.numbers(stream, self._count, start=number)
             tokens = self._corpus.tokens(submit, numbers, streams=len(self._positions))
             self._rows[stream] = self._corpus.rows_of_stream(tokens, row)
         return self._rows
-
-    def _name(self, stream: int) -> str:
-        return f"stream {stream} of {self._count}"

@@ -1,68 +1,70 @@
-"""Sources of data, one module each, and a table of them.
-
-A module has a class `Source`, whose objects open the data of a config. It has `describe() -> dict` and
-`side(task, *, vocab_size, heldout)`, which returns `documents.Documents` or `rows.Examples`, rows that are labeled.
-A source that is read in order only has `rows(pack, *, vocab_size) -> rows.TrainRows` too.
-"""
+"""Sources of data, one module each with a subclass of `Source` of that name."""
 
 import importlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from sympow_jax import config as config_lib
 from sympow_jax.config import data as data_config
+from sympow_jax.config import task as task_config
 from sympow_jax.data import files
 
-__all__ = ["SOURCES", "Kind", "described", "find_all", "locations", "open_source"]
+__all__ = ["ANY_VOCABULARY", "Source", "described", "locations", "open_source"]
 
-_TOKENS = (config_lib.Predicted.TOKEN, config_lib.Predicted.ATTENTION)
-_LABELS = (config_lib.Predicted.CLASS, config_lib.Predicted.NUMBER)
-
-
-class Kind(NamedTuple):
-    """Properties of a source."""
-
-    module: str
-    predicted: tuple[config_lib.Predicted, ...]  # quantities that may be
-    suffixes: tuple[str, ...] = ("",)  # of its files in a folder; none if it reads no single files
-    generated: bool = False  # it reads no files and always has held-out examples
+ANY_VOCABULARY = (1 << 31) - 1
+"""Vocabulary of data that is opened without a model: more ids than any tokenizer has."""
 
 
-_IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
-_LINES = data_config.SUFFIXES["jsonl"]
-_COMPRESSED_LINES = tuple(line + end for line in _LINES for end in data_config.COMPRESSIONS)
+class Source:
+    """Data of a config, for a task and a vocabulary.
 
-# A new source is a row here, a name in `config.data.SOURCES` and a module.
-SOURCES = {
-    "text": Kind("text", _TOKENS),
-    "tokens": Kind("tokens", _TOKENS, data_config.SUFFIXES["tokens"]),
-    "longcrawl64": Kind("zarr", _TOKENS, ()),
-    "parquet": Kind("corpus", _TOKENS, data_config.SUFFIXES["parquet"]),
-    "jsonl": Kind("corpus", _TOKENS, _LINES + _COMPRESSED_LINES),
-    "tsv": Kind("tsv", _LABELS, (".tsv",)),
-    # Formats that are not read are an error on access, instead of being left out.
-    "images": Kind("images", _LABELS[:1], _IMAGES),
-    "listops": Kind("listops", _LABELS[:1], (), generated=True),
-}
+    A subclass has `side(heldout=)`, which returns `documents.Documents` or `rows.Labeled`, or raises ValueError if they
+    do not fit the settings, and `describe() -> dict`. One that is read in order only has `rows(pack)` too.
+    """
+
+    def __init__(self, config: config_lib.DataConfig, task: config_lib.TaskConfig, vocab_size: int):
+        self.config, self.task, self.vocab_size = config, task, vocab_size
+        self._opened: dict[tuple[str, tuple[str, ...]], Any] = {}
+
+    def opened(self, *, heldout: bool) -> Any:
+        """Returns what `open_paths` makes of the paths of a side, once for both sides if they have the same."""
+        side = files.side(self.config, heldout=heldout)
+        if side not in self._opened:
+            self._opened[side] = self.open_paths(*side)
+        return self._opened[side]
+
+    def all_opened(self) -> list[Any]:
+        """Returns what `open_paths` makes of all paths."""
+        return [self.opened(heldout=side) for side in files.sides(self.config)]
+
+    def open_paths(self, setting: str, paths: tuple[str, ...]) -> Any:
+        """Returns the files that `paths` name, or what a subclass makes of them; errors name the `setting`."""
+        return files.find(setting, paths, suffix=self.config.kind.suffixes)
 
 
-def open_source(config: config_lib.DataConfig) -> Any:
-    """Returns the opened source of a config."""
+def open_source(
+    config: config_lib.DataConfig,
+    task: config_lib.TaskConfig | None = None,
+    *,
+    vocab_size: int = ANY_VOCABULARY,
+) -> Any:
+    """Returns the opened source of a config; raises ValueError if it is not for the task, if one is given."""
+    fitting = config.kind.predicted
+    if task is not None and task.predicted not in fitting:
+        names = " and ".join(name for name, kind in task_config.TASKS.items() if kind.predicted in fitting)
+        raise ValueError(
+            f"task.name is {task.name!r}, but data.source {config.source!r} is for {names}; change one of them"
+        )
     # Imported on demand, because some need libraries that would delay the start of a run, or may not be installed.
-    module = importlib.import_module(f"sympow_jax.data.sources.{SOURCES[config.source].module}")
-    return module.Source(config)
-
-
-def find_all(config: config_lib.DataConfig, *, heldout: bool) -> list[files.File]:
-    """Returns the files that have the training or the held-out side of a source."""
-    return files.find(*files.side(config, heldout=heldout), suffix=SOURCES[config.source].suffixes)
+    module = importlib.import_module(f"sympow_jax.data.sources.{config.kind.module}")
+    return module.Source(config, task or config_lib.TaskConfig(), vocab_size)
 
 
 def locations(setting: str, paths: Sequence[str], source: str) -> set[str]:
     """Returns the real path, or the URL, of each file that a setting names."""
-    suffixes = SOURCES[source].suffixes
+    suffixes = data_config.SOURCES[source].suffixes
     if not suffixes:
         return set(map(files.location, paths))
     if paths:
@@ -73,13 +75,13 @@ def locations(setting: str, paths: Sequence[str], source: str) -> set[str]:
 
 
 def described(
-    found: Sequence[files.File], train: np.ndarray | int, heldout: np.ndarray | int, **more: Any
+    found: Sequence[files.File], train: np.ndarray | int | None, heldout: np.ndarray | int, **more: Any
 ) -> dict[str, Any]:
     """Returns the counts of a description: of files, bytes, and of documents of these lengths, or of examples."""
     counts: dict[str, Any] = {"files": len(found), "bytes": sum(file.size for file in found)}
     for prefix, side in (("", train), ("heldout_", heldout)):
         if isinstance(side, int):
             counts[f"{prefix}examples"] = side
-        else:
+        elif side is not None:
             counts |= {f"{prefix}documents": len(side), f"{prefix}tokens": int(np.sum(side))}
     return counts | more

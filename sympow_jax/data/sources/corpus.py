@@ -4,12 +4,12 @@ import dataclasses
 import functools
 import hashlib
 import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from sympow_jax import config as config_lib
 from sympow_jax.data import documents, files, rows, sources
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.corpus import encoding as encoding_lib
@@ -31,28 +31,20 @@ _SAMPLE_PIECES = 16
 _DIGEST_BYTES = 1 << 16
 _DIGEST_FILES = 16
 
-# Without a model: more ids than any tokenizer has.
-_ANY_VOCABULARY = (1 << 31) - 1
 
-
-class Source:
+class Source(sources.Source):
     """Training rows and held-out documents of a corpus."""
 
-    def __init__(self, config: config_lib.DataConfig):
-        self._config = config
-        self._column = config.text_columns[0] if config.text_columns else "text"
-        self._find = functools.cache(lambda heldout: sources.find_all(config, heldout=heldout))
-
     def _groups(self, *, heldout: bool) -> list[pieces.Group]:
-        size = max(pieces.GROUP_BYTES, _ROWS * _TOKEN_BYTES * self._config.context_length)
-        return pieces.grouped(((file, self._config.source) for file in self._find(heldout)), size)
+        size = max(pieces.GROUP_BYTES, _ROWS * _TOKEN_BYTES * self.config.context_length)
+        return pieces.grouped(((file, self.config.source) for file in self.opened(heldout=heldout)), size)
 
-    def _encoding(self, *, vocab_size: int, heldout: bool) -> encoding_lib.Encoding:
-        """Returns the way to tokens, after checking that the ids and the separator are below `vocab_size`."""
-        config, first = self._config, self._groups(heldout=heldout)[0][0].file
+    def _encoding(self, *, heldout: bool) -> encoding_lib.Encoding:
+        """Returns the way to tokens, after checking that the ids and the separator are in the vocabulary."""
+        config, vocab_size, first = self.config, self.vocab_size, self._groups(heldout=heldout)[0][0].file
         reader = importlib.import_module(f"sympow_jax.data.corpus.{config.source}")
-        texts, separator = reader.holds_text(first, self._column), config.document_separator
-        if texts:
+        column, separator = (*config.text_columns, "text")[0], config.document_separator
+        if texts := reader.holds_text(first, column):
             tokenizer = tokenizer_lib.load(config.text_tokenizer, setting="data.tokenizer")
             separator = tokenizer.end_of_text(separator, setting="data.document_separator")
             if tokenizer.vocab_size > vocab_size:
@@ -66,7 +58,7 @@ class Source:
                 f"another data.document_separator"
             )
         return encoding_lib.Encoding(
-            column=self._column,
+            column=column,
             tokenizer=tokenizer_lib.local_name(config.text_tokenizer) if texts else None,
             separator=separator,
             vocab_size=vocab_size,
@@ -76,36 +68,29 @@ class Source:
             heldout=heldout,
         )
 
-    def rows(self, pack: Callable[[documents.Spans], rows.Rows], *, vocab_size: int) -> stream.CorpusRows:
+    def rows(self, pack: Callable[[documents.Spans], rows.Rows]) -> stream.CorpusRows:
         """Returns the training rows, which `pack` makes of documents. Only the start of the first file is read."""
         return stream.CorpusRows(
-            self._encoding(vocab_size=vocab_size, heldout=False),
-            self._groups(heldout=False),
-            pack,
-            length=self._config.context_length,
-            seed=self._config.seed,
-            workers=self._config.tokenizer_workers,
+            self._encoding(heldout=False), self._groups(heldout=False), self.config, pack
         )
 
-    def side(self, task: Any = None, *, heldout: bool, vocab_size: int = _ANY_VOCABULARY) -> documents.Spans:
+    def side(self, *, heldout: bool) -> documents.Spans:
         """Returns the first held-out documents in the order of files, until they have 2^24 tokens.
 
-        At most the first 64 groups of text, a GiB, are read to find them. Ids of documents are not compared with
-        `vocab_size` here, but when a document is used. `task` is unused.
+        At most the first 64 groups of text, a GiB, are read to find them. Ids of documents are not compared with the
+        vocabulary here, but when a document is used.
         """
-        encoding = self._encoding(vocab_size=vocab_size, heldout=heldout)
-        return _read_heldout(
-            dataclasses.replace(encoding, vocab_size=_ANY_VOCABULARY),
-            tuple(self._groups(heldout=heldout)[:_HELDOUT_GROUPS]),
-            workers=self._config.tokenizer_workers,
-        )
+        encoding = dataclasses.replace(self._encoding(heldout=heldout), vocab_size=sources.ANY_VOCABULARY)
+        groups = tuple(self._groups(heldout=heldout)[:_HELDOUT_GROUPS])
+        return _read_heldout(encoding, groups, workers=self.config.tokenizer_workers)
 
     def describe(self) -> dict[str, Any]:
         """Returns counts of files and bytes, an estimate of the tokens from a sample, and a SHA-256."""
-        config, corpus = self._config, self._find(False)
+        config, corpus = self.config, self.opened(heldout=False)
+        groups = self._groups(heldout=False)
         held = config.heldout_paths or config.heldout_fraction
         heldout = self.side(heldout=True).lengths if held else np.empty(0, np.int64)
-        encoding = self._encoding(vocab_size=_ANY_VOCABULARY, heldout=False)
+        encoding = dataclasses.replace(self._encoding(heldout=False), vocab_size=sources.ANY_VOCABULARY)
         encode, tokens, read = encoding_lib.Encoder(encoding), np.empty(0, np.int32), 0.0
         # A piece is empty if its row group begins in another piece, or if all of its documents are short.
         sample = pieces.grouped([(corpus[0], config.source)], _SAMPLE_BYTES)
@@ -115,14 +100,14 @@ class Source:
                 break
         estimate = int(len(tokens) / read * sum(file.size for file in corpus) / corpus[0].size)
         # Half a row of each group, or all of the data if it has less.
-        dropped = len(self._groups(heldout=False)) * config.context_length / 2 / max(1, estimate)
+        dropped = len(groups) * config.context_length / 2 / max(1, estimate)
         note = f"estimated; about {min(1.0, dropped):.1%} are dropped at the ends of parts of the data"
         if not len(tokens):
             note = (
                 f"their number is unknown, because the first {read:.1%} of {corpus[0].path} have no training document "
                 f"of at least data.shortest_document tokens, {config.shortest_document}"
             )
-        matches = [file for side in files.sides(config) for file in self._find(side)]
+        matches = [*itertools.chain(*self.all_opened())]
         digest = hashlib.sha256(tokens.astype("<u4").tobytes())
         for number, file in enumerate(matches):
             digest.update(f"{file.key}\0{file.size}\0".encode("utf-8", "surrogateescape"))
@@ -131,21 +116,16 @@ class Source:
                     for place in (file.size // 2, max(0, file.size - _DIGEST_BYTES)):
                         opened.seek(place)
                         digest.update(opened.read(_DIGEST_BYTES))
-        description = {
-            "files": len(matches),
-            "bytes": sum(file.size for file in matches),
+        description = sources.described(matches, None, heldout) | {
             "tokens": estimate,
             "tokens_note": note,
-            "heldout_documents": len(heldout),
-            "heldout_tokens": int(heldout.sum()),
-            "streams": stream.count_streams(self._groups(heldout=False), config.batch_size),
+            "streams": stream.count_streams(groups, config.batch_size),
             "digest": digest.hexdigest(),
             "digest_of": "names and sizes of all files, middles and ends of some, and tokens of a sample",
         }
         if encoding.tokenizer is not None:
-            description["tokenizer"] = tokenizer_lib.load(
-                encoding.tokenizer, setting="data.tokenizer"
-            ).identity
+            tokenizer = tokenizer_lib.load(encoding.tokenizer, setting="data.tokenizer")
+            description["tokenizer"] = tokenizer.identity
         return description
 
 
@@ -156,15 +136,14 @@ def _read_heldout(
     encoding: encoding_lib.Encoding, groups: tuple[pieces.Group, ...], *, workers: int
 ) -> documents.Spans:
     read: list[encoding_lib.Tokens] = []
-    with encoding_lib.open_workers(encoding, workers) as submit:
+    with encoding_lib.open_workers(encoding, min(workers, len(groups))) as submit:
         for tokens in encoding_lib.in_order(submit, groups, ahead=workers + 1):
             read.append(tokens)
             if sum(len(part.tokens) for part in read) >= HELDOUT_TOKENS:
                 break
-    spans = documents.Spans.consecutive(
+    spans = documents.Spans(
         [part.tokens for part in read].__getitem__,
-        [pieces.name_of(group) for group, _ in zip(groups, read)],
+        [*map(pieces.name_of, groups[: len(read)])],
         [part.lengths for part in read],
     )
-    before = np.cumsum(spans.lengths) - spans.lengths
-    return spans.select(np.flatnonzero(before < HELDOUT_TOKENS))
+    return spans.select(np.cumsum(spans.lengths) - spans.lengths < HELDOUT_TOKENS)

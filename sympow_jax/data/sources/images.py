@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import functools
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ from sympow_jax import config as config_lib
 from sympow_jax import spelling
 from sympow_jax.data import files, rows, sources
 
-__all__ = ["Images", "Source"]
+__all__ = ["Source"]
 
 # Mean and standard deviation of each channel of ImageNet.
 _STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -23,13 +23,6 @@ _CENTER = 0.875
 # Random crop of Szegedy et al. 2015, as in DeiT: fraction of the area, aspect ratio, and the number of draws before
 # falling back to a center crop.
 _AREA, _RATIO, _CROPS = (0.08, 1.0), (3 / 4, 4 / 3), 10
-
-
-@dataclasses.dataclass(frozen=True)
-class _Image(files.File):
-    """A file, whose key is class/name, and the index of its class."""
-
-    label: int
 
 
 def _classes(config: config_lib.DataConfig) -> list[str]:
@@ -56,6 +49,10 @@ def _classes(config: config_lib.DataConfig) -> list[str]:
                     f"{setting}: class {other[0]!r} is in {has} but not in {lacks}; classes must agree"
                 )
     return expected
+
+
+def _class_of(file: files.File) -> str:
+    return file.key.partition("/")[0]
 
 
 @contextlib.contextmanager
@@ -96,35 +93,7 @@ def _crop(image: PIL.Image.Image, side: int, rng: np.random.Generator | None) ->
     return image
 
 
-class Images:
-    """The training or the held-out images, decoded on access."""
-
-    def __init__(self, images: list[_Image], config: config_lib.DataConfig, *, vary: bool):
-        self._images, self._config, self._vary = images, config, vary
-
-    def __len__(self) -> int:
-        return len(self._images)
-
-    together = property(__len__)  # any order of reading costs the same
-
-    def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
-        """Returns image `index`; in training, `key` determines the crop and the mirroring."""
-        found, config = self._images[index], self._config
-        with _opened(found.path) as opened:
-            if opened.mode.startswith(("I", "F")):
-                raise ValueError("it has more than 8 bits a channel")
-            image = opened.convert("L" if config.image_tokens else "RGB")
-        inputs: np.ndarray
-        if config.image_tokens:
-            inputs = np.asarray(image, np.int32).reshape(-1)
-        else:
-            crop = _crop(image, config.image_size, np.random.default_rng(key) if self._vary else None)
-            mean, deviation = (255 * np.array(s, np.float32) for s in _STATISTICS)
-            inputs = (np.asarray(crop) - mean) / deviation
-        return {"inputs": inputs, "labels": np.array(found.label, np.int32)}
-
-
-class Source:
+class Source(sources.Source):
     """Images, labeled by the rank of their folder's name.
 
     Rows are `inputs [H, W, 3]`, float32, normalized with ImageNet's mean and deviation. With `data.image_tokens`, they
@@ -140,43 +109,40 @@ class Source:
             not PNG or JPEG, or has more than Pillow's limit of pixels.
     """
 
-    def __init__(self, config: config_lib.DataConfig):
-        self._config, self._classes = config, _classes(config)
-        self._find = functools.cache(self._find_paths)
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._classes = _classes(self.config)
 
-    def _find_paths(self, setting: str, paths: tuple[str, ...]) -> list[_Image]:
-        """Returns the images in the class folders of all paths, each once, whatever links lead to it."""
-        unique: dict[str, _Image] = {}
+    def open_paths(self, setting: str, paths: tuple[str, ...]) -> list[files.File]:
+        """Returns the images of all paths, with keys class/name, each once, whatever links lead to it."""
+        unique: dict[str, files.File] = {}
         for root in map(os.path.expanduser, paths):
-            for label, name in enumerate(self._classes):
+            for name in self._classes:
                 folder = os.path.join(root, name)
-                inside = files.below(folder, suffix=sources.SOURCES["images"].suffixes)
+                inside = files.below(folder, suffix=self.config.kind.suffixes)
                 if not inside:
                     raise ValueError(
                         f"{setting}: the class folder {folder} holds no image; add PNG or JPEG files, or remove it"
                     )
                 for location, file in files.located(inside):
-                    image = _Image(file.path, f"{name}/{file.key}", file.size, label)
+                    image = dataclasses.replace(file, key=f"{name}/{file.key}")
                     other = unique.setdefault(location, image)
-                    if other.label != label:
+                    if _class_of(other) != name:
                         raise ValueError(
-                            f"{setting}: {other.path} and {image.path} are one file in two classes; remove one of them"
+                            f"{setting}: {other.path} and {file.path} are one file in two classes; remove one"
                         )
         return list(unique.values())
 
-    def _chosen(self, *, heldout: bool) -> list[_Image]:
+    def _chosen(self, *, heldout: bool) -> list[files.File]:
         """Returns the training or the held-out images."""
-        config = self._config
-        images = self._find(*files.side(config, heldout=heldout))
-        if config.heldout_paths:
-            return images
-        keys = [image.key for image in images]
-        mask = files.held_out(keys, np.zeros(1, np.int64), config.heldout_fraction).tolist()
-        return [image for image, out in zip(images, mask) if out == heldout]
+        images = self.opened(heldout=heldout)
+        keys = [file.key for file in images]
+        chosen = files.on_side(self.config, keys, np.zeros(1, np.int64), heldout=heldout)
+        return list(itertools.compress(images, chosen))
 
-    def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> Images:
+    def side(self, *, heldout: bool) -> rows.Labeled:
         """Returns the training or the held-out images."""
-        config, classes, side = self._config, len(self._classes), self._config.image_size
+        config, task, classes, side = self.config, self.task, len(self._classes), self.config.image_size
         # Before the classes are counted, because a superfluous folder is most often an empty one.
         images = self._chosen(heldout=heldout)
         if task.outputs != classes:
@@ -185,25 +151,43 @@ class Source:
                 f"{classes} classes; make them agree"
             )
         if config.image_tokens:
-            if vocab_size < 256:
-                raise ValueError(f"model.vocab_size is {vocab_size}, but pixels have 256 ids; raise it")
-            for image in images:
-                with _opened(image.path) as opened:
+            if self.vocab_size < 256:
+                raise ValueError(f"model.vocab_size is {self.vocab_size}, but pixels have 256 ids; raise it")
+            for file in images:
+                with _opened(file.path) as opened:
                     size = opened.size
                 if size != (side, side):
                     raise ValueError(
-                        f"{image.path} is {size[0]} x {size[1]}, but data.image_size is {side}; for data.image_tokens, "
-                        f"all images must be squares of that size"
+                        f"{file.path} is {size[0]} x {size[1]}, but data.image_size is {side}; for "
+                        f"data.image_tokens, all images must be squares of that size"
                     )
-        return Images(images, config, vary=not heldout and not config.image_tokens)
+
+        def row(index: int, key: tuple[int, ...]) -> rows.Row:
+            file = images[index]
+            with _opened(file.path) as opened:
+                if opened.mode.startswith(("I", "F")):
+                    raise ValueError("it has more than 8 bits a channel")
+                image = opened.convert("L" if config.image_tokens else "RGB")
+            inputs: np.ndarray
+            if config.image_tokens:
+                inputs = np.asarray(image, np.int32).reshape(-1)
+            else:
+                # In training, the key determines the crop and the mirroring.
+                crop = _crop(image, side, None if heldout else np.random.default_rng(key))
+                mean, deviation = (255 * np.array(s, np.float32) for s in _STATISTICS)
+                inputs = (np.asarray(crop) - mean) / deviation
+            return {"inputs": inputs, "labels": np.array(labels[_class_of(file)], np.int32)}
+
+        labels = {name: label for label, name in enumerate(self._classes)}
+        return rows.Labeled(len(images), row)
 
     def describe(self) -> dict[str, Any]:
         """Returns counts, bytes, and a SHA-256 as `digest_of` says; reading all contents would delay the start."""
-        train, heldout = (self._chosen(heldout=side) for side in (False, True))
+        sides = [self._chosen(heldout=side) for side in (False, True)]
+        matches = [*sides[0], *sides[1]]
         return {"classes": len(self._classes)} | sources.described(
-            [*train, *heldout],
-            len(train),
-            len(heldout),
-            digest=files.digest([*train, *heldout], lambda _: (), samples=True),
+            matches,
+            *map(len, sides),
+            digest=files.digest(matches, lambda _: (), samples=True),
             digest_of="names, sizes and 64 samples of the contents",
         )

@@ -12,16 +12,14 @@ The ids are: 0 padding, 1 to 10 the digits 0 to 9, 11 to 14 `[MAX`, `[MIN`, `[ME
 import hashlib
 import statistics
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int64
+from jaxtyping import Int64
 
-from sympow_jax import config as config_lib
-from sympow_jax.config import checks
-from sympow_jax.data import rows
+from sympow_jax.data import rows, sources
 
-__all__ = ["CLASSES", "SYMBOLS", "ListOps", "Source", "generate"]
+__all__ = ["CLASSES", "SYMBOLS", "Source", "generate"]
 
 CLASSES = 10
 SYMBOLS = ("", *"0123456789", "[MAX", "[MIN", "[MED", "[SM", "]")  # symbols by id
@@ -34,8 +32,6 @@ _ARGUMENTS = (2, 10)
 _OPERATION_PROBABILITY = 0.25
 _DIGIT, _OPERATION, _END = 1, 11, 15
 
-# Number of draws before giving up. With these lengths, one draw in three fits.
-_DRAWS = 50_000
 _DESCRIBED = 16  # number of examples per side that enter the digest
 
 
@@ -47,58 +43,43 @@ _OPERATIONS: dict[int, Callable[[list[int]], int]] = {
 }
 
 
-class _Level(NamedTuple):
-    """The nodes of one depth, children of one parent next to each other, with their numbers of arguments."""
+def _draw_shape(rng: np.random.Generator, longest: int) -> tuple[list[Int64[np.ndarray, " nodes"]], int]:
+    """Returns the numbers of arguments of the nodes at each depth, 0 for digits, and the number of tokens.
 
-    operation: Bool[np.ndarray, " nodes"]
-    arguments: Int64[np.ndarray, " nodes"]
-
-
-def _draw_shape(rng: np.random.Generator, longest: int) -> tuple[list[_Level], int]:
-    """Returns a tree and its number of tokens; a tree of more than `longest` tokens is left incomplete."""
+    Children of one parent are next to each other. A tree of more than `longest` tokens is left incomplete.
+    """
     levels, length, nodes = [], 0, 1
     for depth in range(1, _DEPTH + 1):
         # The root is always an operation, because a single digit would be too short and drawn again.
         chance = 1.0 if depth == 1 else _OPERATION_PROBABILITY * (depth < _DEPTH)
         operation = rng.random(nodes) < chance
-        arguments = np.where(operation, rng.integers(*_ARGUMENTS, nodes, endpoint=True), 0)
-        levels.append(_Level(operation, arguments))
+        levels.append(np.where(operation, rng.integers(*_ARGUMENTS, nodes, endpoint=True), 0))
         length += nodes + int(operation.sum())
-        nodes = int(arguments.sum())
+        nodes = int(levels[-1].sum())
         if not nodes or length + nodes > longest:
-            return levels, length + nodes
-    raise AssertionError("the last level has no operations")
+            break
+    return levels, length + nodes
 
 
 def generate(key: tuple[int, ...], shortest: int, longest: int) -> tuple[Int64[np.ndarray, " tokens"], int]:
-    """Returns the ids and the value of an expression of `shortest` to `longest` tokens, a function of the arguments.
-
-    Raises:
-        ValueError: expressions of these lengths are too rare.
-    """
+    """Returns the ids and the value of an expression of `shortest` to `longest` tokens, a function of the arguments."""
     rng = np.random.default_rng(key)
-    for _ in range(_DRAWS):
+    levels, length = _draw_shape(rng, longest)
+    while not shortest <= length <= longest:  # one draw in three fits Long-Range Arena's lengths
         levels, length = _draw_shape(rng, longest)
-        if shortest <= length <= longest:
-            break
-    else:
-        raise ValueError(
-            f"of {_DRAWS} expressions none has from {shortest} to {longest} tokens; widen these lengths"
-        )
     symbols = [
         np.where(
-            level.operation,
-            _OPERATION + rng.integers(len(_OPERATIONS), size=len(level.operation)),
-            _DIGIT + rng.integers(10, size=len(level.operation)),
+            counts > 0,
+            _OPERATION + rng.integers(len(_OPERATIONS), size=len(counts)),
+            _DIGIT + rng.integers(10, size=len(counts)),
         ).tolist()
-        for level in levels
+        for counts in levels
     ]
-    ends = [np.cumsum(level.arguments).tolist() for level in levels]
-    counts = [level.arguments.tolist() for level in levels]
+    ends = [np.cumsum(counts).tolist() for counts in levels]
     tokens: list[int] = []
 
     def write(depth: int, node: int) -> int:
-        symbol, count = symbols[depth][node], counts[depth][node]
+        symbol, count = symbols[depth][node], int(levels[depth][node])
         tokens.append(symbol)
         if not count:
             return symbol - _DIGIT
@@ -111,65 +92,41 @@ def generate(key: tuple[int, ...], shortest: int, longest: int) -> tuple[Int64[n
     return np.array(tokens), value
 
 
-class ListOps:
-    """The training or the held-out examples, generated on access; each is a function of its index and the seed."""
+class Source(sources.Source):
+    """The generated examples, each a function of its side, its index and the seed."""
 
-    def __init__(self, config: config_lib.DataConfig, *, heldout: bool):
-        self._config, self._heldout = config, heldout
-
-    def __len__(self) -> int:
-        return EXAMPLES[self._heldout]
-
-    together = property(__len__)
-
-    def example(self, index: int) -> tuple[Int64[np.ndarray, " tokens"], int]:
+    def example(self, index: int, *, heldout: bool) -> tuple[Int64[np.ndarray, " tokens"], int]:
         """Returns the ids and the value of an example."""
         # The last number is never 0, because in SeedSequence a key that ends in 0 equals the shorter key.
-        key = (self._config.seed, index, 1 + self._heldout)
-        return generate(key, *LENGTHS)
+        return generate((self.config.seed, index, 1 + heldout), *LENGTHS)
 
-    def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
-        """Returns example `index`; `key` is unused."""
-        tokens, value = self.example(index)
-        return {**rows.padded([tokens], self._config.context_length), "labels": np.array(value, np.int32)}
-
-
-class Source:
-    """The generated examples."""
-
-    def __init__(self, config: config_lib.DataConfig):
-        self._length = config.context_length
-        self._sides = [ListOps(config, heldout=heldout) for heldout in (False, True)]
-
-    def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> ListOps:
+    def side(self, *, heldout: bool) -> rows.Labeled:
         """Returns the training or the held-out examples; raises ValueError if they do not fit the settings."""
-        checks.refuse(
-            (
-                task.outputs != CLASSES,
-                f"task.name is {task.name!r} and task.classes {task.classes}; source 'listops' is a classification "
-                f"into {CLASSES} classes",
-            ),
-            (
-                vocab_size < len(SYMBOLS),
-                f"model.vocab_size is {vocab_size}, but listops has {len(SYMBOLS)} ids; raise it",
-            ),
-            (
-                self._length < LENGTHS[1],
-                f"data.context_length is {self._length}, but listops has examples of {LENGTHS[1]} tokens; raise it",
-            ),
-        )
-        return self._sides[heldout]
+        length, outputs, vocab_size = self.config.context_length, self.task.outputs, self.vocab_size
+        for name, value, needed, fits in (
+            ("task.classes", outputs, CLASSES, outputs == CLASSES),
+            ("model.vocab_size", vocab_size, f"{len(SYMBOLS)} or more", vocab_size >= len(SYMBOLS)),
+            ("data.context_length", length, f"{LENGTHS[1]} or more", length >= LENGTHS[1]),
+        ):
+            if not fits:
+                raise ValueError(f"{name} is {value}, but data.source 'listops' needs {needed}; change it")
+
+        def row(index: int, key: tuple[int, ...]) -> rows.Row:
+            tokens, value = self.example(index, heldout=heldout)
+            return {**rows.padded([tokens], length), "labels": np.array(value, np.int32)}
+
+        return rows.Labeled(EXAMPLES[heldout], row)
 
     def describe(self) -> dict[str, Any]:
         """Returns the numbers of training and held-out examples, and the SHA-256 of the first of each."""
         digest = hashlib.sha256()
-        for side in self._sides:
-            for index in range(min(_DESCRIBED, len(side))):
-                tokens, value = side.example(index)
+        for heldout in (False, True):
+            for index in range(min(_DESCRIBED, EXAMPLES[heldout])):
+                tokens, value = self.example(index, heldout=heldout)
                 digest.update(bytes([*tokens, value]))
         return {
-            "examples": len(self._sides[0]),
-            "heldout_examples": len(self._sides[1]),
+            "examples": EXAMPLES[0],
+            "heldout_examples": EXAMPLES[1],
             "digest": digest.hexdigest(),
             "digest_of": f"the first {_DESCRIBED} examples of each side",
         }

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from sympow_jax import config as config_lib
 from sympow_jax.data import documents, files, sources
 
 __all__ = ["Source", "standard_library"]
@@ -26,37 +25,33 @@ _PACKAGE_FOLDERS = ("site-packages", "dist-packages")
 def standard_library() -> list[files.File]:
     """Returns the Python files of the interpreter's standard library."""
     root = sysconfig.get_paths()["stdlib"]
-    matches = files.below(root, suffix=".py", skip=_PACKAGE_FOLDERS)
-    if not matches:
-        raise ValueError(f"the standard library has no .py files in {root}; name files in data.paths")
-    return matches
+    return files.below(root, suffix=".py", skip=_PACKAGE_FOLDERS)
 
 
-class Source:
+class Source(sources.Source):
     """Files as documents of bytes, all of which are held in memory."""
 
-    def __init__(self, config: config_lib.DataConfig):
-        self._config = config
-        self._spans = functools.cache(self._find_spans)
-        self._find = functools.cache(lambda *side: files.find(*side) if side[1] else standard_library())
-        self._read = functools.cache(lambda file: files.read(file.path))
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self._read = functools.cache(lambda file: np.frombuffer(files.read(file.path), np.uint8))
 
-    def _find_spans(self, *, heldout: bool) -> list[tuple[files.File, int, int]]:
-        """Returns file, start and length of each document of a side, in order, without those that are too short."""
-        config = self._config
-        side = files.side(config, heldout=heldout)
-        matches = self._find(*side)
+    def open_paths(self, setting: str, paths: tuple[str, ...]) -> list[files.File]:
+        """Returns the files, or those of the standard library; raises ValueError if all are empty."""
+        matches = files.find(setting, paths) if paths else standard_library()
         if not any(file.size for file in matches):
             raise ValueError(
-                f"{side[0]}: every file is empty ({len(matches)} found); name files that hold text"
+                f"{setting}: every file is empty ({len(matches)} found); name files that hold text"
             )
-        keys = [file.key for file in matches]
-        out = files.held_out(keys, np.zeros(1, np.int64), config.heldout_fraction).tolist()
+        return matches
+
+    def parts(self, *, heldout: bool) -> list[tuple[files.File, int, int]]:
+        """Returns file, start and stop of each document of a side, in order, without those that are too short."""
+        config, matches = self.config, self.opened(heldout=heldout)
+        chosen = files.on_side(config, [file.key for file in matches], np.zeros(1, np.int64), heldout=heldout)
         found = []
-        for file, whole in zip(matches, out):
-            if config.heldout_paths or (not file.named and whole == heldout):
-                found.append((file, 0, file.size))
-            elif file.named:
+        for file, whole in zip(matches, chosen.tolist()):
+            bounds = [0, file.size] if whole else []
+            if file.named and not config.heldout_paths:
                 # The end of a named file is held out, cut into documents.
                 tail = int(file.size * config.heldout_fraction)
                 bounds = [0, file.size - tail]
@@ -64,31 +59,29 @@ class Source:
                     least = max(config.context_length, config.shortest_document)
                     pieces = min(_PIECES, max(1, tail // least))
                     bounds = np.linspace(file.size - tail, file.size, pieces + 1).astype(np.int64).tolist()
-                found += [(file, start, stop - start) for start, stop in itertools.pairwise(bounds)]
-        return [document for document in found if document[2] >= config.shortest_document]
+            found += [(file, start, stop) for start, stop in itertools.pairwise(bounds)]
+        return [
+            (file, start, stop) for file, start, stop in found if stop - start >= config.shortest_document
+        ]
 
-    def side(self, task: Any = None, *, heldout: bool, vocab_size: int = 0) -> documents.Spans:
-        """Returns the training or the held-out files, or parts of files; the other arguments are unused."""
-        found = self._spans(heldout=heldout)
-        index = {file: number for number, file in enumerate(dict.fromkeys(file for file, _, _ in found))}
-        arrays = [np.frombuffer(self._read(file), np.uint8) for file in index]
+    def side(self, *, heldout: bool) -> documents.Spans:
+        """Returns the training or the held-out files, or parts of files."""
+        parts = self.parts(heldout=heldout)
         return documents.Spans(
-            arrays.__getitem__,
-            [file.path for file in index],
-            array=np.array([index[file] for file, _, _ in found], np.int64),
-            starts=np.array([start for _, start, _ in found], np.int64),
-            lengths=np.array([length for _, _, length in found], np.int64),
+            lambda index: self._read(parts[index][0])[slice(*parts[index][1:])],
+            [f"{file.path} from byte {start}" if start else file.path for file, start, _ in parts],
+            [np.array([stop - start]) for _, start, stop in parts],
         )
 
     def describe(self) -> dict[str, Any]:
         """Returns counts of files and bytes, and the SHA-256 of every file's key, size and bytes in order."""
-        sides = [self._spans(heldout=side) for side in (False, True)]
+        sides = [self.parts(heldout=side) for side in (False, True)]
         matches = list(dict.fromkeys(file for side in sides for file, _, _ in side))
-        cut = not self._config.heldout_paths and any(file.named for file, _, _ in sides[1])
+        cut = not self.config.heldout_paths and any(file.named for file, _, _ in sides[1])
         note = {"heldout_note": "the end of each file that data.paths names"} if cut else {}
         return note | sources.described(
             matches,
-            *(np.array([length for _, _, length in side], np.int64) for side in sides),
+            *(self.side(heldout=side).lengths for side in (False, True)),
             digest=files.digest(matches, lambda file: [self._read(file)]),
             digest_of="names, sizes and contents",
         )

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Int64, Integer
+from jaxtyping import Int64, Integer
 
-from sympow_jax import config as config_lib
 from sympow_jax import spelling
 from sympow_jax.config import serialize
 from sympow_jax.data import documents, files, sources
@@ -25,33 +24,35 @@ _DIGEST_BYTES = 1 << 20  # bytes of each end of a file that enter the digest
 _MAPPED = 256
 
 
-def _metadata(found: Iterable[files.File]) -> dict[str, dict[str, Any]]:
+# Token files, their documents that are long enough, and for each file the positions of these in it.
+_Scanned = tuple[list[files.File], documents.Spans, list[Int64[np.ndarray, " documents"]]]
+
+
+def _records(matches: Iterable[files.File]) -> dict[str, dict[str, Any]]:
     """Returns what `prepare` recorded about files, by the path of the record; of other files there is none."""
-    folders = dict.fromkeys(pathlib.Path(file.path).parent for file in found)
-    records = [folder / METADATA for folder in folders]
-    return {str(record): serialize.read_object(record) for record in records if record.is_file()}
+    paths = dict.fromkeys(pathlib.Path(file.path).parent / METADATA for file in matches)
+    return {str(path): serialize.read_object(path) for path in paths if path.is_file()}
 
 
-class Source:
+class Source(sources.Source):
     """Documents of token files, which end with `data.document_separator`; without one, every file is a document."""
 
-    def __init__(self, config: config_lib.DataConfig):
-        self._config = config
-        self._scan = functools.cache(self._scan_side)
-
-    def side(self, task: Any = None, *, heldout: bool, vocab_size: int = 0) -> documents.Spans:
-        """Returns the training or the held-out documents; the other arguments are unused."""
-        spans, out, _ = self._scan(heldout=heldout and bool(self._config.heldout_paths))
-        return spans if self._config.heldout_paths else spans.select(np.flatnonzero(out == heldout))
-
     def metadata(self) -> dict[str, dict[str, Any]]:
-        """Returns what `prepare` recorded about the files, by the path of the record; of other files there is none."""
-        sides = files.sides(self._config)
-        return _metadata(file for side in sides for file in sources.find_all(self._config, heldout=side))
+        """Returns what `prepare` recorded about the files, by the path of the record."""
+        sides = [files.side(self.config, heldout=side) for side in files.sides(self.config)]
+        return _records(file for side in sides for file in sources.Source.open_paths(self, *side))
+
+    def side(self, *, heldout: bool) -> documents.Spans:
+        """Returns the training or the held-out documents."""
+        matches, spans, positions = self.opened(heldout=heldout)
+        chosen = [
+            files.on_side(self.config, [file.key], own, heldout=heldout)
+            for file, own in zip(matches, positions)
+        ]
+        return spans.select(np.concatenate(chosen))
 
     def describe(self) -> dict[str, Any]:
         """Returns counts of files, documents and tokens, and a SHA-256 as `digest_of` says."""
-        matches = [file for side in files.sides(self._config) for file in self._scan(heldout=side)[2]]
 
         def ends(file: files.File) -> Iterator[bytes]:
             with files.errors(file.path), files.open_file(file.path) as stream:
@@ -59,6 +60,7 @@ class Source:
                 stream.seek(max(0, file.size - _DIGEST_BYTES))
                 yield stream.read(_DIGEST_BYTES)
 
+        matches = [file for found, _, _ in self.all_opened() for file in found]
         return sources.described(
             matches,
             *(self.side(heldout=side).lengths for side in (False, True)),
@@ -66,15 +68,22 @@ class Source:
             digest_of="names, sizes, first and last MiB of each file, and 64 samples of all",
         )
 
-    def _scan_side(
-        self, *, heldout: bool
-    ) -> tuple[documents.Spans, Bool[np.ndarray, " documents"], list[files.File]]:
-        """Returns the documents that are long enough, a mask of those that their hashes hold out, and the files."""
-        config, separator = self._config, self._config.document_separator
+    def open_paths(self, setting: str, paths: tuple[str, ...]) -> _Scanned:
+        """Finds the documents of files; raises ValueError if the files do not fit the settings."""
+        config, separator, matches = (
+            self.config,
+            self.config.document_separator,
+            super().open_paths(setting, paths),
+        )
         dtype = DTYPES[config.token_dtype]
-        setting, _ = files.side(config, heldout=heldout)
-        matches = sources.find_all(config, heldout=heldout)
-        self._check(matches)
+        for path, record in _records(matches).items():
+            if "documents" not in record:
+                raise ValueError(f"the token files next to {path} are not complete; repeat `sympow prepare`")
+            if (stored := record.get("token_dtype")) != config.token_dtype:
+                raise ValueError(
+                    f"the token files next to {path} hold {spelling.shown(stored)} ids, but data.token_dtype is "
+                    f"{config.token_dtype!r}; set it to theirs"
+                )
 
         def open_array(index: int) -> Integer[np.ndarray, " tokens"]:
             with files.errors(matches[index].path):
@@ -85,6 +94,11 @@ class Source:
         ends: list[Int64[np.ndarray, " documents"]] = []
         left, occurs = documents.MAX_DOCUMENTS, separator is None
         for index, file in enumerate(matches):
+            if not file.size or file.size % dtype.itemsize:
+                raise ValueError(
+                    f"{file.path} has {file.size} bytes; it must hold {dtype} ids of {dtype.itemsize} bytes each: it "
+                    f"is empty or truncated, or data.token_dtype is wrong"
+                )
             array, inside = open_array(index), []
             for start in range(0, len(array), _SCAN_TOKENS) if separator is not None else ():
                 scanned = array[start : start + _SCAN_TOKENS]
@@ -104,32 +118,9 @@ class Source:
             ends.append(np.concatenate(inside))
         if not occurs:
             raise ValueError(f"{setting}: no file holds the data.document_separator {separator}; {remedy}")
-        spans = documents.Spans.consecutive(
-            functools.lru_cache(maxsize=_MAPPED)(open_array),
-            [file.path for file in matches],
-            [np.diff(end, prepend=0) for end in ends],
-        )
-        masks = [
-            files.held_out([file.key], np.arange(len(end)), config.heldout_fraction)
-            for file, end in zip(matches, ends)
-        ]
-        chosen = np.flatnonzero(spans.lengths >= config.shortest_document)
-        return spans.select(chosen), np.concatenate(masks)[chosen], matches
-
-    def _check(self, matches: list[files.File]) -> None:
-        """Raises ValueError for files of a wrong size, or whose metadata contradicts the settings."""
-        dtype = self._config.token_dtype
-        for path, record in _metadata(matches).items():
-            if "documents" not in record:
-                raise ValueError(f"the token files next to {path} are not complete; repeat `sympow prepare`")
-            if (stored := record.get("token_dtype")) != dtype:
-                raise ValueError(
-                    f"the token files next to {path} hold {spelling.shown(stored)} ids, but data.token_dtype is "
-                    f"{dtype!r}; set it to theirs"
-                )
-        for file in matches:
-            if not file.size or file.size % DTYPES[dtype].itemsize:
-                raise ValueError(
-                    f"{file.path} has {file.size} bytes; it must hold {dtype} ids of {DTYPES[dtype].itemsize} bytes "
-                    f"each: it is empty or truncated, or data.token_dtype is wrong"
-                )
+        lengths = [np.diff(end, prepend=0) for end in ends]
+        long = [part >= config.shortest_document for part in lengths]
+        spans = documents.Spans(
+            functools.lru_cache(maxsize=_MAPPED)(open_array), [file.path for file in matches], lengths
+        ).select(np.concatenate(long))
+        return matches, spans, [*map(np.flatnonzero, long)]

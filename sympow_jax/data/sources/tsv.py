@@ -1,6 +1,6 @@
 """Labeled texts in tab-separated columns, one example per line, without quoting or escapes (GLUE's layout)."""
 
-import functools
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -11,34 +11,19 @@ from sympow_jax import spelling
 from sympow_jax.data import documents, files, rows, sources
 from sympow_jax.data import tokenizer as tokenizer_lib
 
-__all__ = ["Source", "TsvExamples"]
+__all__ = ["Source"]
 
 
-class _File(NamedTuple):
-    """Lines of a file without its header, and the indices of their columns."""
+class _Example(NamedTuple):
+    """The texts and the label of a line, and where it is, for errors."""
 
-    file: files.File
-    lines: list[bytes]
-    first_line: int  # number of the first example, counted from 1
-    texts: list[int]
-    label: int
-    width: int  # number of columns
-
-    def name(self, line: int) -> str:
-        return f"{self.file.path} (line {self.first_line + line})"
-
-    def read(self, line: int) -> tuple[list[bytes], bytes]:
-        """Returns the texts and the label of a line."""
-        cells = self.lines[line].removesuffix(b"\r").split(b"\t")
-        if len(cells) != self.width:
-            raise ValueError(
-                f"{self.name(line)} has another number of columns, {len(cells)}, than the first line, {self.width}; "
-                f"columns are divided by single tabs and texts hold neither tabs nor line breaks; correct the line"
-            )
-        return [cells[column] for column in self.texts], cells[self.label]
+    texts: list[bytes]
+    label: bytes
+    name: str
 
 
-def _open(file: files.File, config: config_lib.DataConfig) -> _File:
+def _read(file: files.File, config: config_lib.DataConfig) -> list[_Example]:
+    """Returns the examples of a file, in order."""
     content = files.read(file.path).removeprefix(b"\xef\xbb\xbf")  # a byte order mark
     if not content:
         raise ValueError(f"{file.path} is empty; it must hold lines of columns divided by tabs")
@@ -59,124 +44,100 @@ def _open(file: files.File, config: config_lib.DataConfig) -> _File:
     if len(lines) == header:
         raise ValueError(f"{file.path} has no examples, only a header; name a file that has some")
     *texts, label = map(names.index, columns)
-    return _File(file, lines[header:], 1 + header, texts, label, len(names))
+    examples = []
+    for number, line in enumerate(lines[header:], 1 + header):
+        cells, name = line.removesuffix(b"\r").split(b"\t"), f"{file.path} (line {number})"
+        if len(cells) != len(names):
+            raise ValueError(
+                f"{name} has another number of columns, {len(cells)}, than the first line, {len(names)}; columns are "
+                f"divided by single tabs and texts hold neither tabs nor line breaks; correct the line"
+            )
+        examples.append(_Example([cells[column] for column in texts], cells[label], name))
+    return examples
 
 
-class TsvExamples:
-    """The training or the held-out lines, which are checked at once and tokenized on access."""
+class Source(sources.Source):
+    """Labeled lines; a folder stands for its `.tsv` files."""
 
-    def __init__(
-        self,
-        lines: list[tuple[_File, int]],
-        config: config_lib.DataConfig,
-        task: config_lib.TaskConfig,
-        *,
-        vocab_size: int,
-    ):
-        self._lines, self._length, self._vocab_size = lines, config.context_length, vocab_size
-        self._dual, self._separator = task.dual_encoder, -1
-        self._tokenizer = tokenizer_lib.load(config.text_tokenizer, setting="data.tokenizer")
+    def open_paths(self, setting: str, paths: tuple[str, ...]) -> list[tuple[files.File, list[_Example]]]:
+        """Returns the files and their examples."""
+        return [(file, _read(file, self.config)) for file in super().open_paths(setting, paths)]
+
+    def _examples(self, *, heldout: bool) -> list[_Example]:
+        examples: list[_Example] = []
+        for file, found in self.opened(heldout=heldout):
+            chosen = files.on_side(self.config, [file.key], np.arange(len(found)), heldout=heldout)
+            examples += itertools.compress(found, chosen)
+        return examples
+
+    def side(self, *, heldout: bool) -> rows.Labeled:
+        """Returns the training or the held-out lines, which are checked at once and tokenized on access."""
+        config, task, vocab_size = self.config, self.task, self.vocab_size
+        length, examples = config.context_length, self._examples(heldout=heldout)
+        tokenizer, separator = tokenizer_lib.load(config.text_tokenizer, setting="data.tokenizer"), -1
         if len(config.text_columns) == 2 and not task.dual_encoder:
             setting = "data.document_separator"
-            self._separator = self._tokenizer.end_of_text(config.document_separator, setting=setting)
-            if self._separator >= vocab_size:
+            separator = tokenizer.end_of_text(config.document_separator, setting=setting)
+            if separator >= vocab_size:
                 raise ValueError(
-                    f"the id between two texts is {self._separator}, but model.vocab_size is {vocab_size}; raise it, "
-                    f"or set {setting}"
+                    f"the id between two texts is {separator}, but model.vocab_size is {vocab_size}; raise it, or set "
+                    f"{setting}"
                 )
-            if self._length < 3:
-                raise ValueError(f"data.context_length is {self._length}; two texts and a separator need 3")
+            if length < 3:
+                raise ValueError(f"data.context_length is {length}; two texts and a separator need 3")
         numbers, classes = task.predicted is config_lib.Predicted.NUMBER, task.classes or 0
-        if config.labels and not numbers and len(config.labels) != classes:
+        names = config.labels or [*map(str, range(classes))]
+        if not numbers and len(names) != classes:
             raise ValueError(
-                f"data.labels names {len(config.labels)} classes, but task.classes is {classes}; make them agree"
+                f"data.labels names {len(names)} classes, but task.classes is {classes}; make them agree"
             )
-        named = {name.encode(): i for i, name in enumerate(config.labels or map(str, range(classes)))}
-        known = f"an integer from 0 to {classes - 1} (task.classes is {classes}, data.labels names none)"
-        if numbers:
-            known = f"a finite number, as task {task.name!r} predicts"
-        elif config.labels:
-            known = f"one of data.labels {spelling.listed(map(repr, config.labels))}"
-        self._labels = np.empty(len(lines), np.float32 if numbers else np.int32)
-        for index, (file, line) in enumerate(lines):
-            texts, label = file.read(line)
+        named = {name.encode(): i for i, name in enumerate(names)}
+        known = f"a finite number, as task {task.name!r} predicts"
+        if not numbers:
+            known = f"one of {spelling.listed(map(repr, names))}; correct it, or data.labels and task.classes"
+        labels = np.empty(len(examples), np.float32 if numbers else np.int32)
+        for index, (texts, label, name) in enumerate(examples):
             try:
                 value = float(label) if numbers else named[label]
             except (ValueError, KeyError):
                 value = math.nan
             if not math.isfinite(value):
                 shown = spelling.shown(label.decode("utf-8", "replace"))
-                raise ValueError(f"{file.name(line)}: label {shown} is not {known}")
+                raise ValueError(f"{name}: label {shown} is not {known}")
             if not any(texts):
-                raise ValueError(f"{file.name(line)} has no text; leave the line out")
-            self._labels[index] = value
+                raise ValueError(f"{name} has no text; leave the line out")
+            labels[index] = value
 
-    def __len__(self) -> int:
-        return len(self._lines)
+        def row(index: int, key: tuple[int, ...]) -> rows.Row:
+            written, _, name = examples[index]
+            texts = [
+                tokenizer.encode_document(text, name=f"a text of {name}", begin=False) for text in written
+            ]
+            # Before they are joined, because two joined texts have the separator even if both are empty.
+            if not any(map(len, texts)):
+                raise ValueError(f"{name}: the tokenizer finds no token in the text; leave the line out")
+            if task.dual_encoder:
+                texts = [text[: length // 2] for text in texts]
+            elif len(texts) == 2:
+                # The longer text is truncated first.
+                one, two = texts
+                first = min(len(one), max(length - 1 - len(two), length // 2))
+                texts = [np.concatenate([one[:first], [separator], two[: length - 1 - first]])]
+            else:
+                texts = [texts[0][:length]]
+            for tokens in texts:
+                documents.check_vocabulary(tokens, vocab_size=vocab_size, name=lambda: name)
+            return {**rows.padded(texts, length), "labels": np.array(labels[index])}
 
-    together = property(__len__)  # any order of reading costs the same
-
-    def row(self, index: int, key: tuple[int, ...]) -> rows.Row:
-        """Returns the tokens and the label of example `index`; `key` is unused."""
-        file, line = self._lines[index]
-        name = file.name(line)
-        texts = [
-            self._tokenizer.encode_document(text, name=f"a text of {name}", begin=False)
-            for text in file.read(line)[0]
-        ]
-        # Before they are joined, because two joined texts have the separator even if both are empty.
-        if not any(map(len, texts)):
-            raise ValueError(f"{name}: the tokenizer finds no token in the text; leave the line out")
-        if self._dual:
-            texts = [text[: self._length // 2] for text in texts]
-        elif len(texts) == 2:
-            # The longer text is truncated first.
-            one, two = texts
-            room = self._length - 1
-            first = min(len(one), max(room - len(two), room - room // 2))
-            texts = [np.concatenate([one[:first], [self._separator], two[: room - first]])]
-        else:
-            texts = [texts[0][: self._length]]
-        for tokens in texts:
-            documents.check_vocabulary(tokens, vocab_size=self._vocab_size, name=lambda: name)
-        return {**rows.padded(texts, self._length), "labels": np.array(self._labels[index])}
-
-
-class Source:
-    """Labeled lines; a folder stands for its `.tsv` files."""
-
-    def __init__(self, config: config_lib.DataConfig):
-        self._config = config
-        self._files = functools.cache(
-            lambda heldout: [_open(file, config) for file in sources.find_all(config, heldout=heldout)]
-        )
-
-    def _chosen(self, *, heldout: bool) -> tuple[list[_File], list[tuple[_File, int]]]:
-        """Returns the files that have the training or the held-out lines, and these lines in order."""
-        config = self._config
-        opened = self._files(heldout and bool(config.heldout_paths))
-        lines: list[tuple[_File, int]] = []
-        for file in opened:
-            chosen = np.arange(len(file.lines))
-            if not config.heldout_paths:
-                out = files.held_out([file.file.key], chosen, config.heldout_fraction)
-                chosen = np.flatnonzero(out == heldout)
-            lines += [(file, line) for line in chosen.tolist()]
-        return opened, lines
-
-    def side(self, task: config_lib.TaskConfig, *, vocab_size: int, heldout: bool) -> TsvExamples:
-        """Returns the training or the held-out lines."""
-        return TsvExamples(self._chosen(heldout=heldout)[1], self._config, task, vocab_size=vocab_size)
+        return rows.Labeled(len(examples), row)
 
     def describe(self) -> dict[str, Any]:
         """Returns counts, the tokenizer, and the SHA-256 of every file's key, size and bytes."""
-        (trained, train), (held, heldout) = (self._chosen(heldout=side) for side in (False, True))
-        matches = [file.file for file in (trained + held if self._config.heldout_paths else trained)]
+        matches = [file for opened in self.all_opened() for file, _ in opened]
         return sources.described(
             matches,
-            len(train),
-            len(heldout),
-            tokenizer=tokenizer_lib.load(self._config.text_tokenizer, setting="data.tokenizer").identity,
+            *(len(self._examples(heldout=side)) for side in (False, True)),
+            tokenizer=tokenizer_lib.load(self.config.text_tokenizer, setting="data.tokenizer").identity,
             digest=files.digest(matches, lambda file: [files.read(file.path)]),
             digest_of="names, sizes and contents",
         )

@@ -1,7 +1,6 @@
 """LongCrawl64's layout: a Zarr v2 array of token ids, one document per row, local or in an object store."""
 
 import contextlib
-import functools
 import hashlib
 import json
 import math
@@ -13,7 +12,6 @@ import numpy as np
 import tensorstore
 from jaxtyping import Int64, Integer
 
-from sympow_jax import config as config_lib
 from sympow_jax import spelling
 from sympow_jax.config import serialize
 from sympow_jax.data import documents, files, sources
@@ -42,8 +40,8 @@ _SAMPLES, _SAMPLE_BYTES = 32, 16
 
 # A row of full length spans 32 chunks of 8 MB. The cache has room for two such bands of documents.
 _CACHE_BYTES = 2 * 32 * CHUNKS[0] * CHUNKS[1] * 2
-# Bytes of the largest chunk that is read, which is held in memory whole. LongCrawl64's chunks have 2^23.
-_CHUNK_BYTES = 1 << 28
+# Tokens of the largest chunk that is read, which is held in memory whole. LongCrawl64's chunks have 2^22.
+_CHUNK_TOKENS = 1 << 27
 _MAX_TOKENS = 1 << 48
 
 
@@ -110,15 +108,12 @@ class ZarrDocuments:
         return f"{self._path} (row {self._rows[document]})"
 
 
-class Source:
+class Source(sources.Source):
     """Documents of an array, one per row. `data.document_separator` replaces GPT-2's 50,256 before each row."""
 
-    def __init__(self, config: config_lib.DataConfig):
-        self._config = config
-        self._open = functools.cache(self._open_array)
-
-    def _open_array(self, setting: str, paths: tuple[str, ...]) -> tensorstore.TensorStore:
-        dtype, shortest = self._config.token_dtype, self._config.shortest_document
+    def open_paths(self, setting: str, paths: tuple[str, ...]) -> tensorstore.TensorStore:
+        """Opens the array; raises ValueError if it has another layout or type, or is too large."""
+        dtype, shortest = self.config.token_dtype, self.config.shortest_document
         if len(paths) != 1:
             raise ValueError(f"{setting} has {len(paths)} entries; longcrawl64 reads one Zarr array")
         context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
@@ -139,43 +134,40 @@ class Source:
             )
         # Before memory is reserved for sizes that no data has but metadata may claim.
         chunk = tuple(array.spec().to_json()["metadata"]["chunks"])
-        chunk_bytes = math.prod(chunk) * array.dtype.numpy_dtype.itemsize
-        sizes = (array.shape[0], math.prod(array.shape), chunk_bytes)
-        most = (documents.MAX_DOCUMENTS, _MAX_TOKENS, _CHUNK_BYTES)
+        sizes = array.shape[0], math.prod(array.shape), math.prod(chunk)
+        most = documents.MAX_DOCUMENTS, _MAX_TOKENS, _CHUNK_TOKENS
         if any(size > limit for size, limit in zip(sizes, most)):
             raise ValueError(
-                f"{setting}: {paths[0]} has shape {array.shape} and chunks of shape {chunk}, {chunk_bytes} bytes each, "
-                f"by its metadata; at most {most[0]} rows, {most[1]} tokens and chunks of {most[2]} bytes can be read"
+                f"{setting}: {paths[0]} has shape {array.shape} and chunks of shape {chunk} by its metadata; at most "
+                f"{most[0]} rows, {most[1]} tokens and {most[2]} tokens per chunk can be read"
             )
         return array
 
-    def side(self, task: Any = None, *, heldout: bool, vocab_size: int = 1 << 32) -> ZarrDocuments:
-        """Returns the training or the held-out documents; `task` is unused."""
-        config = self._config
-        setting, paths = files.side(config, heldout=heldout)
-        array = self._open(setting, paths)
+    def side(self, *, heldout: bool) -> ZarrDocuments:
+        """Returns the training or the held-out documents."""
+        config, array = self.config, self.opened(heldout=heldout)
         lead = DOCUMENT_START if config.document_separator is None else config.document_separator
-        if lead >= vocab_size:
+        if lead >= self.vocab_size:
             raise ValueError(
-                f"the first id of every row is {lead}, but model.vocab_size is {vocab_size}; set "
+                f"the first id of every row is {lead}, but model.vocab_size is {self.vocab_size}; set "
                 f"data.document_separator to the id that the data was prepared with"
             )
-        rows = np.arange(array.shape[0])
-        if not config.heldout_paths:
-            # Of one array, a row is known by its number alone.
-            rows = rows[files.held_out([""], rows, config.heldout_fraction) == heldout]
-        return ZarrDocuments(array, paths[0], rows=rows, lead=lead)
+        # Of one array, a row is known by its number alone.
+        chosen = files.on_side(config, [""], np.arange(array.shape[0]), heldout=heldout)
+        (path,) = files.side(config, heldout=heldout)[1]
+        return ZarrDocuments(array, path, rows=np.flatnonzero(chosen), lead=lead)
 
     def metadata(self) -> dict[str, dict[str, Any]]:
         """Returns what `prepare` recorded about the arrays, by the path of the record."""
-        arrays = (*self._config.paths, *self._config.heldout_paths)
+        arrays = (*self.config.paths, *self.config.heldout_paths)
         return {f"{array}/.zattrs": read_object(array, ".zattrs") for array in arrays}
 
     def describe(self) -> dict[str, Any]:
         """Returns sizes of the arrays, and a SHA-256 as `digest_of` says; reading terabytes would delay the start."""
-        arrays = [self._open(*files.side(self._config, heldout=x)) for x in files.sides(self._config)]
-        digest = hashlib.sha256()
+        arrays = self.all_opened()
+        digest, size = hashlib.sha256(), 0
         for array in arrays:
+            size += math.prod(array.shape) * array.dtype.numpy_dtype.itemsize
             store = array.kvstore
             assert store is not None  # of the driver `zarr`
             stored = array.spec().to_json()["metadata"]
@@ -185,13 +177,10 @@ class Source:
             indices = np.stack(np.unravel_index(np.unique(places), shape), -1).tolist()
             keys = [stored.get("dimension_separator", ".").join(map(str, index)) for index in indices]
             # Of gzip, these are a checksum and the size of the content.
-            ends = [store.read(key, byte_range=slice(-_SAMPLE_BYTES, None)) for key in keys]
-            for end in ends:
+            for end in [store.read(key, byte_range=slice(-_SAMPLE_BYTES, None)) for key in keys]:
                 with contextlib.suppress(ValueError):  # a chunk of fewer bytes
                     digest.update(end.result().value)
-        lengths = (self.side(heldout=side).lengths for side in (False, True))
-        size = sum(int(np.prod(array.shape)) * array.dtype.numpy_dtype.itemsize for array in arrays)
-        return sources.described((), *lengths) | {
+        return sources.described((), *(self.side(heldout=side).lengths for side in (False, True))) | {
             "files": len(arrays),
             "bytes": size,
             "digest": digest.hexdigest(),

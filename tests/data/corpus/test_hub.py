@@ -116,18 +116,6 @@ def test_rows_are_those_of_local_files(hub, workers):
     remote.close()
 
 
-def test_held_out_documents_and_description(hub):
-    settings = {"paths": (f"{FOLDER}/000*.parquet",), "heldout_paths": (f"{FOLDER}/001*.parquet",)}
-    remote, local = _config(**settings), _config(paths=(str(hub.folder / "org/words"),), heldout_fraction=0.5)
-    documents = list(data.HeldoutData(remote, vocab_size=256).documents)
-    assert len(documents) == 60
-    assert all(bytes(document.astype(np.uint8)).endswith(b"of file 1, \0") for document in documents)
-    described = data.describe(remote)
-    assert described["files"] == 2
-    everything = data.describe(local)
-    assert described["bytes"] == everything["bytes"]
-
-
 def test_fineweb_edu_in_the_config_of_gpt2(hub):
     _write_dataset(hub.folder, "HuggingFaceFW/fineweb-edu", 14)
     settings = loading.load("gpt2_124m:conformal,data=fineweb-edu").data
