@@ -101,7 +101,6 @@ def test_meshes_of_one_device(name, capsys):
 
 
 def small_model(preset="conformal"):
-    """Returns a model and its codec."""
     settings = config.ModelConfig(
         vocab_size=256, layers=1, width=16, heads=2, dtype="float32", attention=config.preset(preset)
     )
@@ -113,7 +112,6 @@ SAMPLING = generation.Sampling(temperature=0.8, min_p=0.001)
 
 @contextlib.contextmanager
 def serving(serve, engine):
-    """Serves on a free port, which it yields, until the end."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -179,7 +177,6 @@ def test_a_server_survives_its_requests(monkeypatch):
         text = ask(port, "def ", max_tokens=20)
 
         def send(content):
-            """Sends bytes, and returns the connection."""
             connection = socket.create_connection(("localhost", port), timeout=100)
             connection.sendall(content)
             return connection

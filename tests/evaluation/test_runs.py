@@ -27,7 +27,6 @@ def corpus(tmp_path):
 
 
 def make_run(corpus, name, *, preset="conformal", train_context=16, vocabulary=fakes.VOCABULARY, **data):
-    """Makes a workdir without checkpoints; `restored` stands in for those."""
     data = {
         "source": "tokens",
         "paths": (str(corpus / "train.bin"),),

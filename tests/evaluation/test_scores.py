@@ -24,7 +24,6 @@ def decoder(preset, **options):
 
 
 def draw_cases(*shapes):
-    """Draws cases from the numbers of tokens of their contexts, and of their questions' prompts and answers."""
     rng = np.random.default_rng(0)
 
     def tokens(size):

@@ -57,5 +57,4 @@ def prefilled(preset: str, max_length: int | None = None):
 
 @nnx.jit
 def whole(model: models.DecoderLM, tokens: np.ndarray) -> jax.Array:
-    """Returns the logits of whole rows, without a state."""
     return model(tokens)

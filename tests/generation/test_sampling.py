@@ -15,7 +15,6 @@ PROBABILITIES = np.array([0.5, 0.25, 0.15, 0.1])
 
 
 def draws(seed=0, probabilities=PROBABILITIES, **settings):
-    """Draws one token at each of many positions."""
     logits = jnp.broadcast_to(jnp.log(probabilities), (DRAWS, len(probabilities)))
     sampling = generation.Sampling(**settings)
     position = jnp.arange(DRAWS)

@@ -25,7 +25,6 @@ def prefilled(request):
 
 
 def filled(model, rows, max_length=None):
-    """Returns a state of random numbers, as if after some tokens."""
     random = np.random.default_rng(0)
 
     def draw(x):

@@ -20,7 +20,6 @@ WIDTH, HEADS, LAYERS = 16, 2, 2
 
 
 def save_run(folder, settings):
-    """Saves a run whose checkpoint of step 2 has the initial parameters."""
     workdir.open_workdir(folder, settings)
     with checkpoint.Checkpoints(folder, settings) as checkpoints:
         checkpoints.save(2, training.Program(settings, sharding.make_mesh(settings)).init_state(), {})
@@ -61,7 +60,6 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(runs):
-    """Runs inspect on `TEXT`; returns the content of its JSON."""
     out = runs / "out"
     assert command.main([f"--workdir={runs}/a", f"--text_file={runs}/text", f"--out={out}"]) == 0
     return json.loads((out / "inspect.json").read_text())

@@ -54,7 +54,6 @@ MODELS = ("layer", "decoder", "stream", "encoder", "images")
 
 
 def settings(attention: str, model: str) -> config.ModelConfig:
-    """Returns the config of a model of one layer."""
     options = dict(ATTENTION[attention])
     causal = model not in ("encoder", "images")
     kind = config.preset(options.pop("preset"), causal=causal, **options)
@@ -84,7 +83,6 @@ def make(attention: str, model: str) -> nnx.Module:
 
 
 def inputs(model: str) -> jax.Array:
-    """Returns tokens, images or activations, rows first."""
     key = jax.random.key(1)
     if model == "layer":
         return jax.random.normal(key, (BATCH, TIME, WIDTH))

@@ -19,7 +19,6 @@ def small(preset, *, remat="none", **changes):
 
 
 def events(call):
-    """Returns JAX's trace and compile events of the second of two calls; checks that the first has some."""
     names = []
     for _ in range(2):
         _events.clear()

@@ -58,7 +58,6 @@ def arrays(feature_map, case, **options):
 
 
 def check(kind, case, implementation, form, dtype, *, causal=True):
-    """Compares outputs and gradients with the formula."""
     drawn, fixed = arrays(kind[0], case), arguments(*kind) | {"causal": causal}
     options = {"implementation": implementation, "form": form}
     if implementation == "xla" and causal:
@@ -194,7 +193,6 @@ def test_queries_are_the_last_positions_of_the_keys():
 
 
 def quarter_rotation(x):
-    """Rotates pairs by exactly a quarter turn per position."""
     first, second = jnp.split(x, 2, -1)
     turns = [(first, second), (-second, first), (-first, -second), (second, -first)]
     choices = jnp.stack([jnp.concatenate(t, -1) for t in turns])

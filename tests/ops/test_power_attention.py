@@ -85,7 +85,6 @@ def expected_of(case):
 
 
 def check(case, dtype, form, **options):
-    """Compares outputs and gradients with the reference."""
     drawn, expected = arrays(case), expected_of(case)
     options = {"power": case.power} | options
     plain = functools.partial(run, drawn, dtype, "attention", **options | {"implementation": "reference"})
@@ -227,10 +226,7 @@ outputs = jax.jit(
 
 @marked.cases(("power", "head_dim"), [(2, 32), (4, 16)], slow=[(6, 8)])
 def test_pure_recurrence_is_as_exact_as_its_condition(power, head_dim):
-    """Without a window each row is off by at most 64 eps kappa.
-
-    kappa = sum b |q|^p |k|^p / sum b (q.k)^p.
-    """
+    """Without a window each row is off by at most 64 eps kappa. kappa = sum b |q|^p |k|^p / sum b (q.k)^p."""
     for decay in ("none", "gentle", "mixed"):
         drawn = arrays(cases.Case(power=power, head_dim=head_dim, decay=decay, time=60))
         if decay == "none":
@@ -249,7 +245,6 @@ def test_pure_recurrence_is_as_exact_as_its_condition(power, head_dim):
 
 
 def _weight_sums(drawn, power):
-    """Returns sum_j b_ij (q_i . k_j)^p in float64, [B, T, N]."""
     time = drawn["query"].shape[1]
     between = np.cumsum(
         drawn["log_decay"][:, :, None, :] * (np.arange(time)[:, None] > np.arange(time))[None, :, :, None], 1

@@ -52,8 +52,6 @@ def over_time(f, devices, arrays, out=None):
 
 @functools.cache
 def sharded(op, devices):
-    """Returns the op with time sharded over devices."""
-
     def call(**arrays):
         return over_time(lambda axis_name, arrays: op(**arrays, axis_name=axis_name), devices, arrays)(arrays)
 
@@ -61,7 +59,6 @@ def sharded(op, devices):
 
 
 def drawn_for(ids=None, **options):
-    """Draws arguments with two key heads and six query heads."""
     arrays = cases.arrays(cases.Case(**SHARED | options), batch=3, kv_heads=2)
     return arrays | {"segment_ids": ids}
 
@@ -75,7 +72,6 @@ def rotated_linear(*, axis_name=None, **arguments):
 
 
 def alibi():
-    """Draws arguments whose decays are the slopes of ALiBi."""
     arrays = drawn_for(segment_ids())
     return arrays | {"log_decay": np.broadcast_to(-np.array(ops.alibi_slopes(2)), arrays["log_decay"].shape)}
 
@@ -321,7 +317,6 @@ def test_collectives_of_pairs(op):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_conformal_attention_over_65536_tokens():
-    """Compares 65,536 tokens of conformal attention on eight devices with one, in float32."""
     random = np.random.default_rng(0)
     shape = (1, 65_536, 2)
     arrays = {name: random.standard_normal((*shape, 32)) for name in ("query", "key", "value")}

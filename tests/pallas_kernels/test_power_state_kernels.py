@@ -135,7 +135,6 @@ def both_passes(sizes):
     ids=str,
 )
 def test_both_passes_are_the_formula(sizes):
-    """They are as exact as plain JAX."""
     found, calls = both_passes(sizes)
     drawn, case = drawn_for(sizes), cases.Case(power=sizes.power)
     expected = suite.expected_for(drawn, case)

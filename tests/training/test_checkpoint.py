@@ -36,7 +36,6 @@ def _advance(state: training.TrainState) -> training.TrainState:
 
 
 def _states(count: int):
-    """Yields the states after 0, 1, ... updates, each donated to the next."""
     state = jax.device_put(_first(), sharding.replicated(sharding.whole_mesh()))
     for _ in range(count):
         yield state
@@ -44,7 +43,6 @@ def _states(count: int):
 
 
 def _save(folder: pathlib.Path, settings: config.Config, numbers=(1, 2)) -> dict[int, training.TrainState]:
-    """Saves the states after `numbers` updates; returns copies of them."""
     workdir.open_workdir(folder, settings)
     copies = {}
     with checkpoint.Checkpoints(folder, settings) as checkpoints:
@@ -71,7 +69,6 @@ def _assert_same(actual: training.TrainState, expected: training.TrainState) -> 
 
 @pytest.fixture(scope="module")
 def saved(settings, tmp_path_factory) -> tuple[pathlib.Path, dict[int, training.TrainState]]:
-    """Saves two steps once; returns their workdir and states."""
     folder = tmp_path_factory.mktemp("saved") / "run"
     return folder, _save(folder, settings)
 

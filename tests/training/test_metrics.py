@@ -37,8 +37,6 @@ CPU = (_device(),)
 
 @pytest.fixture
 def report(tmp_path, with_training):
-    """Reports the steps from `start` + 1 with the given losses, or metrics and held-out metrics."""
-
     def run(losses, *, start=0, steps=6, devices=CPU, wait=0.0, writes=True, held_out=(), **training) -> None:
         settings = with_training(steps=steps, **{"log_every": 4, **training})
         rows = dict(enumerate(held_out, start + 1))

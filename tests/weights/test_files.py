@@ -48,7 +48,6 @@ RUNS = {
 
 
 def make_model(settings: config.Config, seed=0) -> models.Model:
-    """Returns a model in which every parameter differs from its initial value."""
     model = models.make(settings.model, settings.task, rngs=nnx.Rngs(seed))
     generator = np.random.default_rng(seed)
     nnx.update(

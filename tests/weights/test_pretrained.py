@@ -34,7 +34,6 @@ def logits(model, tokens):
 
 
 def expected(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens of a fixture and their logits by `transformers`."""
     arrays = safetensors.numpy.load_file(originals.FIXTURES / name / "expected.safetensors")
     return arrays["tokens"], arrays["logits"]
 
@@ -45,7 +44,6 @@ def tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def copy(folder: pathlib.Path, name: str = "llama", **changes) -> pathlib.Path:
-    """Copies a fixture's files of weights and its config, with changes."""
     folder.mkdir()
     shutil.copy(originals.FIXTURES / name / "model.safetensors", folder)
     values = json.loads((originals.FIXTURES / name / "config.json").read_text()) | changes
@@ -294,7 +292,6 @@ def test_published_configs_are_the_sizes_and_presets_of_this_package(tmp_path):
 
 
 def mistaken(folder: pathlib.Path) -> str:
-    """Returns the single line of the error."""
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         weights.from_pretrained(folder)
     assert "\n" not in str(raised.value)

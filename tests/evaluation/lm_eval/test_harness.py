@@ -58,7 +58,6 @@ metric_list:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Writes the documents and the tasks."""
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     (tmp_path / "documents.jsonl").write_text("".join(json.dumps(x) + "\n" for x in DOCUMENTS))
     for name, text in TASKS.items():

@@ -14,13 +14,11 @@ BYTES = data.Codec(data.tokenizer.load("byte"), vocab_size=128)
 
 @pytest.fixture(scope="module")
 def free():
-    """Returns a model without a limit of positions."""
     return fakes.decoder(128)
 
 
 @pytest.fixture(scope="module")
 def limited():
-    """Returns a model with learned positions for 12 tokens."""
     return fakes.decoder(128, position="learned_absolute", max_document_length=12)
 
 
@@ -113,7 +111,6 @@ def test_texts_are_scored_whole_or_in_windows(free, limited):
 
 
 def greedy(model, prompt, count):
-    """Returns the likeliest continuation, by one pass for each token."""
     row = list(prompt)
     for _ in range(count):
         row.append(int(log_probabilities(model, row)[-1].argmax()))
