@@ -13,7 +13,7 @@ from sympow_jax.commands import inspect as command
 from sympow_jax.inspection import attention_maps, figures, inspect
 from sympow_jax.process import workdir
 from sympow_jax.training import checkpoint, sharding
-from tests import mistakes
+from tests import marked, mistakes
 
 TEXT = "the quick brown fox"
 WIDTH, HEADS, LAYERS = 16, 2, 2
@@ -146,8 +146,8 @@ def draw(maps, tokens, folder):
     return {path.stem for path in folder.glob("*.png")}
 
 
-@pytest.mark.parametrize(
-    ("heads", "time", "numbers"), [(1, 1, "one a head"), (5, 12, "vectors"), (3, 130, "one a head")]
+@marked.cases(
+    ("heads", "time", "numbers"), [(1, 1, "one a head"), (5, 12, "vectors")], slow=[(3, 130, "one a head")]
 )
 def test_figures_of_all_sizes(heads, time, numbers, tmp_path):
     random = np.random.default_rng(0)

@@ -204,24 +204,13 @@ def test_keys_of_older_configs(tmp_path):
 
 
 # Of PowerCoder-3B's `config.json`, which has the default of its class as the end.
-POWERCODER = {
-    "model_type": "powercoder",
-    "bos_token_id": 50256,
-    "dtype": "float32",
-    "eos_token_id": 50256,
-    "hidden_size": 3072,
-    "initializer_range": 0.018042,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 4096,
-    "num_attention_heads": 24,
-    "num_hidden_layers": 30,
-    "num_key_value_heads": 2,
-    "rope_scaling": None,
-    "rope_theta": 10000.0,
-    "sliding_window": None,
-    "use_bias": True,
-    "vocab_size": 49152,
-}
+POWERCODER = json.loads("""
+{"model_type": "powercoder", "bos_token_id": 50256, "dtype": "float32", "eos_token_id": 50256,
+ "hidden_size": 3072, "initializer_range": 0.018042, "intermediate_size": 12288,
+ "max_position_embeddings": 4096, "num_attention_heads": 24, "num_hidden_layers": 30,
+ "num_key_value_heads": 2, "rope_scaling": null, "rope_theta": 10000.0, "sliding_window": null,
+ "use_bias": true, "vocab_size": 49152}
+""")
 
 
 def test_an_end_outside_the_vocabulary_is_none(capsys):
