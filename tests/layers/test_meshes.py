@@ -59,14 +59,7 @@ def settings(attention: str, model: str) -> config.ModelConfig:
     kind = config.preset(options.pop("preset"), causal=causal, **options)
     inputs: dict[str, Any] = {"patch_size": 2} if model == "images" else {"vocab_size": VOCABULARY}
     body = config.MODEL_SIZES["qwen3_14b"] if attention == "qwen3" else {"biases": attention == "table"}
-    sizes = {
-        "layers": 1,
-        "width": WIDTH,
-        "heads": 4,
-        "kv_heads": 2,
-        "mlp_width": 4 * WIDTH,
-        "dtype": "float32",
-    }
+    sizes = {"layers": 1, "width": WIDTH, "heads": 4, "kv_heads": 2} | {"mlp_width": 64, "dtype": "float32"}
     return config.ModelConfig(**body | sizes | inputs, attention=kind)
 
 

@@ -14,28 +14,12 @@ from sympow_jax.ops import documents, rotary
 from tests.ops import every_op
 
 # Those that share most of their code with another of them.
-RARE = {
-    "attention",
-    "channel-gated",
-    "recurrent",
-    "linear",
-    "reference",
-    "recurrent-reference",
-    "plain-attention",
-    "plain-chunked",
-    "step",
-    "channel-gated-step",
-    "linear-step",
-    "bidirectional",
-    "softmax-window",
-    "expressive-reference",
-    "kv_cache",
-    "lrpe-complex",
-    "positions",
-    "rope",
-    "feature-map",
-}
-NAMES = [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in every_op.OPS]
+RARE = """
+attention channel-gated recurrent linear reference recurrent-reference plain-attention plain-chunked step
+channel-gated-step linear-step bidirectional softmax-window expressive-reference kv_cache lrpe-complex
+positions rope feature-map
+"""
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in RARE.split() else ()) for name in every_op.OPS]
 
 
 def argument_specs(name, dtype):

@@ -252,13 +252,8 @@ def test_kernels_over_devices_are_as_exact_as_plain_jax_on_one(name):
     drawn = cases.arrays(case, batch=2, dtype="bfloat16") | {"segment_ids": segments}
 
     def errors(implementation, devices):
-        op = functools.partial(
-            ops.power_attention,
-            power=case.power,
-            implementation=implementation,
-            form="chunked",
-            chunk_size=64,
-        )
+        options = {"power": case.power, "implementation": implementation, "form": "chunked", "chunk_size": 64}
+        op = functools.partial(ops.power_attention, **options)
         op = op if devices == 1 else sharded(op, devices)
         return cases.errors(cases.outputs_and_gradients(op, drawn, "bfloat16"), expected, drawn)
 

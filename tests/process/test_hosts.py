@@ -444,14 +444,10 @@ def test_a_failed_process_with_threads_that_do_not_end(monkeypatch, abandons):
     ("error", "expected"),
     [
         (
-            jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed:\nConnection reset by peer"),
-            "error: another process of the run has ended or cannot be reached: UNKNOWN: Gloo all-reduce failed: "
-            "Connection reset by peer; see what the others said, then start all again\n",
+            "UNKNOWN: Gloo all-reduce failed:\nConnection reset by peer",
+            "error: another process of the run has ended or cannot be reached: UNKNOWN: Gloo all-reduce failed: ",
         ),
-        (
-            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
-            "Traceback (most recent call last):",
-        ),
+        ("RESOURCE_EXHAUSTED: Out of memory", "Traceback (most recent call last):"),
     ],
 )
 def test_an_unreachable_process_is_one_line(monkeypatch, capsys, error, expected):
@@ -459,6 +455,8 @@ def test_an_unreachable_process_is_one_line(monkeypatch, capsys, error, expected
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     with hosts.ending():
-        raise error
+        raise jax.errors.JaxRuntimeError(error)
     assert ended == [1]
-    assert capsys.readouterr().err.startswith(expected)
+    said = capsys.readouterr().err
+    assert said.startswith(expected)
+    assert said.startswith("Traceback") or said.count("\n") == 1

@@ -169,18 +169,6 @@ def _assert_refused(folder, message) -> None:
         assert len(str(raised.value)) < len(str(folder)) + 600
 
 
-def test_files_of_the_user_are_not_overwritten_through_links(tmp_path):
-    target, folder = tmp_path / "thesis.txt", tmp_path / "run"
-    target.write_text("the user's")
-    folder.mkdir()
-    for name in ("config.json", "config.json.tmp", "environment.json", "data.json"):
-        (folder / name).symlink_to(target)
-    workdir.open_workdir(folder, _settings(), {"digest": "a"})
-    assert target.read_text() == "the user's"
-    assert (folder / "config.json.tmp").is_symlink()
-    assert workdir.read_config(folder) == _settings()
-
-
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_lock_that_is_a_link_is_refused(tmp_path, exists):
     target, folder = tmp_path / "thesis.txt", tmp_path / "run"

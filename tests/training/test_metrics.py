@@ -25,7 +25,7 @@ def _scalars(loss: float = 1.0, **changes) -> dict[str, jnp.ndarray]:
         "update_norm": 0.1,
         "learning_rate": 1e-3,
     }
-    return {name: jnp.float32(value) for name, value in {**values, **changes}.items()}
+    return {name: jnp.float32(value) for name, value in (values | changes).items()}
 
 
 def _device(kind="cpu", stats=None, process=0) -> types.SimpleNamespace:
