@@ -307,33 +307,3 @@ def test_collectives_of_pairs(op):
     assert {kind for kind, _ in found} == {"all-to-all", "all-gather"}
     # Segment ids; the mask of outputs reached by a NaN is a few bytes per row.
     assert [size for kind, size in found if kind == "all-gather" and size > SUMMARIES] == [SEGMENTS]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_conformal_attention_over_65536_tokens():
-    random = np.random.default_rng(0)
-    shape = (1, 65_536, 2)
-    arrays = {name: random.standard_normal((*shape, 32)) for name in ("query", "key", "value")}
-    arrays["rate"] = 1 + np.tanh(random.standard_normal(shape))
-    # One head remembers most of the sequence, the other about 2,000 tokens.
-    gates = np.array([12, 8]) + random.standard_normal(shape)
-    arrays["log_decay"] = -np.log1p(np.exp(-gates))
-    arrays["dout"] = random.standard_normal((*shape, 32))
-
-    def f(axis_name, arrays):
-        angles, _ = rotary.learned_angles(arrays["rate"], 32, axis_name=axis_name)
-        query, key = (rotary.rotate(arrays[name], angles) for name in ("query", "key"))
-        return ops.power_attention(
-            query, key, arrays["value"], log_decay=arrays["log_decay"], form="chunked", axis_name=axis_name
-        )
-
-    def many(**arrays):
-        return over_time(f, 8, arrays)(arrays)
-
-    def one(**arrays):
-        return f(None, arrays)
-
-    actual, expected = (cases.outputs_and_gradients(g, arrays, "float32") for g in (many, one))
-    for name, x in expected.items():
-        assert cases.error(actual[name], x) <= 2e-5, name
