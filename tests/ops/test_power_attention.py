@@ -70,10 +70,6 @@ def run(drawn, dtype, form, *, implementation="xla", exact_window=16, **options)
     return cases.outputs_and_gradients(ops.power_attention, drawn, dtype, **options)
 
 
-# Names that the suites of kernels use too.
-cast, errors = cases.cast, cases.errors
-
-
 def expected_for(drawn, case):
     return run(drawn, "float64", "attention", implementation="reference", power=case.power)
 

@@ -13,7 +13,6 @@ from pallas_kernels.hopper import launch
 from sympow_jax import ops
 from sympow_jax.ops import target
 from tests.ops import cases
-from tests.ops import test_power_attention as suite
 
 # T and S around the edges of blocks of 128; each case also has the changes to its arguments.
 INTERPRETED = [
@@ -60,8 +59,8 @@ def test_hardly_less_exact_than_the_plain_form(case, more):
     drawn["key"] *= cases.lengths(drawn["key"].shape[:-1], more.get("octaves", 0))[..., None]
 
     with jax.enable_x64(True):
-        expected = jax.device_get(attend(suite.cast(drawn, "float64"), "reference", case.power))
-    short = suite.cast(drawn, "bfloat16") | {
+        expected = jax.device_get(attend(cases.cast(drawn, "float64"), "reference", case.power))
+    short = cases.cast(drawn, "bfloat16") | {
         name: jnp.asarray(drawn[name], dtype) for name in ("query", "key", "value")
     }
     plain = attend(short, "xla", case.power)
@@ -87,8 +86,8 @@ def test_blocks_that_weigh_nothing(power, empty):
         drawn[empty] = np.where((np.arange(900) // 128 % 6 > 1)[:, None, None], 0, drawn[empty])
 
     with jax.enable_x64(True):
-        expected = jax.device_get(attend(suite.cast(drawn, "float64"), "reference", case.power))
-    short = suite.cast(drawn, "bfloat16")
+        expected = jax.device_get(attend(cases.cast(drawn, "float64"), "reference", case.power))
+    short = cases.cast(drawn, "bfloat16")
     with target.interpreted(plgpu.InterpretGPUParams()):
         assert cases.error(attend(short, "mosaic_gpu", case.power), expected) < 2.0**-9
 
@@ -100,7 +99,7 @@ def test_a_nan_does_not_outweigh_its_block(name):
     case = cases.Case(head_dim=64, value_dim=64, time=200, decay="gentle")
     drawn = cases.arrays(case, batch=1, kv_heads=1, dtype="bfloat16")
     del drawn["dout"]
-    whole = suite.cast(drawn, "bfloat16")
+    whole = cases.cast(drawn, "bfloat16")
     broken = whole | {name: whole[name].at[0, 120, 0, 3].set(jnp.nan)}
     with target.interpreted(plgpu.InterpretGPUParams()):
         found, expected = (attend(arrays, "mosaic_gpu", 2) for arrays in (broken, whole))
