@@ -199,6 +199,8 @@ OPS = {
     "kv_cache-step": cache_step,
     "feature-map": feature_map,
 }
+# States are computed once.
+OPS = {name: functools.cache(make) for name, make in OPS.items()}
 
 
 def is_float(x):
