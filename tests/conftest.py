@@ -44,7 +44,6 @@ def pytest_configure(config):
 
 
 def _at_real_sizes(config) -> bool:
-    """Returns whether slow tests or those of a GPU are chosen."""
     chosen = config.getoption("markexpr")
     return any(mark in chosen and f"not {mark}" not in chosen for mark in ("slow", "gpu"))
 

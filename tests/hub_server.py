@@ -49,7 +49,6 @@ class HubServer(http.server.ThreadingHTTPServer):
 
 @contextlib.contextmanager
 def running(folder: pathlib.Path, port: int = 0) -> Iterator[HubServer]:
-    """Yields a server that runs until the end."""
     with HubServer(folder, port) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
@@ -88,7 +87,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._send(HTTPStatus.NOT_FOUND)
 
     def _describe(self, repo: str, rest: str) -> None:
-        """Answers a request about a repository or one of its folders."""
         root = self.server.folder / repo
         if not root.is_dir():
             # The Hub does not tell whether a repository is missing or private.
@@ -153,7 +151,6 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def _entry(path: pathlib.Path, root: pathlib.Path) -> dict[str, Any]:
-    """Returns the description of a file or a folder in the list of a tree."""
     name = path.relative_to(root).as_posix()
     oid = hashlib.sha1(name.encode()).hexdigest()
     if path.is_dir():

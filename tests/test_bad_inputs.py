@@ -116,7 +116,6 @@ def write(files, folder):
 
 
 def written(make):
-    """Returns the files that a function writes to a folder."""
     with tempfile.TemporaryDirectory() as name:
         make(folder := pathlib.Path(name))
         return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
@@ -282,8 +281,6 @@ def pictures():
 
 
 def read_rows(source, name="", *, task=None, **changes):
-    """Returns a reader of the first rows and the description of data in a folder."""
-
     def read(folder):
         described = rows_of(source, folder / name, **changes)
         rows = data.train_dataset(described, task=task, vocab_size=65_536)
@@ -350,7 +347,6 @@ EXAMPLES = {"checkpoint": 20, "weights": 40, "index of weights": 40}
 
 
 def read_bad(read, value):
-    """Gives one input to a reader; returns whether it was accepted."""
     used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limit, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, most))
@@ -460,7 +456,6 @@ def test_arguments_of_attention():
 
 @st.composite
 def prompts(draw):
-    """Returns tokens and lengths of prompts, and a maximum length."""
     lengths = np.array([draw(seldom(3, 1, 6, 0, 7, -1, 2**31 - 1)) for _ in range(2)])
     lengths = draw(
         seldom(lengths, lengths[:1], lengths.astype(float), lengths[None], lengths.astype(np.uint64))

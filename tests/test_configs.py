@@ -50,7 +50,6 @@ def test_table_8():
 
 
 def _saved(folder: pathlib.Path, settings: config.Config) -> pathlib.Path:
-    """Writes the settings of a run, and a folder of checkpoints."""
     (folder / "checkpoints" / "1").mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(settings)))
     return folder

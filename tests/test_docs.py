@@ -56,7 +56,6 @@ UNPARSED = ("tools.h100", "tests.training.compiled")
 
 
 def blocks(text: str, *languages: str) -> list[tuple[int, str]]:
-    """Returns the fenced blocks of these languages, each with its first line number."""
     return [
         (text.count("\n", 0, fence.start(3)) + 1, re.sub(rf"(?m)^{fence[1]}", "", fence[3]))
         for fence in FENCE.finditer(text)
@@ -106,7 +105,6 @@ class Parsed(BaseException):
 
 
 def command_lines(text: str) -> list[str]:
-    """Returns the shell commands that start programs of this repository."""
     starts = re.findall(r"`((?:uv run|python3?|sympow) [^`\n]+)`", text)
     for _, block in blocks(text, "", "sh", "bash"):
         for line in block.replace("\\\n", " ").splitlines():
@@ -143,7 +141,6 @@ RETROFITS = {
 
 
 def write_run(folder: pathlib.Path, *, pattern: tuple[str, ...] = (), task: str = "next_token") -> None:
-    """Writes what a config reads of a run."""
     model = config.ModelConfig(
         **config.MODEL_SIZES["qwen3_600m"], attention=config.preset("qwen3"), attention_pattern=pattern
     )
@@ -309,10 +306,7 @@ def documented() -> dict[tuple[str, str], str]:
 
 
 def exported(package: types.ModuleType) -> list[tuple[str, str]]:
-    """Returns the defining module and name of each exported name.
-
-    Names of exported modules count as exported too.
-    """
+    """Returns the defining module and name of each exported name. Names of exported modules count as exported too."""
     source = ast.parse(pathlib.Path(package.__file__ or "").read_text())
     imported = {
         alias.asname or alias.name: node.module

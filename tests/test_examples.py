@@ -41,26 +41,15 @@ def test_plain_jax(capsys):
 
 
 @pytest.mark.slow
-def test_a_linen_model_learns():
-    losses = run("linen_model")["losses"]
-    assert losses[0] > 2.5  # log 16 = 2.77
-    assert losses[-1] < 0.5
-
-
-@pytest.mark.slow
-def test_a_hand_written_model_learns_and_goes_on_from_its_state():
-    result = run("hand_written")
-    assert result["losses"][0] > 2.5
+@pytest.mark.parametrize("name", ["linen_model", "hand_written", "equinox_module"])
+def test_a_model_learns(name):
+    if name == "equinox_module":
+        pytest.importorskip("equinox")
+    result = run(name)
+    assert result["losses"][0] > 2.5  # log 16 = 2.77
     assert result["losses"][-1] < 0.5
-    assert result["text"] == [3, 5, 3, 5, 3, 5, 3, 5, 3]
-
-
-@pytest.mark.slow
-def test_an_equinox_model_learns():
-    pytest.importorskip("equinox")
-    losses = run("equinox_module")["losses"]
-    assert losses[0] > 2.5
-    assert losses[-1] < 0.5
+    # It goes on from its state.
+    assert name != "hand_written" or result["text"] == [3, 5, 3, 5, 3, 5, 3, 5, 3]
 
 
 def run_on_devices(name, count, capsys):
@@ -71,17 +60,17 @@ def run_on_devices(name, count, capsys):
 
 
 @pytest.mark.robust
-def test_an_explicit_mesh(capsys):
-    printed = run_on_devices("explicit_mesh", 4, capsys)
-    assert "output float32[8@data,256,4,32], state float32[8@data,4,528,32]\n" in printed
-    assert "gradient float32[8@data,256,4,32]\n" in printed
-    assert float(printed.split()[-1]) < 1e-5
-
-
-@pytest.mark.robust
-def test_shard_map(capsys):
-    printed = run_on_devices("in_shard_map", 4, capsys)
-    assert "output float32[4@data,256,4@heads,32]\n" in printed
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        ("explicit_mesh", "output float32[8@data,256,4,32], state float32[8@data,4,528,32]"),
+        ("in_shard_map", "output float32[4@data,256,4@heads,32]"),
+    ],
+)
+def test_a_mesh(name, shapes, capsys):
+    printed = run_on_devices(name, 4, capsys)
+    assert f"{shapes}\n" in printed
+    assert name != "explicit_mesh" or "gradient float32[8@data,256,4,32]\n" in printed
     assert float(printed.split()[-1]) < 1e-5
 
 
@@ -101,7 +90,6 @@ def test_meshes_of_one_device(name, capsys):
 
 
 def small_model(preset="conformal"):
-    """Returns a model and its codec."""
     settings = config.ModelConfig(
         vocab_size=256, layers=1, width=16, heads=2, dtype="float32", attention=config.preset(preset)
     )
@@ -113,7 +101,6 @@ SAMPLING = generation.Sampling(temperature=0.8, min_p=0.001)
 
 @contextlib.contextmanager
 def serving(serve, engine):
-    """Serves on a free port, which it yields, until the end."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -179,7 +166,6 @@ def test_a_server_survives_its_requests(monkeypatch):
         text = ask(port, "def ", max_tokens=20)
 
         def send(content):
-            """Sends bytes, and returns the connection."""
             connection = socket.create_connection(("localhost", port), timeout=100)
             connection.sendall(content)
             return connection

@@ -75,7 +75,6 @@ def wheel(tmp_path_factory):
 
 
 def install(requirement: str, folder: pathlib.Path) -> pathlib.Path:
-    """Returns the interpreter of a new environment with only this requirement."""
     created = call(UV, "venv", "--python", sys.executable, folder / "venv")
     assert created.returncode == 0, created.stderr
     python = folder / "venv" / "bin" / "python"
@@ -92,13 +91,11 @@ def python(wheel, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trainer(wheel, tmp_path_factory):
-    """Returns the command of an environment with the wheel and its extra `train`."""
     return install(f"{wheel}[train]", tmp_path_factory.mktemp("train")).with_name("sympow")
 
 
 @pytest.fixture(scope="module")
 def run(trainer, tmp_path_factory):
-    """Returns the workdir of a short run of the installed command."""
     folder = tmp_path_factory.mktemp("trained")
     settings = [f"--config.{name}={value}" for name, value in TINY.items()]
     done = call(trainer, "train", "--config=quickstart:sympow", "--workdir=run", *settings, cwd=folder)

@@ -37,7 +37,6 @@ def counting_documents(count, length):
 
 
 def expected_loss(position):
-    """Returns the loss of `CountingModel` at a token predicted from `position` tokens."""
     logit = np.asarray(position) / 100
     return np.log(np.exp(logit) + VOCABULARY - 1) - logit
 

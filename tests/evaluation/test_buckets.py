@@ -13,17 +13,11 @@ def test_each_bucket_is_the_mean_of_its_own_positions():
     positions = np.arange(1, 17)
     losses = 1000.0 * np.arange(3)[:, None] + positions
     means = buckets.bucket_means(losses, (1, 4, 16), first_position=1)
-    assert [mean.loss for mean in means] == [1000 + 1, 1000 + 3, 1000 + np.mean(range(5, 17))]
-    assert [mean.tokens for mean in means] == [3 * 1, 3 * 3, 3 * 12]
-    assert [mean.documents for mean in means] == [3, 3, 3]
-    assert [mean.context_length for mean in means] == [1, 4, 16]
-
-
-def test_without_a_begin_token_the_first_bucket_has_one_prediction_less():
-    losses = np.arange(2, 9, dtype=np.float32)[None]  # positions 2 to 8
-    means = buckets.bucket_means(losses, (2, 4, 8), first_position=2)
-    assert [mean.loss for mean in means] == [2, 3.5, 6.5]
-    assert [mean.tokens for mean in means] == [1, 2, 4]
+    expected = [(1, 1000 + 1, 3, 3), (4, 1000 + 3, 9, 3), (16, 1000 + np.mean(range(5, 17)), 36, 3)]
+    assert [(x.context_length, x.loss, x.tokens, x.documents) for x in means] == expected
+    # Without a token before the first, its bucket has one prediction less.
+    means = buckets.bucket_means(np.arange(2, 9, dtype=np.float32)[None], (2, 4, 8), first_position=2)
+    assert [(mean.loss, mean.tokens) for mean in means] == [(2, 1), (3.5, 2), (6.5, 4)]
 
 
 def test_standard_error_is_that_of_the_document_means():

@@ -22,7 +22,6 @@ MODEL = {"layers": 1, "width": 16, "heads": 2, "dtype": "float32"}
 
 
 def make(**task):
-    """Returns a task and a model for it."""
     attention = config.preset("softmax", causal=False)
     model = config.ModelConfig(vocab_size=32, norm="batch", attention=attention, **MODEL)
     settings = config.Config(model=model, task=config.TaskConfig(**task))

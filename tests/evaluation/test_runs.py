@@ -27,7 +27,6 @@ def corpus(tmp_path):
 
 
 def make_run(corpus, name, *, preset="conformal", train_context=16, vocabulary=fakes.VOCABULARY, **data):
-    """Makes a workdir without checkpoints; `restored` stands in for those."""
     data = {
         "source": "tokens",
         "paths": (str(corpus / "train.bin"),),
@@ -144,10 +143,9 @@ def test_few_documents_are_a_warning(corpus, tmp_path):
     assert "warning: 3 held-out documents of at least 64 tokens" in text
     _, text = evaluate([corpus / "a"], (4, 16), out=tmp_path / "out")
     assert "warning" not in text
-    _, text = evaluate([corpus / "a"], (4, 16), out=tmp_path / "out", documents=1)
-    assert "warning: 1 held-out document of" in text
     # A document as long as the longest length counts.
-    rows, _ = evaluate([corpus / "a"], (68,), out=tmp_path / "out")
+    rows, text = evaluate([corpus / "a"], (68,), out=tmp_path / "out")
+    assert "warning: 1 held-out document of" in text
     assert [(row.documents, row.tokens) for row in rows] == [(1, 67)]
     with pytest.raises(ValueError, match=r"context length 69 .* the longest has 68 tokens"):
         evaluate([corpus / "a"], (69,), out=tmp_path / "out")

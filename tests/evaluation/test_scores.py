@@ -24,7 +24,6 @@ def decoder(preset, **options):
 
 
 def draw_cases(*shapes):
-    """Draws cases from the numbers of tokens of their contexts, and of their questions' prompts and answers."""
     rng = np.random.default_rng(0)
 
     def tokens(size):
@@ -201,13 +200,3 @@ def test_the_logits_of_a_large_vocabulary_are_never_held_for_a_whole_call():
     lowered = scores._losses_and_hits.lower(model, model.hidden(targets), targets, None)
     # All logits would take 1.6 GB; a few copies of the 64 MiB at hand are what a loss needs.
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 4 * scores._LOGIT_BYTES
-
-
-def test_streaming_a_decoder_equals_one_call(monkeypatch):
-    model = decoder("conformal", exact_window=4)
-    tokens = np.random.default_rng(0).integers(0, 13, (3, 45))
-    logits = jax.jit(lambda inputs: model(inputs))(tokens[:, :-1])
-    whole = -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), tokens[:, 1:, None], axis=-1)[..., 0]
-    monkeypatch.setattr(scores, "CALL_TOKENS", 10)
-    losses = evaluation.token_losses(model, tokens)
-    np.testing.assert_allclose(losses, whole, rtol=0, atol=2e-5)

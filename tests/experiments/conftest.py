@@ -24,7 +24,6 @@ OPTIONS = _shared.Options(
 
 @pytest.fixture(scope="package")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Returns a glob of the corpus."""
     folder: pathlib.Path = tmp_path_factory.mktemp("corpus")
     for index in range(40):
         (folder / f"{index}.txt").write_text(f"{index}: the quick brown fox jumps over the lazy dog. " * 2)

@@ -18,7 +18,6 @@ pytestmark = pytest.mark.robust
 
 @pytest.fixture(scope="module")
 def experiment(corpus, tmp_path_factory):
-    """Returns a function that runs an experiment in a shared folder and returns its rows and its JSON."""
     out = tmp_path_factory.mktemp("out")
 
     def call(name: str, *flags: str):

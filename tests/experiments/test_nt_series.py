@@ -14,7 +14,6 @@ pytestmark = pytest.mark.robust
 
 
 def series(task, base, first, length):
-    """Computes the series by the equations, with loops."""
     x, delay = list(first), len(first) - 1
     while len(x) < length:
         delayed, summed = x[-delay] + x[-delay - 1], sum(x[-delay - 1 :])

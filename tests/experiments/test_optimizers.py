@@ -46,7 +46,6 @@ def test_rates_go_on_until_the_best_is_inside(monkeypatch, best, tried):
 def write_losses(
     folder: pathlib.Path, heldout: float | None, training: list[dict[str, float]]
 ) -> pathlib.Path:
-    """Writes the files of a run that the experiment reads; returns the folder."""
     folder.mkdir()
     (folder / "data.json").write_text(json.dumps({"digest": "0"}))
     (folder / "context_loss.json").write_text(json.dumps({"rows": [{"loss": heldout}]}))

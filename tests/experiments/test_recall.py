@@ -52,7 +52,6 @@ def test_queries_of_pairs_are_even():
 
 @pytest.mark.parametrize("distances", [None, (3, 50)])
 def test_needles(distances):
-    """An exact lookup among the pairs so far has the answer of each query."""
     drawn = jax.tree.map(np.asarray, recall.draw_needles(SETTING, jax.random.key(0), 50, distances))
     assert len(drawn.tokens[0]) == (SETTING.needle + 51 if distances else 32)
     pairs = queries = 0

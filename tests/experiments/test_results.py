@@ -13,7 +13,6 @@ PAGE = (EXPERIMENTS / "README.md").read_text()
 
 
 def tables(result: pathlib.Path) -> list[str]:
-    """Returns the tables of a committed JSON as the page has them."""
     content = json.loads((EXPERIMENTS / "results" / result).read_text())
     module = importlib.import_module(f"experiments.{result.stem}")
     return [table.markdown() for table in module.tables(content)]

@@ -14,25 +14,20 @@ LENGTHS = np.array([TIME, 37, 60], np.int32)
 
 
 @functools.cache
-def model(
-    preset: str,
-    *,
-    layers: int = 1,
-    seed: int = 0,
-    dtype: str = "float32",
-    state_dtype: str = "float32",
-    attention_pattern: tuple[str, ...] = (),
-    **changes,
-) -> models.DecoderLM:
-    model = {
-        "layers": layers,
-        "dtype": dtype,
-        "state_dtype": state_dtype,
-        "attention_pattern": attention_pattern,
+def model(preset: str, *, seed: int = 0, **changes) -> models.DecoderLM:
+    """Returns a model of one layer; `changes` are of the model, or of its attention."""
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "layers": 1,
+        "width": 32,
+        "heads": 4,
+        "kv_heads": 2,
+        "dtype": "float32",
     }
+    for name in {"layers", "dtype", "state_dtype", "attention_pattern"} & changes.keys():
+        sizes[name] = changes.pop(name)
     attention = config.preset(preset, **{"exact_window": 4, "window": 30, **changes})
-    sizes = {"vocab_size": VOCABULARY, "width": 32, "heads": 4, "kv_heads": 2, "attention": attention}
-    settings = config.ModelConfig(**sizes, **model)
+    settings = config.ModelConfig(**sizes, attention=attention)
     result = models.DecoderLM(settings, rngs=nnx.Rngs(seed))
     for block in result.blocks:
         for name in ("query", "key", "value", "out"):
@@ -57,5 +52,4 @@ def prefilled(preset: str, max_length: int | None = None):
 
 @nnx.jit
 def whole(model: models.DecoderLM, tokens: np.ndarray) -> jax.Array:
-    """Returns the logits of whole rows, without a state."""
     return model(tokens)

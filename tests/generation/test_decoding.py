@@ -15,7 +15,6 @@ BOUND = 1e-5
 
 
 def decoded(model, tokens, state, logits):
-    """Returns the logits before and after each of `tokens`, [B, T + 1, V]."""
     program = generation.Program(model)
     actual = [logits]
     for index in range(tokens.shape[1]):

@@ -21,7 +21,6 @@ LENGTHS = (21, 3, 11, 9)
 
 
 def on_mesh(model: models.DecoderLM, sizes: dict) -> models.DecoderLM:
-    """Returns a model whose parameters are sharded as in training."""
     with devices.seen(math.prod(sizes.values())):
         mesh = sharding.mesh_of(config.ShardingConfig(**sizes), jax.devices())
     specs = models.parameter_specs(model)
@@ -35,7 +34,6 @@ def on_mesh(model: models.DecoderLM, sizes: dict) -> models.DecoderLM:
 
 
 def spec(x: jax.Array) -> list:
-    """Returns the axes that shard each dimension, without a tail of None."""
     axes = list(x.sharding.spec)
     while axes and axes[-1] is None:
         axes.pop()

@@ -20,7 +20,19 @@ from tests.generation import small
 )
 def prefilled(request):
     preset, max_length = request.param
-    return small.model(preset), small.prefilled(preset, max_length)[1]
+    model = small.model(preset)
+    return model, filled(model, 3, max_length)
+
+
+def filled(model, rows, max_length=None):
+    random = np.random.default_rng(0)
+
+    def draw(x):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.asarray(-random.random(x.shape), x.dtype)  # decays are negative
+        return jnp.asarray(random.integers(0, 2, x.shape), x.dtype)
+
+    return jax.tree.map(draw, generation.Program(model).init_state(rows, max_length=max_length))
 
 
 def same(one, other):
@@ -51,7 +63,7 @@ def test_a_slot_changes_alone(prefilled):
 
 
 def test_rows_that_do_not_fit():
-    _, state = small.prefilled("softmax", 200)
+    state = filled(small.model("softmax"), 3, 200)
     for slot in (-1, 3):
         with pytest.raises(ValueError, match=rf"slot is {slot}; the batch has slots 0 to 2"):
             generation.take(state, slot)
@@ -94,7 +106,7 @@ def test_bfloat16_keys_are_saved_and_restored(tmp_path):
 def test_recurrent_states_in_bfloat16_are_saved_and_restored(tmp_path):
     model = small.model("conformal", state_dtype="bfloat16")
     program = generation.Program(model)
-    state = program.prefill(small.tokens(2, 21), np.array([21, 9]))[1]
+    state = filled(model, 2)
     assert state.layers[0].memory.kv.dtype == "bfloat16"
     generation.save_state(tmp_path / "context", model, state)
     same(generation.restore_state(tmp_path / "context", model), state)
@@ -121,8 +133,8 @@ def test_a_state_of_another_model(prefilled, tmp_path):
 
 @pytest.mark.robust
 def test_a_damaged_state(tmp_path):
-    model, (_, state) = small.model("softmax"), small.prefilled("softmax", 200)
-    path = tmp_path / "context"
+    model, path = small.model("softmax"), tmp_path / "context"
+    state = filled(model, 3, 200)
     generation.save_state(path, model, state)
     whole, arrays = path.read_bytes(), safetensors.numpy.load_file(path)
     with safetensors.safe_open(path, framework="np") as file:

@@ -61,14 +61,9 @@ def test_mistakes():
         complete(["a", ""])
     with pytest.raises(ValueError, match="there is no prompt"):
         complete([])
-    with pytest.raises(ValueError, match="a stop string is empty"):
-        complete(["a"], stops=[""])
     codec = data.Codec(data.tokenizer.load("byte"), vocab_size=64)
     with pytest.raises(ValueError, match="the model's vocabulary of 64 lacks: 100, 101, 102"):
         generation.complete(small.model("softmax"), codec, ["def "], max_tokens=1)
-
-
-def test_prompts_and_stops_that_are_no_texts():
     for wrong in ("def", [b"ab"], None, [["a"]], np.array("ab")):
         with pytest.raises(ValueError, match=r"prompts is .*; it must be a list of texts"):
             complete(wrong)

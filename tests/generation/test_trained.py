@@ -31,12 +31,10 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def text():
-    """Returns bytes of the Python standard library."""
     return np.frombuffer(pathlib.Path(dataclasses.__file__).read_bytes()[:TIME], np.uint8).astype(np.int32)
 
 
 def in_form(model, form):
-    """Returns the model with another form of attention and the same parameters."""
     graph = dataclasses.replace(
         model.config, attention=dataclasses.replace(model.config.attention, form=form)
     )
@@ -47,7 +45,6 @@ def in_form(model, form):
 
 @nnx.jit
 def by_steps(model, tokens):
-    """Returns the logits after each token, decoded one token at a time."""
     program = generation.Program(model)
     state = program.init_state(1)
 

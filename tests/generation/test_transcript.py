@@ -14,7 +14,6 @@ BYTES = data_lib.Codec(tokenizer.load("byte"), 256)
 
 
 def told(data, size, *, codec=BYTES, prompt=b"x", max_tokens=1000, stops=()):
-    """Returns the pieces of text from blocks of `size` tokens, and the transcript."""
     tokens = list(data)
     transcript = generation.Transcript(codec, list(prompt), max_tokens=max_tokens, stops=stops)
     pieces = [transcript.add(tokens[start : start + size]) for start in range(0, len(tokens), size)]

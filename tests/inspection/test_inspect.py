@@ -13,14 +13,13 @@ from sympow_jax.commands import inspect as command
 from sympow_jax.inspection import attention_maps, figures, inspect
 from sympow_jax.process import workdir
 from sympow_jax.training import checkpoint, sharding
-from tests import mistakes
+from tests import marked, mistakes
 
 TEXT = "the quick brown fox"
 WIDTH, HEADS, LAYERS = 16, 2, 2
 
 
 def save_run(folder, settings):
-    """Saves a run whose checkpoint of step 2 has the initial parameters."""
     workdir.open_workdir(folder, settings)
     with checkpoint.Checkpoints(folder, settings) as checkpoints:
         checkpoints.save(2, training.Program(settings, sharding.make_mesh(settings)).init_state(), {})
@@ -61,7 +60,6 @@ def runs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def written(runs):
-    """Runs inspect on `TEXT`; returns the content of its JSON."""
     out = runs / "out"
     assert command.main([f"--workdir={runs}/a", f"--text_file={runs}/text", f"--out={out}"]) == 0
     return json.loads((out / "inspect.json").read_text())
@@ -148,8 +146,8 @@ def draw(maps, tokens, folder):
     return {path.stem for path in folder.glob("*.png")}
 
 
-@pytest.mark.parametrize(
-    ("heads", "time", "numbers"), [(1, 1, "one a head"), (5, 12, "vectors"), (3, 130, "one a head")]
+@marked.cases(
+    ("heads", "time", "numbers"), [(1, 1, "one a head"), (5, 12, "vectors")], slow=[(3, 130, "one a head")]
 )
 def test_figures_of_all_sizes(heads, time, numbers, tmp_path):
     random = np.random.default_rng(0)

@@ -57,16 +57,6 @@ def test_parameters_are_projections_gates_and_rates_without_bias():
     assert sizes(make("softmax_alibi")) == projections
 
 
-def test_groups_are_heads_that_share_a_key():
-    grouped, full = make("conformal"), make("conformal", kv_heads=4)
-    for name in ("query", "out"):
-        getattr(full, name).kernel[...] = getattr(grouped, name).kernel[...]
-    for name, size in (("key", 4), ("value", 4), ("decay", 1), ("rate", 1)):
-        kernel = getattr(grouped, name).kernel[...].reshape(WIDTH, 2, size)
-        getattr(full, name).kernel[...] = jnp.repeat(kernel, 2, axis=1).reshape(WIDTH, -1)
-    np.testing.assert_allclose(run(grouped, X), run(full, X), atol=1e-6)
-
-
 def test_trained_decays_begin_at_the_fixed_ones_or_at_the_sigmoid_of_their_bias():
     def log_decay(layer):
         return np.broadcast_to(layer._project(X).log_decay, (1, TIME, 2, 4) if per_channel else (1, TIME, 2))

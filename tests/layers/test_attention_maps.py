@@ -45,7 +45,6 @@ def values_of(layer, x):
 
 
 def error(actual, expected, segments):
-    """Returns the relative error over tokens that are not padding."""
     counts = np.asarray(segments).reshape(*segments.shape, *[1] * (actual.ndim - 2)) >= 0
     return np.linalg.norm((actual - expected) * counts) / np.linalg.norm(expected * counts)
 

@@ -19,14 +19,11 @@ SEGMENT_IDS = np.array([[0] * 9 + [-1] * 2 + [1] * 10, [3] * TIME], np.int32)
 
 
 def features(x):
-    """Returns elu(x) + 1."""
     return np.where(x > 0, x + 1, np.exp(x))
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Weights of a kernel from vectors [..., D] of queries and keys, and the size of its state."""
-
     weigh: object
     memory: type
     policy: kernels.CachePolicy
@@ -85,7 +82,6 @@ def arrays():
 
 
 def formula(case, query, key, value, log_decay, segment_ids):
-    """Computes the weighted mean of values, one head and one row at a time, in float64."""
     out = np.zeros(query.shape)
     sums = np.cumsum(np.where(segment_ids[..., None] < 0, 0, log_decay), axis=1, dtype=np.float64)
     ages = np.arange(TIME)[:, None] - np.arange(TIME)

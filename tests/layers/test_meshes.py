@@ -54,20 +54,12 @@ MODELS = ("layer", "decoder", "stream", "encoder", "images")
 
 
 def settings(attention: str, model: str) -> config.ModelConfig:
-    """Returns the config of a model of one layer."""
     options = dict(ATTENTION[attention])
     causal = model not in ("encoder", "images")
     kind = config.preset(options.pop("preset"), causal=causal, **options)
     inputs: dict[str, Any] = {"patch_size": 2} if model == "images" else {"vocab_size": VOCABULARY}
     body = config.MODEL_SIZES["qwen3_14b"] if attention == "qwen3" else {"biases": attention == "table"}
-    sizes = {
-        "layers": 1,
-        "width": WIDTH,
-        "heads": 4,
-        "kv_heads": 2,
-        "mlp_width": 4 * WIDTH,
-        "dtype": "float32",
-    }
+    sizes = {"layers": 1, "width": WIDTH, "heads": 4, "kv_heads": 2} | {"mlp_width": 64, "dtype": "float32"}
     return config.ModelConfig(**body | sizes | inputs, attention=kind)
 
 
@@ -84,7 +76,6 @@ def make(attention: str, model: str) -> nnx.Module:
 
 
 def inputs(model: str) -> jax.Array:
-    """Returns tokens, images or activations, rows first."""
     key = jax.random.key(1)
     if model == "layer":
         return jax.random.normal(key, (BATCH, TIME, WIDTH))
@@ -162,7 +153,8 @@ def error(actual: jax.Array, expected: jax.Array, natural: float = 0.0) -> float
 
 
 VALUE_BOUND, GRADIENT_BOUND = 1e-5, 2e-5
-OFTEN = ["power/layer/explicit/jit", "table/decoder/time/jit"]
+# The op of power attention on a mesh is in tests/ops/test_meshes.py.
+OFTEN = ["softmax/layer/explicit/jit", "table/decoder/time/jit"]
 CAUSAL_ONLY = ("power", "power by pairs", "channels", "alibi")
 RARE = [
     case

@@ -60,12 +60,9 @@ MISTAKES = [
 ]
 
 
-def test_an_option_of_another_kernel():
+def test_mistakes():
     with pytest.raises(TypeError, match="SoftmaxAttention has no argument 'power'; its options are decay"):
         layers.SoftmaxAttention(WIDTH, HEADS, power=2, rngs=0)
-
-
-def test_mistakes():
     for kind, arguments, message in MISTAKES:
         make = getattr(layers, f"{kind}Attention")
         with mistakes.refused(message) as raised:

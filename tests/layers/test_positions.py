@@ -71,8 +71,6 @@ def run_on(layer, x, state, segment_ids):
 
 @nnx.jit
 def output_and_gradients(layer, x, segment_ids):
-    """Returns the output of one call, and gradients of the sum of its squares, of one program."""
-
     def squares(layer):
         out = layer(x, segment_ids=segment_ids)
         return (out**2).sum(), out
@@ -175,7 +173,6 @@ def test_parameters_are_what_is_learned():
 
 
 def test_rates_of_a_layer():
-    """Checks the rates of every rope against the formula that the settings name."""
     turns = 100.0 ** (-np.arange(0, 8, 2) / 8) * 32 / (2 * np.pi)
     kept = np.clip((turns - 1) / 3, 0, 1)
     expected = turns * 2 * np.pi / 32 * (kept + (1 - kept) / 4)

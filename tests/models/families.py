@@ -29,7 +29,6 @@ FAMILIES = {
 
 
 def settings(name: str, **changes) -> config.ModelConfig:
-    """Returns the config of a tiny model of a family."""
     family = FAMILIES[name]
     small = (
         config.MODEL_SIZES[family.size] | SMALL | {"layers": 2 if name == "hybrid" else 1, "dtype": "float32"}

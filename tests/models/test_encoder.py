@@ -30,7 +30,6 @@ WHOLE = np.zeros((3, TIME), np.int32)
 
 @nnx.jit
 def run(model, tokens, segment_ids):
-    """Returns hidden states and logits of classes."""
     hidden = model.hidden(tokens, segment_ids=segment_ids)
     return hidden, model.head(hidden, segment_ids)
 
@@ -74,7 +73,6 @@ def test_tokens_attend_to_their_whole_document_and_never_to_padding(method):
 
 
 def pair_head_reference(head, one, two):
-    """Computes the head's outputs in float64, from the hidden states [T, M] of two texts alone."""
     z1, z2 = (
         np.asarray(hidden, np.float64).mean(0) if len(hidden) else np.zeros(16) for hidden in (one, two)
     )
@@ -104,7 +102,6 @@ def test_two_texts_of_a_row_are_encoded_as_if_alone(method, norm):
     lengths = [(7, 5), (3, 4), (0, 6)]
 
     def run_on(rows, pairs):
-        """Encodes rows that begin with pairs of texts of these lengths."""
         segments = [[0] * n + [1] * m + [-1] * (TIME - n - m) for n, m in pairs]
         return run(model, rows, np.array(segments, np.int32))
 

@@ -49,19 +49,6 @@ def test_rows_of_the_table_by_position(embedding_norm):
                 np.testing.assert_allclose(added[row, time] - x[row, time], table[index], atol=2e-6)
 
 
-def test_a_model_without_an_embedding_norm_has_no_parameters_for_it():
-    model = make(embedding_norm=False, biases=True)
-    names = {
-        models.parameter_name(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(nnx.state(model)))
-    }
-    assert "position_embedding" in names
-    assert not any(name.startswith("embedding_norm") for name in names)
-    biased = {name for name in names if name.endswith(".bias") and "norm" not in name}
-    parts = ("attention.query", "attention.key", "attention.value", "attention.out", "mlp.up", "mlp.down")
-    assert biased == {f"blocks.0.{part}.bias" for part in parts}
-
-
 def test_beyond_the_table():
     model = make()
     program = generation.Program(model)

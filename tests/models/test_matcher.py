@@ -63,7 +63,6 @@ def test_errors_are_those_of_new_layers_on_hidden_states_of_the_original_and_tra
 
     @nnx.jit
     def outputs(model, decoder):
-        """Returns the outputs of the original and the new attention of each replaced layer."""
         x, _ = decoder._stem(decoder.embed(tokens()), segment_ids)
         result = []
         for block, matched in zip(decoder.blocks, model.blocks):
@@ -97,7 +96,6 @@ def test_errors_are_those_of_new_layers_on_hidden_states_of_the_original_and_tra
 
 
 def _original(matcher):
-    """Returns the decoder before its attention is replaced."""
     decoder = models.DecoderLM(dataclasses.replace(matcher.config, attention_pattern=()), rngs=0)
     for name in ("embedding", "unembedding", "final_norm"):
         setattr(decoder, name, getattr(matcher, name))

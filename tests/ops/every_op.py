@@ -25,7 +25,6 @@ OUT, STEP_OUT = "B T N E", "B N E"
 
 
 def drawn(time=TIME, seed=0, leave_out=()):
-    """Draws arguments of attention, with documents and padding."""
     case = cases.Case(
         time=time, head_dim=HEAD_DIM, value_dim=VALUE_DIM, decay="gentle", segments="padded", group=2
     )
@@ -76,8 +75,6 @@ def channel_gated(step=None):
 
 
 def rotated(f, positions, **arguments):
-    """Calls `f` with features rotated by position."""
-
     def rotate(features):
         return rotary.rotate(features, rotary.rope_angles(positions, features.shape[-1]))
 
@@ -95,8 +92,6 @@ def stateless(op, leave_out=(), **options):
 
 
 def learned_positions():
-    """Returns angles of learned rates, with the state after them."""
-
     def call(rate, segment_ids, state):
         return rotary.learned_angles(rate, HEAD_DIM, segment_ids=segment_ids, initial_state=state)
 
@@ -136,8 +131,6 @@ def stochastic():
 
 
 def append_to_cache():
-    """Returns a call that appends to a KV cache and drops the oldest positions."""
-
     def call(state, **new):
         both, missing = state.append(**new)
         return both.without_gaps().newest(8), missing
@@ -152,8 +145,6 @@ def _squared(scores, log_decay):
 
 
 def cache_step():
-    """Returns a call that attends to a KV cache with one token, and writes it."""
-
     def call(state, **token):
         return state.step(**token, weigh=_squared)
 
@@ -208,6 +199,8 @@ OPS = {
     "kv_cache-step": cache_step,
     "feature-map": feature_map,
 }
+# States are computed once.
+OPS = {name: functools.cache(make) for name, make in OPS.items()}
 
 
 def is_float(x):
@@ -215,7 +208,6 @@ def is_float(x):
 
 
 def outputs_and_gradients(f, arrays, *, backward=True):
-    """Returns the outputs of f, and the gradients of a sum over them with respect to its float arguments."""
     leaves, tree = jax.tree.flatten(arrays)
     floats = [i for i, x in enumerate(leaves) if is_float(x)]
 

@@ -23,6 +23,5 @@ def angles(positions, rates, turn=2 * PI) -> np.ndarray:
 
 
 def largest_difference(actual, expected) -> float:
-    """Returns the largest distance between two points on the unit circle."""
     difference = np.asarray(actual, np.float64) - expected
     return 2 * np.abs(np.sin(difference / 2)).max()

@@ -1,5 +1,6 @@
 """The formula of linear attention over T x T pairs, and a rotation by position, for tests."""
 
+import jax
 import jax.numpy as jnp
 
 from sympow_jax.ops import feature_maps
@@ -63,13 +64,14 @@ def same_document(batch, time, segment_ids):
     """Returns a mask of the pairs within one document, [B, T, T]; a loop, so that it can be checked by inspection."""
     if segment_ids is None:
         return jnp.ones((batch, time, time), bool)
-    document, current = [], jnp.full(batch, -1)
-    count = jnp.zeros(batch, int)
-    for ids in segment_ids.T:
+
+    def step(carry, ids):
+        current, count = carry
         count = count + ((ids >= 0) & (ids != current))
-        current = jnp.where(ids >= 0, ids, current)
-        document.append(jnp.where(ids >= 0, count, -1))
-    document = jnp.stack(document, 1)
+        return (jnp.where(ids >= 0, ids, current), count), jnp.where(ids >= 0, count, -1)
+
+    start = jnp.full(batch, -1, segment_ids.dtype), jnp.zeros(batch, int)
+    document = jax.lax.scan(step, start, jnp.asarray(segment_ids).T)[1].T
     return (document[:, :, None] == document[:, None]) & (document >= 0)[:, :, None]
 
 

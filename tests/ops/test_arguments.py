@@ -106,32 +106,28 @@ def test_power_attention_refuses(call):
 
 
 CHANNELS = {"log_decay": X}
+REFERENCE = functools.partial(ops.explain, implementation="reference")
+BIDIRECTIONAL = functools.partial(ops.linear_attention, causal=False)
 UNSUPPORTED = {
     "form 'attention' has one decay per key head": (ops.explain, CHANNELS | {"form": "attention"}),
     "form 'recurrent' has one decay per key head": (ops.explain, CHANNELS | {"form": "recurrent"}),
-    "'recurrent' of the reference": (
-        ops.explain,
-        CHANNELS | {"form": "recurrent", "implementation": "reference"},
-    ),
+    "'recurrent' of the reference": (REFERENCE, CHANNELS | {"form": "recurrent"}),
     "'mosaic_gpu' has one decay per key head": (ops.explain, CHANNELS | {"implementation": "mosaic_gpu"}),
     "'context', which needs one decay per key head": (ops.explain, CHANNELS | {"axis_name": "context"}),
     "only implementation='reference' supports both": (ops.power_attention, CHANNELS | {"query": X[:, 1:]}),
-    "which does not support log_decay": (ops.linear_attention, {"causal": False, "log_decay": X[..., 0]}),
-    "does not support initial_state": (
-        ops.linear_attention,
-        {"causal": False, "initial_state": LINEAR_STATE},
-    ),
-    "which does not support return_state": (ops.linear_attention, {"causal": False, "return_state": True}),
-    "which does not support axis_name": (ops.linear_attention, {"causal": False, "axis_name": "context"}),
-    "False, which does not support form": (ops.linear_attention, {"causal": False, "form": "chunked"}),
-    "not 'mosaic_gpu'": (ops.linear_attention, {"causal": False, "implementation": "mosaic_gpu"}),
+    "which does not support log_decay": (BIDIRECTIONAL, {"log_decay": X[..., 0]}),
+    "does not support initial_state": (BIDIRECTIONAL, {"initial_state": LINEAR_STATE}),
+    "which does not support return_state": (BIDIRECTIONAL, {"return_state": True}),
+    "which does not support axis_name": (BIDIRECTIONAL, {"axis_name": "context"}),
+    "False, which does not support form": (BIDIRECTIONAL, {"form": "chunked"}),
+    "not 'mosaic_gpu'": (BIDIRECTIONAL, {"implementation": "mosaic_gpu"}),
     "'cudnn' needs a GPU, not cpu": (ops.softmax_attention, {"implementation": "cudnn"}),
 }
 
 
 def test_unsupported_requests_are_named():
     for message, (call, wrong) in UNSUPPORTED.items():
-        error = (NotImplementedError, ValueError) if call is ops.linear_attention else NotImplementedError
+        error = (NotImplementedError, ValueError) if call is BIDIRECTIONAL else NotImplementedError
         raises_one_line(message, call, error=error, **three(X) | wrong)
     out = ops.power_attention(X[:, 1:], X, X, log_decay=X, implementation="reference")
     assert out.shape == (1, 3, 1, 4)
@@ -434,7 +430,8 @@ def cache_step(**wrong):
     return CACHE.step(**arrays | wrong, weigh=lambda scores, decay: scores)
 
 
-CACHE = ops.KVCache.zeros(1, 4, 1, 4, 4)
+CACHE, PLACE = ops.KVCache.zeros(1, 4, 1, 4, 4), documents.PositionState.zeros(1)
+ROTATION = rotary.RotaryState.zeros(1, 3)
 RATES = "it must be 2 rates from 0 to 2 pi; make it with rope_rates(4)"
 FUNCTIONS = [
     (lambda: feature_maps.symmetric_power(X, 0), "power is 0; it must be at least 1"),
@@ -456,18 +453,12 @@ FUNCTIONS = [
             (64, 12, "the features of power 12 of vectors of 64 elements take "),
         )
     ),
-    (
-        lambda: documents.positions(POSITIONS, documents.PositionState.zeros(1), axis_name="nope"),
-        "not a manual mesh",
-    ),
+    (lambda: documents.positions(POSITIONS, PLACE, axis_name="nope"), "not a manual mesh"),
     (lambda: learned(axis_name="nope"), "axis_name is 'nope', which is not a manual mesh axis here"),
     (lambda: learned(initial_state=STATE), "the state is a PowerState"),
     (lambda: learned(None), "rate is a NoneType; it must be an array"),
     (lambda: learned(jnp.ones((1, 2, 3, 5))), "(1, 2, 3, 5); it must be [B, T, K]"),
-    (
-        lambda: learned(jnp.ones((1, 2, 3, 2)), initial_state=rotary.RotaryState.zeros(1, 3)),
-        "positions (1, 3); make",
-    ),
+    (lambda: learned(jnp.ones((1, 2, 3, 2)), initial_state=ROTATION), "positions (1, 3); make"),
     *((lambda theta=theta: learned(theta=np.array(theta)), RATES) for theta in ([1, 7.0], [1, np.nan])),
     (lambda: rotary.rope(X[0], POSITIONS), "x has shape (4, 1, 4); it must be [B, T, N, D]"),
     (lambda: rotary.rope(X[..., :3], POSITIONS), "head size is 3; it must be even"),
@@ -507,10 +498,7 @@ FUNCTIONS = [
     (lambda: permuted(np.array([range(4), [0] * 4])), "must hold each of 0 to 3 once"),
     (lambda: permuted(lrpe.permutation(4, heads=3)), "it must be [4], or [K, 4] with a K that divides the"),
     (lambda: permuted(jnp.arange(4.0)), "permutation has dtype float32; it must be an integer dtype"),
-    (
-        lambda: lrpe.encode(X, POSITIONS, core="permutation", basis="identity", rates=np.ones(2)),
-        "rates are given, but",
-    ),
+    (lambda: encode(core="permutation", basis="identity"), "rates are given, but"),
     (lambda: lrpe.rates("orthogonal", 7, kind="a"), "head size is 7"),
     (lambda: lrpe.rates("mixed", 2, kind="a"), "head size is 2; core 'mixed' needs at least 3"),
     (lambda: lrpe.rates("orthogonal", 8, kind="d"), "it must be one of 'a', 'b', 'c', 'rope', 'cosine'"),

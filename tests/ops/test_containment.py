@@ -85,7 +85,6 @@ def drawn() -> dict[str, np.ndarray]:
 
 
 def changed(array, place, number) -> np.ndarray:
-    """Returns a copy with the number at a place."""
     array = array.copy()
     array[place] = number
     return array
@@ -93,8 +92,6 @@ def changed(array, place, number) -> np.ndarray:
 
 @functools.cache
 def outputs_and_gradients(name):
-    """Returns the compiled op for documents, with gradients of a weighted sum of its outputs."""
-
     def loss(arrays, segments):
         out = EVERY[name](
             *(arrays[x] for x in ("query", "key", "value")),
@@ -156,8 +153,6 @@ def test_padding_may_hold_anything(name):
 
 
 def by_steps(step):
-    """Returns an op from a state to a state that takes one step per token."""
-
     def op(query, key, value, *, initial_state, return_state, **options):
         def advance(state, token):
             out, state = step(*token[0], state, **token[1])
@@ -186,8 +181,6 @@ RECURRENT = {
 
 @functools.cache
 def with_state(name):
-    """Returns the compiled op from a state to outputs and a state."""
-
     @jax.jit
     def call(arrays, segments, state):
         return RECURRENT[name][0](
@@ -210,7 +203,6 @@ def test_nan_stays_in_the_state_until_its_document_ends(name, array):
     segments = (SEGMENTS + (np.arange(TIME) % DOCUMENT >= DOCUMENT // 2)).astype(np.int32)
 
     def outputs(arrays):
-        """Returns the outputs of both halves, and the state after them."""
         state, halves = RECURRENT[name][1], []
         for part in (slice(0, half), slice(half, None)):
             cut = {k: x[:, part] for k, x in arrays.items()}

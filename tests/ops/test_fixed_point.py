@@ -62,10 +62,7 @@ def test_sums_of_float64_are_exact_to_64_bits():
 
 
 def test_a_running_sum_loses_precision_that_the_split_sum_keeps():
-    """A float32 sum past -1e4 rounds later steps to 1e-3.
-
-    The difference of split sums is right to rounding.
-    """
+    """A float32 sum past -1e4 rounds later steps to 1e-3. The difference of split sums is right to rounding."""
     random = np.random.default_rng(0)
     steps = random.choice([-1e-4, -0.3, -1e4], size=192, p=[0.7, 0.25, 0.05]).astype(np.float32)
     exact = np.array(

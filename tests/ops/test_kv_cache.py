@@ -13,7 +13,6 @@ IDS = np.array([[0] * 13 + [-1] * 3 + [0] * 6 + [1] * 18, [2] * 17 + [-1] * 5 + 
 
 
 def squares(scores, log_decay):
-    """Weighs keys as power attention of degree 2 does."""
     return scores**2 * jnp.exp(log_decay)
 
 

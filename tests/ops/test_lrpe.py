@@ -25,7 +25,6 @@ VARIANTS = [
 
 
 def normal(*shape, seed=0):
-    """Draws values that float32 holds exactly, in float64."""
     return np.random.default_rng(seed).standard_normal(shape).astype("float32").astype("float64")
 
 
@@ -48,15 +47,7 @@ def basis_matrix(basis, head_dim):
 def core_matrix(core, head_dim, position, rates):
     """Returns Lambda^(s) of equations 22 to 24."""
     if core == "permutation":
-        pi, power = lrpe.permutation(head_dim), np.eye(head_dim, dtype=int)
-        square = np.eye(head_dim, dtype=int)[pi]
-        while position:
-            power, square, position = (
-                power @ square if position % 2 else power,
-                square @ square,
-                position // 2,
-            )
-        return power
+        return np.linalg.matrix_power(np.eye(head_dim, dtype=int)[lrpe.permutation(head_dim)], position)
     angles = exact_angles.angles(position, rates)
     if core == "unitary":
         return np.diag(np.exp(1j * angles))

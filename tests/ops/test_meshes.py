@@ -89,7 +89,6 @@ def results(way, f, arrays, layouts, outputs):
 
 
 def check(name, ways):
-    """Compares the op on a mesh of four devices with that on one, for each way of running it."""
     f, arrays, layouts, outputs = every_op.OPS[name]()
     expected = jax.jit(functools.partial(every_op.outputs_and_gradients, f))(arrays)
     for way in ways:

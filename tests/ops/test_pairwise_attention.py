@@ -18,7 +18,6 @@ BLOCK = 12
 
 
 def softmax(query, key, value, log_decay=None, segment_ids=None, causal=True, window=None):
-    """Computes the formula of softmax attention in the dtype of its inputs."""
     (batch, queries, heads, dim), time = query.shape, key.shape[1]
     key, value = (jnp.repeat(x, heads // key.shape[2], axis=2) for x in (key, value))
     scores = jnp.einsum("btnd,bsnd->bnts", query, key, precision="highest") / np.sqrt(dim)
@@ -271,7 +270,6 @@ def test_without_cudnn_it_is_not_chosen(gpu, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 1, 100])
 def test_cudnn(window):
-    """Compares values and gradients with the formula in float64, within the bounds of bfloat16."""
     drawn = draw(time=512, head_dim=64, value_dim=64, dtype="bfloat16")
     actual = cases.outputs_and_gradients(
         softmax_attention, drawn, "bfloat16", implementation="cudnn", window=window

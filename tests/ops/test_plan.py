@@ -8,13 +8,11 @@ from sympow_jax.ops import cost, target
 
 
 def explain(time=4096, batch=1, heads=12, head_dim=64, value_dim=64, power=2, dtype=jnp.float32, **options):
-    """Returns the plan for abstract arrays."""
     query, value = (jax.ShapeDtypeStruct((batch, time, heads, size), dtype) for size in (head_dim, value_dim))
     return ops.explain(query, query, value, power=power, **options)
 
 
 def crossover(**shape):
-    """Returns the first power of 2^(1/16) at which the chunked form is chosen."""
     times = (int(2 ** (n / 16)) for n in range(16 * 8, 16 * 21))
     return next(time for time in times if explain(time=time, **shape).form == "chunked")
 

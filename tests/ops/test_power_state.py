@@ -81,13 +81,11 @@ def piece(tokens, state, cotangents, *, form):
 
 
 def nothing(state):
-    """Returns cotangents of zeros for the output of 20 tokens, and for the state."""
     out = jnp.zeros((2, 20, 4, 5), state.norm.dtype)
     return out, jax.tree.map(jnp.zeros_like, floats_of(state))
 
 
 def pieces(drawn, state, forms):
-    """Returns outputs and gradients of consecutive calls of 20 tokens, and the states between them."""
     parts = [part(drawn, 20 * i, 20 * i + 20) for i in range(len(forms))]
     douts = [drawn["dout"][:, 20 * i : 20 * i + 20] for i in range(len(forms))]
     states, outputs, gradients = [state], [], []
@@ -169,7 +167,6 @@ def test_steps_equal_one_call(power, exact_window, decay, dtype):
 
 
 def test_long_ungated_state_is_exact_to_1e_5():
-    """Compares with sums in float64 after 65,536 tokens in float32."""
     random = np.random.default_rng(0)
     key, value = random.normal(size=(2, 65_536, 16)).astype(np.float32)
     shaped = [jnp.asarray(x)[None, :, None] for x in (key, key, value)]

@@ -14,28 +14,12 @@ from sympow_jax.ops import documents, rotary
 from tests.ops import every_op
 
 # Those that share most of their code with another of them.
-RARE = {
-    "attention",
-    "channel-gated",
-    "recurrent",
-    "linear",
-    "reference",
-    "recurrent-reference",
-    "plain-attention",
-    "plain-chunked",
-    "step",
-    "channel-gated-step",
-    "linear-step",
-    "bidirectional",
-    "softmax-window",
-    "expressive-reference",
-    "kv_cache",
-    "lrpe-complex",
-    "positions",
-    "rope",
-    "feature-map",
-}
-NAMES = [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in every_op.OPS]
+RARE = """
+attention channel-gated recurrent linear reference recurrent-reference plain-attention plain-chunked step
+channel-gated-step linear-step bidirectional softmax-window expressive-reference kv_cache lrpe-complex
+positions rope feature-map
+"""
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in RARE.split() else ()) for name in every_op.OPS]
 
 
 def argument_specs(name, dtype):
@@ -194,7 +178,6 @@ def test_a_loop_of_steps_does_not_copy_the_state(state, names, step, operations)
 
 
 def memory(op, length, width, channels=False, **options):
-    """Returns the bytes of temporaries of all gradients."""
     x = jax.ShapeDtypeStruct((1, length, 1, width), jnp.float32)
     log_decay = x if channels else jax.ShapeDtypeStruct((1, length, 1), jnp.float32)
 
@@ -207,10 +190,7 @@ def memory(op, length, width, channels=False, **options):
 
 @pytest.mark.parametrize("form", ["chunked", pytest.param("attention", marks=pytest.mark.slow)])
 def test_memory_of_power_attention_is_linear_in_time(form):
-    """Neither form holds T x T scores.
-
-    The backward pass of the chunked form holds no states or features.
-    """
+    """Neither form holds T x T scores. The backward pass of the chunked form holds no states or features."""
     short, long = (memory(ops.power_attention, length, 32, form=form) for length in (4096, 16_384))
     # In multiples of one token's query, key, value and output, 512 bytes.
     assert (long - short) / (16_384 - 4096) <= 12 * 512

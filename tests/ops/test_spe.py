@@ -14,7 +14,6 @@ encode = jax.jit(spe.encode)
 
 
 def normal(*shape, seed=0):
-    """Draws values that float32 holds exactly, in float64."""
     return np.random.default_rng(seed).standard_normal(shape).astype("float32").astype("float64")
 
 

@@ -52,8 +52,6 @@ def over_time(f, devices, arrays, out=None):
 
 @functools.cache
 def sharded(op, devices):
-    """Returns the op with time sharded over devices."""
-
     def call(**arrays):
         return over_time(lambda axis_name, arrays: op(**arrays, axis_name=axis_name), devices, arrays)(arrays)
 
@@ -61,7 +59,6 @@ def sharded(op, devices):
 
 
 def drawn_for(ids=None, **options):
-    """Draws arguments with two key heads and six query heads."""
     arrays = cases.arrays(cases.Case(**SHARED | options), batch=3, kv_heads=2)
     return arrays | {"segment_ids": ids}
 
@@ -75,7 +72,6 @@ def rotated_linear(*, axis_name=None, **arguments):
 
 
 def alibi():
-    """Draws arguments whose decays are the slopes of ALiBi."""
     arrays = drawn_for(segment_ids())
     return arrays | {"log_decay": np.broadcast_to(-np.array(ops.alibi_slopes(2)), arrays["log_decay"].shape)}
 
@@ -256,13 +252,8 @@ def test_kernels_over_devices_are_as_exact_as_plain_jax_on_one(name):
     drawn = cases.arrays(case, batch=2, dtype="bfloat16") | {"segment_ids": segments}
 
     def errors(implementation, devices):
-        op = functools.partial(
-            ops.power_attention,
-            power=case.power,
-            implementation=implementation,
-            form="chunked",
-            chunk_size=64,
-        )
+        options = {"power": case.power, "implementation": implementation, "form": "chunked", "chunk_size": 64}
+        op = functools.partial(ops.power_attention, **options)
         op = op if devices == 1 else sharded(op, devices)
         return cases.errors(cases.outputs_and_gradients(op, drawn, "bfloat16"), expected, drawn)
 
@@ -316,34 +307,3 @@ def test_collectives_of_pairs(op):
     assert {kind for kind, _ in found} == {"all-to-all", "all-gather"}
     # Segment ids; the mask of outputs reached by a NaN is a few bytes per row.
     assert [size for kind, size in found if kind == "all-gather" and size > SUMMARIES] == [SEGMENTS]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_conformal_attention_over_65536_tokens():
-    """Compares 65,536 tokens of conformal attention on eight devices with one, in float32."""
-    random = np.random.default_rng(0)
-    shape = (1, 65_536, 2)
-    arrays = {name: random.standard_normal((*shape, 32)) for name in ("query", "key", "value")}
-    arrays["rate"] = 1 + np.tanh(random.standard_normal(shape))
-    # One head remembers most of the sequence, the other about 2,000 tokens.
-    gates = np.array([12, 8]) + random.standard_normal(shape)
-    arrays["log_decay"] = -np.log1p(np.exp(-gates))
-    arrays["dout"] = random.standard_normal((*shape, 32))
-
-    def f(axis_name, arrays):
-        angles, _ = rotary.learned_angles(arrays["rate"], 32, axis_name=axis_name)
-        query, key = (rotary.rotate(arrays[name], angles) for name in ("query", "key"))
-        return ops.power_attention(
-            query, key, arrays["value"], log_decay=arrays["log_decay"], form="chunked", axis_name=axis_name
-        )
-
-    def many(**arrays):
-        return over_time(f, 8, arrays)(arrays)
-
-    def one(**arrays):
-        return f(None, arrays)
-
-    actual, expected = (cases.outputs_and_gradients(g, arrays, "float32") for g in (many, one))
-    for name, x in expected.items():
-        assert cases.error(actual[name], x) <= 2e-5, name

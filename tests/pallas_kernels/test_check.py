@@ -24,7 +24,6 @@ KIND = "NVIDIA H100 80GB HBM3"
 
 
 def printing(**result):
-    """Returns the program of a process that prints this as its result."""
     line = supervisor.RESULT + json.dumps({"bounds": {"mean": 1e-3}, "different": [], **result})
     return f"print({line!r})"
 
@@ -110,7 +109,6 @@ def test_without_a_gpu_the_command_says_so(monkeypatch, capfd):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Sets up an empty cache directory."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(verdict, "driver_version", lambda: "580.159.04")
     verdict._load.cache_clear()

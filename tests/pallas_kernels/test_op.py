@@ -57,14 +57,14 @@ def test_values_and_gradients(form, case):
 def check_values_and_gradients(case, *, batch, form, chunk_size):
     drawn = cases.arrays(case, batch=batch, dtype="bfloat16")
     expected = suite.expected_for(drawn, case)
-    short = suite.cast(drawn, "bfloat16")
+    short = cases.cast(drawn, "bfloat16")
 
     def errors(implementation):
         actual = suite.outputs_and_gradients(
             short, implementation=implementation, form=form, power=case.power, chunk_size=chunk_size
         )
         assert actual["out"].dtype == actual["query"].dtype == jnp.bfloat16
-        return suite.errors(jax.device_get(actual), expected, drawn)
+        return cases.errors(jax.device_get(actual), expected, drawn)
 
     check(errors("mosaic_gpu"), errors("xla"))
 
@@ -75,7 +75,7 @@ def test_a_nan_is_not_hidden(form):
     drawn = cases.arrays(
         cases.Case(head_dim=32, value_dim=32, time=150, decay="none"), batch=1, dtype="bfloat16"
     )
-    short = suite.cast(drawn, "bfloat16")
+    short = cases.cast(drawn, "bfloat16")
     short["key"] = short["key"].at[0, 100, 0, 3].set(jnp.nan)
     chunk_size = 64 if form == "chunked" else None
     actual = suite.outputs_and_gradients(
@@ -91,7 +91,7 @@ def test_a_sequence_split_in_two():
     case = cases.Case(head_dim=32, value_dim=32, time=260, decay="gentle", segments="padded")
     drawn = cases.arrays(case, batch=2, dtype="bfloat16")
     expected = suite.expected_for(drawn, case)
-    short = suite.cast(drawn, "bfloat16")
+    short = cases.cast(drawn, "bfloat16")
     fixed = {"form": "chunked", "chunk_size": 64}
     plain = suite.outputs_and_gradients(short, implementation="xla", power=2, **fixed)
     dout, segment_ids = short.pop("dout"), short.pop("segment_ids")
@@ -109,7 +109,7 @@ def test_a_sequence_split_in_two():
 
     gradients, out = jax.jit(jax.grad(loss, has_aux=True))(short)
     kernel = {"out": out} | gradients
-    check(*(suite.errors(jax.device_get(x), expected, drawn) for x in (kernel, plain)))
+    check(*(cases.errors(jax.device_get(x), expected, drawn) for x in (kernel, plain)))
 
 
 def test_step_by_step():
@@ -117,7 +117,7 @@ def test_step_by_step():
     case = cases.Case(time=9, decay="gentle", segments="padded", group=2)
     drawn = cases.arrays(case, batch=2)
     expected = suite.expected_for(drawn, case)["out"]
-    single = suite.cast(drawn, "float32")
+    single = cases.cast(drawn, "float32")
     del single["dout"]
     state = ops.PowerState.zeros(2, 1, 16, 16, power=2, exact_window=2)
 
@@ -135,7 +135,7 @@ def test_step_by_step():
 @pytest.mark.parametrize(("form", "power"), [("attention", 2), ("chunked", 2), ("chunked", 4)])
 def test_zero_queries_give_zero_and_finite_gradients(form, power):
     case = cases.Case(power=power, head_dim=32 if power == 2 else 16, time=130)
-    drawn = suite.cast(cases.arrays(case, batch=1), "bfloat16")
+    drawn = cases.cast(cases.arrays(case, batch=1), "bfloat16")
     drawn["query"] = drawn["query"].at[:, 5:9].set(0).at[:, 120:].set(0)
     drawn["key"] = drawn["key"].at[:, 20:30].set(0)
     result = suite.outputs_and_gradients(
@@ -153,7 +153,7 @@ def test_none_takes_the_kernels_where_they_can():
         ("float32", 64, False),
         ("bfloat16", 10, False),
     ):
-        short = suite.cast(drawn, dtype)
+        short = cases.cast(drawn, dtype)
         del short["dout"]
 
         def call(arrays, exact_window=exact_window):

@@ -48,7 +48,7 @@ def test_values_and_gradients(case):
 def test_queries_of_few_keys_with_small_weights():
     """The backward pass reads an output that is not rounded; without one, the kernel writes no remainder."""
     drawn = suite.arrays(suite.HALF, dtype="bfloat16")
-    short, expected = suite.cast(drawn, "bfloat16"), suite.expected_for(drawn, suite.HALF)
+    short, expected = cases.cast(drawn, "bfloat16"), suite.expected_for(drawn, suite.HALF)
     arrays = {name: x for name, x in short.items() if name != "dout"}
     query_states = mock.Mock(side_effect=plain.query_states)
     with mock.patch.object(forward.query_kernel, "query_states", query_states):
@@ -58,7 +58,7 @@ def test_queries_of_few_keys_with_small_weights():
     found = (
         suite.outputs_and_gradients(short, implementation=name, **FIXED) for name in ("mosaic_gpu", "xla")
     )
-    interpreted.check(*(suite.errors(jax.device_get(x), expected, drawn) for x in found))
+    interpreted.check(*(cases.errors(jax.device_get(x), expected, drawn) for x in found))
 
 
 @pytest.mark.parametrize("power", [2, pytest.param(4, marks=pytest.mark.slow)])
@@ -84,7 +84,7 @@ def test_states(power):
         return {name: None if y is None else y[:, begin:end] for name, y in x.items()}
 
     with jax.enable_x64(True):
-        exact = suite.cast(drawn, "float64")
+        exact = cases.cast(drawn, "float64")
         reference = functools.partial(call, implementation="reference")
         _, state = jax.jit(lambda arrays: reference(**arrays))(part(exact, 0, 120))
         weights = np.random.default_rng(0).normal(size=(*state.norm.shape, 11))
@@ -94,7 +94,7 @@ def test_states(power):
         jax.tree.map(lambda x: x.astype(np.float32) if x.dtype == np.float64 else x, x)
         for x in (state, weights, dout)
     )
-    short = part(suite.cast(drawn, "bfloat16"), 120, None)
+    short = part(cases.cast(drawn, "bfloat16"), 120, None)
     found = jax.device_get(results(state, short, "mosaic_gpu"))
     ((dstate, gradients), (out, final)), ((wanted_dstate, wanted), (wanted_out, wanted_final)) = (
         found,
@@ -122,7 +122,7 @@ def test_two_devices_are_one(scale, end, pass_):
     drawn = cases.arrays(case, batch=1, kv_heads=2, dtype="bfloat16")
     drawn["key"][:, :end] *= scale
     drawn["log_decay"][:, 20] = -100.0
-    arrays = {name: x for name, x in suite.cast(drawn, "bfloat16").items() if x is not None}
+    arrays = {name: x for name, x in cases.cast(drawn, "bfloat16").items() if x is not None}
     dout = arrays.pop("dout")
 
     def results(axis_name):

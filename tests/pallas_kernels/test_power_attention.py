@@ -13,7 +13,6 @@ from pallas_kernels.hopper import launch
 from sympow_jax import ops
 from sympow_jax.ops import target
 from tests.ops import cases
-from tests.ops import test_power_attention as suite
 
 # T and S around the edges of blocks of 128; each case also has the changes to its arguments.
 INTERPRETED = [
@@ -40,6 +39,11 @@ INTERPRETED = [
 ]
 
 
+def attend(arrays, implementation, power):
+    options = {"power": power, "form": "attention", "implementation": implementation}
+    return jax.jit(lambda arrays: ops.power_attention(**arrays, **options))(arrays)  # traced anew
+
+
 @pytest.mark.interpret
 @pytest.mark.parametrize(("case", "more"), INTERPRETED, ids=str)
 def test_hardly_less_exact_than_the_plain_form(case, more):
@@ -54,20 +58,14 @@ def test_hardly_less_exact_than_the_plain_form(case, more):
     drawn["query"] = drawn["query"][:, -queries:]
     drawn["key"] *= cases.lengths(drawn["key"].shape[:-1], more.get("octaves", 0))[..., None]
 
-    def attend(arrays, implementation):
-        call = functools.partial(
-            ops.power_attention, power=case.power, form="attention", implementation=implementation
-        )
-        return jax.jit(lambda arrays: call(**arrays))(arrays)
-
     with jax.enable_x64(True):
-        expected = jax.device_get(attend(suite.cast(drawn, "float64"), "reference"))
-    short = suite.cast(drawn, "bfloat16") | {
+        expected = jax.device_get(attend(cases.cast(drawn, "float64"), "reference", case.power))
+    short = cases.cast(drawn, "bfloat16") | {
         name: jnp.asarray(drawn[name], dtype) for name in ("query", "key", "value")
     }
-    plain = attend(short, "xla")
+    plain = attend(short, "xla", case.power)
     with target.interpreted(plgpu.InterpretGPUParams(detect_races=True)):
-        out = attend(short, "mosaic_gpu")
+        out = attend(short, "mosaic_gpu", case.power)
     assert out.dtype == dtype
     ratio = 1.5 if dtype == "float16" else 1.2
     assert cases.error(out, expected) <= ratio * cases.error(plain, expected)
@@ -87,17 +85,11 @@ def test_blocks_that_weigh_nothing(power, empty):
     else:
         drawn[empty] = np.where((np.arange(900) // 128 % 6 > 1)[:, None, None], 0, drawn[empty])
 
-    def attend(arrays, implementation):
-        call = functools.partial(
-            ops.power_attention, power=power, form="attention", implementation=implementation
-        )
-        return jax.jit(lambda arrays: call(**arrays))(arrays)
-
     with jax.enable_x64(True):
-        expected = jax.device_get(attend(suite.cast(drawn, "float64"), "reference"))
-    short = suite.cast(drawn, "bfloat16")
+        expected = jax.device_get(attend(cases.cast(drawn, "float64"), "reference", case.power))
+    short = cases.cast(drawn, "bfloat16")
     with target.interpreted(plgpu.InterpretGPUParams()):
-        assert cases.error(attend(short, "mosaic_gpu"), expected) < 2.0**-9
+        assert cases.error(attend(short, "mosaic_gpu", case.power), expected) < 2.0**-9
 
 
 @pytest.mark.interpret
@@ -107,15 +99,10 @@ def test_a_nan_does_not_outweigh_its_block(name):
     case = cases.Case(head_dim=64, value_dim=64, time=200, decay="gentle")
     drawn = cases.arrays(case, batch=1, kv_heads=1, dtype="bfloat16")
     del drawn["dout"]
-    whole = suite.cast(drawn, "bfloat16")
+    whole = cases.cast(drawn, "bfloat16")
     broken = whole | {name: whole[name].at[0, 120, 0, 3].set(jnp.nan)}
     with target.interpreted(plgpu.InterpretGPUParams()):
-        found, expected = (
-            jax.jit(
-                lambda arrays: ops.power_attention(**arrays, form="attention", implementation="mosaic_gpu")
-            )(arrays)
-            for arrays in (broken, whole)
-        )
+        found, expected = (attend(arrays, "mosaic_gpu", 2) for arrays in (broken, whole))
     right = (slice(None), slice(120)) if name == "key" else (..., slice(4, None))
     assert cases.error(found[right], expected[right]) < 2.0**-9
     assert np.isnan(np.asarray(found[0, 120:, 0, 3], np.float32)).all()

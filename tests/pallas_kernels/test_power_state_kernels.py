@@ -135,13 +135,12 @@ def both_passes(sizes):
     ids=str,
 )
 def test_both_passes_are_the_formula(sizes):
-    """They are as exact as plain JAX."""
     found, calls = both_passes(sizes)
     drawn, case = drawn_for(sizes), cases.Case(power=sizes.power)
     expected = suite.expected_for(drawn, case)
     options = {"form": "chunked", "power": sizes.power, "chunk_size": sizes.chunk}
-    xla = suite.outputs_and_gradients(suite.cast(drawn, "bfloat16"), implementation="xla", **options)
-    found, bound = (suite.errors(jax.device_get(x), expected, drawn) for x in (found, xla))
+    xla = suite.outputs_and_gradients(cases.cast(drawn, "bfloat16"), implementation="xla", **options)
+    found, bound = (cases.errors(jax.device_get(x), expected, drawn) for x in (found, xla))
     interpreted.check(found, bound)
     missing = set(KERNELS[sizes.power]) - {name for name, *_ in calls}
     assert missing <= ({"add_arriving"} if sizes.multiprocessors == 1 else set())

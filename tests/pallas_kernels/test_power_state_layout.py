@@ -27,10 +27,7 @@ def test_weighted_features_are_the_power(layout):
 
 
 def test_windows_are_where_they_say():
-    """Column o + c of group j holds x[a + j] * x[a + c].
-
-    The vector is followed by a copy of its first indices.
-    """
+    """Column o + c of group j holds x[a + j] * x[a + c]. The vector is followed by a copy of its first indices."""
     for layout in SQUARE:
         x = np.random.default_rng(1).normal(size=layout.head_dim)
         repeated = np.concatenate([x, x[: layout.rows - layout.head_dim]])

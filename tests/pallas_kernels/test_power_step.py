@@ -37,7 +37,6 @@ def drawn_case(case, batch=2, kv_heads=2):
 
 
 def by_steps(step, drawn, power, state=None, exact_window=WINDOW):
-    """Returns the output and the state of each token."""
     batch, time, kv_heads, head_dim = drawn["key"].shape
     if state is None:
         sizes = batch, kv_heads, head_dim, drawn["value"].shape[-1]
@@ -50,7 +49,6 @@ def by_steps(step, drawn, power, state=None, exact_window=WINDOW):
 
 
 def formula(drawn, power):
-    """Returns the output of the reference, in float64."""
     whole = functools.partial(ops.power_attention, power=power, implementation="reference")
     with jax.enable_x64(True):
         exact = {n: x if n == "segment_ids" else np.asarray(x, np.float64) for n, x in drawn.items()}
@@ -61,7 +59,6 @@ plain_step = functools.partial(ops.power_attention_step, implementation="xla")
 
 
 def interpreted_step(detect_races=True, **arguments):
-    """Returns the step of the op by its kernels."""
     with target.interpreted(plgpu.InterpretGPUParams(detect_races=detect_races)):
         return ops.power_attention_step(**arguments, implementation="mosaic_gpu")
 
@@ -197,7 +194,6 @@ def test_on_a_gpu(power, width, batch):
 
 
 def run(drawn, power, implementation, state=None):
-    """Returns all outputs, and the states before and after the last token."""
     step = functools.partial(ops.power_attention_step, implementation=implementation)
     outputs, before = [], state
     for out, after in by_steps(step, drawn, power, state=state, exact_window=16):

@@ -14,20 +14,11 @@ ATTENTION, CHUNKED = "attention_mosaic_gpu", "chunked_mosaic_gpu"
 # Kernels of both passes.
 KERNELS = {
     ATTENTION: {
-        "power_attention_units",
-        "power_attention_blocks",
-        "power_attention_forward",
-        "power_attention_vectors",
-        "power_attention_query_vjp",
-        "power_attention_key_vjp",
+        f"power_attention_{name}"
+        for name in ("units", "blocks", "forward", "vectors", "query_vjp", "key_vjp")
     },
     CHUNKED: {
-        "power_state_update",
-        "power_state_norms",
-        "power_state_recurrence",
-        "power_state_query",
-        "power_state_query_vjp",
-        "power_state_key_vjp",
+        f"power_state_{name}" for name in ("update", "norms", "recurrence", "query", "query_vjp", "key_vjp")
     },
 }
 

@@ -20,7 +20,6 @@ class Program:
 
 
 def on_hopper(function, *arguments) -> Program:
-    """Returns the program of a jitted function and abstract arguments."""
     with target.interpreted(plgpu.InterpretGPUParams()):
         text = function.trace(*arguments).jaxpr.pretty_print(name_stack=True)
     return Program(

@@ -37,7 +37,6 @@ def corpus(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def arguments(corpus) -> list[str]:
-    """Returns the arguments for ten steps of a layer of width 16."""
     return [
         f"--config=configs/text.py:{corpus}/*.txt",
         *launching.SMALLEST,
@@ -54,8 +53,6 @@ EVALUATION = "--config.evaluation.context_lengths=8,32"
 
 @pytest.fixture
 def start(tmp_path, arguments):
-    """Starts a run in the test's workdir, or in another one."""
-
     def begin(*more: str, folder: pathlib.Path = tmp_path / "run", **options) -> list[launching.Started]:
         return launching.start(
             [*arguments, f"--workdir={folder}", *more],
@@ -68,7 +65,6 @@ def start(tmp_path, arguments):
 
 @pytest.fixture(scope="module")
 def alone(arguments, tmp_path_factory) -> pathlib.Path:
-    """Returns the workdir of the run with one process."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     assert launch.main([*arguments, EVALUATION, f"--workdir={folder}"]) == 0
     return folder
@@ -366,7 +362,6 @@ def test_numbers_of_devices_that_differ(start):
 
 
 def _start_by_slurm(index: int) -> None:
-    """Makes this process the task of a step of two on this host."""
     step = _SLURM | {"SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
     os.environ.update(step | {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)})
 
@@ -449,14 +444,10 @@ def test_a_failed_process_with_threads_that_do_not_end(monkeypatch, abandons):
     ("error", "expected"),
     [
         (
-            jax.errors.JaxRuntimeError("UNKNOWN: Gloo all-reduce failed:\nConnection reset by peer"),
-            "error: another process of the run has ended or cannot be reached: UNKNOWN: Gloo all-reduce failed: "
-            "Connection reset by peer; see what the others said, then start all again\n",
+            "UNKNOWN: Gloo all-reduce failed:\nConnection reset by peer",
+            "error: another process of the run has ended or cannot be reached: UNKNOWN: Gloo all-reduce failed: ",
         ),
-        (
-            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"),
-            "Traceback (most recent call last):",
-        ),
+        ("RESOURCE_EXHAUSTED: Out of memory", "Traceback (most recent call last):"),
     ],
 )
 def test_an_unreachable_process_is_one_line(monkeypatch, capsys, error, expected):
@@ -464,6 +455,8 @@ def test_an_unreachable_process_is_one_line(monkeypatch, capsys, error, expected
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
     with hosts.ending():
-        raise error
+        raise jax.errors.JaxRuntimeError(error)
     assert ended == [1]
-    assert capsys.readouterr().err.startswith(expected)
+    said = capsys.readouterr().err
+    assert said.startswith(expected)
+    assert said.startswith("Traceback") or (said.count("\n") == 1 and "; see what the others said" in said)

@@ -123,17 +123,6 @@ def test_settings_of_another_program_are_not_overwritten(tmp_path):
         assert list(tmp_path.iterdir()) == [path]
 
 
-def test_not_a_workdir(tmp_path):
-    with pytest.raises(ValueError, match=r"not the workdir of a run"):
-        workdir.read_config(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json"):
-        workdir.read_config(tmp_path)
-    (tmp_path / "config.json").write_text('{"model": {"depth": 3}}')
-    with pytest.raises(ValueError, match="ModelConfig has no depth"):
-        workdir.read_config(tmp_path)
-
-
 def test_settings_that_no_run_can_have(tmp_path):
     for path, value, message in (
         ("model.layers", "100000", "model.layers is 100000; it must be at least 1 and at most 1024"),
@@ -152,24 +141,32 @@ def test_settings_that_no_run_can_have(tmp_path):
         group, name = path.split(".")
         values[group][name] = "here"
         (tmp_path / "config.json").write_text(json.dumps(values).replace('"here"', value))
-        for read in (
-            lambda: workdir.read_config(tmp_path),
-            lambda: weights.read_settings(tmp_path / "config.json"),
-        ):
-            with mistakes.refused(f"config.json: {message}"):
-                read()
+        _assert_refused(tmp_path, f"config.json: {message}")
+    values = dataclasses.asdict(_settings())
+    for content, message in (
+        (None, "config.json"),
+        ("{", "config.json"),
+        ("{}", "Config lacks model"),
+        ('{"model": {"layers": 1}}', "ModelConfig lacks width, heads"),
+        ('{"model": {"depth": 3}}', "ModelConfig has no depth"),
+        (json.dumps(values | {"model": [1]}), "ModelConfig is [1]; it must have fields"),
+        (json.dumps(values | {str(x): 0 for x in range(10**5)}), " more; it has model"),
+        (json.dumps(values | {"model": values["model"] | {"heads": "x" * 10**5}}), "model.heads is 'xxx"),
+    ):
+        (tmp_path / "config.json").unlink() if content is None else (tmp_path / "config.json").write_text(
+            content
+        )
+        _assert_refused(tmp_path, message)
+    with pytest.raises(ValueError, match="not the workdir of a run"):
+        workdir.read_config(tmp_path / "nothing")
 
 
-def test_files_of_the_user_are_not_overwritten_through_links(tmp_path):
-    target, folder = tmp_path / "thesis.txt", tmp_path / "run"
-    target.write_text("the user's")
-    folder.mkdir()
-    for name in ("config.json", "config.json.tmp", "environment.json", "data.json"):
-        (folder / name).symlink_to(target)
-    workdir.open_workdir(folder, _settings(), {"digest": "a"})
-    assert target.read_text() == "the user's"
-    assert (folder / "config.json.tmp").is_symlink()
-    assert workdir.read_config(folder) == _settings()
+def _assert_refused(folder, message) -> None:
+    for read, path in ((workdir.read_config, folder), (weights.read_settings, folder / "config.json")):
+        with mistakes.refused(message) as raised:
+            read(path)
+        assert str(folder) in str(raised.value)
+        assert len(str(raised.value)) < len(str(folder)) + 600
 
 
 @pytest.mark.parametrize("exists", [True, False])

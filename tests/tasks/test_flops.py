@@ -20,7 +20,6 @@ UNITARY = config.LrpeConfig(core="unitary")
 
 
 def _gpt2(name: str, **changes) -> config.ModelConfig:
-    """Returns a layer of GPT-2."""
     sizes = config.MODEL_SIZES["gpt2_124m"] | {"layers": 1}
     return config.ModelConfig(**sizes, attention=config.preset(name, **changes))
 

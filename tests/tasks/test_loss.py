@@ -25,7 +25,6 @@ def _arrays() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _expected(hidden, embedding, targets):
-    """Returns the sums and the gradients of their total for hidden and embedding, in float64."""
     logits = hidden @ embedding.T
     highest = logits.max(-1, keepdims=True)
     normalizers = (np.log(np.exp(logits - highest).sum(-1, keepdims=True)) + highest)[..., 0]

@@ -79,8 +79,6 @@ def batches() -> Iterator[list[dict[str, np.ndarray]]]:
 
 @pytest.fixture
 def with_training(settings: config.Config):
-    """Returns the same config with other fields of `training`."""
-
     def change(**changes) -> config.Config:
         return dataclasses.replace(settings, training=dataclasses.replace(settings.training, **changes))
 

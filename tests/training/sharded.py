@@ -55,7 +55,6 @@ def settings(preset: str, arrangement: dict) -> config.Config:
 
 
 def mesh_of(of: config.Config) -> jax.sharding.Mesh:
-    """Returns the mesh of a run on as many devices as its arrangement has."""
     with devices.seen(math.prod(size or 1 for size in dataclasses.asdict(of.sharding).values())):
         return sharding.make_mesh(of)
 
@@ -98,7 +97,6 @@ def first_state(program: training.Program) -> training.TrainState:
 
 
 def train(of: config.Config, mesh: jax.sharding.Mesh) -> tuple[list[float], list[np.ndarray]]:
-    """Returns the losses of three updates, the held-out loss, and the gradients of the first update."""
     program = training.Program(of, mesh)
     state = first_state(program)
     placed = sharding.place_batch(batch(), mesh)
@@ -140,7 +138,6 @@ def check(preset: str, arrangements: list[dict]) -> None:
 
 
 def exchanged(preset: str, arrangement: dict) -> list[collectives.Collective]:
-    """Returns the collectives of an update."""
     of = settings(preset, arrangement)
     mesh = mesh_of(of)
     shapes = {
@@ -176,7 +173,6 @@ def _difference(preset: str, arrangement: dict, optimizer: config.OptimizerConfi
 
 
 def _updated(program: training.Program):
-    """Returns random parameters by layer after two updates of the optimizer with random gradients."""
     generator = np.random.default_rng(0)
 
     def draw():
@@ -199,7 +195,6 @@ def _updated(program: training.Program):
 
 
 def _trained(program: training.Program):
-    """Returns the parameters, their average and the z-loss, after two updates of the program."""
     state, placed = program.init_state(), sharding.place_batch(batch(), program.mesh)
     for _ in range(2):
         state, metrics = program.update(state, placed)

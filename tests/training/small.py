@@ -15,7 +15,6 @@ ROWS, TIME, CLASSES = 4, 8, 3
 
 
 def program(settings: config.Config) -> training.Program:
-    """Returns the program of a run on one device."""
     return training.Program(settings, sharding.whole_mesh())
 
 
@@ -71,14 +70,12 @@ def labeled(task: str = "classification") -> dict[str, np.ndarray]:
 
 
 def update(settings: config.Config, rows) -> tuple[training.TrainState, dict[str, float]]:
-    """Returns the state and the metrics after one update."""
     made = program(settings)
     state, metrics = made.update(made.init_state(), sharding.place_batch(rows, made.mesh))
     return state, {name: float(value) for name, value in metrics.items()}
 
 
 def lines(folder: pathlib.Path) -> list[dict]:
-    """Returns the metrics of each step of a run."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -90,7 +87,6 @@ def losses(folder: pathlib.Path) -> dict[int, float]:
 
 
 def arrays(settings: config.Config, folder: pathlib.Path) -> tuple[dict, int]:
-    """Returns the arrays for evaluation of the newest checkpoint, and its step."""
     return restore.restore_arrays(program(settings), folder)
 
 

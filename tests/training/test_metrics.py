@@ -25,7 +25,7 @@ def _scalars(loss: float = 1.0, **changes) -> dict[str, jnp.ndarray]:
         "update_norm": 0.1,
         "learning_rate": 1e-3,
     }
-    return {name: jnp.float32(value) for name, value in {**values, **changes}.items()}
+    return {name: jnp.float32(value) for name, value in (values | changes).items()}
 
 
 def _device(kind="cpu", stats=None, process=0) -> types.SimpleNamespace:
@@ -37,8 +37,6 @@ CPU = (_device(),)
 
 @pytest.fixture
 def report(tmp_path, with_training):
-    """Reports the steps from `start` + 1 with the given losses, or metrics and held-out metrics."""
-
     def run(losses, *, start=0, steps=6, devices=CPU, wait=0.0, writes=True, held_out=(), **training) -> None:
         settings = with_training(steps=steps, **{"log_every": 4, **training})
         rows = dict(enumerate(held_out, start + 1))

@@ -110,7 +110,6 @@ def _run(tx: optax.GradientTransformation, params, grads) -> tuple:
 
 @functools.cache
 def _ours(name: str) -> tuple[dict, list[dict], dict]:
-    """Returns parameters of two layers, gradients, and the parameters after updates."""
     options = _options(name)
     if name == "schedule_free":
         del options["weight_decay"]  # optax's function has no mask

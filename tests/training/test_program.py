@@ -33,7 +33,6 @@ def params(program):
 
 @pytest.fixture(scope="module")
 def formula(settings, program, params):
-    """Returns the mean loss over the targets of `small.tokens`, and its gradient."""
     batch = small.tokens(settings)
 
     def mean_loss(params):

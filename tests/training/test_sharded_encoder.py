@@ -13,7 +13,6 @@ from tests.training import sharded, small
 
 
 def settings(task: str, arrangement: dict) -> config.Config:
-    """Returns the config of `small.encoder`, with divisible head, vocabulary and width."""
     of = small.encoder(norm="batch")
     if task == "dual_encoder":
         of = small.changed(of, task={"dual_encoder": True}, data={"text_columns": ("one", "two")})
@@ -26,7 +25,6 @@ def settings(task: str, arrangement: dict) -> config.Config:
 
 
 def batch(task: str) -> dict[str, np.ndarray]:
-    """Returns the batch of `small.labeled`, as pairs of texts, or with every third token to be predicted."""
     rows = small.labeled()
     if task == "dual_encoder":
         second = (np.arange(8) > np.arange(4)[:, None]) & (rows["segment_ids"] >= 0)
@@ -38,10 +36,7 @@ def batch(task: str) -> dict[str, np.ndarray]:
 
 
 def first_state(program: training.Program) -> training.TrainState:
-    """Returns a state without means that are only rounding.
-
-    Every norm shifts its input.
-    """
+    """Returns a state without means that are only rounding. Every norm shifts its input."""
     state = program.init_state()
 
     def shifted(path, leaf):
@@ -54,7 +49,6 @@ def first_state(program: training.Program) -> training.TrainState:
 
 
 def train(task: str, of: config.Config) -> tuple[list[float], list[np.ndarray]]:
-    """Returns the losses of two updates on `batch(task)`, and parameters and running means after them."""
     mesh = sharded.mesh_of(of)
     program = training.Program(of, mesh)
     state = first_state(program)

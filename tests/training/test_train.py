@@ -158,6 +158,7 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, with_training, finished, batc
         loop.train(with_training(steps=9), run)
 
 
+@pytest.mark.robust
 def test_a_damaged_newest_checkpoint(tmp_path, settings, finished, capfd):
     finished.copy(tmp_path / "run")
     for path in (tmp_path / "run" / "checkpoints" / "10" / "params").rglob("manifest.ocdbt"):

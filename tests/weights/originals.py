@@ -61,12 +61,10 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def tokens() -> np.ndarray:
-    """Returns two rows of token ids."""
     return np.random.default_rng(1).integers(0, VOCABULARY, (2, TIME))
 
 
 def make(name: str, *, seed: int = 0) -> Any:
-    """Returns a model of `transformers` whose parameters are so large that all of them matter."""
     import torch
     import transformers
 
@@ -83,7 +81,6 @@ def make(name: str, *, seed: int = 0) -> Any:
 
 
 def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
-    """Returns the logits of a model of `transformers`, in one pass."""
     import torch
 
     with torch.no_grad():
@@ -91,7 +88,6 @@ def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 def write(name: str, folder: pathlib.Path) -> None:
-    """Writes the fixture of a model."""
     model = make(name)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)

@@ -53,7 +53,6 @@ CONFIGS = {
 
 
 def weights(name: str, seed: int = 0) -> dict[str, np.ndarray]:
-    """Returns random weights by their published names; Linear weights are [size_out, size_in]."""
     generator = np.random.default_rng(seed)
     dim = CONFIGS[name].get("head_dim", WIDTH // HEADS)
     matrices = {
@@ -96,7 +95,6 @@ def weights(name: str, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def write(name: str, folder: pathlib.Path) -> None:
-    """Writes `config.json` and `model.safetensors` in a folder."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
     safetensors.numpy.save_file(weights(name), folder / "model.safetensors", metadata={"format": "pt"})

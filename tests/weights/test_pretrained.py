@@ -34,7 +34,6 @@ def logits(model, tokens):
 
 
 def expected(name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the tokens of a fixture and their logits by `transformers`."""
     arrays = safetensors.numpy.load_file(originals.FIXTURES / name / "expected.safetensors")
     return arrays["tokens"], arrays["logits"]
 
@@ -45,7 +44,6 @@ def tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def copy(folder: pathlib.Path, name: str = "llama", **changes) -> pathlib.Path:
-    """Copies a fixture's files of weights and its config, with changes."""
     folder.mkdir()
     shutil.copy(originals.FIXTURES / name / "model.safetensors", folder)
     values = json.loads((originals.FIXTURES / name / "config.json").read_text()) | changes
@@ -206,24 +204,13 @@ def test_keys_of_older_configs(tmp_path):
 
 
 # Of PowerCoder-3B's `config.json`, which has the default of its class as the end.
-POWERCODER = {
-    "model_type": "powercoder",
-    "bos_token_id": 50256,
-    "dtype": "float32",
-    "eos_token_id": 50256,
-    "hidden_size": 3072,
-    "initializer_range": 0.018042,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 4096,
-    "num_attention_heads": 24,
-    "num_hidden_layers": 30,
-    "num_key_value_heads": 2,
-    "rope_scaling": None,
-    "rope_theta": 10000.0,
-    "sliding_window": None,
-    "use_bias": True,
-    "vocab_size": 49152,
-}
+POWERCODER = json.loads("""
+{"model_type": "powercoder", "bos_token_id": 50256, "dtype": "float32", "eos_token_id": 50256,
+ "hidden_size": 3072, "initializer_range": 0.018042, "intermediate_size": 12288,
+ "max_position_embeddings": 4096, "num_attention_heads": 24, "num_hidden_layers": 30,
+ "num_key_value_heads": 2, "rope_scaling": null, "rope_theta": 10000.0, "sliding_window": null,
+ "use_bias": true, "vocab_size": 49152}
+""")
 
 
 def test_an_end_outside_the_vocabulary_is_none(capsys):
@@ -294,7 +281,6 @@ def test_published_configs_are_the_sizes_and_presets_of_this_package(tmp_path):
 
 
 def mistaken(folder: pathlib.Path) -> str:
-    """Returns the single line of the error."""
     with pytest.raises(ValueError) as raised:  # noqa: PT011
         weights.from_pretrained(folder)
     assert "\n" not in str(raised.value)

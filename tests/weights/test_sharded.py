@@ -16,7 +16,6 @@ FILE_BYTES = 1_500_000
 
 
 def settings() -> config.Config:
-    """Returns the settings of a Llama with matrices of up to a megabyte."""
     small = {"vocab_size": 1024, "layers": 2, "width": 256, "heads": 8, "kv_heads": 2, "mlp_width": 1024}
     sizes = config.MODEL_SIZES["llama3_8b"] | small | {"dtype": "float32"}
     model = config.ModelConfig(**sizes, attention=config.preset("llama3"))
@@ -24,8 +23,6 @@ def settings() -> config.Config:
 
 
 class Counted:
-    """Tensor of a file that lists the bytes of each slice that is read."""
-
     def __init__(self, tensor, reads: list[int]):
         self._tensor, self._reads = tensor, reads
         self.get_shape, self.get_dtype = tensor.get_shape, tensor.get_dtype

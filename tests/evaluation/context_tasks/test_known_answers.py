@@ -130,7 +130,6 @@ class Reader(nnx.Module):
 
 
 def read(monkeypatch, *reading, **options):
-    """Returns the result of a reader with 4 questions."""
     monkeypatch.setattr(Reader, "reading", Reading(*reading, **options), raising=False)
     task, length = reading
     (result,) = evaluation.context_task_results(Reader(), MATERIAL, [task], [length], trials=4)

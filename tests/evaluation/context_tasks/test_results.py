@@ -71,31 +71,24 @@ def test_no_trials_are_certain():
 
 
 def make_row(run, task, length, by_depth):
-    first, second, third, last = by_depth
-    return results.Row(
-        run=run,
-        preset="conformal",
-        train_context=256,
-        updates=8,
-        update_tokens=64,
-        data="0a1b2c3d",
-        task=task,
-        context_length=length,
-        exact_match=0.5,
-        exact_match_low=0.4,
-        exact_match_high=0.6,
-        token_accuracy=0.75,
-        loss=1.0,
-        questions=16,
-        contexts=4,
-        answer_tokens=80,
-        chance=0.25,
-        chance_loss=0.3,
-        exact_match_0_25=first,
-        exact_match_25_50=second,
-        exact_match_50_75=third,
-        exact_match_75_100=last,
-    )
+    run_of = {
+        "preset": "conformal",
+        "train_context": 256,
+        "updates": 8,
+        "update_tokens": 64,
+        "data": "0a1b2c3d",
+    }
+    found = {"exact_match": 0.5, "exact_match_low": 0.4, "exact_match_high": 0.6, "token_accuracy": 0.75}
+    found |= {
+        "loss": 1.0,
+        "questions": 16,
+        "contexts": 4,
+        "answer_tokens": 80,
+        "chance": 0.25,
+        "chance_loss": 0.3,
+    }
+    found |= {f"exact_match_{25 * i}_{25 * i + 25}": value for i, value in enumerate(by_depth)}
+    return results.Row(run=run, task=task, context_length=length, **run_of, **found)
 
 
 def test_plot_has_a_map_of_depths_for_each_run_of_a_task_with_depths(monkeypatch, tmp_path):

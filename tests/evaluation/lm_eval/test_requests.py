@@ -14,13 +14,11 @@ BYTES = data.Codec(data.tokenizer.load("byte"), vocab_size=128)
 
 @pytest.fixture(scope="module")
 def free():
-    """Returns a model without a limit of positions."""
     return fakes.decoder(128)
 
 
 @pytest.fixture(scope="module")
 def limited():
-    """Returns a model with learned positions for 12 tokens."""
     return fakes.decoder(128, position="learned_absolute", max_document_length=12)
 
 
@@ -87,12 +85,6 @@ def test_a_token_of_both_sides_is_scored(free, tmp_path, lead):
     assert_pairs(found, [expected(free, *pair) for pair in zip(contexts, ([3], [3], [2], [4, 1]))])
 
 
-def test_a_lead_is_before_every_context(free):
-    codec = data.Codec(data.tokenizer.load("byte"), vocab_size=128, lead=3, end=3)
-    found = requests.TextModel(free, codec).continuation_log_likelihoods([("ab", "c"), ("", "c")])
-    assert_pairs(found, [expected(free, b"\x03ab", b"c"), expected(free, b"\x03", b"c")])
-
-
 def test_contexts_are_cut_from_the_left_at_learned_positions(limited):
     found = requests.TextModel(limited, BYTES).continuation_log_likelihoods([("0123456789abcdef", "xyz")])
     assert_pairs(found, [expected(limited, b"6789abcdef", b"xyz")])
@@ -113,7 +105,6 @@ def test_texts_are_scored_whole_or_in_windows(free, limited):
 
 
 def greedy(model, prompt, count):
-    """Returns the likeliest continuation, by one pass for each token."""
     row = list(prompt)
     for _ in range(count):
         row.append(int(log_probabilities(model, row)[-1].argmax()))
