@@ -1,12 +1,17 @@
-"""Tests that gradients of gradients are right, and that derivatives which do not exist are errors."""
+"""Tests that derivatives in forward mode and of second order are right, and that those of kernels are errors."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from sympow_jax import ops
-from sympow_jax.ops import lrpe, phase, rotary
+from sympow_jax.ops import lrpe, phase, rotary, target
+from tests import marked
+from tests.ops import cases, test_time_axis
 
 TIME = 7
 SEGMENTS = np.array([[0, 1, 2, 2, 3, -1, 4]], np.int32)
@@ -71,6 +76,7 @@ CASES = {
     "linear": attention(ops.linear_attention, form="chunked", chunk_size=3),
     "bidirectional": attention(ops.linear_attention, names=TOKENS, causal=False, chunk_size=3),
     "softmax": attention(ops.softmax_attention, block_size=3),
+    "expressive": attention(ops.expressive_attention, block_size=3),
     "expressive_reference": attention(ops.expressive_attention, implementation="reference"),
     "conformal": (("query", "rate"), conformal),
     "lrpe": (
@@ -83,9 +89,18 @@ CASES = {
     ),
     "phase": (("rates",), lambda rates: jnp.sin(phase.learned(POSITIONS, rates, dtype=jnp.float64))),
 }
-FORWARD = ("reference", "softmax", "expressive_reference", "lrpe", "phase")
-# They share most of their code with others.
-SLOW = ("attention_state", "chunked", "recurrent", "step", "linear")
+# Each is one program of five derivatives, which takes up to 20 s to compile.
+SLOW = (
+    "attention_state",
+    "bidirectional",
+    "channels",
+    "chunked",
+    "chunked_state",
+    "linear",
+    "recurrent",
+    "reference",
+    "step",
+)
 
 
 def drawn(names, seed=0):
@@ -102,53 +117,96 @@ def drawn(names, seed=0):
     return jax.tree.map(jnp.asarray, [arrays[name] for name in names])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
-)
-def test_gradients_of_gradients(name):
-    """Compares derivatives of the gradient in one direction, in each mode, with its central difference."""
-    names, call = CASES[name]
-
+def loss_of(call):
     def loss(arrays):
         leaves = jax.tree.leaves(call(*arrays))
         return sum((jnp.sin(1 + jnp.arange(x.size)).reshape(x.shape) * x).sum() for x in leaves)
 
+    return loss
+
+
+def along(tree, direction):
+    return sum(map(jnp.vdot, jax.tree.leaves(tree), jax.tree.leaves(direction)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_mode_is_reverse_mode(name):
+    names, call = CASES[name]
+    loss = loss_of(call)
+
+    @jax.jit
+    def slopes(arrays, direction):
+        forward = jax.jvp(loss, (arrays,), (direction,))[1]
+        return forward, along(jax.grad(loss)(arrays), direction)
+
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(*slopes(drawn(names), drawn(names, seed=1)), rtol=accuracy(name))
+
+
+def accuracy(name):
+    """Returns the relative error of derivatives: softmax attention is computed in float32."""
+    return 1e-4 if name == "softmax" else 1e-9
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
+)
+def test_second_derivatives(name):
+    """Compares derivatives of the gradient in a direction, by each order of modes, with its central difference."""
+    names, call = CASES[name]
+    loss = loss_of(call)
+    gradient = jax.jit(jax.grad(loss))
+
     @jax.jit
     def derivatives(arrays, direction):
-        def gradient(arrays):
-            first = jax.grad(loss)(arrays)
-            return sum(map(jnp.vdot, jax.tree.leaves(first), jax.tree.leaves(direction))), first
+        def slope(arrays):
+            return jax.jvp(loss, (arrays,), (direction,))[1]
 
-        second, first = jax.grad(gradient, has_aux=True)(arrays)
-        if name in FORWARD:
-            return first, second, jax.jvp(jax.grad(loss), (arrays,), (direction,))[1]
-        return first, second
+        reverse_twice = jax.grad(lambda arrays: along(jax.grad(loss)(arrays), direction))(arrays)
+        forward_over_reverse = jax.jvp(jax.grad(loss), (arrays,), (direction,))[1]
+        forward_twice = jax.jvp(slope, (arrays,), (direction,))[1]
+        return (reverse_twice, forward_over_reverse, jax.grad(slope)(arrays)), forward_twice
 
-    # Softmax attention is computed in float32, which its finite differences show.
     tolerance, step = (2e-2, 1e-3) if name == "softmax" else (1e-6, 1e-5)
     with jax.enable_x64(True):
         arrays, direction = drawn(names), drawn(names, seed=1)
-        _, *actual = derivatives(arrays, direction)
+        seconds, forward_twice = derivatives(arrays, direction)
         above, below = (
-            derivatives(jax.tree.map(lambda x, d, eps=eps: x + eps * d, arrays, direction), direction)[0]
+            gradient(jax.tree.map(lambda x, d, eps=eps: x + eps * d, arrays, direction))
             for eps in (step, -step)
         )
+        np.testing.assert_allclose(along(seconds[0], direction), forward_twice, rtol=10 * accuracy(name))
     expected = jax.tree.map(lambda a, b: np.asarray(a - b) / (2 * step), above, below)
-    for mode in actual:
-        for a, b in zip(jax.tree.leaves(mode), jax.tree.leaves(expected), strict=True):
+    for second in seconds:
+        for a, b in zip(jax.tree.leaves(second), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * abs(b).max())
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {*FORWARD}))
-def test_forward_mode_is_an_error(name):
-    names, call = CASES[name]
-    with jax.enable_x64(True), pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(call, drawn(names), drawn(names))
+@marked.cases("name", ["gentle chunked", "linear by heads"], slow=["gentle pairs", "expressive", "no window"])
+def test_forward_mode_over_devices_is_that_of_one(name):
+    draw, formula, op, _ = test_time_axis.CASES[name]
+    arrays = jax.tree.map(jnp.asarray, draw())
+    ids, _ = arrays.pop("segment_ids"), arrays.pop("dout")
+    random = np.random.default_rng(0)
+    tangents = {key: jnp.asarray(random.normal(size=x.shape), x.dtype) for key, x in arrays.items()}
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def change(call, arrays, tangents):
+        return jax.jvp(lambda arrays: call(**arrays, segment_ids=ids), (arrays,), (tangents,))[1]
+
+    actual = change(test_time_axis.sharded(op, 4), arrays, tangents)
+    assert cases.error(actual, change(formula, arrays, tangents)) <= 1e-5
 
 
-@pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
-def test_second_derivatives_of_expressive_blocks_are_an_error(outer):
-    names, call = attention(ops.expressive_attention)
-    gradient = jax.grad(lambda *arrays: call(*arrays).sum())
-    with pytest.raises(NotImplementedError, match="use implementation='reference'"):
-        jax.eval_shape(outer(gradient), *(x.astype(jnp.float32) for x in drawn(names)))
+@pytest.mark.interpret
+@pytest.mark.parametrize("form", ["attention", "chunked"])
+def test_other_derivatives_of_kernels_are_an_error(form):
+    x = jnp.ones((1, 128, 1, 64), jnp.bfloat16)
+
+    def call(x):
+        return ops.power_attention(x, x, x, form=form, implementation="mosaic_gpu")
+
+    with target.interpreted(plgpu.InterpretGPUParams()):
+        jax.eval_shape(jax.grad(lambda x: call(x).sum().astype(jnp.float32)), x)
+        with pytest.raises(NotImplementedError, match="use implementation='xla'"):
+            jax.jit(lambda x: jax.jvp(call, (x,), (x,))).lower(x)
