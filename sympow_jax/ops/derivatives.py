@@ -30,6 +30,16 @@ class custom_vjp:
             differentiated in place of `fun` where forward mode is differentiated again. None means `fun`.
 
     Without `defvjp`, the rule is that of `plain`.
+
+    Examples:
+        >>> import jax
+        >>> from sympow_jax.ops import derivatives
+        >>> @derivatives.custom_vjp
+        ... def square(x):
+        ...     return x * x
+        >>> square.defvjp(lambda x: (square(x), x), lambda x, gradient: (2 * x * gradient,))
+        >>> float(jax.grad(square)(3.0)), tuple(map(float, jax.jvp(square, (3.0,), (1.0,))))
+        (6.0, (9.0, 6.0))
     """
 
     def __init__(self, fun: Callable[..., Any], static: int = 0, plain: Callable[..., Any] | None = None):

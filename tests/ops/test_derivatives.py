@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from sympow_jax import ops
 from sympow_jax.ops import lrpe, phase, rotary, target
 from tests import marked
-from tests.ops import cases, test_time_axis
+from tests.ops import cases, every_op, test_time_axis
 
 TIME = 7
 SEGMENTS = np.array([[0, 1, 2, 2, 3, -1, 4]], np.int32)
@@ -129,7 +129,11 @@ def along(tree, direction):
     return sum(map(jnp.vdot, jax.tree.leaves(tree), jax.tree.leaves(direction)))
 
 
-@pytest.mark.parametrize("name", CASES)
+@marked.cases(
+    "name",
+    ["attention", "chunked", "channels", "step", "bidirectional", "expressive", "conformal", "permutation"],
+    slow=["attention_state", "chunked_state", "recurrent", "linear", "softmax", "lrpe", "phase"],
+)
 def test_forward_mode_is_reverse_mode(name):
     names, call = CASES[name]
     loss = loss_of(call)
@@ -141,6 +145,38 @@ def test_forward_mode_is_reverse_mode(name):
 
     with jax.enable_x64(True):
         np.testing.assert_allclose(*slopes(drawn(names), drawn(names, seed=1)), rtol=accuracy(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", every_op.OPS)
+def test_forward_mode_of_every_op(name):
+    f, arrays, *_ = every_op.OPS[name]()
+    leaves, tree = jax.tree.flatten(arrays)
+    floats = [i for i, x in enumerate(leaves) if every_op.is_float(x)]
+    random = np.random.default_rng(0)
+
+    def like(arrays, *batch):
+        return [jnp.asarray(random.normal(size=(*batch, *x.shape)), x.dtype) for x in arrays]
+
+    def call(changed):
+        merged = leaves.copy()
+        for i, x in zip(floats, changed, strict=True):
+            merged[i] = x
+        return [x for x in jax.tree.leaves(f(**jax.tree.unflatten(tree, merged))) if every_op.is_float(x)]
+
+    def derivatives(values, directions):
+        out, pull = jax.vjp(call, values)
+        cotangents = like(out)
+        push = jax.vmap(lambda direction: jax.jvp(call, (values,), (direction,))[1])
+        forward = jax.vmap(along, (0, None))(push(directions), cotangents)
+        (gradients,) = pull(cotangents)
+        reverse = jax.vmap(along, (0, None))(directions, gradients)
+        return forward, reverse, along(gradients, gradients) ** 0.5
+
+    values = [leaves[i] for i in floats]
+    if values:
+        forward, reverse, size = jax.jit(derivatives)(values, like(values, 2))
+        np.testing.assert_allclose(forward, reverse, atol=1e-5 * size)
 
 
 def accuracy(name):
