@@ -119,7 +119,7 @@ def project(x: Float[Array, "B T size_in"], *projections: Linear) -> tuple[Float
     kernels = tuple(projection.kernel[...] for projection in projections)
     if partitioning.is_divided():
         kinds = tuple((projection.dtype, projection.precision) for projection in projections)
-        results = parallel.products(x, kernels, projections[0].spec, kinds)
+        results = parallel.products(projections[0].spec, kinds, x, kernels)
     elif partitioning.is_explicit(x, *kernels):
         results = tuple(
             parallel.explicit_product(x, kernel, dtype=projection.dtype, precision=projection.precision)

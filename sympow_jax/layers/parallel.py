@@ -14,31 +14,32 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import partitioning
+from sympow_jax.ops import derivatives
 
 __all__ = ["explicit_product", "gather", "lookup", "products", "scatter"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(derivatives.custom_vjp, static=2)
 def products(
-    x: Float[Array, "B T I"],
-    matrices: tuple[Float[Array, "I _"], ...],
     spec: jax.sharding.PartitionSpec,
     kinds: tuple[tuple[Any, Any], ...],
+    x: Float[Array, "B T I"],
+    matrices: tuple[Float[Array, "I _"], ...],
 ) -> tuple[Float[Array, "B T _"], ...]:
     """Returns x times each of the matrices.
 
     Args:
-        x: left factor.
-        matrices: right factors.
         spec: sharding of the matrices. With COLUMNS, results are sharded over `tensor`, and the gradient of x is
             summed over it, once for all matrices. With ROWS, x is sharded over `tensor`, and results are summed over
             it.
         kinds: dtype and precision of each product.
+        x: left factor.
+        matrices: right factors.
     """
-    return _products_fwd(x, matrices, spec, kinds)[0]
+    return _products_fwd(spec, kinds, x, matrices)[0]
 
 
-def _products_fwd(x, matrices, spec, kinds):
+def _products_fwd(spec, kinds, x, matrices):
     before, after, shapes = _around(x, matrices, spec)
     divided = [_axes_of(spec, matrix) for matrix in matrices]
     partial = partitioning.TENSOR in partitioning.dividing(before, x.shape)
@@ -133,7 +134,7 @@ def lookup(table: Float[Array, "V M"], tokens: Int[Array, "B T"]) -> Float[Array
     return table[tokens]
 
 
-@jax.custom_vjp
+@derivatives.custom_vjp
 def _divided_lookup(table, tokens):
     """Implements `lookup` for a table that is sharded by ROWS over the Auto axes of the mesh in scope."""
     return _lookup_fwd(table, tokens)[0]

@@ -308,7 +308,7 @@ def _contained(state, key, value, log_decay):
     }
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def _decays_to_end(log_decay: Float[Array, "B K S"], start: Int[Array, " B"]) -> Float[Array, "B K S"]:
     """Returns the sum of the log decays after each slot, the order of time beginning at slot `start`.
 
@@ -325,20 +325,14 @@ def _decays_to_end(log_decay: Float[Array, "B K S"], start: Int[Array, " B"]) ->
     return -(whole.astype(jnp.float32) + fraction.astype(jnp.float32) * 2.0**-32)
 
 
-def _decays_to_end_fwd(log_decay, start):
-    return _decays_to_end(log_decay, start), start
-
-
-def _decays_to_end_bwd(start, cotangent):
-    # A slot's decay is in the sums of all slots before it in time.
-    total = jnp.cumsum(cotangent, axis=-1)
-    before = total - cotangent
-    at_start, last = _before(total, start)[..., None], total[..., -1:]
+@_decays_to_end.defjvp
+@by_default_rules
+def _decays_to_end_jvp(primals, tangents):
+    log_decay, start = primals
+    total = jnp.cumsum(tangents[0], axis=-1)
     newer = jnp.arange(total.shape[-1]) < start[:, None, None]
-    return before - at_start + jnp.where(newer, last, 0), None
-
-
-_decays_to_end.defvjp(by_default_rules(_decays_to_end_fwd), by_default_rules(_decays_to_end_bwd))
+    end = _before(total, start)[..., None] + jnp.where(newer, 0, total[..., -1:])
+    return _decays_to_end(log_decay, start), end - total
 
 
 def _before(total: Array, start: Int[Array, " B"]) -> Array:

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import arguments, calls, phase, rotary
-from sympow_jax.ops.promotion import by_default_rules
+from sympow_jax.ops import arguments, calls, derivatives, phase, rotary
 
 __all__ = ["BASES", "CORES", "KINDS", "encode", "householder", "permutation", "rates"]
 
@@ -400,7 +399,7 @@ def _cycles(pi) -> _Cycles:
     return _Cycles(order, xp.argsort(order, -1) - offset, offset, length)
 
 
-@jax.custom_vjp
+@derivatives.custom_vjp
 def _permuted(x, positions, cycles: _Cycles):
     """Returns x with dimension pi^s(i) at place i."""
     return _gathered(x, positions, cycles, 1)
@@ -415,7 +414,7 @@ def _permuted_backward(residuals, gradient):
     return _gathered(gradient, *residuals, -1), None, None
 
 
-_permuted.defvjp(by_default_rules(_permuted_forward), by_default_rules(_permuted_backward))
+_permuted.defvjp(_permuted_forward, _permuted_backward)
 
 
 def _gathered(x, positions, cycles: _Cycles, direction: int):

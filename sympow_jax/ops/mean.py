@@ -30,7 +30,7 @@ class Division(enum.Enum):
     NONE = enum.auto()
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def mean(
     numerator: Float[Array, "*rest"],
     denominator: Float[Array, "*rest"],
@@ -74,14 +74,12 @@ def _some(denominator, division):
     return denominator != 0 if division is Division.SIGNED else ~(denominator <= 0)
 
 
-def _mean_fwd(numerator, denominator, axis, division):
+@mean.defjvp
+@by_default_rules
+def _mean_jvp(axis, division, primals, tangents):
+    numerator, denominator = primals
     results = mean(numerator, denominator, axis, division), denominator
     out, denominator = (ad_checkpoint.checkpoint_name(x, SAVED_AS) for x in results)
-    return out, (out, denominator)
-
-
-def _mean_bwd(axis, division, residuals, dout):
-    return mean_vjp(*residuals, dout, axis, division)
-
-
-mean.defvjp(by_default_rules(_mean_fwd), by_default_rules(_mean_bwd))
+    some = _some(denominator, division)
+    change = tangents[0] - out * tangents[1]
+    return out, jnp.where(some, change / jnp.where(some, denominator, 1), 0)

@@ -439,26 +439,26 @@ def _add(a: RotaryState, b: RotaryState) -> RotaryState:
     return RotaryState(whole, fraction, b.segment)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _with_gradient(axis_name, by_pair, angles, rate, starts, theta):
     """Returns `angles`, with the gradient of theta times the running sum of `rate` before rounding to integers."""
     del axis_name, by_pair, rate, starts, theta
     return angles
 
 
-def _with_gradient_forward(axis_name, by_pair, angles, rate, starts, theta):
-    # Not `angles` itself, which is constant in the rates, so that second derivatives are right too.
-    return _with_gradient(axis_name, by_pair, angles, rate, starts, theta), (starts, theta)
+@_with_gradient.defjvp
+@by_default_rules
+def _with_gradient_jvp(axis_name, by_pair, primals, tangents):
+    angles, rate, starts, theta = primals
 
-
-def _with_gradient_backward(axis_name, by_pair, residuals, gradient):
-    starts, theta = residuals
-    if by_pair:
-        drate = documents.sums_to_end(_flat(gradient * theta, 2), starts, axis_name).reshape(gradient.shape)
-    else:
+    def to_rates(gradient):
+        if by_pair:
+            by_pairs = _flat(gradient * theta, 2)
+            return documents.sums_to_end(by_pairs, starts, axis_name).reshape(rate.shape)
         by_position = jnp.matmul(gradient, theta, precision=jax.lax.Precision.HIGHEST)
-        drate = documents.sums_to_end(by_position, starts, axis_name)
-    return None, drate, None, None
+        return documents.sums_to_end(by_position, starts, axis_name)
 
-
-_with_gradient.defvjp(by_default_rules(_with_gradient_forward), by_default_rules(_with_gradient_backward))
+    # Sums from the start of a document are the transpose of sums to its end, and reverse mode transposes again.
+    (change,) = jax.linear_transpose(to_rates, angles)(tangents[1])
+    # Not `angles` itself, which is constant in the rates, so that second derivatives are right too.
+    return _with_gradient(axis_name, by_pair, *primals), change

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import decay as decays
-from sympow_jax.ops import layout
+from sympow_jax.ops import derivatives, layout
 from sympow_jax.ops import mean as means
 from sympow_jax.ops import state as power_state
 from sympow_jax.ops.forms import context
@@ -156,7 +156,7 @@ def scaled_keys(key: Float[Array, "B S K D"], power: int) -> Float[Array, "B S K
     return key * jnp.ldexp(one, jnp.minimum(change, finfo.maxexp - 2))[:, None, :, None]
 
 
-@jax.custom_vjp
+@derivatives.custom_vjp
 def _permuted(x: Float[Array, "B X *rest"], order: Int[Array, "B X"], inverse: Int[Array, "B X"]):
     """Returns x in the given order of positions; its gradient is also a gather, not a scatter."""
     return jnp.take_along_axis(x, layout.with_rank(order, x.ndim), axis=1)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import parallel, partitioning
+from sympow_jax.ops import derivatives
 
 __all__ = ["token_sums"]
 
@@ -45,17 +46,17 @@ def token_sums(
     float32 logits at a time. Under a mesh, rows, time and the vocabulary are sharded; the embedding is gathered over
     `fsdp`, and its gradient is scattered.
     """
-    loss, z = _sums(hidden, embedding, targets, jnp.dtype(dtype), float(z_loss))
+    loss, z = _sums(jnp.dtype(dtype), float(z_loss), hidden, embedding, targets)
     return loss, z if z_loss else None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _sums(hidden, embedding, targets, dtype, z_loss):
-    return _over_slices(hidden, embedding, targets, dtype, z_loss, differentiate=False)[0]
+@functools.partial(derivatives.custom_vjp, static=2)
+def _sums(dtype, z_loss, hidden, embedding, targets):
+    return _over_slices(dtype, z_loss, hidden, embedding, targets, differentiate=False)[0]
 
 
-def _sums_fwd(hidden, embedding, targets, dtype, z_loss):
-    return _over_slices(hidden, embedding, targets, dtype, z_loss, differentiate=True)
+def _sums_fwd(dtype, z_loss, hidden, embedding, targets):
+    return _over_slices(dtype, z_loss, hidden, embedding, targets, differentiate=True)
 
 
 def _sums_bwd(dtype, z_loss, gradients, cotangents):
@@ -69,11 +70,11 @@ _sums.defvjp(_sums_fwd, _sums_bwd)
 
 
 def _over_slices(
+    dtype: Any,
+    z_loss: float,
     hidden: Float[Array, "B T M"],
     embedding: Float[Array, "V M"],
     targets: Int[Array, "B T"],
-    dtype: Any,
-    z_loss: float,
     *,
     differentiate: bool,
 ):

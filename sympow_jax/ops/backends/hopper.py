@@ -13,9 +13,9 @@ from jax import ad_checkpoint
 
 from pallas_kernels import power_attention as attention_kernel
 from pallas_kernels import power_state as state_kernel
+from sympow_jax.ops import derivatives, time_axis
 from sympow_jax.ops import mean as means
 from sympow_jax.ops import rows as rows_of
-from sympow_jax.ops import time_axis
 from sympow_jax.ops.forms import context
 from sympow_jax.ops.precision import rounded
 from sympow_jax.ops.tokens import Tokens
@@ -79,7 +79,7 @@ def attention(plan, tokens, state):
     return _attention(plan.power, plan.interpret, tokens), None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(derivatives.custom_vjp, static=2)
 def _attention(power, interpret, tokens):
     return _attend(power, interpret, tokens, ("out",))["out"]
 
@@ -159,7 +159,7 @@ def chunked(plan, rows: rows_of.Rows):
     return results if plan.return_state else (*results, None, None)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(derivatives.custom_vjp, static=1)
 def _chunked(plan, rows):
     return _chunked_fwd(plan, rows, differentiated=False)[0]
 
@@ -257,6 +257,7 @@ def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
     It maps over the axes of the mesh in scope that are not yet manual; if there are none, it calls f directly. f maps a
     dictionary of arrays to a dictionary with the keys `outputs`; `_LAYOUTS` has their axes.
     """
+    f = _without_derivative(f)
     arrays = {name: x for name, x in arrays.items() if x is not None}
     mesh = jax.sharding.get_abstract_mesh()
     axes = [] if mesh.empty else [name for name in mesh.axis_names if name not in mesh.manual_axes]
@@ -280,6 +281,20 @@ def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
     before |= {name: jax.typeof(x).sharding.spec for name, x in arrays.items()}
     arrays = {name: jax.sharding.reshard(x, _over(explicit, in_specs[name])) for name, x in arrays.items()}
     return {name: jax.sharding.reshard(x, before[name]) for name, x in mapped(arrays).items()}
+
+
+def _without_derivative(f):
+    """Returns f, with one clear error where JAX would differentiate it."""
+    call = jax.custom_jvp(f)
+
+    @call.defjvp
+    def derivative(primals, tangents):
+        raise NotImplementedError(
+            "implementation 'mosaic_gpu' has gradients, and neither forward mode nor second derivatives; use "
+            "implementation='xla'"
+        )
+
+    return call
 
 
 def _spec(name, batch, head, time=None):

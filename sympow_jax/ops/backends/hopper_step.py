@@ -41,25 +41,19 @@ def family(**_) -> str:
     return "power_step"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def step(plan, tokens, state):
     """Runs `xla_step.step_by` with the kernels; a donated state is updated in place.
 
-    Only the arguments are saved for the backward pass, which is that of the `xla` step.
+    A step that is differentiated is that of `xla`.
     """
     state_ops = xla_step.StateOps(_read, _fold)
     return xla_step.step_by(state_ops, plan, tokens, state)
 
 
-def _step_fwd(plan, *arguments):
-    return step(plan, *arguments), arguments
-
-
-def _step_bwd(plan, arguments, cotangents):
-    return jax.vjp(functools.partial(xla_step.step, plan), *arguments)[1](cotangents)
-
-
-step.defvjp(_step_fwd, _step_bwd)
+@step.defjvp
+def _step_jvp(plan, arguments, tangents):
+    return jax.jvp(functools.partial(xla_step.step, plan), arguments, tangents)
 
 
 def _read(plan, query, state):

@@ -18,16 +18,15 @@ from jax import ad_checkpoint
 
 from sympow_jax.array_types import Array, Bool, Float
 from sympow_jax.ops import decay as decays
-from sympow_jax.ops import layout
+from sympow_jax.ops import derivatives, layout
 from sympow_jax.ops import mean as means
 from sympow_jax.ops import plan as plans
 from sympow_jax.ops.forms import features
-from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["chunked"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(derivatives.custom_vjp, static=1)
 def chunked(
     plan: plans.Plan,
     query: Float[Array, "X G D"],
@@ -120,7 +119,7 @@ def _chunked_bwd(plan, residuals, cotangents):
     )
 
 
-chunked.defvjp(by_default_rules(_chunked_fwd), by_default_rules(_chunked_bwd))
+chunked.defvjp(_chunked_fwd, _chunked_bwd)
 
 
 def _query_gradients_from_state(

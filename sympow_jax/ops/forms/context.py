@@ -13,9 +13,8 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float
 from sympow_jax.ops import decay as decays
-from sympow_jax.ops import layout, time_axis
+from sympow_jax.ops import derivatives, layout, time_axis
 from sympow_jax.ops.forms import features
-from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["combined", "log_decay_over", "sums_from_earlier_state", "with_halo"]
 
@@ -107,7 +106,7 @@ def combined(earlier, later):
     return earlier_decay + later_decay, state
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@functools.partial(derivatives.custom_vjp, static=2)
 def sums_from_earlier_state(
     power: int,
     precision: jax.lax.Precision,
@@ -157,9 +156,7 @@ def _sums_from_earlier_state_bwd(power, precision, residuals, dsums):
     return features.weighted(dstate, weights), dquery.astype(query.dtype), dlog
 
 
-sums_from_earlier_state.defvjp(
-    by_default_rules(_sums_from_earlier_state_fwd), by_default_rules(_sums_from_earlier_state_bwd)
-)
+sums_from_earlier_state.defvjp(_sums_from_earlier_state_fwd, _sums_from_earlier_state_bwd)
 
 
 def _weights(state, query, power):

@@ -16,7 +16,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import decay as decays
-from sympow_jax.ops.promotion import by_default_rules
+from sympow_jax.ops import derivatives
 
 __all__ = ["Blocks", "Settings", "attend"]
 
@@ -51,16 +51,57 @@ class Blocks(NamedTuple):
     ranges: Int[Array, "I 2"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _all_pairs(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
+    """Computes `attend` with a T x S array of weights."""
+    query, key, value = (jnp.moveaxis(x, 0, -2) for x in blocks[:3])
+    count, rows = query.shape[-2:]
+    query, key, value = (x.reshape(*x.shape[:-2], -1) for x in (query, key, value))
+    # The queries are at the last of the positions of the keys.
+    visible = jnp.ones((query.shape[-1], key.shape[-1]), bool)
+    if settings.causal:
+        visible = jnp.tri(*visible.shape, visible.shape[1] - visible.shape[0], dtype=bool)
+    visible = visible[None]
+    if blocks.query_document is not None:
+        documents = (jnp.moveaxis(x, 0, -2) for x in (blocks.query_document, blocks.key_document))
+        of_query, of_key = (x.reshape(len(x), -1) for x in documents)
+        visible &= of_query[:, :, None] == of_key[:, None]
+    visible = visible[:, None]
+    z = jnp.einsum("hdgt,hds->hgts", query, key, precision=settings.precision)
+    # Both are z^2 / (1 + z^2). The derivative of the second cancels at large z, and the first is undefined at 0.
+    large = jnp.abs(z) > 1
+    small_z, large_z = jnp.where(large, 0, z), jnp.where(large, z, 1)
+    weights = jnp.where(large, 1 / (1 + large_z**-2), small_z**2 / (1 + small_z**2))
+    if blocks.half_decay is not None:
+        half = jnp.moveaxis(blocks.half_decay, 0, -2)
+        sums = decays.split(half.reshape(len(half), -1))
+        between = sum(x[:, -query.shape[-1] :, None] - x[:, None] for x in sums)
+        weights *= decays.exp(jnp.where(visible, 2 * between[:, None], -jnp.inf))
+    weights = jnp.where(visible, weights, 0)
+    total = weights.sum(-1, keepdims=True)
+    weights /= jnp.where(total == 0, 1, total)
+    out = jnp.einsum("hgts,hes->hegt", weights, value, precision=settings.precision)
+    return jnp.moveaxis(out.reshape(*out.shape[:-1], count, rows), -2, 0)
+
+
 def attend(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
     """Returns the weighted means of values, zero where all weights are zero.
 
     Saved for the backward pass, in addition to the arguments: the output, and m and the sum of weights of every row.
+    Second derivatives are those of all pairs at once.
     """
     return _attend(settings, blocks)[0]
 
 
+def _attend_plain(settings, blocks):
+    out = _all_pairs(settings, blocks)
+    # Nothing depends on derivatives of m and the sum of weights.
+    empty = jnp.zeros_like(out[:, :, :1])
+    return out, empty, empty
+
+
+@functools.partial(derivatives.custom_vjp, static=1, plain=_attend_plain)
 def _attend(settings, blocks):
+    """Returns the output, and the sum of weights and m of every row."""
     pairs = _Pairs(settings, blocks)
     tiny = np.finfo(pairs.dtype).tiny
 
@@ -72,7 +113,9 @@ def _attend(settings, blocks):
             z, s = pairs.scores(rows, j, between, diagonal)
             size = jnp.minimum(jnp.abs(z), pairs.bound)
             reach = jnp.minimum(size, 1)
-            new = jnp.maximum(largest, (reach if s is None else reach * s).max(1, keepdims=True))
+            of_block = (reach if s is None else reach * s).max(1, keepdims=True)
+            # The output does not depend on m.
+            new = jax.lax.stop_gradient(jnp.maximum(largest, of_block))
             u = size * _over(s, new)
             weights = u * u / (1 + size * size)
             # 1 for all but a row's first blocks.
@@ -92,20 +135,30 @@ def _attend(settings, blocks):
 
 
 def _attend_fwd(settings, blocks):
-    out, denominator, largest = _attend(settings, blocks)
-    return out, (blocks, out, denominator, largest)
+    results = _attend(settings, blocks)
+    return results, (blocks, *results)
 
 
-def _attend_bwd(settings, residuals, dout):
-    return (_gradients(settings, *residuals, dout),)
+def _attend_bwd(settings, residuals, cotangents):
+    return (_gradients(settings, *residuals, cotangents[0]),)
 
 
-attend.defvjp(by_default_rules(_attend_fwd), by_default_rules(_attend_bwd))
+_attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gradients_of_all_pairs(settings, blocks, out, denominator, largest, dout) -> Blocks:
+    del out, denominator, largest
+
+    def pairs(*floats):
+        return _all_pairs(settings, Blocks(*floats, *blocks[4:]))
+
+    return Blocks(*jax.vjp(pairs, *blocks[:4])[1](dout), None, None, None)  # type: ignore[arg-type]
+
+
+@functools.partial(derivatives.custom_vjp, static=1, plain=_gradients_of_all_pairs)
 def _gradients(settings, blocks, out, denominator, largest, dout) -> Blocks:
-    """Returns the gradients of `attend`, which have none of their own."""
+    """Returns the gradients of `attend`."""
+    largest = jax.lax.stop_gradient(largest)
     pairs = _Pairs(settings, blocks)
 
     def row(carry, i):
@@ -152,13 +205,6 @@ def _gradients(settings, blocks, out, denominator, largest, dout) -> Blocks:
         later = jnp.cumsum(totals[::-1], 0)[::-1] - totals
         dhalf = 2 * (decays.sums_from(dsums) + later[..., None])
     return Blocks(dquery, dkey, dvalue, dhalf, None, None, None)  # type: ignore[arg-type]
-
-
-@_gradients.defjvp
-def _gradients_jvp(settings, primals, tangents):
-    raise NotImplementedError(
-        "expressive_attention has no second derivatives by implementation 'xla'; use implementation='reference'"
-    )
 
 
 class _Rows(NamedTuple):

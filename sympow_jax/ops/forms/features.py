@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float
-from sympow_jax.ops import feature_maps, layout, target
-from sympow_jax.ops.promotion import by_default_rules
+from sympow_jax.ops import derivatives, feature_maps, layout, target
 
 __all__ = [
     "fold",
@@ -44,20 +43,20 @@ _FOLDED = 128
 
 def query(state: Groups, x: Float[Array, "D C"], power: int, precision) -> Float[Array, "E C"]:
     """Returns sum_f state[f, e] m_f(x_c)."""
-    parts = zip(state, _monomials(x, power), strict=True)
+    parts = zip(state, _monomials(power, x), strict=True)
     return typing.cast(Array, sum(jnp.matmul(s.T, m, precision=precision) for s, m in parts))
 
 
 def fold(value: Float[Array, "E C"], x: Float[Array, "D C"], power: int, precision) -> Groups:
     """Returns sum_c m_f(x_c) value[e, c]."""
-    return tuple(jnp.matmul(m, value.T, precision=precision) for m in _monomials(x, power))
+    return tuple(jnp.matmul(m, value.T, precision=precision) for m in _monomials(power, x))
 
 
 def query_vjp(
     state: Groups, x: Float[Array, "D C"], cotangent: Float[Array, "E C"], power: int, precision
 ) -> Float[Array, "D C"]:
     """Returns the gradient of sum(cotangent * query(state, x)) with respect to x."""
-    _, vjp = jax.vjp(functools.partial(_monomials, power=power), x)
+    _, vjp = jax.vjp(functools.partial(_monomials, power), x)
     return vjp(tuple(jnp.matmul(s, cotangent, precision=precision) for s in state))[0]
 
 
@@ -122,8 +121,8 @@ def fold_all(value: Float[Array, "E C"], x: Float[Array, "D C"], *, power: int, 
     return jax.lax.scan(step, start, inputs)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _monomials(x: Float[Array, "D C"], power: int) -> Groups:
+@functools.partial(derivatives.custom_vjp, static=1)
+def _monomials(power: int, x: Float[Array, "D C"]) -> Groups:
     """Returns every monomial of degree p, [F_g, C] per group."""
     if power == 1:
         return (x,)
@@ -153,7 +152,7 @@ def _monomials_bwd(power, x, cotangents):
     return (jax.lax.map(of_dimension, (index, exponent.astype(x.dtype)), batch_size=batch),)
 
 
-_monomials.defvjp(lambda x, power: (_monomials(x, power), x), by_default_rules(_monomials_bwd))
+_monomials.defvjp(lambda power, x: (_monomials(power, x), x), _monomials_bwd)
 
 
 @functools.cache

@@ -13,14 +13,25 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import decay as decays
-from sympow_jax.ops import layout
+from sympow_jax.ops import derivatives, layout
 from sympow_jax.ops import plan as plans
-from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["sums"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _all_pairs(plan, query, key, value, log_decay, _=None):
+    """Computes `sums` with a T x T array of weights."""
+    query, key, value = (x.astype(log_decay.dtype) for x in (query, key, value))
+    coarse, fine = decays.split(log_decay)
+    earlier = len(log_decay) - query.shape[-1]
+    between = (coarse[earlier:, None] - coarse) + (fine[earlier:, None] - fine)
+    visible = jnp.tri(*between.shape, earlier, dtype=bool)
+    scores = jnp.einsum("gdq,dk->gqk", query, key, precision=plan.precision)
+    decay = decays.exp(jnp.where(visible, between, -jnp.inf))
+    return _product(plan, value, decay * jax.lax.integer_pow(scores, plan.power))
+
+
+@functools.partial(derivatives.custom_vjp, static=1, plain=_all_pairs)
 def sums(
     plan: plans.Plan,
     query: Float[Array, "G D T"],
@@ -33,7 +44,7 @@ def sums(
 
     `value` includes the row of ones of the denominator. T and X are multiples of the block, `log_decay` comes from
     `decay.bounded`, and blocks of keys before block `first` are skipped. Differentiable in all arguments except
-    `first`. Only the arguments are saved for the backward pass.
+    `first`. Only the arguments are saved for the backward pass. Second derivatives are those of all pairs at once.
     """
     pairs = _Pairs(plan, query, key, value, log_decay)
 
@@ -71,12 +82,16 @@ def _sums_bwd(plan, residuals, dsums):
     return *_gradients(plan, *arrays, dsums, first), None
 
 
-sums.defvjp(by_default_rules(_sums_fwd), by_default_rules(_sums_bwd))
+sums.defvjp(_sums_fwd, _sums_bwd)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradients_of_all_pairs(plan, query, key, value, log_decay, dsums, _):
+    return jax.vjp(functools.partial(_all_pairs, plan), query, key, value, log_decay)[1](dsums)
+
+
+@functools.partial(derivatives.custom_vjp, static=1, plain=_gradients_of_all_pairs)
 def _gradients(plan, query, key, value, log_decay, dsums, first):
-    """Returns the gradients of `sums`, whose own gradients are those of all pairs at once."""
+    """Returns the gradients of `sums`."""
     pairs = _Pairs(plan, query, key, value, log_decay)
     block, dtype = plan.chunk, pairs.dtype
     rows = query.shape[-1] // block
@@ -140,32 +155,6 @@ def _gradients(plan, query, key, value, log_decay, dsums, first):
         dvalue.astype(value.dtype),
         ddecay.reshape(-1),
     )
-
-
-def _gradients_fwd(plan, *arrays):
-    return _gradients(plan, *arrays), arrays[:-1]
-
-
-def _gradients_bwd(plan, arrays, cotangents):
-    def gradients(*arrays):
-        return jax.vjp(functools.partial(_all_pairs, plan), *arrays[:-1])[1](arrays[-1])
-
-    return *jax.vjp(gradients, *arrays)[1](cotangents), None
-
-
-_gradients.defvjp(by_default_rules(_gradients_fwd), by_default_rules(_gradients_bwd))
-
-
-def _all_pairs(plan, query, key, value, log_decay):
-    """Computes `sums` with a T x X array of weights."""
-    query, key, value = (x.astype(log_decay.dtype) for x in (query, key, value))
-    coarse, fine = decays.split(log_decay)
-    earlier = len(log_decay) - query.shape[-1]
-    between = (coarse[earlier:, None] - coarse) + (fine[earlier:, None] - fine)
-    visible = jnp.tri(*between.shape, earlier, dtype=bool)
-    scores = jnp.einsum("gdq,dk->gqk", query, key, precision=plan.precision)
-    decay = decays.exp(jnp.where(visible, between, -jnp.inf))
-    return _product(plan, value, decay * jax.lax.integer_pow(scores, plan.power))
 
 
 class _Pairs:

@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.ops import decay as decays
-from sympow_jax.ops import documents, feature_maps, layout
+from sympow_jax.ops import derivatives, documents, feature_maps, layout
 from sympow_jax.ops import mean as means
 from sympow_jax.ops import rows as rows_of
 from sympow_jax.ops.forms import features
-from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["StateOps", "step", "step_by"]
 
@@ -95,7 +94,11 @@ def _appended(state, token, active):
     return dataclasses.replace(state, **fields, length=state.length + active)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _conditional(f, active, state):
+    return jax.lax.cond(active.any(), functools.partial(f, active), lambda unchanged: unchanged, state)
+
+
+@functools.partial(derivatives.custom_vjp, static=1, plain=_conditional)
 def _in_place(f, active, state):
     """Returns f(active, state) if any row is active, otherwise the state.
 
@@ -107,22 +110,6 @@ def _in_place(f, active, state):
         return jnp.zeros_like(carried[0]), f(active, carried[1])
 
     return jax.lax.while_loop(lambda carried: carried[0], once, (active.any(), state))[1]
-
-
-def _in_place_fwd(f, active, state):
-    return _in_place(f, active, state), (active, state)
-
-
-def _in_place_bwd(f, residuals, cotangent):
-    active, state = residuals
-
-    def conditional(state):
-        return jax.lax.cond(active.any(), functools.partial(f, active), lambda unchanged: unchanged, state)
-
-    return None, *jax.vjp(conditional, state)[1](cotangent)
-
-
-_in_place.defvjp(by_default_rules(_in_place_fwd), by_default_rules(_in_place_bwd))
 
 
 def _emptied(active, state):

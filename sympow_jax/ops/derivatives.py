@@ -1,0 +1,174 @@
+"""`jax.custom_vjp` with forward mode and derivatives of any order.
+
+JAX differentiates a function with a rule for reverse mode in reverse mode only. Here the rule of the derivative is a
+linear function of the tangents with two ways to compute it: in forward mode JAX's own derivative of the function, and
+when it is transposed, in reverse mode, the given rule.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jax_core
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import ad, batching, mlir
+
+from sympow_jax.ops.promotion import by_default_rules
+
+__all__ = ["custom_vjp"]
+
+
+class custom_vjp:
+    """Function with a rule for reverse mode, as by `jax.custom_vjp`, and with JAX's own derivative in forward mode.
+
+    Args:
+        fun: the function; JAX can differentiate it in forward mode.
+        static: number of leading arguments that are static.
+        plain: equal function without loops of a traced length, through which JAX has no reverse mode. It is
+            differentiated in place of `fun` where forward mode is differentiated again. None means `fun`.
+
+    Without `defvjp`, the rule is that of `plain`.
+
+    Examples:
+        >>> import jax
+        >>> from sympow_jax.ops import derivatives
+        >>> @derivatives.custom_vjp
+        ... def square(x):
+        ...     return x * x
+        >>> square.defvjp(lambda x: (square(x), x), lambda x, gradient: (2 * x * gradient,))
+        >>> float(jax.grad(square)(3.0)), tuple(map(float, jax.jvp(square, (3.0,), (1.0,))))
+        (6.0, (9.0, 6.0))
+    """
+
+    def __init__(self, fun: Callable[..., Any], static: int = 0, plain: Callable[..., Any] | None = None):
+        functools.update_wrapper(self, fun)
+        self._fun, self._plain, self._static = by_default_rules(fun), by_default_rules(plain or fun), static
+
+        def bwd(*args):
+            *static, arrays, cotangents = args
+            return jax.vjp(functools.partial(self._plain, *static), *arrays)[1](cotangents)
+
+        self.defvjp(lambda *args: (self(*args), args[self._static :]), bwd)
+
+    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
+        """Sets the rule: `fwd` returns the result and residuals, of which `bwd` makes the gradients."""
+        self._fwd, self._bwd = by_default_rules(fwd), by_default_rules(bwd)
+
+    def __call__(self, *args):
+        static, arrays = args[: self._static], args[self._static :]
+        rules = (self._fun, self._plain, self._fwd, self._bwd)
+        fun, *rest = (functools.partial(rule, *static) for rule in rules)
+        call = jax.custom_jvp(fun)
+        call.defjvp(functools.partial(_jvp, fun, *rest))
+        return call(*arrays)
+
+
+def _jvp(fun, plain, fwd, bwd, primals, tangents):
+    """Returns the result and its tangent, which is computed by `fun` or, if it is transposed, by `bwd`."""
+    result, residuals = fwd(*primals)
+    leaves, arguments = jax.tree.flatten(primals)
+    saved, saved_as = jax.tree.flatten(residuals)
+    outs, results = jax.tree.flatten(result)
+    # Only floats have tangents.
+    inputs = [i for i, x in enumerate(leaves) if _is_float(x)]
+    outputs = [i for i, x in enumerate(outs) if _is_float(x)]
+    others = {i: jax.lax.broadcast(_NO_CHANGE, x.shape) for i, x in enumerate(outs) if i not in outputs}
+
+    def of_result(floats):
+        parts = others | dict(zip(outputs, floats, strict=True))
+        return jax.tree.unflatten(results, [parts[i] for i in range(len(outs))])
+
+    def forward(differentiated, *operands):
+        values, changes = list(operands[len(saved) : known]), operands[known:]
+
+        def of_floats(*floats):
+            for i, x in zip(inputs, floats, strict=True):
+                values[i] = x
+            found = jax.tree.leaves(differentiated(*jax.tree.unflatten(arguments, values)))
+            return [found[i] for i in outputs]
+
+        return jax.jvp(of_floats, [values[i] for i in inputs], list(changes))[1]
+
+    def backward(*operands):
+        gradients = bwd(jax.tree.unflatten(saved_as, operands[: len(saved)]), of_result(operands[known:]))
+        # None is the gradient of an argument that has none, whatever its structure.
+        found: list[Any] = []
+        for gradient, argument in zip(gradients, primals, strict=True):
+            structure = jax.tree.structure(argument)
+            found += [None] * structure.num_leaves if gradient is None else structure.flatten_up_to(gradient)
+        return [found[i] for i in inputs]
+
+    known, changes = len(saved) + len(leaves), jax.tree.leaves(tangents)
+    found = _linear.bind(
+        *saved,
+        *leaves,
+        *(changes[i] for i in inputs),
+        known=known,
+        forward=functools.partial(forward, fun),
+        plain=functools.partial(forward, plain),
+        backward=backward,
+        types=tuple(jax.typeof(outs[i]) for i in outputs),
+    )
+    return result, of_result(found)
+
+
+def _is_float(x) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+# Tangent of integers.
+_NO_CHANGE = np.zeros((), jax.dtypes.float0)
+
+_linear = jax_core.Primitive("linear_with_transpose")
+"""`forward` of known operands and of others, in which it is linear, with `backward` as its transpose."""
+_linear.multiple_results = True
+
+
+@_linear.def_impl
+def _evaluate(*operands, forward, **_):
+    return jax.jit(forward)(*operands)
+
+
+@_linear.def_abstract_eval
+def _types(*_, types, **__):
+    return list(types)
+
+
+mlir.register_lowering(_linear, mlir.lower_fun(lambda *operands, forward, **_: forward(*operands)))
+
+
+def _derivative(operands, tangents, *, plain, **_):
+    return jax.jvp(plain, operands, tuple(ad.instantiate_zeros(x) for x in tangents))
+
+
+def _transpose(cotangents, *operands, known, backward, **_):
+    gradients = backward(*operands[:known], *map(ad.instantiate_zeros, cotangents))
+    wanted = [ad.is_undefined_primal(x) for x in operands[known:]]
+    return [None] * known + [x if is_wanted else None for x, is_wanted in zip(gradients, wanted, strict=True)]
+
+
+def _batch(operands, axes, *, known, forward, plain, backward, types):
+    size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)
+    # Operands stay as they are, because moving an axis of a long sequence takes time. Only those whose gradients differ
+    # between elements of the batch get an axis.
+    operands, axes = list(operands), list(axes)
+    for i in range(known, len(operands)):
+        if axes[i] is None:
+            operands[i], axes[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape)), 0
+    of_results = [0] * len(types)
+    found = _linear.bind(
+        *operands,
+        known=known,
+        forward=jax.vmap(forward, axes, axis_size=size),
+        plain=jax.vmap(plain, axes, axis_size=size),
+        backward=jax.vmap(backward, [*axes[:known], *of_results], axes[known:], axis_size=size),
+        types=tuple(jax_core.unmapped_aval(size, 0, x) for x in types),
+    )
+    return found, of_results
+
+
+ad.primitive_jvps[_linear] = _derivative
+ad.primitive_transposes[_linear] = _transpose
+batching.primitive_batchers[_linear] = _batch
