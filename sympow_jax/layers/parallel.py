@@ -4,9 +4,9 @@ Parameters are gathered over `fsdp` where they are used, in the dtype of the pro
 arguments only, so the backward pass gathers them again. Gradients of parameters are summed over rows and times in the
 dtype of the parameters, and are scattered over `fsdp` like the parameters.
 
-XLA's own partitioner sums more: with four layers of the 124M model compiled for 8 H100s (jax 0.11.2), results of the
-collectives of an update take 750 MB on each device over fsdp 4 x tensor 2, and 1,459 MB with plain products and lookups.
-Over fsdp 4 x context 2 they take 808 and 886 MB, and over fsdp 8 302 and 211 MB.
+XLA's own partitioner sums more over `tensor`. With four layers of the 124M model compiled for 8 H100s (jax 0.11.2), the
+results of an update's collectives take 750 MB on each device over fsdp 4 x tensor 2, and 1,459 MB with plain products
+and lookups; over fsdp 4 x context 2 they take 808 and 886 MB, and over fsdp 8 302 and 211 MB.
 """
 
 import functools

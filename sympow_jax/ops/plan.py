@@ -27,7 +27,7 @@ class Plan:
         implementation: `reference`, `xla` or `mosaic_gpu`.
         power: the degree p of the weights.
         chunk: tokens per chunk, or per block of the attention form; None for a step, or if the kernels choose.
-        exact_window: number of recent tokens that every query attends to exactly.
+        exact_window: number of recent tokens that every query attends to exactly, if older ones are in a state.
         division: rule for dividing sums of weighted values by sums of weights.
         per_channel: whether decays are one per value channel instead of one per key head.
         return_state: whether the state after the last token is computed.

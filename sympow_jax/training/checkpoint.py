@@ -11,7 +11,6 @@ own, because one that cannot read its shards would leave the others waiting.
 """
 
 import contextlib
-import dataclasses
 import gc
 import hashlib
 import itertools
@@ -64,7 +63,6 @@ class Checkpoints:
             ValueError: as `workdir.checkpoint_steps`, or Orbax cannot read the metadata of a checkpoint.
         """
         self._folder = folder.absolute() / workdir.CHECKPOINTS
-        self._config = config
         for number in workdir.checkpoint_steps(folder):
             _require_files(self._folder / str(number))
         with self._explained("read from"):
@@ -134,7 +132,7 @@ class Checkpoints:
         if position is not None:
             parts = map(json.loads, hosts.gather(json.dumps(position)))
             position = {name: value for part in parts for name, value in part.items()}
-        metadata = {"config": dataclasses.asdict(self._config), "data": position, "step": number}
+        metadata = {"data": position, "step": number}
         metadata["fingerprints"] = jax.tree.map(int, _fingerprints(arrays))
         metadata["digest"] = _digest(metadata)
         self.check(wait=True)
@@ -308,7 +306,7 @@ def _load(
         subset = ocp.options.PyTreeOptions(loading=ocp.options.PyTreeOptions.Loading(partial_load=partial))
         with ocp.Context(multiprocessing_options=alone, pytree_options=subset):
             metadata = ocp.checkpointables_metadata(path).custom_metadata
-            if missing := {"config", "data", "digest", "fingerprints", "step"} - set(metadata):
+            if missing := {"data", "digest", "fingerprints", "step"} - set(metadata):
                 raise _DamagedError(f"its metadata lacks {', '.join(sorted(missing))}")
             if metadata["digest"] != _digest(metadata):
                 raise _DamagedError("its metadata is not what was saved")

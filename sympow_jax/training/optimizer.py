@@ -199,8 +199,9 @@ def _direction(settings: config.OptimizerConfig, options: ParameterOptions) -> o
     if settings.name == "adafactor":
         return _adafactor(settings)
     adam = optax.scale_by_adam(settings.mean_decay, settings.square_decay, settings.added_epsilon)
-    if settings.name != "muon":
+    if settings.name in ("adam", "adamw"):
         return adam
+    assert settings.name == "muon"
     labels = jax.tree.map(lambda matrix: "muon" if matrix else "adam", options.orthogonalized)
     return optax.partition({"muon": _muon(settings), "adam": adam}, labels)
 

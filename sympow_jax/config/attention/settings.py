@@ -81,7 +81,8 @@ class AttentionConfig:
     )
     exact_window: int = fields.setting(
         64,
-        "Minimum number of last keys that every query attends to exactly instead of through the state.",
+        "Minimum number of last keys that every query attends to exactly instead of through the state. The attention "
+        "form without a state attends to all keys exactly.",
         least=0,
         may_differ=_COMPUTATION,
     )
