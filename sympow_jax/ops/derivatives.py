@@ -13,6 +13,7 @@ import jax
 import jax.extend.core as jax_core
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
 from sympow_jax.ops.promotion import by_default_rules
@@ -26,8 +27,8 @@ class custom_vjp:
     Args:
         fun: the function; JAX can differentiate it in forward mode.
         static: number of leading arguments that are static.
-        plain: equal function without loops of a traced length, through which JAX has no reverse mode. It is
-            differentiated in place of `fun` where forward mode is differentiated again. None means `fun`.
+        plain: function without loops of a traced length, through which JAX has no reverse mode, and with the same
+            derivatives. It is used in place of `fun` where forward mode is differentiated again. None means `fun`.
 
     Without `defvjp`, the rule is that of `plain`.
 
@@ -52,44 +53,68 @@ class custom_vjp:
 
         self.defvjp(lambda *args: (self(*args), args[self._static :]), bwd)
 
-    def defvjp(self, fwd: Callable[..., Any], bwd: Callable[..., Any]) -> None:
-        """Sets the rule: `fwd` returns the result and residuals, of which `bwd` makes the gradients."""
+    def defvjp(
+        self, fwd: Callable[..., Any], bwd: Callable[..., Any], jvp: Callable[..., Any] | None = None
+    ) -> None:
+        """Sets the rule: `fwd` returns the result and residuals, of which `bwd` makes the gradients.
+
+        If `jvp` makes the tangents of the result of residuals and the arguments' tangents, only residuals are kept
+        outside of `jax.jit`, and the arguments too otherwise.
+        """
         self._fwd, self._bwd = by_default_rules(fwd), by_default_rules(bwd)
+        self._jvp = None if jvp is None else by_default_rules(jvp)
 
     def __call__(self, *args):
         static, arrays = args[: self._static], args[self._static :]
-        rules = (self._fun, self._plain, self._fwd, self._bwd)
-        fun, *rest = (functools.partial(rule, *static) for rule in rules)
+        rules = (self._fun, self._plain, self._fwd, self._bwd, self._jvp)
+        fun, *rest = (rule and functools.partial(rule, *static) for rule in rules)
         call = jax.custom_jvp(fun)
-        call.defjvp(functools.partial(_jvp, fun, *rest))
+        call.defjvp(functools.partial(_jvp, fun, *rest), symbolic_zeros=True)
         return call(*arrays)
 
 
-def _jvp(fun, plain, fwd, bwd, primals, tangents):
+# Tangent of integers.
+_NO_CHANGE = np.zeros((), jax.dtypes.float0)
+
+# `forward` of saved, of primal and of changed operands; it is linear in the last, with the transpose `backward`.
+_linear = jax_core.Primitive("linear_with_transpose")
+_linear.multiple_results = True
+
+
+def _jvp(fun, plain, fwd, bwd, jvp, primals, tangents):
     """Returns the result and its tangent, which is computed by `fun` or, if it is transposed, by `bwd`."""
     result, residuals = fwd(*primals)
     leaves, arguments = jax.tree.flatten(primals)
     saved, saved_as = jax.tree.flatten(residuals)
     outs, results = jax.tree.flatten(result)
-    # Only floats have tangents.
-    inputs = [i for i, x in enumerate(leaves) if _is_float(x)]
-    outputs = [i for i, x in enumerate(outs) if _is_float(x)]
-    others = {i: jax.lax.broadcast(_NO_CHANGE, x.shape) for i, x in enumerate(outs) if i not in outputs}
+    # Arguments that change, and results that can; integers do not.
+    changes = {i: x for i, x in enumerate(jax.tree.leaves(tangents)) if not isinstance(x, SymbolicZero)}
+    outputs = [i for i, x in enumerate(outs) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    fixed = {i: jax.lax.broadcast(_NO_CHANGE, x.shape) for i, x in enumerate(outs) if i not in outputs}
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    known = len(saved) + (len(leaves) if jvp is None else 0)
 
     def of_result(floats):
-        parts = others | dict(zip(outputs, floats, strict=True))
+        parts = fixed | dict(zip(outputs, floats, strict=True))
         return jax.tree.unflatten(results, [parts[i] for i in range(len(outs))])
 
     def forward(differentiated, *operands):
-        values, changes = list(operands[len(saved) : known]), operands[known:]
+        if jvp is not None:
+            merged = [
+                operands[known + list(changes).index(i)] if i in changes else jnp.zeros(x.shape, x.dtype)
+                for i, x in enumerate(shapes)
+            ]
+            residuals = jax.tree.unflatten(saved_as, operands[:known])
+            found = jax.tree.leaves(jvp(residuals, jax.tree.unflatten(arguments, merged)))
+            return [found[i] for i in outputs]
+        values = dict(enumerate(operands[len(saved) : known]))
 
-        def of_floats(*floats):
-            for i, x in zip(inputs, floats, strict=True):
-                values[i] = x
-            found = jax.tree.leaves(differentiated(*jax.tree.unflatten(arguments, values)))
+        def of_changing(*changing):
+            merged = values | dict(zip(changes, changing, strict=True))
+            found = jax.tree.leaves(differentiated(*jax.tree.unflatten(arguments, merged.values())))
             return [found[i] for i in outputs]
 
-        return jax.jvp(of_floats, [values[i] for i in inputs], list(changes))[1]
+        return jax.jvp(of_changing, [values[i] for i in changes], list(operands[known:]))[1]
 
     def backward(*operands):
         gradients = bwd(jax.tree.unflatten(saved_as, operands[: len(saved)]), of_result(operands[known:]))
@@ -98,32 +123,19 @@ def _jvp(fun, plain, fwd, bwd, primals, tangents):
         for gradient, argument in zip(gradients, primals, strict=True):
             structure = jax.tree.structure(argument)
             found += [None] * structure.num_leaves if gradient is None else structure.flatten_up_to(gradient)
-        return [found[i] for i in inputs]
+        return [found[i] for i in changes]
 
-    known, changes = len(saved) + len(leaves), jax.tree.leaves(tangents)
-    found = _linear.bind(
+    tangent = _linear.bind(
         *saved,
-        *leaves,
-        *(changes[i] for i in inputs),
+        *(leaves if jvp is None else ()),
+        *changes.values(),
         known=known,
         forward=functools.partial(forward, fun),
         plain=functools.partial(forward, plain),
         backward=backward,
         types=tuple(jax.typeof(outs[i]) for i in outputs),
     )
-    return result, of_result(found)
-
-
-def _is_float(x) -> bool:
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
-# Tangent of integers.
-_NO_CHANGE = np.zeros((), jax.dtypes.float0)
-
-_linear = jax_core.Primitive("linear_with_transpose")
-"""`forward` of known operands and of others, in which it is linear, with `backward` as its transpose."""
-_linear.multiple_results = True
+    return result, of_result(tangent)
 
 
 @_linear.def_impl
@@ -150,15 +162,15 @@ def _transpose(cotangents, *operands, known, backward, **_):
 
 
 def _batch(operands, axes, *, known, forward, plain, backward, types):
-    size = next(x.shape[axis] for x, axis in zip(operands, axes) if axis is not None)
-    # Operands stay as they are, because moving an axis of a long sequence takes time. Only those whose gradients differ
-    # between elements of the batch get an axis.
+    size = next(jnp.shape(x)[axis] for x, axis in zip(operands, axes) if axis is not None)
+    # Operands stay as they are, because moving an axis of a long sequence takes time. A change that is the same for all
+    # elements of the batch gets an axis, because gradients differ between them.
     operands, axes = list(operands), list(axes)
     for i in range(known, len(operands)):
         if axes[i] is None:
-            operands[i], axes[i] = jnp.broadcast_to(operands[i], (size, *operands[i].shape)), 0
+            operands[i], axes[i] = jnp.broadcast_to(operands[i], (size, *jnp.shape(operands[i]))), 0
     of_results = [0] * len(types)
-    found = _linear.bind(
+    tangents = _linear.bind(
         *operands,
         known=known,
         forward=jax.vmap(forward, axes, axis_size=size),
@@ -166,7 +178,7 @@ def _batch(operands, axes, *, known, forward, plain, backward, types):
         backward=jax.vmap(backward, [*axes[:known], *of_results], axes[known:], axis_size=size),
         types=tuple(jax_core.unmapped_aval(size, 0, x) for x in types),
     )
-    return found, of_results
+    return tangents, of_results
 
 
 ad.primitive_jvps[_linear] = _derivative

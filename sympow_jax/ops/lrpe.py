@@ -414,7 +414,9 @@ def _permuted_backward(residuals, gradient):
     return _gathered(gradient, *residuals, -1), None, None
 
 
-_permuted.defvjp(_permuted_forward, _permuted_backward)
+_permuted.defvjp(
+    _permuted_forward, _permuted_backward, lambda places, changes: _gathered(changes[0], *places, 1)
+)
 
 
 def _gathered(x, positions, cycles: _Cycles, direction: int):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import ad_checkpoint
 
 from sympow_jax.array_types import Array, Float
-from sympow_jax.ops.promotion import by_default_rules
+from sympow_jax.ops import derivatives
 
 __all__ = ["SAVED_AS", "STATES_SAVED_AS", "Division", "mean", "mean_vjp", "of_sums"]
 
@@ -30,7 +30,6 @@ class Division(enum.Enum):
     NONE = enum.auto()
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
 def mean(
     numerator: Float[Array, "*rest"],
     denominator: Float[Array, "*rest"],
@@ -39,10 +38,9 @@ def mean(
 ) -> Float[Array, "*rest"]:
     """Returns numerator / denominator, zero where `division` requires it; the denominator has size 1 along `axis`.
 
-    JAX's own gradient squares the denominator, which overflows where weights are p-th powers of small keys.
+    JAX's own derivative squares the denominator, which overflows where weights are p-th powers of small keys.
     """
-    some = _some(denominator, division)
-    return jnp.where(some, numerator / jnp.where(some, denominator, 1), 0)
+    return _mean(axis, division, numerator, denominator)
 
 
 def of_sums(sums: Float[Array, "*rest"], axis: int, division: Division) -> Float[Array, "*rest"]:
@@ -64,8 +62,7 @@ def mean_vjp(out, denominator, dout, axis, division=Division.POSITIVE):
 
     With o = n / d, dn = do / d and dd = -(dn . o).
     """
-    some = _some(denominator, division)
-    dnumerator = jnp.where(some, dout / jnp.where(some, denominator, 1), 0)
+    dnumerator = _divided(division, dout, denominator)
     return dnumerator, -(dnumerator * out).sum(axis, keepdims=True)
 
 
@@ -74,12 +71,31 @@ def _some(denominator, division):
     return denominator != 0 if division is Division.SIGNED else ~(denominator <= 0)
 
 
-@mean.defjvp
-@by_default_rules
-def _mean_jvp(axis, division, primals, tangents):
-    numerator, denominator = primals
-    results = mean(numerator, denominator, axis, division), denominator
-    out, denominator = (ad_checkpoint.checkpoint_name(x, SAVED_AS) for x in results)
+def _divided(division, numerator, denominator):
     some = _some(denominator, division)
-    change = tangents[0] - out * tangents[1]
-    return out, jnp.where(some, change / jnp.where(some, denominator, 1), 0)
+    return jnp.where(some, numerator / jnp.where(some, denominator, 1), 0)
+
+
+@functools.partial(derivatives.custom_vjp, static=2)
+def _mean(axis, division, numerator, denominator):
+    del axis
+    return _divided(division, numerator, denominator)
+
+
+def _mean_fwd(axis, division, numerator, denominator):
+    results = _mean(axis, division, numerator, denominator), denominator
+    out, denominator = (ad_checkpoint.checkpoint_name(x, SAVED_AS) for x in results)
+    return out, (out, denominator)
+
+
+def _mean_bwd(axis, division, residuals, dout):
+    return mean_vjp(*residuals, dout, axis, division)
+
+
+def _mean_jvp(axis, division, residuals, changes):
+    del axis
+    (out, denominator), (dnumerator, ddenominator) = residuals, changes
+    return _divided(division, dnumerator - out * ddenominator, denominator)
+
+
+_mean.defvjp(_mean_fwd, _mean_bwd, _mean_jvp)

@@ -165,6 +165,7 @@ def _permuted(x: Float[Array, "B X *rest"], order: Int[Array, "B X"], inverse: I
 _permuted.defvjp(
     lambda x, order, back: (_permuted(x, order, back), (order, back)),
     lambda orders, dx: (_permuted(dx, *reversed(orders)), None, None),
+    lambda orders, changes: _permuted(changes[0], *orders),
 )
 
 

@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from sympow_jax import ops
 from sympow_jax.ops import lrpe, phase, rotary, target
+from sympow_jax.ops import mean as means
 from tests import marked
 from tests.ops import cases, every_op, test_time_axis
 
@@ -216,6 +217,55 @@ def test_second_derivatives(name):
     for second in seconds:
         for a, b in zip(jax.tree.leaves(second), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * abs(b).max())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["attention", "chunked", "expressive", "step"])
+def test_third_derivatives(name):
+    names, call = CASES[name]
+    loss = loss_of(call)
+
+    @jax.jit
+    def thirds(arrays, direction):
+        def forward(f):
+            return lambda arrays: jax.jvp(f, (arrays,), (direction,))[1]
+
+        def reverse(f):
+            return lambda arrays: along(jax.grad(f)(arrays), direction)
+
+        return forward(forward(forward(loss)))(arrays), reverse(reverse(reverse(loss)))(arrays)
+
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(*thirds(drawn(names), drawn(names, seed=1)), rtol=1e-8)
+
+
+def test_reverse_mode_keeps_residuals_only():
+    def kept(f, *arrays):
+        return sum(x.nbytes for x in jax.tree.leaves(jax.vjp(f, *arrays)[1]))
+
+    out, denominators = jnp.ones((4, 8)), jnp.ones((4, 1))
+    assert kept(lambda *sums: means.mean(*sums, 1), out, denominators) == out.nbytes + denominators.nbytes
+    # An argument that is not differentiated has no tangent of zeros.
+    names, call = CASES["attention"]
+    query, *others = drawn(names)
+    assert kept(lambda query: call(query, *others), query) < 0.8 * kept(call, query, *others)
+
+
+def test_second_derivatives_are_exported_for_any_batch():
+    names, _ = CASES["expressive"]
+    (batch,) = jax.export.symbolic_shape("b")
+    arrays = [jax.ShapeDtypeStruct((batch, *SHAPES[name][1:]), jnp.float32) for name in names]
+
+    def loss(arrays):
+        query, key, value, log_decay = arrays
+        return jnp.square(
+            ops.expressive_attention(query, key, value, log_decay=log_decay, block_size=3)
+        ).sum()
+
+    def second(arrays):
+        return sum(jnp.square(x).sum() for x in jax.grad(loss)(arrays))
+
+    jax.export.export(jax.jit(jax.grad(second)))(arrays)
 
 
 @marked.cases("name", ["gentle chunked", "linear by heads"], slow=["gentle pairs", "expressive", "no window"])

@@ -45,7 +45,7 @@ def family(**_) -> str:
 def step(plan, tokens, state):
     """Runs `xla_step.step_by` with the kernels; a donated state is updated in place.
 
-    A step that is differentiated is that of `xla`.
+    A step that is differentiated is that of `xla`, its result included.
     """
     state_ops = xla_step.StateOps(_read, _fold)
     return xla_step.step_by(state_ops, plan, tokens, state)

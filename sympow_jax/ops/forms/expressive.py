@@ -63,7 +63,7 @@ def _all_pairs(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
     visible = visible[None]
     if blocks.query_document is not None:
         documents = (jnp.moveaxis(x, 0, -2) for x in (blocks.query_document, blocks.key_document))
-        of_query, of_key = (x.reshape(len(x), -1) for x in documents)
+        of_query, of_key = (x.reshape(x.shape[0], -1) for x in documents)
         visible &= of_query[:, :, None] == of_key[:, None]
     visible = visible[:, None]
     z = jnp.einsum("hdgt,hds->hgts", query, key, precision=settings.precision)
@@ -73,7 +73,7 @@ def _all_pairs(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
     weights = jnp.where(large, 1 / (1 + large_z**-2), small_z**2 / (1 + small_z**2))
     if blocks.half_decay is not None:
         half = jnp.moveaxis(blocks.half_decay, 0, -2)
-        sums = decays.split(half.reshape(len(half), -1))
+        sums = decays.split(half.reshape(half.shape[0], -1))
         between = sum(x[:, -query.shape[-1] :, None] - x[:, None] for x in sums)
         weights *= decays.exp(jnp.where(visible, 2 * between[:, None], -jnp.inf))
     weights = jnp.where(visible, weights, 0)
@@ -87,14 +87,14 @@ def attend(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
     """Returns the weighted means of values, zero where all weights are zero.
 
     Saved for the backward pass, in addition to the arguments: the output, and m and the sum of weights of every row.
-    Second derivatives are those of all pairs at once.
+    Reverse mode of a derivative is that of all pairs at once.
     """
     return _attend(settings, blocks)[0]
 
 
 def _attend_plain(settings, blocks):
     out = _all_pairs(settings, blocks)
-    # Nothing depends on derivatives of m and the sum of weights.
+    # The output does not depend on m, which cancels, and gradients have derivatives of their own, not through the sums.
     empty = jnp.zeros_like(out[:, :, :1])
     return out, empty, empty
 
@@ -158,7 +158,7 @@ def _gradients_of_all_pairs(settings, blocks, out, denominator, largest, dout) -
 @functools.partial(derivatives.custom_vjp, static=1, plain=_gradients_of_all_pairs)
 def _gradients(settings, blocks, out, denominator, largest, dout) -> Blocks:
     """Returns the gradients of `attend`."""
-    largest = jax.lax.stop_gradient(largest)
+    largest = jax.lax.stop_gradient(largest)  # they do not depend on m
     pairs = _Pairs(settings, blocks)
 
     def row(carry, i):

@@ -19,8 +19,9 @@ from sympow_jax.ops import plan as plans
 __all__ = ["sums"]
 
 
-def _all_pairs(plan, query, key, value, log_decay, _=None):
-    """Computes `sums` with a T x T array of weights."""
+def _all_pairs(plan, query, key, value, log_decay, first=None):
+    """Computes `sums` with a T x T array of weights; those of the blocks before `first` are zero."""
+    del first
     query, key, value = (x.astype(log_decay.dtype) for x in (query, key, value))
     coarse, fine = decays.split(log_decay)
     earlier = len(log_decay) - query.shape[-1]
@@ -44,7 +45,8 @@ def sums(
 
     `value` includes the row of ones of the denominator. T and X are multiples of the block, `log_decay` comes from
     `decay.bounded`, and blocks of keys before block `first` are skipped. Differentiable in all arguments except
-    `first`. Only the arguments are saved for the backward pass. Second derivatives are those of all pairs at once.
+    `first`. Only the arguments are saved for the backward pass. Reverse mode of a derivative is that of all pairs at
+    once.
     """
     pairs = _Pairs(plan, query, key, value, log_decay)
 
@@ -85,7 +87,8 @@ def _sums_bwd(plan, residuals, dsums):
 sums.defvjp(_sums_fwd, _sums_bwd)
 
 
-def _gradients_of_all_pairs(plan, query, key, value, log_decay, dsums, _):
+def _gradients_of_all_pairs(plan, query, key, value, log_decay, dsums, first):
+    del first
     return jax.vjp(functools.partial(_all_pairs, plan), query, key, value, log_decay)[1](dsums)
 
 
