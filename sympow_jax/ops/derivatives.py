@@ -58,8 +58,8 @@ class custom_vjp:
     ) -> None:
         """Sets the rule: `fwd` returns the result and residuals, of which `bwd` makes the gradients.
 
-        If `jvp` makes the tangents of the result of residuals and the arguments' tangents, only residuals are kept
-        outside of `jax.jit`, and the arguments too otherwise.
+        With `jvp`, which makes the result's tangents of residuals and the arguments' tangents, reverse mode outside of
+        `jax.jit` keeps the residuals alone; without it, the arguments too.
         """
         self._fwd, self._bwd = by_default_rules(fwd), by_default_rules(bwd)
         self._jvp = None if jvp is None else by_default_rules(jvp)

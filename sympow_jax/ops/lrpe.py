@@ -411,12 +411,16 @@ def _permuted_forward(x, positions, cycles):
 
 def _permuted_backward(residuals, gradient):
     # The transpose is the inverse, which is also a gather; JAX's gradient of a gather would be a scatter.
-    return _gathered(gradient, *residuals, -1), None, None
+    positions, cycles = residuals
+    return _gathered(gradient, positions, cycles, -1), None, None
 
 
-_permuted.defvjp(
-    _permuted_forward, _permuted_backward, lambda places, changes: _gathered(changes[0], *places, 1)
-)
+def _permuted_changes(residuals, changes):
+    positions, cycles = residuals
+    return _gathered(changes[0], positions, cycles, 1)
+
+
+_permuted.defvjp(_permuted_forward, _permuted_backward, _permuted_changes)
 
 
 def _gathered(x, positions, cycles: _Cycles, direction: int):

@@ -57,11 +57,11 @@ def _all_pairs(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
     count, rows = query.shape[-2:]
     query, key, value = (x.reshape(*x.shape[:-2], -1) for x in (query, key, value))
     # The queries are at the last of the positions of the keys.
-    visible = jnp.ones((query.shape[-1], key.shape[-1]), bool)
+    time, key_time = query.shape[-1], key.shape[-1]
+    visible = jnp.ones((1, time, key_time), bool)
     if settings.causal:
-        visible = jnp.tri(*visible.shape, visible.shape[1] - visible.shape[0], dtype=bool)
-    visible = visible[None]
-    if blocks.query_document is not None:
+        visible = jnp.tri(time, key_time, key_time - time, dtype=bool)[None]
+    if blocks.query_document is not None and blocks.key_document is not None:
         documents = (jnp.moveaxis(x, 0, -2) for x in (blocks.query_document, blocks.key_document))
         of_query, of_key = (x.reshape(x.shape[0], -1) for x in documents)
         visible &= of_query[:, :, None] == of_key[:, None]
@@ -73,8 +73,8 @@ def _all_pairs(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
     weights = jnp.where(large, 1 / (1 + large_z**-2), small_z**2 / (1 + small_z**2))
     if blocks.half_decay is not None:
         half = jnp.moveaxis(blocks.half_decay, 0, -2)
-        sums = decays.split(half.reshape(half.shape[0], -1))
-        between = sum(x[:, -query.shape[-1] :, None] - x[:, None] for x in sums)
+        coarse, fine = decays.split(half.reshape(half.shape[0], -1))
+        between = (coarse[:, -time:, None] - coarse[:, None]) + (fine[:, -time:, None] - fine[:, None])
         weights *= decays.exp(jnp.where(visible, 2 * between[:, None], -jnp.inf))
     weights = jnp.where(visible, weights, 0)
     total = weights.sum(-1, keepdims=True)
@@ -149,10 +149,12 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 def _gradients_of_all_pairs(settings, blocks, out, denominator, largest, dout) -> Blocks:
     del out, denominator, largest
 
-    def pairs(*floats):
-        return _all_pairs(settings, Blocks(*floats, *blocks[4:]))
+    def pairs(query, key, value, half_decay):
+        changed = {"query": query, "key": key, "value": value, "half_decay": half_decay}
+        return _all_pairs(settings, blocks._replace(**changed))
 
-    return Blocks(*jax.vjp(pairs, *blocks[:4])[1](dout), None, None, None)  # type: ignore[arg-type]
+    gradients = jax.vjp(pairs, blocks.query, blocks.key, blocks.value, blocks.half_decay)[1](dout)
+    return Blocks(*gradients, None, None, None)  # type: ignore[arg-type, call-arg]
 
 
 @functools.partial(derivatives.custom_vjp, static=1, plain=_gradients_of_all_pairs)
