@@ -94,7 +94,7 @@ def _attend(power, interpret, tokens, names):
         )
         return {name: found[name] for name in names}
 
-    return per_device(compute, tokens._asdict(), names)
+    return _differentiable_once(compute, tokens._asdict(), names)
 
 
 def _attention_fwd(power, interpret, tokens):
@@ -119,7 +119,7 @@ def _attention_bwd(power, interpret, residuals, dout):
         return {name: g for name, g in zip(_DIFFERENTIABLE, gradients) if g is not None}
 
     differentiable = tuple(name for name in _DIFFERENTIABLE if arguments[name] is not None)
-    gradients = per_device(compute, arguments | saved, differentiable)
+    gradients = _differentiable_once(compute, arguments | saved, differentiable)
     return (Tokens(*(gradients.get(name) for name in Tokens._fields)),)
 
 
@@ -184,7 +184,7 @@ def _chunked_fwd(plan, rows, differentiated=True):
         return dict(zip(of_mean, found)) | {"kv": kv, "norm": norm} | saved._asdict()
 
     names = (*of_mean, "kv", "norm", *state_kernel.Saved._fields)
-    results = per_device(compute, rows._asdict(), names)
+    results = _differentiable_once(compute, rows._asdict(), names)
     kv, norm = results.pop("kv"), results.pop("norm")
     saved = _named(results)
     return (saved["out"], kv, norm) if plan.return_state else (saved["out"],), (rows, saved)
@@ -213,7 +213,9 @@ def _chunked_bwd(plan, residuals, cotangents):
         name for name, x in rows._asdict().items() if x is not None and name != "enters_state"
     )
     return (
-        rows_of.Rows(**dict.fromkeys(rows_of.Rows._fields) | per_device(compute, arrays, differentiable)),
+        rows_of.Rows(
+            **dict.fromkeys(rows_of.Rows._fields) | _differentiable_once(compute, arrays, differentiable)
+        ),
     )
 
 
@@ -251,13 +253,26 @@ def _call(plan, arrays):
     )
 
 
+def _differentiable_once(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
+    """Applies f as `per_device` does, with one clear error where JAX would differentiate it."""
+    call = jax.custom_jvp(f)
+
+    @call.defjvp
+    def derivative(primals, tangents):
+        raise NotImplementedError(
+            "implementation 'mosaic_gpu' has gradients, and neither forward mode nor second derivatives; use "
+            "implementation='xla'"
+        )
+
+    return per_device(call, arrays, outputs)
+
+
 def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
     """Applies f to each device's shard of the batch and the heads, since the partitioner cannot shard a kernel.
 
     It maps over the axes of the mesh in scope that are not yet manual; if there are none, it calls f directly. f maps a
     dictionary of arrays to a dictionary with the keys `outputs`; `_LAYOUTS` has their axes.
     """
-    f = _without_derivative(f)
     arrays = {name: x for name, x in arrays.items() if x is not None}
     mesh = jax.sharding.get_abstract_mesh()
     axes = [] if mesh.empty else [name for name in mesh.axis_names if name not in mesh.manual_axes]
@@ -281,20 +296,6 @@ def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
     before |= {name: jax.typeof(x).sharding.spec for name, x in arrays.items()}
     arrays = {name: jax.sharding.reshard(x, _over(explicit, in_specs[name])) for name, x in arrays.items()}
     return {name: jax.sharding.reshard(x, before[name]) for name, x in mapped(arrays).items()}
-
-
-def _without_derivative(f):
-    """Returns f, with one clear error where JAX would differentiate it."""
-    call = jax.custom_jvp(f)
-
-    @call.defjvp
-    def derivative(primals, tangents):
-        raise NotImplementedError(
-            "implementation 'mosaic_gpu' has gradients, and neither forward mode nor second derivatives; use "
-            "implementation='xla'"
-        )
-
-    return call
 
 
 def _spec(name, batch, head, time=None):

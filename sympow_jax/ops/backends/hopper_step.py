@@ -41,19 +41,26 @@ def family(**_) -> str:
     return "power_step"
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+# Not `derivatives.custom_vjp`: within `jax.custom_jvp`, JAX does not support kernels that write to their operands.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def step(plan, tokens, state):
     """Runs `xla_step.step_by` with the kernels; a donated state is updated in place.
 
-    A step that is differentiated is that of `xla`, its result included.
+    Only the arguments are saved for the backward pass, which is that of the `xla` step.
     """
-    state_ops = xla_step.StateOps(_read, _fold)
+    state_ops = xla_step.StateOps(_read, _fold, xla_step.in_place)
     return xla_step.step_by(state_ops, plan, tokens, state)
 
 
-@step.defjvp
-def _step_jvp(plan, arguments, tangents):
-    return jax.jvp(functools.partial(xla_step.step, plan), arguments, tangents)
+def _step_fwd(plan, *arguments):
+    return step(plan, *arguments), arguments
+
+
+def _step_bwd(plan, arguments, cotangents):
+    return jax.vjp(functools.partial(xla_step.step, plan), *arguments)[1](cotangents)
+
+
+step.defvjp(_step_fwd, _step_bwd)
 
 
 def _read(plan, query, state):

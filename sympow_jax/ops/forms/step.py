@@ -14,7 +14,7 @@ from sympow_jax.ops import mean as means
 from sympow_jax.ops import rows as rows_of
 from sympow_jax.ops.forms import features
 
-__all__ = ["StateOps", "step", "step_by"]
+__all__ = ["StateOps", "in_place", "step", "step_by"]
 
 
 class StateOps(NamedTuple):
@@ -24,16 +24,18 @@ class StateOps(NamedTuple):
         read: (plan, query [B, K, G, D], state) -> outputs [B, K, G, E], of the window and the recurrent state.
         fold: (plan, state, tokens, active) -> `kv` and `norm`, updated with the tokens of a window in the active
             rows of the batch.
+        in_place: (f, active, state) -> f(active, state) if any row is active, otherwise the state.
     """
 
     read: Callable
     fold: Callable
+    in_place: Callable
 
 
 def step(plan, tokens, state):
     """Runs `step_by` in plain JAX."""
-    state_ops = StateOps(_read_channels, _fold_channels) if plan.per_channel else StateOps(_read, _fold)
-    return step_by(state_ops, plan, tokens, state)
+    read, fold = (_read_channels, _fold_channels) if plan.per_channel else (_read, _fold)
+    return step_by(StateOps(read, fold, _differentiable_in_place), plan, tokens, state)
 
 
 def step_by(state_ops: StateOps, plan, tokens, state):
@@ -63,7 +65,7 @@ def step_by(state_ops: StateOps, plan, tokens, state):
     if exact_window:
         # Read the state before it is updated: otherwise XLA keeps a copy to read from.
         out, state = jax.lax.optimization_barrier((out, state))
-        state = _in_place(
+        state = state_ops.in_place(
             functools.partial(_fold_window, plan, state_ops.fold), state.length == 2 * exact_window, state
         )
     out = out.reshape(batch, -1, out.shape[-1])
@@ -81,7 +83,7 @@ def _enter_document(state, segment_ids):
     valid = segment_ids >= 0
     start = valid & (segment_ids != state.segment)
     # Most tokens do not start a document.
-    state = _in_place(_emptied, start, state)
+    state = _differentiable_in_place(_emptied, start, state)
     return valid, _replaced(state, valid, segment=segment_ids)
 
 
@@ -94,22 +96,25 @@ def _appended(state, token, active):
     return dataclasses.replace(state, **fields, length=state.length + active)
 
 
-def _conditional(f, active, state):
-    return jax.lax.cond(active.any(), functools.partial(f, active), lambda unchanged: unchanged, state)
-
-
-@functools.partial(derivatives.custom_vjp, static=1, plain=_conditional)
-def _in_place(f, active, state):
+def in_place(f, active, state):
     """Returns f(active, state) if any row is active, otherwise the state.
 
     This is a loop of at most one iteration, since XLA updates a loop's carry in place. A conditional would copy the
-    state, whichever branch is taken. A loop has no reverse-mode gradient, so the gradient is that of the conditional.
+    state, whichever branch is taken.
     """
 
     def once(carried):
         return jnp.zeros_like(carried[0]), f(active, carried[1])
 
     return jax.lax.while_loop(lambda carried: carried[0], once, (active.any(), state))[1]
+
+
+def _conditional(f, active, state):
+    return jax.lax.cond(active.any(), functools.partial(f, active), lambda unchanged: unchanged, state)
+
+
+# A loop has no reverse-mode gradient, so the gradient is that of the conditional.
+_differentiable_in_place = derivatives.custom_vjp(in_place, static=1, plain=_conditional)
 
 
 def _emptied(active, state):
