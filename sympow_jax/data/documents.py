@@ -111,8 +111,7 @@ class HeldoutDocuments(Sequence):
     """Whole documents as 1-D int32 arrays, read on access.
 
     If the source has a lead id (longcrawl64), it is the first token of each document, as in training, and `lengths`
-    include it. `lead` and `together` are as in `Documents`; `stored` says whether the
-    tokens were written earlier.
+    include it. `lead` and `together` are as in `Documents`; `stored` says whether the tokens were written earlier.
 
     Raises:
         ValueError: on access, a document is missing, damaged, or holds an id outside the vocabulary.

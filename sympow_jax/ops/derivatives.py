@@ -76,7 +76,7 @@ class custom_vjp:
 # Tangent of integers.
 _NO_CHANGE = np.zeros((), jax.dtypes.float0)
 
-# `forward` of saved, of primal and of changed operands; it is linear in the last, with the transpose `backward`.
+# `forward` of saved, primal and changed operands, the last of which it is linear in; `backward` is its transpose.
 _linear = jax_core.Primitive("linear_with_transpose")
 _linear.multiple_results = True
 
@@ -87,51 +87,60 @@ def _jvp(fun, plain, fwd, bwd, jvp, primals, tangents):
     leaves, arguments = jax.tree.flatten(primals)
     saved, saved_as = jax.tree.flatten(residuals)
     outs, results = jax.tree.flatten(result)
+    changes = [(i, x) for i, x in enumerate(jax.tree.leaves(tangents)) if not isinstance(x, SymbolicZero)]
+
+    # Structures and shapes alone, because the rules below may outlive the arrays.
+    structures = [jax.tree.structure(x) for x in primals]
+    shapes = [(x.shape, x.dtype) for x in leaves]
     # Arguments that change, and results that can; integers do not.
-    changes = {i: x for i, x in enumerate(jax.tree.leaves(tangents)) if not isinstance(x, SymbolicZero)}
+    inputs = [i for i, _ in changes]
     outputs = [i for i, x in enumerate(outs) if jnp.issubdtype(x.dtype, jnp.inexact)]
     fixed = {i: jax.lax.broadcast(_NO_CHANGE, x.shape) for i, x in enumerate(outs) if i not in outputs}
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
-    known = len(saved) + (len(leaves) if jvp is None else 0)
+    count, stored = len(outs), len(saved)
+    known = stored + (len(leaves) if jvp is None else 0)
 
     def of_result(floats):
         parts = fixed | dict(zip(outputs, floats, strict=True))
-        return jax.tree.unflatten(results, [parts[i] for i in range(len(outs))])
+        return jax.tree.unflatten(results, [parts[i] for i in range(count)])
 
-    def forward(differentiated, *operands):
-        if jvp is not None:
-            merged = [
-                operands[known + list(changes).index(i)] if i in changes else jnp.zeros(x.shape, x.dtype)
-                for i, x in enumerate(shapes)
-            ]
-            residuals = jax.tree.unflatten(saved_as, operands[:known])
-            found = jax.tree.leaves(jvp(residuals, jax.tree.unflatten(arguments, merged)))
-            return [found[i] for i in outputs]
-        values = dict(enumerate(operands[len(saved) : known]))
+    def floats_of(result):
+        found = jax.tree.leaves(result)
+        return [found[i] for i in outputs]
+
+    def forward_by_rule(*operands):
+        merged = [jnp.zeros(*shape) for shape in shapes]
+        for i, x in zip(inputs, operands[known:], strict=True):
+            merged[i] = x
+        residuals = jax.tree.unflatten(saved_as, operands[:stored])
+        return floats_of(jvp(residuals, jax.tree.unflatten(arguments, merged)))
+
+    def forward_of(differentiated, *operands):
+        values = operands[stored:known]
 
         def of_changing(*changing):
-            merged = values | dict(zip(changes, changing, strict=True))
-            found = jax.tree.leaves(differentiated(*jax.tree.unflatten(arguments, merged.values())))
-            return [found[i] for i in outputs]
+            merged = list(values)
+            for i, x in zip(inputs, changing, strict=True):
+                merged[i] = x
+            return floats_of(differentiated(*jax.tree.unflatten(arguments, merged)))
 
-        return jax.jvp(of_changing, [values[i] for i in changes], list(operands[known:]))[1]
+        return jax.jvp(of_changing, [values[i] for i in inputs], list(operands[known:]))[1]
 
     def backward(*operands):
-        gradients = bwd(jax.tree.unflatten(saved_as, operands[: len(saved)]), of_result(operands[known:]))
+        gradients = bwd(jax.tree.unflatten(saved_as, operands[:stored]), of_result(operands[known:]))
         # None is the gradient of an argument that has none, whatever its structure.
         found: list[Any] = []
-        for gradient, argument in zip(gradients, primals, strict=True):
-            structure = jax.tree.structure(argument)
+        for gradient, structure in zip(gradients, structures, strict=True):
             found += [None] * structure.num_leaves if gradient is None else structure.flatten_up_to(gradient)
-        return [found[i] for i in changes]
+        return [found[i] for i in inputs]
 
+    forwards = [forward_by_rule if jvp else functools.partial(forward_of, f) for f in (fun, plain)]
     tangent = _linear.bind(
         *saved,
         *(leaves if jvp is None else ()),
-        *changes.values(),
+        *(x for _, x in changes),
         known=known,
-        forward=functools.partial(forward, fun),
-        plain=functools.partial(forward, plain),
+        forward=forwards[0],
+        plain=forwards[1],
         backward=backward,
         types=tuple(jax.typeof(outs[i]) for i in outputs),
     )

@@ -129,11 +129,7 @@ def _reference(causal, scale, tokens):
         visible = visible & (document[:, before:, None] == document[:, None]) & valid[:, None]
         log_decay = None if log_decay is None else jnp.where(valid[..., None], log_decay, 0)
     z = scale * jnp.einsum("btnd,bsnd->bnts", query, keys, precision="highest")
-    # Both branches are z^2 / (1 + z^2). The derivative of the second cancels at large z; the first is undefined at 0.
-    large = jnp.abs(z) > 1
-    small_z, large_z = jnp.where(large, 0, z), jnp.where(large, z, 1)
-    weights = jnp.where(large, 1 / (1 + large_z**-2), small_z**2 / (1 + small_z**2))
-    weights = jnp.where(visible if segment_ids is None else visible[:, None], weights, 0)
+    weights = jnp.where(visible if segment_ids is None else visible[:, None], expressive.weight(z), 0)
     if log_decay is not None:
         # Each pair's log decays, summed from its own key on: [B, K, S, S] at (i, j).
         later = steps[:, None] > steps

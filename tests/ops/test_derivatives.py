@@ -1,6 +1,8 @@
 """Tests that derivatives in forward mode and of second order are right, and that those of kernels are errors."""
 
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -245,6 +247,12 @@ def test_reverse_mode_keeps_residuals_only():
 
     out, denominators = jnp.ones((4, 8)), jnp.ones((4, 1))
     assert kept(lambda *sums: means.mean(*sums, 1), out, denominators) == out.nbytes + denominators.nbytes
+    argument = weakref.ref(out)
+    _, pull = jax.vjp(lambda *sums: means.mean(*sums, 1), out, denominators)
+    del out
+    gc.collect()
+    assert argument() is None
+    del pull
     # An argument that is not differentiated has no tangent of zeros.
     names, call = CASES["attention"]
     query, *others = drawn(names)

@@ -18,7 +18,7 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import decay as decays
 from sympow_jax.ops import derivatives
 
-__all__ = ["Blocks", "Settings", "attend"]
+__all__ = ["Blocks", "Settings", "attend", "weight"]
 
 
 class Settings(NamedTuple):
@@ -51,6 +51,13 @@ class Blocks(NamedTuple):
     ranges: Int[Array, "I 2"]
 
 
+def weight(z: Float[Array, "*rest"]) -> Float[Array, "*rest"]:
+    """Returns z^2 / (1 + z^2), with derivatives that neither cancel at large z nor are undefined at 0."""
+    large = jnp.abs(z) > 1
+    small_z, large_z = jnp.where(large, 0, z), jnp.where(large, z, 1)
+    return jnp.where(large, 1 / (1 + large_z**-2), small_z**2 / (1 + small_z**2))
+
+
 def _all_pairs(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
     """Computes `attend` with a T x S array of weights."""
     query, key, value = (jnp.moveaxis(x, 0, -2) for x in blocks[:3])
@@ -67,10 +74,7 @@ def _all_pairs(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
         visible &= of_query[:, :, None] == of_key[:, None]
     visible = visible[:, None]
     z = jnp.einsum("hdgt,hds->hgts", query, key, precision=settings.precision)
-    # Both are z^2 / (1 + z^2). The derivative of the second cancels at large z, and the first is undefined at 0.
-    large = jnp.abs(z) > 1
-    small_z, large_z = jnp.where(large, 0, z), jnp.where(large, z, 1)
-    weights = jnp.where(large, 1 / (1 + large_z**-2), small_z**2 / (1 + small_z**2))
+    weights = weight(z)
     if blocks.half_decay is not None:
         half = jnp.moveaxis(blocks.half_decay, 0, -2)
         coarse, fine = decays.split(half.reshape(half.shape[0], -1))
