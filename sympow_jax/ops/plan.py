@@ -1,7 +1,12 @@
-"""Plan of a recurrent attention, decided once from shapes and options: form, implementation and sizes."""
+"""Plan of a recurrent attention, decided once from shapes and options: form, implementation and sizes.
+
+`make` lists the candidates, each a form by an implementation, with what each costs and what speaks against it, and
+takes one.
+"""
 
 import dataclasses
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,10 +17,30 @@ from sympow_jax.ops import arguments, cost, target
 from sympow_jax.ops import mean as means
 from sympow_jax.ops import state as power_state
 
-__all__ = ["FORMS", "IMPLEMENTATIONS", "Plan", "make", "make_step"]
+__all__ = ["FORMS", "IMPLEMENTATIONS", "Candidate", "Plan", "make", "make_step"]
 
 FORMS = ("attention", "chunked", "recurrent")
 IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A form of a recurrent attention by an implementation.
+
+    Attributes:
+        form: `attention`, `chunked` or `recurrent`; `step` for one token.
+        implementation: `reference`, `xla` or `mosaic_gpu`.
+        flops: predicted FLOPs of the forward pass; None for a step.
+        reason: why it is not taken; None for the one that is.
+    """
+
+    form: str
+    implementation: str
+    flops: float | None
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.form} by {self.implementation}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,8 +60,7 @@ class Plan:
         dtype: the dtype of sums and states.
         precision: the precision of products.
         interpret: parameters of the GPU interpreter, or None.
-        flops: predicted FLOPs of the forward pass of each form that was compared.
-        not_taken: pairs of a choice and the reason why it was not taken.
+        candidates: what could have been taken, and what was. Plain JAX is among them only where no kernel is.
     """
 
     form: str
@@ -51,14 +75,200 @@ class Plan:
     return_state: bool = False
     axis_name: str | None = None
     interpret: Any = None
-    flops: tuple[tuple[str, float], ...] = ()
-    not_taken: tuple[tuple[str, str], ...] = ()
+    candidates: tuple[Candidate, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.form} form by {self.implementation}, chunk {self.chunk}, window {self.exact_window}"]
-        lines += [f"  {form}: {flops:.3g} FLOPs in the forward pass" for form, flops in self.flops]
-        lines += [f"  not {choice}: {reason}" for choice, reason in self.not_taken]
+        for candidate in self.candidates:
+            flops = "" if candidate.flops is None else f"{candidate.flops:.3g} FLOPs"
+            lines.append(f"  {candidate!s:<23}{flops:>15}  {candidate.reason or 'taken'}")
         return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What is to be computed, by any form and implementation; the fields are those of `make` and `Plan`."""
+
+    tokens: Any
+    state: Any
+    power: int
+    sizes: arguments.Sizes
+    per_channel: bool
+    division: means.Division
+    # None for a step, which has the window of its state.
+    exact_window: int | None = None
+    chunk_size: int | None = None
+    return_state: bool = True
+    axis_name: str | None = None
+
+    @property
+    def stateless(self) -> bool:
+        return self.state is None and not self.return_state
+
+    @property
+    def more_keys(self) -> bool:
+        return self.tokens.key.shape[1] > self.tokens.query.shape[1]
+
+    @property
+    def dtype(self) -> Any:
+        return np.promote_types(self.tokens.query.dtype, jnp.float32)
+
+    @property
+    def state_sizes(self) -> dict[str, Any]:
+        return {
+            "power": self.power,
+            "itemsize": self.dtype.itemsize,
+            "per_channel": self.per_channel,
+            **self.sizes,
+        }
+
+    @property
+    def rows(self) -> int:
+        batch = self.sizes["batch"]
+        return 1 if jax.export.is_symbolic_dim(batch) else batch
+
+    @property
+    def time(self) -> int:
+        shards = 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
+        return shards * self.tokens.query.shape[1]
+
+    def candidates(self, forms: Iterable[str], implementation: str | None) -> list[Candidate]:
+        """Returns these forms by the implementation; if that is None, by kernels, or else by plain JAX."""
+        found = []
+        for form in forms:
+            for name in (implementation,) if implementation else ("mosaic_gpu", "xla"):
+                reason = self.refusal(form, name, named=implementation is not None)
+                found.append(Candidate(form, name, self.flops(form), reason))
+                if reason is None:
+                    break
+        return found
+
+    def flops(self, form: str) -> float | None:
+        """Returns the predicted FLOPs of the forward pass; None for a step."""
+        if form == "step":
+            return None
+        query, key = self.tokens.query, self.tokens.key
+        per_token = cost.flops_per_token(
+            form,
+            time=self.time,
+            key_time=self.time // query.shape[1] * key.shape[1],
+            heads=query.shape[2],
+            kv_heads=self.sizes["kv_heads"],
+            head_dim=self.sizes["head_dim"],
+            # Decays per value channel have a normalizer as large as the values.
+            value_dim=self.sizes["value_dim"] * (2 if self.per_channel else 1),
+            power=self.power,
+            chunk=self.chunk_size or cost.default_chunk("chunked"),
+            exact_window=self.exact_window or 0,
+        )
+        return self.rows * self.time * per_token
+
+    def refusal(self, form: str, implementation: str, *, named: bool) -> str | None:
+        """Returns why this form by this implementation cannot compute the request, or None if it can.
+
+        Unless the kernels were `named`, a check must also have verified them on this kind of machine.
+        """
+        if implementation == "reference":
+            if form == "chunked":
+                return "implementation 'reference' has no chunked form; use 'attention' or 'recurrent'"
+            if form == "step":
+                return (
+                    "implementation 'reference' has no step; call the op with one token and "
+                    "implementation='reference'"
+                )
+            if form == "recurrent" and self.per_channel:
+                return (
+                    "form 'recurrent' of the reference has one decay per key head; use form='attention' for one per "
+                    "value channel"
+                )
+            return None
+        if self.per_channel:
+            if implementation == "mosaic_gpu":
+                return "'mosaic_gpu' has one decay per key head; use implementation='xla' for one per value channel"
+            if form in ("attention", "recurrent"):
+                if self.more_keys:
+                    return (
+                        "log_decay is one per value channel and there are more keys than queries; only "
+                        "implementation='reference' supports both"
+                    )
+                return (
+                    f"form {form!r} has one decay per key head; use form='chunked' for one per value channel"
+                )
+        return None if implementation == "xla" else self._refusal_of_kernels(form, named)
+
+    def _refusal_of_kernels(self, form: str, named: bool) -> str | None:
+        if form == "step":
+            module, arrays, needs = "hopper_step", (self.tokens.query, self.state), {"power": self.power}
+        else:
+            module, arrays = "hopper", (self.tokens.query, self.tokens.value)
+            names = ("power", "exact_window", "chunk_size", "stateless")
+            needs = {"form": form} | {name: getattr(self, name) for name in names}
+        try:
+            target.require_hopper()
+            if self.division is not means.Division.POSITIVE:
+                return (
+                    "implementation 'mosaic_gpu' supports only even powers without `rotate`; use "
+                    "implementation='xla' for others"
+                )
+            # Pallas takes a second to import, so import it only if a kernel may run.
+            kernels = importlib.import_module(f"sympow_jax.ops.backends.{module}")
+            kernels.require_supported(*arrays, **needs)
+        except NotImplementedError as error:
+            return str(error)
+        if not named and not target.trusts_kernels(kernels.family(**needs)):
+            return "no check has found the kernels right on this machine; run sympow check"
+        return None
+
+    def choose(self, candidates: list[Candidate]) -> tuple[Candidate, str]:
+        """Returns the candidate to take, and the reason against others that could compute the request.
+
+        Raises:
+            NotImplementedError: there is none; the error is the reason against the one with fewest FLOPs.
+        """
+        possible = [candidate for candidate in candidates if candidate.reason is None]
+        flops = {candidate.form: candidate.flops or 0 for candidate in candidates}
+        if not possible:
+            # Of two implementations the last one is plain JAX.
+            raise NotImplementedError(min(reversed(candidates), key=lambda c: flops[c.form]).reason)
+        if len(possible) == 1:
+            return possible[0], ""
+        forms = {candidate.form: candidate for candidate in possible}
+        # The scan holds the state, its decayed copy and its update.
+        state_bytes = cost.state_bytes(**self.state_sizes)
+        if cost.exceeds_memory(3 * state_bytes):
+            return forms["attention"], f"three states of {state_bytes:,} bytes do not fit in memory"
+        kernels = [candidate for candidate in possible if candidate.implementation == "mosaic_gpu"]
+        # With a state, the plain attention form computes with features too.
+        if len(kernels) == 1 and not self.stateless:
+            return kernels[0], "it has no kernel"
+        if len(kernels) == 2:
+            heads = self.rows * self.tokens.query.shape[2] / target.device_count()
+            return forms[cost.faster_kernel(flops, self.time, heads)], "its kernels are slower at this length"
+        return forms[min(flops, key=flops.__getitem__)], "it takes more FLOPs"
+
+    def plan(self, candidates: list[Candidate], **options) -> Plan:
+        """Returns the plan of the candidate that is taken."""
+        taken, reason = self.choose(candidates)
+        chunk = self.chunk_size
+        if taken.implementation != "mosaic_gpu" and taken.form in FORMS:
+            chunk = chunk or cost.default_chunk(taken.form)
+        return Plan(
+            form=taken.form,
+            implementation=taken.implementation,
+            power=self.power,
+            chunk=chunk,
+            division=self.division,
+            per_channel=self.per_channel,
+            return_state=self.return_state,
+            axis_name=self.axis_name,
+            dtype=self.dtype,
+            precision=cost.precision_of(self.tokens.key.dtype),
+            interpret=target.interpret(),
+            candidates=tuple(
+                c if c is taken or c.reason else dataclasses.replace(c, reason=reason) for c in candidates
+            ),
+            **options,
+        )
 
 
 def make(
@@ -83,7 +293,6 @@ def make(
     sizes = arguments.check_attention(
         *tokens, per_channel=None, may_lack_values=division is means.Division.NONE
     )
-    query, key, value, log_decay, segment_ids = tokens
     arguments.check_choice("form", form, (None, *FORMS))
     arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     exact_window = arguments.check_integer("exact_window", exact_window, 0)
@@ -94,123 +303,40 @@ def make(
                 f"chunk_size is {chunk_size} and form 'recurrent', which updates the state one token at a time; leave "
                 f"out chunk_size, or use form='chunked'"
             )
-    return_state = arguments.check_flag("return_state", return_state)
-    dtype = np.promote_types(query.dtype, jnp.float32)
-    per_channel = _per_channel(log_decay, value, state)
+    request = _Request(
+        tokens=tokens,
+        state=state,
+        power=power,
+        sizes=sizes,
+        per_channel=_per_channel(tokens.log_decay, tokens.value, state),
+        division=division,
+        exact_window=exact_window,
+        chunk_size=chunk_size,
+        return_state=arguments.check_flag("return_state", return_state),
+        axis_name=axis_name,
+    )
     if state is not None:
         arguments.check_state(
             state,
             power_state.PowerState,
-            dtype,
+            request.dtype,
             power=power,
             exact_window=exact_window,
-            segment_ids=segment_ids,
+            segment_ids=tokens.segment_ids,
             **sizes,
         )
-    more_keys = key.shape[1] > query.shape[1]
-    if more_keys and (state is not None or form not in (None, "attention")):
+    if request.more_keys and (state is not None or form not in (None, "attention")):
         raise ValueError(
-            f"key has {key.shape[1]} tokens and query {query.shape[1]}; more keys than queries need the attention "
-            f"form without an initial state"
+            f"key has {tokens.key.shape[1]} tokens and query {tokens.query.shape[1]}; more keys than queries need the "
+            f"attention form without an initial state"
         )
-    stateless = state is None and not return_state
     if axis_name is not None:
-        _check_sharded_time(axis_name, implementation, more_keys=more_keys, stateless=stateless)
-    if per_channel:
-        _check_per_channel(form, implementation, axis_name, more_keys=more_keys)
-    if axis_name is not None:
-        arguments.check_axis_name(axis_name)
-
-    # Check kernel support before choosing a form, because it may limit the choice.
-    not_taken: dict[str, str] = {}
-    kernels = []
-    if implementation in (None, "mosaic_gpu") and not per_channel:
-        for candidate in (form,) if form else ("attention", "chunked"):
-            reason = _why_no_kernels(
-                "hopper",
-                query,
-                value,
-                named=implementation is not None,
-                division=division,
-                form=candidate,
-                power=power,
-                exact_window=exact_window,
-                chunk_size=chunk_size,
-                stateless=stateless,
-            )
-            if reason is None:
-                kernels.append(candidate)
-            else:
-                not_taken[f"{candidate} by mosaic_gpu"] = reason
-
-    flops: dict[str, float] = {}
-    if form is None:
-        shards = 1 if axis_name is None else jax.lax.axis_size(axis_name)
-        time = shards * query.shape[1]
-        batch = 1 if jax.export.is_symbolic_dim(sizes["batch"]) else sizes["batch"]
-        flops = {
-            candidate: batch
-            * time
-            * cost.flops_per_token(
-                candidate,
-                time=time,
-                key_time=shards * key.shape[1],
-                heads=query.shape[2],
-                kv_heads=sizes["kv_heads"],
-                head_dim=sizes["head_dim"],
-                # Decays per value channel have a normalizer as large as the values.
-                value_dim=sizes["value_dim"] * (2 if per_channel else 1),
-                power=power,
-                chunk=chunk_size or cost.default_chunk("chunked"),
-                exact_window=exact_window,
-            )
-            for candidate in (("attention",) if more_keys else ("attention", "chunked"))
-        }
-        state_bytes = cost.state_bytes(power=power, itemsize=dtype.itemsize, per_channel=per_channel, **sizes)
-        if more_keys:
-            form, reason = "attention", "there are more keys than queries"
-        elif implementation == "reference":
-            form, reason = "attention", "implementation 'reference' has no chunked form"
-        elif per_channel:
-            form, reason = "chunked", "it has one decay per key head"
-        # The scan holds the state, its decayed copy and its update.
-        elif cost.exceeds_memory(3 * state_bytes):
-            form, reason = "attention", f"three states of {state_bytes:,} bytes do not fit in memory"
-        # With a state, the plain attention form computes with features too.
-        elif len(kernels) == 1 and (not stateless or implementation == "mosaic_gpu"):
-            form, reason = kernels[0], "it has no kernel"
-        elif len(kernels) == 2:
-            heads = batch * query.shape[2] / target.device_count()
-            form, reason = cost.faster_kernel(flops, time, heads), "its kernels are slower at this length"
-        else:
-            form, reason = min(flops, key=flops.__getitem__), "it takes more FLOPs"
-        not_taken["chunked" if form == "attention" else "attention"] = reason
-
-    if form != "attention" or return_state:
-        cost.require_memory(power=power, itemsize=dtype.itemsize, per_channel=per_channel, **sizes)
-    if implementation == "mosaic_gpu" and form not in kernels:
-        raise NotImplementedError(not_taken[f"{form} by mosaic_gpu"])
-    if implementation == "reference" and form == "chunked":
-        raise NotImplementedError(
-            "implementation 'reference' has no chunked form; use 'attention' or 'recurrent'"
-        )
-    implementation = implementation or ("mosaic_gpu" if form in kernels else "xla")
-    return Plan(
-        form=form,
-        implementation=implementation,
-        power=power,
-        chunk=chunk_size if implementation == "mosaic_gpu" else chunk_size or cost.default_chunk(form),
-        exact_window=exact_window,
-        division=division,
-        per_channel=per_channel,
-        return_state=return_state,
-        axis_name=axis_name,
-        dtype=dtype,
-        precision=cost.precision_of(key.dtype),
-        interpret=target.interpret(),
-        flops=tuple(flops.items()),
-        not_taken=tuple(not_taken.items()),
-    )
+        _check_sharded_time(request, implementation)
+    forms = (form,) if form else ("attention",) if request.more_keys else ("attention", "chunked")
+    plan = request.plan(request.candidates(forms, implementation), exact_window=exact_window)
+    if plan.form != "attention" or return_state:
+        cost.require_memory(**request.state_sizes)
+    return plan
 
 
 def make_step(tokens, state, *, power, implementation, division=means.Division.POSITIVE) -> Plan:
@@ -218,47 +344,19 @@ def make_step(tokens, state, *, power, implementation, division=means.Division.P
     sizes = arguments.check_attention(
         *tokens, step=True, per_channel=None, may_lack_values=division is means.Division.NONE
     )
-    query, key, value, log_decay, segment_ids = tokens
     arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
-    dtype = np.promote_types(query.dtype, jnp.float32)
-    per_channel = _per_channel(log_decay, value, state)
-    arguments.check_state(state, power_state.PowerState, dtype, power=power, segment_ids=segment_ids, **sizes)
-    if implementation == "reference":
-        raise NotImplementedError(
-            "implementation 'reference' has no step; call the op with one token and implementation='reference'"
-        )
-    not_taken = {}
-    if implementation == "mosaic_gpu" and per_channel:
-        raise NotImplementedError(_ONE_DECAY_PER_HEAD)
-    if implementation != "xla" and not per_channel:
-        reason = _why_no_kernels(
-            "hopper_step", query, state, named=implementation is not None, division=division, power=power
-        )
-        if reason is None:
-            implementation = "mosaic_gpu"
-        elif implementation is None:
-            not_taken["step by mosaic_gpu"] = reason
-        else:
-            raise NotImplementedError(reason)
-    return Plan(
-        form="step",
-        implementation=implementation or "xla",
+    request = _Request(
+        tokens=tokens,
+        state=state,
         power=power,
-        chunk=None,
-        exact_window=state.exact_window,
+        sizes=sizes,
+        per_channel=_per_channel(tokens.log_decay, tokens.value, state),
         division=division,
-        per_channel=per_channel,
-        return_state=True,
-        dtype=dtype,
-        precision=cost.precision_of(key.dtype),
-        interpret=target.interpret(),
-        not_taken=tuple(not_taken.items()),
     )
-
-
-_ONE_DECAY_PER_HEAD = (
-    "'mosaic_gpu' has one decay per key head; use implementation='xla' for one per value channel"
-)
+    arguments.check_state(
+        state, power_state.PowerState, request.dtype, power=power, segment_ids=tokens.segment_ids, **sizes
+    )
+    return request.plan(request.candidates(("step",), implementation), exact_window=state.exact_window)
 
 
 def _per_channel(log_decay, value, state) -> bool:
@@ -274,66 +372,25 @@ def _per_channel(log_decay, value, state) -> bool:
     return per_channel
 
 
-def _check_per_channel(form, implementation, axis_name, *, more_keys) -> None:
-    """Raises NotImplementedError, naming the constraint, for requests that support only one decay per key head."""
-    if implementation == "mosaic_gpu":
-        raise NotImplementedError(_ONE_DECAY_PER_HEAD)
-    if axis_name is not None:
-        raise NotImplementedError(
-            f"time is sharded over the mesh axis {axis_name!r}, which needs one decay per key head, not one per value "
-            f"channel; leave out axis_name"
-        )
-    if implementation == "reference":
-        if form == "recurrent":
+def _check_sharded_time(request: _Request, implementation: str | None) -> None:
+    """Raises NotImplementedError for requests that need all of the time on one device, ValueError for no such axis."""
+    for unsupported, message in (
+        (
+            not request.stateless,
+            "does not support states; leave out initial_state and return_state, or axis_name",
+        ),
+        (request.more_keys, "needs equal numbers of keys and queries; leave out a KV cache, or axis_name"),
+        (
+            implementation == "reference",
+            "implementation 'reference' does not support; use implementation='xla', or leave out axis_name",
+        ),
+        (
+            request.per_channel,
+            "needs one decay per key head, not one per value channel; leave out axis_name",
+        ),
+    ):
+        if unsupported:
             raise NotImplementedError(
-                "form 'recurrent' of the reference has one decay per key head; use form='attention' for one per value "
-                "channel"
+                f"time is sharded over the mesh axis {request.axis_name!r}, which {message}"
             )
-    elif more_keys:
-        raise NotImplementedError(
-            "log_decay is one per value channel and there are more keys than queries; only implementation='reference' "
-            "supports both"
-        )
-    elif form in ("attention", "recurrent"):
-        raise NotImplementedError(
-            f"form {form!r} has one decay per key head; use form='chunked' for one per value channel"
-        )
-
-
-def _why_no_kernels(module, *arrays, named, division, **needs) -> str | None:
-    """Returns why the kernels of that module cannot be used, or None if they can.
-
-    Unless the kernels were `named`, a check must also have verified them on this kind of machine.
-    """
-    try:
-        target.require_hopper()
-        if division is not means.Division.POSITIVE:
-            raise NotImplementedError(
-                "implementation 'mosaic_gpu' supports only even powers without `rotate`; use "
-                "implementation='xla' for others"
-            )
-        # Pallas takes a second to import, so import it only if a kernel may run.
-        kernels = importlib.import_module(f"sympow_jax.ops.backends.{module}")
-        kernels.require_supported(*arrays, **needs)
-        if not named and not target.trusts_kernels(kernels.family(**needs)):
-            return "no check has found the kernels right on this machine; run sympow check"
-    except NotImplementedError as error:
-        return str(error)
-    return None
-
-
-def _check_sharded_time(axis_name, implementation, *, more_keys, stateless) -> None:
-    """Raises NotImplementedError, naming the constraint, for requests that need all of the time on one device."""
-    sharded = f"time is sharded over the mesh axis {axis_name!r}, which"
-    if not stateless:
-        raise NotImplementedError(
-            f"{sharded} does not support states; leave out initial_state and return_state, or axis_name"
-        )
-    if more_keys:
-        raise NotImplementedError(
-            f"{sharded} needs equal numbers of keys and queries; leave out a KV cache, or axis_name"
-        )
-    if implementation == "reference":
-        raise NotImplementedError(
-            f"{sharded} implementation 'reference' does not support; use implementation='xla', or leave out axis_name"
-        )
+    arguments.check_axis_name(request.axis_name)

@@ -74,9 +74,10 @@ def _attention(program: programs.Program, traced: jax.stages.Traced) -> Iterator
     reasons: dict[str, list[str]] = collections.defaultdict(list)
     for kernel in dict.fromkeys(program.kernels):
         heads = {"num_heads": kernel.num_heads // tensor, "num_kv_heads": kernel.num_kv_heads // tensor}
-        for choice, reason in dataclasses.replace(kernel, **heads).explain(rows, config.data.context_length):
-            if on_gpu or "mosaic_gpu" not in choice:  # elsewhere, kernels for GPUs are no news
-                reasons[reason].append(choice)
+        for candidate in dataclasses.replace(kernel, **heads).explain(rows, config.data.context_length):
+            # Elsewhere than on GPUs, their kernels are no news.
+            if candidate.reason and (on_gpu or candidate.implementation != "mosaic_gpu"):
+                reasons[candidate.reason].append(str(candidate))
     for reason, choices in reasons.items():
         yield f"  not {', '.join(choices)}: {reason}"
 

@@ -12,6 +12,14 @@ def explain(time=4096, batch=1, heads=12, head_dim=64, value_dim=64, power=2, dt
     return ops.explain(query, query, value, power=power, **options)
 
 
+def flops_of(plan):
+    return {candidate.form: candidate.flops for candidate in plan.candidates}
+
+
+def reasons(plan):
+    return {str(candidate): candidate.reason for candidate in plan.candidates}
+
+
 def crossover(**shape):
     times = (int(2 ** (n / 16)) for n in range(16 * 8, 16 * 21))
     return next(time for time in times if explain(time=time, **shape).form == "chunked")
@@ -35,7 +43,7 @@ def test_flops_count_shared_key_heads_and_all_keys():
             jax.ShapeDtypeStruct((1, length, count, 8), jnp.float32)
             for length, count in ((time, heads), (key_time, kv_heads))
         )
-        return dict(ops.explain(query, key, key).flops)
+        return flops_of(ops.explain(query, key, key))
 
     full, shared = flops(8, 8, 64, 64), flops(8, 1, 64, 64)
     assert full["attention"] == shared["attention"]
@@ -46,17 +54,21 @@ def test_flops_count_shared_key_heads_and_all_keys():
 def test_reasons_name_the_choices_not_taken():
     plan = explain(time=65_536)
     assert (plan.form, plan.implementation, plan.chunk) == ("chunked", "xla", 128)
-    assert dict(plan.not_taken)["attention"] == "it takes more FLOPs"
-    assert "Hopper" in dict(plan.not_taken)["chunked by mosaic_gpu"]
-    flops = dict(plan.flops)
+    assert reasons(plan)["attention by xla"] == "it takes more FLOPs"
+    assert reasons(plan)["chunked by xla"] is None
+    assert "Hopper" in reasons(plan)["chunked by mosaic_gpu"]
+    flops = flops_of(plan)
     assert flops["attention"] == 65_536 * 12 * 128 * 65_536
     assert flops["chunked"] < flops["attention"]
-    assert "chunked form by xla" in str(plan)
+    first, *rows = str(plan).splitlines()
+    assert first == "chunked form by xla, chunk 128, window 64"
+    assert [row.split()[0] for row in rows] == ["attention", "attention", "chunked", "chunked"]
+    assert rows[3].endswith("FLOPs  taken")
 
 
 def test_a_large_state_is_a_reason(monkeypatch):
     monkeypatch.setattr(target, "memory_bytes", lambda: 2**20)
-    assert "do not fit in memory" in dict(explain(time=65_536).not_taken)["chunked"]
+    assert "do not fit in memory" in reasons(explain(time=65_536))["chunked by xla"]
 
 
 def test_a_plan_describes_the_call():

@@ -12,7 +12,7 @@ from sympow_jax import config as configs
 from sympow_jax import ops
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers.attention import positions
-from sympow_jax.ops import cost
+from sympow_jax.ops import cost, plan
 
 __all__ = ["CachePolicy", "Kernel", "Memory", "RecurrentKernel"]
 
@@ -173,8 +173,8 @@ class Kernel(abc.ABC):
             f"cache, with a larger max_length"
         )
 
-    def explain(self, batch: int, time: int) -> tuple[tuple[str, str], ...]:
-        """Returns pairs of a choice that is not taken for a batch without a state, and the reason."""
+    def explain(self, batch: int, time: int) -> tuple[plan.Candidate, ...]:
+        """Returns the forms and implementations that the op chooses from for a batch without a state."""
         return ()
 
     def prefers_cache(self, max_length: int) -> bool:

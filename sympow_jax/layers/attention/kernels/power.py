@@ -61,8 +61,7 @@ class PowerKernel(kernel.RecurrentKernel):
         )
         value = jax.ShapeDtypeStruct((*key.shape[:3], self.head_dim), key.dtype)
         log_decay = jax.ShapeDtypeStruct(value.shape if self._per_channel else key.shape[:3], jnp.float32)
-        plan = ops.explain(query, key, value, log_decay=log_decay, **self.op(None).keywords)
-        return plan.not_taken
+        return ops.explain(query, key, value, log_decay=log_decay, **self.op(None).keywords).candidates
 
     def step(self, rotate):
         attention = self.attention
