@@ -141,10 +141,6 @@ def lookup(table: Float[Array, "V M"], tokens: Int[Array, "B T"]) -> Float[Array
 @derivatives.custom_vjp
 def _divided_lookup(table, tokens):
     """Implements `lookup` for a table that is sharded by ROWS over the Auto axes of the mesh in scope."""
-    return _lookup_fwd(table, tokens)[0]
-
-
-def _lookup_fwd(table, tokens):
     axes = _axes_of(partitioning.ROWS, table)
 
     def local(table, tokens):
@@ -154,11 +150,11 @@ def _lookup_fwd(table, tokens):
 
     out = partitioning.fit(partitioning.TOKENS, tokens.shape)
     specs = partitioning.ROWS, partitioning.TOKENS
-    return partitioning.over_devices(local, (table, tokens), specs, out), (table, tokens)
+    return partitioning.over_devices(local, (table, tokens), specs, out)
 
 
-def _lookup_bwd(residuals, drows):
-    table, tokens = residuals
+def _lookup_bwd(arguments, drows):
+    table, tokens = arguments
     axes, summed = (
         _axes_of(partitioning.ROWS, table),
         partitioning.dividing(partitioning.TOKENS, tokens.shape),
@@ -178,7 +174,7 @@ def _lookup_bwd(residuals, drows):
     return partitioning.over_devices(local, (table, tokens, drows), specs, out), None
 
 
-_divided_lookup.defvjp(_lookup_fwd, _lookup_bwd)
+_divided_lookup.defvjp(None, _lookup_bwd)
 
 
 def gather(part: Float[Array, "_ _"], axes: tuple[str | None, ...], name: str) -> Float[Array, "_ _"]:

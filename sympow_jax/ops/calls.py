@@ -16,7 +16,7 @@ import numpy as np
 from sympow_jax.array_types import Array
 from sympow_jax.ops.promotion import by_default_rules
 
-__all__ = ["on_any_mesh", "op", "same_variation", "static_or_traced", "varying_over"]
+__all__ = ["op", "same_variation", "static_or_traced", "varying_over"]
 
 # Axes that a mesh may shard; all others are unsharded in the results of a call.
 _DIVIDED = frozenset("BTSNK")
@@ -36,33 +36,31 @@ def op[**P, R](
     """
 
     def compiled(f):
+        f = by_default_rules(f)
+
         @functools.partial(jax.jit, static_argnums=0)
         @functools.wraps(f)
         def call(plan, **arrays):
-            spec = _Specs(layouts, arrays)
-            out_types = jax.tree.map(spec, outputs(plan))
-            return on_any_mesh(functools.partial(by_default_rules(f), plan), arrays, out_types)
+            arrays = same_variation(arrays)
+            meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
+            mesh = next((mesh for mesh in meshes if not mesh.empty), None)
+            if mesh is None or not mesh.explicit_axes:
+                return f(plan, **arrays)
+            axes = _axes_of_letters(layouts, arrays)
+
+            def sharding(layout):
+                spec = jax.sharding.PartitionSpec(*(axes.get(letter) for letter in layout.split()))
+                return jax.NamedSharding(mesh, spec)
+
+            return jax.sharding.auto_axes(
+                lambda arrays: f(plan, **arrays),
+                axes=mesh.explicit_axes,
+                out_sharding=jax.tree.map(sharding, outputs(plan)),
+            )(arrays)
 
         return call
 
     return compiled
-
-
-def on_any_mesh(f: Callable, arrays: dict, outputs):
-    """Calls f(**arrays) with no Explicit mesh axes and with floats that all vary over the same manual axes.
-
-    outputs: a tree of the PartitionSpec of each array that f returns.
-    """
-    arrays = same_variation(arrays)
-    mesh = _mesh(arrays)
-    if mesh is None or not mesh.explicit_axes:
-        return f(**arrays)
-    shardings = jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), outputs)
-
-    def call(arrays):
-        return f(**arrays)
-
-    return jax.sharding.auto_axes(call, axes=mesh.explicit_axes, out_sharding=shardings)(arrays)
 
 
 def same_variation(tree):
@@ -110,24 +108,14 @@ def _varying(x):
     return jax.typeof(x).manual_axis_type.varying
 
 
-def _mesh(arrays):
-    """Returns the mesh in the types of the arrays, or None if all are empty."""
-    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
-    return next((mesh for mesh in meshes if not mesh.empty), None)
-
-
-class _Specs:
-    """Maps a layout to the PartitionSpec that the arguments have on the same letters."""
-
-    def __init__(self, layouts, arrays):
-        self._axes = {}
-        for name, layout in layouts.items():
-            leaves = jax.tree.leaves(arrays.get(name), is_leaf=lambda x: x is None)
-            for x, letters in zip(leaves, jax.tree.leaves(layout)):
-                spec = () if x is None else jax.typeof(x).sharding.spec
-                for letter, axes in zip(letters.split(), spec):
-                    if axes is not None and letter in _DIVIDED:
-                        self._axes.setdefault(letter, axes)
-
-    def __call__(self, layout: str) -> jax.sharding.PartitionSpec:
-        return jax.sharding.PartitionSpec(*(self._axes.get(letter) for letter in layout.split()))
+def _axes_of_letters(layouts, arrays) -> dict[str, Any]:
+    """Returns the mesh axes over which the arguments are sharded, by letter of their layouts."""
+    found: dict[str, Any] = {}
+    for name, layout in layouts.items():
+        leaves = jax.tree.leaves(arrays.get(name), is_leaf=lambda x: x is None)
+        for x, letters in zip(leaves, jax.tree.leaves(layout)):
+            spec = () if x is None else jax.typeof(x).sharding.spec
+            for letter, axes in zip(letters.split(), spec):
+                if axes is not None and letter in _DIVIDED:
+                    found.setdefault(letter, axes)
+    return found

@@ -38,7 +38,7 @@ class custom_vjp:
         >>> @derivatives.custom_vjp
         ... def square(x):
         ...     return x * x
-        >>> square.defvjp(lambda x: (square(x), x), lambda x, gradient: (2 * x * gradient,))
+        >>> square.defvjp(None, lambda arguments, gradient: (2 * arguments[0] * gradient,))
         >>> float(jax.grad(square)(3.0)), tuple(map(float, jax.jvp(square, (3.0,), (1.0,))))
         (6.0, (9.0, 6.0))
     """
@@ -51,17 +51,25 @@ class custom_vjp:
             *static, arrays, cotangents = args
             return jax.vjp(functools.partial(self._plain, *static), *arrays)[1](cotangents)
 
-        self.defvjp(lambda *args: (self(*args), args[self._static :]), bwd)
+        self.defvjp(None, bwd)
 
     def defvjp(
-        self, fwd: Callable[..., Any], bwd: Callable[..., Any], jvp: Callable[..., Any] | None = None
+        self,
+        fwd: Callable[..., Any] | None,
+        bwd: Callable[..., Any],
+        jvp: Callable[..., Any] | None = None,
     ) -> None:
         """Sets the rule: `fwd` returns the result and residuals, of which `bwd` makes the gradients.
 
-        With `jvp`, which makes the result's tangents of residuals and the arguments' tangents, reverse mode outside of
-        `jax.jit` keeps the residuals alone; without it, the arguments too.
+        If `fwd` is None, the residuals are the arguments that are not static. With `jvp`, which makes the result's
+        tangents of residuals and the arguments' tangents, reverse mode outside of `jax.jit` keeps the residuals alone;
+        without it, the arguments too.
         """
-        self._fwd, self._bwd = by_default_rules(fwd), by_default_rules(bwd)
+
+        def keep(*args):
+            return self(*args), args[self._static :]
+
+        self._fwd, self._bwd = by_default_rules(fwd or keep), by_default_rules(bwd)
         self._jvp = None if jvp is None else by_default_rules(jvp)
 
     def __call__(self, *args):

@@ -66,13 +66,9 @@ def mean_vjp(out, denominator, dout, axis, division=Division.POSITIVE):
     return dnumerator, -(dnumerator * out).sum(axis, keepdims=True)
 
 
-def _some(denominator, division):
-    # A NaN sum counts as nonzero, so the mean is NaN and not zero.
-    return denominator != 0 if division is Division.SIGNED else ~(denominator <= 0)
-
-
 def _divided(division, numerator, denominator):
-    some = _some(denominator, division)
+    # A NaN sum counts as nonzero, so the mean is NaN and not zero.
+    some = denominator != 0 if division is Division.SIGNED else ~(denominator <= 0)
     return jnp.where(some, numerator / jnp.where(some, denominator, 1), 0)
 
 

@@ -121,8 +121,9 @@ def masked_queries(plan, query, sequence):
 
 def padded(rows: Rows, multiple: int) -> Rows:
     """Returns rows padded with positions without a token, to a multiple of `multiple` positions."""
+    missing = -rows.query.shape[1] % multiple
     tokens = {
-        name: _pad_end(x, multiple)
+        name: jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))
         for name, x in rows._asdict().items()
         if x is not None and name not in ("kv", "norm")
     }
@@ -131,15 +132,10 @@ def padded(rows: Rows, multiple: int) -> Rows:
 
 def unit_scale(query: Float[Array, "*rest D"]) -> Float[Array, "*rest D"]:
     """Returns the query times the power of two that brings its largest entry into [1/2, 1)."""
-    exponent = _unit_exponent(query)[..., None]
+    exponent = jnp.frexp(jax.lax.stop_gradient(jnp.abs(query).max(-1)))[1][..., None]
     # Two factors: the inverse of a large power of two would be subnormal, that of a subnormal one would overflow.
     half = exponent // 2
     return jnp.ldexp(jnp.ldexp(query, -half), half - exponent)
-
-
-def _unit_exponent(query: Float[Array, "*rest D"]) -> Int[Array, "*rest"]:
-    """Returns the exponent of the power of two by which `unit_scale` divides."""
-    return jnp.frexp(jax.lax.stop_gradient(jnp.abs(query).max(-1)))[1]
 
 
 def scaled_keys(key: Float[Array, "B S K D"], power: int) -> Float[Array, "B S K D"]:
@@ -167,7 +163,3 @@ _permuted.defvjp(
     lambda orders, dx: (_permuted(dx, *reversed(orders)), None, None),
     lambda orders, changes: _permuted(changes[0], *orders),
 )
-
-
-def _pad_end(x, multiple):
-    return jnp.pad(x, [(0, 0), (0, -x.shape[1] % multiple)] + [(0, 0)] * (x.ndim - 2))

@@ -128,13 +128,9 @@ def sums_from_earlier_state(
     return _since_start(log_decay, query) * _joined(sums, query.shape)
 
 
-def _sums_from_earlier_state_fwd(power, precision, state, query, log_decay):
-    return sums_from_earlier_state(power, precision, state, query, log_decay), (state, query, log_decay)
-
-
-def _sums_from_earlier_state_bwd(power, precision, residuals, dsums):
+def _sums_from_earlier_state_bwd(power, precision, arguments, dsums):
     """Computes the gradients; as in `chunked`, q . dq / p sums the gradients of the log weights of a query."""
-    state, query, log_decay = residuals
+    state, query, log_decay = arguments
     weights = _weights(state, query, power)
     weighted = features.weighted(state, weights)
     wide = query.astype(state[0].dtype)
@@ -156,7 +152,7 @@ def _sums_from_earlier_state_bwd(power, precision, residuals, dsums):
     return features.weighted(dstate, weights), dquery.astype(query.dtype), dlog
 
 
-sums_from_earlier_state.defvjp(_sums_from_earlier_state_fwd, _sums_from_earlier_state_bwd)
+sums_from_earlier_state.defvjp(None, _sums_from_earlier_state_bwd)
 
 
 def _weights(state, query, power):

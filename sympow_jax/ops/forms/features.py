@@ -132,13 +132,14 @@ def _monomials(power: int, x: Float[Array, "D C"]) -> Groups:
     return tuple(lower[i] * upper[j] for i, j in zip(left, right))
 
 
-def _monomials_bwd(power, x, cotangents):
+def _monomials_bwd(power, arguments, cotangents):
     """Returns sum_f n cotangent[f x_d] f(x) for each d, over the monomials f of degree p - 1.
 
     x_d is n times a factor of f x_d.
     """
     if power == 1:
         return cotangents
+    (x,) = arguments
     cotangent = jnp.concatenate(cotangents)
     before = feature_maps.monomials(x, power - 1)
     index, exponent = _raised(len(x), power)
@@ -152,7 +153,7 @@ def _monomials_bwd(power, x, cotangents):
     return (jax.lax.map(of_dimension, (index, exponent.astype(x.dtype)), batch_size=batch),)
 
 
-_monomials.defvjp(lambda power, x: (_monomials(power, x), x), _monomials_bwd)
+_monomials.defvjp(None, _monomials_bwd)
 
 
 @functools.cache

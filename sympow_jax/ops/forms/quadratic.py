@@ -75,16 +75,12 @@ def sums(
     return layout.join_chunks(out)
 
 
-def _sums_fwd(plan, query, key, value, log_decay, first):
-    return sums(plan, query, key, value, log_decay, first), (query, key, value, log_decay, first)
-
-
-def _sums_bwd(plan, residuals, dsums):
-    *arrays, first = residuals
+def _sums_bwd(plan, arguments, dsums):
+    *arrays, first = arguments
     return *_gradients(plan, *arrays, dsums, first), None
 
 
-sums.defvjp(_sums_fwd, _sums_bwd)
+sums.defvjp(None, _sums_bwd)
 
 
 def _gradients_of_all_pairs(plan, query, key, value, log_decay, dsums, first):
