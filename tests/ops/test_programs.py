@@ -101,6 +101,46 @@ def test_a_step_with_its_state_can_be_serialized():
         jax.tree.map(np.testing.assert_array_equal, jax.export.deserialize(same).call(other), other)
 
 
+@pytest.mark.parametrize(
+    ("name", "backward"),
+    [("chunked", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in every_op.OPS)],
+)
+def test_each_argument_may_be_the_one_that_is_mapped(name, backward):
+    f, arguments, _, _ = every_op.OPS[name]()
+    program = jax.jit(lambda arguments: every_op.outputs_and_gradients(f, arguments, backward=backward))
+    alone = program(arguments)
+    for argument, value in arguments.items():
+        # The second of two elements is the argument itself, the first one differs from it in its floats.
+        both = jax.tree.map(lambda x: jnp.stack([x / 2 if every_op.is_float(x) else x, x]), value)
+        axes = {name: 0 if name == argument else None for name in arguments}
+        mapped = jax.vmap(program, (axes,))(arguments | {argument: both})
+        for pair, expected in zip(jax.tree.leaves(mapped), jax.tree.leaves(alone), strict=True):
+            largest = np.abs(expected).max(initial=0)
+            np.testing.assert_allclose(pair[1], expected, rtol=1e-4, atol=1e-4 * largest)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("step-that-folds", "chunked"),
+        pytest.param("linear-step", marks=pytest.mark.slow),
+        pytest.param("kv_cache-step", marks=pytest.mark.slow),
+    ],
+)
+def test_a_donated_state_gives_the_same_results_in_its_own_memory(name):
+    f, arguments, _, _ = every_op.OPS[name]()
+    state = "initial_state" if name == "chunked" else "state"
+    expected = jax.jit(f)(**arguments)
+    donated = jax.tree.map(jnp.copy, arguments[state])
+    call = jax.jit(f, donate_argnames=state)
+    program = call.lower(**arguments | {state: donated}).compile()
+    # Small fields may be computed from others and need not be aliased.
+    assert program.memory_analysis().alias_size_in_bytes > donated.nbytes / 2
+    results = call(**arguments | {state: donated})
+    jax.tree.map(np.testing.assert_array_equal, results, expected)
+    assert any(x.is_deleted() for x in jax.tree.leaves(donated))
+
+
 _events = []
 jax.monitoring.register_event_duration_secs_listener(lambda name, seconds, **_: _events.append(name))
 
