@@ -36,6 +36,7 @@ __all__ = [
     "check_same_length",
     "check_segment_ids",
     "check_state",
+    "static_or_traced",
     "to_array",
     "to_arrays",
     "to_segment_ids",
@@ -396,6 +397,25 @@ def check_number(name: str, value, above: float) -> float:
     if not is_number or not above < value < math.inf:
         raise ValueError(f"{name} is {value!r}; it must be a finite number above {above}")
     return float(value)
+
+
+def static_or_traced(name: str, number) -> tuple[float | None, jax.Array | None]:
+    """Returns (number, None) for a Python number, (None, array) for an array, and (None, None) for None.
+
+    Raises:
+        ValueError: it is not finite, or neither a number nor an array of one. The error begins with `name`.
+    """
+    if isinstance(number, int | float) and not isinstance(number, bool):
+        if not math.isfinite(number):
+            raise ValueError(f"{name} is {number}; it must be finite")
+        return number, None
+    if number is None:
+        return None, None
+    is_array = isinstance(number, jax.Array | np.ndarray | np.generic) and number.dtype.kind in "iufV"
+    if not is_array or np.shape(number):
+        found = f"an array of shape {np.shape(number)}" if np.shape(number) else repr(number)
+        raise ValueError(f"{name} is {found}; it must be a number")
+    return None, jnp.asarray(number)
 
 
 def check_dtype(name: str, dtype) -> None:

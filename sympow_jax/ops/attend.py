@@ -56,7 +56,9 @@ def _attend(plan, tokens, state):
     # With jax 0.11, operations on an empty array, such as values of width 0, forget which mesh axes it varies over.
     tokens, state = calls.same_variation((tokens, state))
 
-    backend = _mosaic() if plan.implementation == "mosaic_gpu" else xla
+    # Pallas takes a second to import, so import it only if a kernel runs.
+    on_kernels = plan.implementation == "mosaic_gpu"
+    backend = importlib.import_module("sympow_jax.ops.backends.hopper") if on_kernels else xla
     # States hold p-th powers of unscaled keys. Shards of the time axis would have scales of their own.
     stateless = state is None and not plan.return_state
     of_whole_rows = plan.axis_name is None or plan.form == "attention"
@@ -102,8 +104,3 @@ def attend_step(plan, tokens, state):
         step = importlib.import_module("sympow_jax.ops.backends.hopper_step").step
     with jax.named_scope(f"step_{plan.implementation}"):
         return step(plan, tokens, state)
-
-
-def _mosaic():
-    # Pallas takes a second to import, so import it only if a kernel runs.
-    return importlib.import_module("sympow_jax.ops.backends.hopper")

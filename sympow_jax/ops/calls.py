@@ -5,18 +5,15 @@ for one device, except that a loop carry must start as `zeros_like` of an array 
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from sympow_jax.array_types import Array
 from sympow_jax.ops.promotion import by_default_rules
 
-__all__ = ["op", "same_variation", "static_or_traced", "varying_over"]
+__all__ = ["op", "same_variation", "varying_over"]
 
 # Axes that a mesh may shard; all others are unsharded in the results of a call.
 _DIVIDED = frozenset("BTSNK")
@@ -82,25 +79,6 @@ def varying_over(x, axes: frozenset[str]):
     """Returns x varying over these manual mesh axes in addition to its own."""
     missing = tuple(sorted(axes - _varying(x)))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-
-def static_or_traced(name: str, number) -> tuple[float | None, Array | None]:
-    """Returns (number, None) for a Python number, (None, array) for an array, and (None, None) for None.
-
-    Raises:
-        ValueError: it is not finite, or neither a number nor an array of one. The error begins with `name`.
-    """
-    if isinstance(number, int | float) and not isinstance(number, bool):
-        if not math.isfinite(number):
-            raise ValueError(f"{name} is {number}; it must be finite")
-        return number, None
-    if number is None:
-        return None, None
-    is_array = isinstance(number, jax.Array | np.ndarray | np.generic) and number.dtype.kind in "iufV"
-    if not is_array or np.shape(number):
-        found = f"an array of shape {np.shape(number)}" if np.shape(number) else repr(number)
-        raise ValueError(f"{name} is {found}; it must be a number")
-    return None, jnp.asarray(number)
 
 
 def _varying(x):

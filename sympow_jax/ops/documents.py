@@ -147,7 +147,9 @@ def state_before[State](
     States have a `segment`. `count` maps a state before the shard to the one after it, restarting with every document.
     `add` combines a state before a document's tokens with one that counts only these tokens.
     """
-    first = _first_segment(segment_ids)
+    # The segment id of the first token, -1 if all are padding.
+    index = jnp.argmax(segment_ids >= 0, axis=1)[:, None]
+    first = jnp.maximum(jnp.take_along_axis(segment_ids, index, axis=1)[:, 0], NO_SEGMENT)
     own = count(dataclasses.replace(jax.tree.map(jnp.zeros_like, state), segment=first))
     restarts = boundaries(segment_ids, first).starts.any(axis=1)
 
@@ -162,12 +164,6 @@ def state_before[State](
         return dataclasses.replace(total, segment=jnp.where(first < 0, before.segment, own.segment))
 
     return time_axis.carried(step, state, (own, first, restarts), axis_name)
-
-
-def _first_segment(segment_ids):
-    """Returns the segment id of the first token, -1 if all are padding."""
-    first = jnp.argmax(segment_ids >= 0, axis=1)[:, None]
-    return jnp.maximum(jnp.take_along_axis(segment_ids, first, axis=1)[:, 0], NO_SEGMENT)
 
 
 def before_document(

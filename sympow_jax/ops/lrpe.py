@@ -296,7 +296,10 @@ def _transformed(x, basis: str, v) -> list:
     if basis == "householder":
         v = jnp.asarray(householder(head_dim) if v is None else v).astype(x.dtype)
         v = v.reshape(-1, 1, head_dim)
-        return [_reflected(_grouped(x, v.shape[0]), v).reshape(x.shape)]
+        # x - 2 v (v . x) / (v . v)
+        grouped = _grouped(x, v.shape[0])
+        share = jnp.sum(grouped * v, axis=-1, keepdims=True) * (2 / jnp.sum(v * v, axis=-1, keepdims=True))
+        return [(grouped - share * v).reshape(x.shape)]
     if basis == "odd_even":
         half = head_dim - head_dim // 2
         pairs = jnp.stack([x[..., : head_dim // 2], x[..., half:]], axis=-1)
@@ -312,12 +315,6 @@ def _grouped(x, groups: int):
     """Splits the heads of x [B, T, N, D] into groups: [B, T, K, N / K, D]."""
     batch, time, heads, head_dim = x.shape
     return x.reshape(batch, time, groups, heads // groups, head_dim)
-
-
-def _reflected(x, v):
-    """Returns x - 2 v (v . x) / (v . v)."""
-    share = jnp.sum(x * v, axis=-1, keepdims=True) * (2 / jnp.sum(v * v, axis=-1, keepdims=True))
-    return x - share * v
 
 
 @functools.cache

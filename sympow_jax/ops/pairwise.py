@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sympow_jax.array_types import Array
-from sympow_jax.ops import arguments, calls
+from sympow_jax.ops import arguments
 from sympow_jax.ops.tokens import Tokens
 
 __all__ = ["Plan", "prepare"]
@@ -50,5 +50,5 @@ def prepare(
         window = arguments.check_integer("window", window, 1)
         if not causal:
             raise ValueError(f"window is {window} and causal is False; only causal attention has a window")
-    fixed, traced = calls.static_or_traced("scale", scale)
+    fixed, traced = arguments.static_or_traced("scale", scale)
     return Plan(causal, fixed, implementation, block_size, axis_name, window), traced

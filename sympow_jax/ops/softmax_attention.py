@@ -110,7 +110,10 @@ def softmax_attention(
 
 @calls.op({"tokens": SEQUENCE}, lambda plan: "B T N E")
 def _call(plan, tokens, scale):
-    attend = functools.partial(_attend_all, plan, plan.scale if scale is None else scale)
+    scale = plan.scale if scale is None else scale
+    attend = functools.partial(
+        _attend_all, plan, 1 / math.sqrt(tokens.query.shape[-1]) if scale is None else scale
+    )
     return time_axis.by_heads(attend, tokens, plan.axis_name)
 
 
@@ -119,22 +122,23 @@ def _attend_all(plan, scale, tokens):
     if plan.window is not None and plan.window >= tokens.key.shape[1]:
         plan = plan._replace(window=None)
     finite = containment.remove(tokens, causal=plan.causal, window=plan.window)
-    return containment.restore(_attend_finite(plan, scale, finite.tokens), finite)
-
-
-def _attend_finite(plan, scale, tokens):
-    scale = 1 / math.sqrt(tokens.query.shape[-1]) if scale is None else scale
     dtype, value_dim = tokens.value.dtype, tokens.value.shape[-1]
-    query, key, value = _same_last_size(tokens.query.astype(dtype), tokens.key.astype(dtype), tokens.value)
-    tokens = tokens._replace(query=query, key=key, value=value)
+    # `dot_product_attention` requires D = E, and zeros change no score.
+    arrays = [x.astype(dtype) for x in finite.tokens[:3]]
+    size = max(x.shape[-1] for x in arrays)
+    query, key, value = (layout.pad_last(x, 0, size - x.shape[-1]) for x in arrays)
+    wide = finite.tokens._replace(query=query, key=key, value=value)
+    out = None
     if plan.implementation != "xla":
         try:
-            return _cudnn(plan, scale, tokens)[..., :value_dim]
+            out = _cudnn(plan, scale, wide)
         except NotImplementedError:
             if plan.implementation == "cudnn":
                 raise
-    with jax.named_scope("softmax_xla"):
-        return _xla(plan, scale, tokens)[..., :value_dim]
+    if out is None:
+        with jax.named_scope("softmax_xla"):
+            out = _xla(plan, scale, wide)
+    return containment.restore(out[..., :value_dim], finite)
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -223,12 +227,6 @@ def _reordered(tree, order: Int[Array, "B T"]):
     return jax.tree.map(lambda x: jnp.take_along_axis(x, layout.with_rank(order, x.ndim), axis=1), tree)
 
 
-def _same_last_size(*arrays: Array) -> list[Array]:
-    """Pads the last axis with zeros up to the longest: `dot_product_attention` requires D = E."""
-    size = max(x.shape[-1] for x in arrays)
-    return [jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])]) for x in arrays]
-
-
 class _Rows(NamedTuple):
     """Document, place and decay of each position, which with the scores determine the attention weights.
 
@@ -273,22 +271,18 @@ def _attend_runs(queries, keys, plan, scale: float) -> Float[Array, "B T N E"]:
     runs = []
     for start in range(0, time, run_length):
         stop = min(start + run_length, time)
-        run_keys = _slice_time(keys, 0, before + stop)
-        runs.append(_attend_run(_slice_time(queries, start, stop), run_keys, plan, scale))
+        run_keys, run_queries = _slice_time(keys, 0, before + stop), _slice_time(queries, start, stop)
+        first = before + start
+        if stop - start <= plan.block_size:
+            runs.append(_attend(jnp.arange(first, before + stop), run_queries, run_keys, plan, scale))
+            continue
+
+        def attend(begin, block_queries, first=first, run_keys=run_keys):
+            steps = first + begin + jnp.arange(plan.block_size)
+            return _attend(steps, block_queries, run_keys, plan, scale)
+
+        runs.append(_by_block(attend, run_queries, plan.block_size))
     return jnp.concatenate(runs, axis=1)
-
-
-def _attend_run(queries, keys, plan, scale: float) -> Float[Array, "B T N E"]:
-    """Computes the outputs of the last T positions of `keys`, block by block."""
-    time, key_time = queries[0].shape[1], keys[0].shape[1]
-    if time <= plan.block_size:
-        return _attend(jnp.arange(key_time - time, key_time), queries, keys, plan, scale)
-
-    def attend(start, block_queries):
-        steps = key_time - time + start + jnp.arange(plan.block_size)
-        return _attend(steps, block_queries, keys, plan, scale)
-
-    return _by_block(attend, queries, plan.block_size)
 
 
 def _attend_slices(queries, keys, plan, scale: float) -> Float[Array, "B T N E"]:

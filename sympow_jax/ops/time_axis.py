@@ -53,17 +53,17 @@ def carried(step: Callable, initial, summary, axis_name: str, *, reverse: bool =
     shards = jax.lax.all_gather(summary, axis_name)
     # Within `shard_map` with its checks, the carry must vary over the mesh axes from the start.
     carry_type = jax.eval_shape(step, initial, jax.tree.map(lambda x: x[0], shards))
-    initial = jax.tree.map(_as_varying, initial, carry_type)
+    initial = jax.tree.map(
+        # Without the checks there is no such type.
+        lambda x, like: (
+            x if like.manual_axis_type is None else calls.varying_over(x, like.manual_axis_type.varying)
+        ),
+        initial,
+        carry_type,
+    )
     _, before = jax.lax.scan(emit_carry, initial, shards, reverse=reverse, unroll=8)
     index = jax.lax.axis_index(axis_name)
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), before)
-
-
-def _as_varying(x, like):
-    """Returns x varying over all manual mesh axes that the type `like` varies over."""
-    if like.manual_axis_type is None:  # without the checks
-        return x
-    return calls.varying_over(x, like.manual_axis_type.varying)
 
 
 def by_heads(
@@ -93,7 +93,9 @@ def by_heads(
             f"{key.shape[1]} and {query.shape[1]}; leave out a KV cache, or axis_name"
         )
     devices, heads, kv_heads = jax.lax.axis_size(axis_name), query.shape[2], key.shape[2]
-    repeats = _repeats(heads, kv_heads, devices)
+    group = heads // kv_heads
+    fitting = (n for n in range(1, group) if group % n == 0 and kv_heads * n % devices == 0)
+    repeats = next(fitting, group)
     missing = -kv_heads * repeats % devices
 
     def divided(x, repeats=1):
@@ -107,16 +109,6 @@ def by_heads(
     log_decay = None if log_decay is None else divided(log_decay, repeats)
     out = attend(Tokens(divided(query), key, value, log_decay, segment_ids))
     return jax.lax.all_to_all(out, axis_name, 1, 2, tiled=True)[:, :, :heads]
-
-
-def _repeats(heads: int, kv_heads: int, devices: int) -> int:
-    """Returns how often to repeat each key head so that all devices have equal numbers of heads.
-
-    If no such number is below the query heads per key head, it returns the latter.
-    """
-    group = heads // kv_heads
-    fitting = (n for n in range(1, group) if group % n == 0 and kv_heads * n % devices == 0)
-    return next(fitting, group)
 
 
 def _shifted(tree, axis_name, distance, reverse):
