@@ -5,7 +5,7 @@ import importlib
 
 import jax
 
-from sympow_jax.ops import calls, containment, rows, time_axis
+from sympow_jax.ops import containment, rows, sharding, time_axis
 from sympow_jax.ops import mean as means
 from sympow_jax.ops import state as power_state
 from sympow_jax.ops.backends import xla
@@ -23,7 +23,7 @@ def _outputs(plan):
     return "B T N E", power_state.PowerState.layout(per_channel=plan.per_channel)
 
 
-@calls.op({"tokens": SEQUENCE}, _outputs)
+@sharding.op({"tokens": SEQUENCE}, _outputs)
 def attend(plan, tokens, state):
     """Returns the output of `plan.make`'s plan, and the state after the last token or None.
 
@@ -54,7 +54,7 @@ def _attend(plan, tokens, state):
     else:
         tokens = containment.without_padding(tokens)
     # With jax 0.11, operations on an empty array, such as values of width 0, forget which mesh axes it varies over.
-    tokens, state = calls.same_variation((tokens, state))
+    tokens, state = sharding.same_variation((tokens, state))
 
     # Pallas takes a second to import, so import it only if a kernel runs.
     on_kernels = plan.implementation == "mosaic_gpu"
@@ -94,7 +94,7 @@ def _attend(plan, tokens, state):
     return out, final
 
 
-@calls.op(
+@sharding.op(
     {"tokens": ONE}, lambda plan: ("B N E", power_state.PowerState.layout(per_channel=plan.per_channel))
 )
 def attend_step(plan, tokens, state):

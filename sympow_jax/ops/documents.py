@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int, Shaped
-from sympow_jax.ops import arguments, calls, time_axis
+from sympow_jax.ops import arguments, sharding, time_axis
 from sympow_jax.ops.pytree import State
 
 __all__ = [
@@ -119,7 +119,7 @@ def positions(
     return _positions(axis_name, segment_ids=segment_ids, state=state)
 
 
-@calls.op({"segment_ids": "B T"}, lambda axis_name: ("B T", PositionState.layout()))
+@sharding.op({"segment_ids": "B T"}, lambda axis_name: ("B T", PositionState.layout()))
 def _positions(axis_name, segment_ids, state):
     def count(state):
         starts, valid, last = boundaries(segment_ids, state.segment)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import calls, containment, cost, documents, pairwise, time_axis
+from sympow_jax.ops import containment, cost, documents, pairwise, sharding, time_axis
 from sympow_jax.ops import decay as decays
 from sympow_jax.ops.forms import expressive
 from sympow_jax.ops.tokens import SEQUENCE, Tokens
@@ -95,7 +95,7 @@ def expressive_attention(
     return _call(plan, tokens=tokens, scale=traced_scale)
 
 
-@calls.op({"tokens": SEQUENCE}, lambda plan: "B T N E")
+@sharding.op({"tokens": SEQUENCE}, lambda plan: "B T N E")
 def _call(plan, tokens, scale):
     compute = (
         _reference if plan.implementation == "reference" else functools.partial(_blockwise, plan.block_size)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import arguments, calls, cost, documents, fixed_point
+from sympow_jax.ops import arguments, cost, documents, fixed_point, sharding
 from sympow_jax.ops.promotion import by_default_rules
 from sympow_jax.ops.pytree import State
 
@@ -169,7 +169,7 @@ _STATE = {"state": KVCache.layout()}
 _TOKENS = _STATE | {"key": "B T K D", "value": "B T K E"}
 
 
-@calls.op(_TOKENS, lambda _: (KVCache.layout(), "B T"))
+@sharding.op(_TOKENS, lambda _: (KVCache.layout(), "B T"))
 def _appended(_, state, key, value, log_decay, segment_ids):
     batch, time, kv_heads, _ = key.shape
     if log_decay is None:
@@ -187,7 +187,7 @@ def _appended(_, state, key, value, log_decay, segment_ids):
     return cache, continues & ~state.complete[:, None]
 
 
-@calls.op(_STATE, lambda _: KVCache.layout())
+@sharding.op(_STATE, lambda _: KVCache.layout())
 def _without_gaps(_, state):
     state = _in_order(state)
     order = jnp.argsort(state.segment_ids >= 0, axis=1, stable=True)
@@ -201,7 +201,7 @@ def _without_gaps(_, state):
     )
 
 
-@calls.op(_STATE, lambda capacity: KVCache.layout())
+@sharding.op(_STATE, lambda capacity: KVCache.layout())
 def _newest(capacity, state):
     state = _in_order(state)
     nothing = jnp.full_like(state.segment, documents.NO_SEGMENT)
@@ -220,7 +220,7 @@ def _newest(capacity, state):
     )
 
 
-@calls.op(
+@sharding.op(
     _STATE | {"query": "B N D", "key": "B K D", "value": "B K E"}, lambda _: ("B N E", KVCache.layout(), "B")
 )
 def _step(weigh, state, query, key, value, log_decay, segment_ids):

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import arguments, calls, containment, cost, feature_maps, rows
+from sympow_jax.ops import arguments, containment, cost, feature_maps, rows, sharding
 from sympow_jax.ops import attend as recurrent
 from sympow_jax.ops import mean as means
 from sympow_jax.ops import plan as plans
@@ -328,7 +328,7 @@ def _mean(attend, kernel, tokens, rotate, normalizer, state):
     return out, LinearState(numerator, denominator)
 
 
-@calls.op({"tokens": SEQUENCE}, lambda _: ("B T N D", "B S K D"))
+@sharding.op({"tokens": SEQUENCE}, lambda _: ("B T N D", "B S K D"))
 def _without_padding(_, tokens):
     return containment.without_padding(tokens)[:2]
 
@@ -357,7 +357,7 @@ def _divided(plan, values, weights):
     The last column of `values` is a normalizer that is dropped.
     """
     division, dtype = plan
-    values, weights = calls.same_variation((values, weights))
+    values, weights = sharding.same_variation((values, weights))
     return means.mean(values[..., :-1], weights, -1, division).astype(dtype)
 
 

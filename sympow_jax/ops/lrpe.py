@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import arguments, calls, derivatives, phase, rotary
+from sympow_jax.ops import arguments, derivatives, phase, rotary, sharding
 
 __all__ = ["BASES", "CORES", "KINDS", "encode", "householder", "permutation", "rates"]
 
@@ -136,7 +136,7 @@ def _array(static: tuple) -> np.ndarray:
     return np.array(values).reshape(shape)
 
 
-@calls.op({"x": "B T N D", "positions": "B T"}, lambda plan: "B T N D")
+@sharding.op({"x": "B T N D", "positions": "B T"}, lambda plan: "B T N D")
 def _encode(plan, x, positions, rates, householder, permutation):
     core = plan.core
     parts = _transformed(x.astype(np.promote_types(x.dtype, jnp.float32)), plan.basis, householder)

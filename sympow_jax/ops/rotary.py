@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int, UInt
-from sympow_jax.ops import arguments, calls, documents, fixed_point, phase
+from sympow_jax.ops import arguments, documents, fixed_point, phase, sharding
 from sympow_jax.ops.promotion import by_default_rules
 from sympow_jax.ops.pytree import State
 
@@ -252,7 +252,7 @@ class _Angles(NamedTuple):
     axis_name: str | None
 
 
-@calls.op(
+@sharding.op(
     {"rate": "B T K D", "segment_ids": "B T"}, lambda plan: ("B T K D", RotaryState.layout(plan.by_pair))
 )
 def _learned_angles(plan, rate, segment_ids, state):
@@ -315,7 +315,7 @@ def rotate(
     return _rotate(layout, x=x, angles=angles)
 
 
-@calls.op({"x": "B T N D", "angles": "B T K D"}, lambda _: "B T N D")
+@sharding.op({"x": "B T N D", "angles": "B T K D"}, lambda _: "B T N D")
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
 def _rotate(layout, x, angles):
     """Rotates; the backward pass computes sines and cosines again."""

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import (
     arguments,
-    calls,
     containment,
     documents,
     fixed_point,
     layout,
     pairwise,
+    sharding,
     target,
     time_axis,
 )
@@ -108,7 +108,7 @@ def softmax_attention(
     return _call(plan, tokens=tokens, scale=traced_scale)
 
 
-@calls.op({"tokens": SEQUENCE}, lambda plan: "B T N E")
+@sharding.op({"tokens": SEQUENCE}, lambda plan: "B T N E")
 def _call(plan, tokens, scale):
     scale = plan.scale if scale is None else scale
     attend = functools.partial(

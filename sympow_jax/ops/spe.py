@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import arguments, calls, phase
+from sympow_jax.ops import arguments, phase, sharding
 
 __all__ = ["encode"]
 
@@ -88,7 +88,7 @@ def encode(
     )
 
 
-@calls.op({"query": "B T N D", "key": "B S K D"}, lambda _: ("B T N R", "B S K R"))
+@sharding.op({"query": "B T N D", "key": "B S K D"}, lambda _: ("B T N R", "B S K R"))
 def _encode(_, query, key, positions, key_positions, frequencies, phases, gains, noise):
     dtype = np.promote_types(np.promote_types(query.dtype, key.dtype), jnp.float32)
     # Phases rotate the noise of the queries, so that queries and keys can use the same cosines and sines.

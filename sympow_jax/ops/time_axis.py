@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float
-from sympow_jax.ops import calls
+from sympow_jax.ops import sharding
 from sympow_jax.ops.tokens import Tokens
 
 __all__ = ["by_heads", "carried", "exclusive_prefix", "from_left"]
@@ -56,7 +56,7 @@ def carried(step: Callable, initial, summary, axis_name: str, *, reverse: bool =
     initial = jax.tree.map(
         # Without the checks there is no such type.
         lambda x, like: (
-            x if like.manual_axis_type is None else calls.varying_over(x, like.manual_axis_type.varying)
+            x if like.manual_axis_type is None else sharding.varying_over(x, like.manual_axis_type.varying)
         ),
         initial,
         carry_type,

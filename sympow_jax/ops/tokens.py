@@ -36,6 +36,6 @@ class Tokens(NamedTuple):
         )
 
 
-# Axes of the arrays, for `calls.op`.
+# Axes of the arrays, for `sharding.op`.
 SEQUENCE = Tokens("B T N D", "B S K D", "B S K E", "B S K", "B S")  # type: ignore[arg-type]
 ONE = Tokens("B N D", "B K D", "B K E", "B K", "B")  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from pallas_kernels.power_state.quartic import forward as quartic
 from pallas_kernels.power_state.quartic import key_vjp as quartic_key_vjp
 from pallas_kernels.power_state.quartic import layout as layouts
 from pallas_kernels.power_state.quartic import query_vjp as quartic_query_vjp
-from sympow_jax.ops import calls
+from sympow_jax.ops import sharding
 
 __all__ = ["KERNELS", "kernels"]
 
@@ -42,7 +42,7 @@ def _called(function, shapes, *arrays, **options):
         return [np.asarray(x, shape.dtype) for x, shape in zip(results, out, strict=True)]
 
     # Results of a callback lose the manual mesh axes that they vary over, which results of the kernels keep.
-    return calls.same_variation((arrays, jax.pure_callback(call, out, *arrays)))[1]
+    return sharding.same_variation((arrays, jax.pure_callback(call, out, *arrays)))[1]
 
 
 def _shapes_of_update(vector, scalars, value, carry, start, weights, *, layout, config, **options):

@@ -10,8 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from sympow_jax import ops
-from sympow_jax.ops import target
-from sympow_jax.ops.backends import hopper
+from sympow_jax.ops import sharding, target
 from tests.pallas_kernels import traced
 
 
@@ -82,7 +81,7 @@ def test_divided_over_the_mesh_in_scope(kind, spec):
     Explicit axes are unchanged in the results.
     """
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType[kind],) * 2)
-    sharding = jax.NamedSharding(mesh, jax.P(*spec))
+    sharded = jax.NamedSharding(mesh, jax.P(*spec))
     seen = []
 
     def share(arrays):
@@ -90,8 +89,10 @@ def test_divided_over_the_mesh_in_scope(kind, spec):
         return {"out": arrays["query"] + arrays["key"]}
 
     with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.ones((8, 3, 4, 16)), sharding)
-        out = jax.jit(lambda x: hopper.per_device(share, {"query": x, "key": x}, ("out",))["out"])(x)
+        x = jax.device_put(jnp.ones((8, 3, 4, 16)), sharded)
+        layouts = dict.fromkeys(("query", "key", "out"), "B T K")
+        call = functools.partial(sharding.per_device, share, layouts=layouts, outputs=("out",))
+        out = jax.jit(lambda x: call({"query": x, "key": x})["out"])(x)
     assert seen[0] == (2, 3, 2, 16)
     assert out.shape == (8, 3, 4, 16)
-    assert kind == "Auto" or out.sharding.is_equivalent_to(sharding, out.ndim)
+    assert kind == "Auto" or out.sharding.is_equivalent_to(sharded, out.ndim)

@@ -13,17 +13,15 @@ from jax import ad_checkpoint
 
 from pallas_kernels import power_attention as attention_kernel
 from pallas_kernels import power_state as state_kernel
-from sympow_jax.ops import derivatives, time_axis
+from sympow_jax.ops import derivatives, sharding, time_axis
 from sympow_jax.ops import mean as means
 from sympow_jax.ops import rows as rows_of
 from sympow_jax.ops.forms import context
 from sympow_jax.ops.precision import rounded
 from sympow_jax.ops.tokens import Tokens
 
-__all__ = ["attention", "chunked", "family", "per_device", "require_supported"]
+__all__ = ["attention", "chunked", "family", "require_supported"]
 
-# Common names of mesh axes that shard heads; all others shard the batch.
-_HEAD_AXES = ("model", "tensor", "heads")
 # Chunks and windows of the state kernels are whole blocks of the tensor core.
 _BLOCK = 64
 # Results of the attention kernels that the backward pass reads, besides the output. Time is padded to whole blocks.
@@ -35,13 +33,13 @@ _SAVED_AS = dict.fromkeys(state_kernel.Saved._fields, means.STATES_SAVED_AS) | d
     ("out", "denominator", "remainder", *_WEIGHTS), means.SAVED_AS
 )
 _DIFFERENTIABLE = ("query", "key", "value", "log_decay")
-# Leading axes of the kernels' inputs and outputs: batch, time, heads, or one that is not sharded.
+# Leading axes of the kernels' inputs and outputs, for `sharding.per_device`.
 _LAYOUTS = (
-    dict.fromkeys(("query", "key", "value", "log_decay", "out", "remainder", "denominator", "dout"), "BTH")
-    | dict.fromkeys(("unit_query", "unit_key"), "B-H")
-    | dict.fromkeys(("kv", "norm", "final_kv", "final_norm", *state_kernel.Saved._fields), "BH")
-    | dict.fromkeys(_WEIGHTS, "BH")
-    | dict.fromkeys(("segment_ids", "enters_state", "active"), "B")
+    dict.fromkeys(("query", "key", "value", "log_decay", "out", "remainder", "denominator", "dout"), "B T K")
+    | dict.fromkeys(("unit_query", "unit_key"), "B 1 K")
+    | dict.fromkeys(("kv", "norm", "final_kv", "final_norm", *state_kernel.Saved._fields), "B K")
+    | dict.fromkeys(_WEIGHTS, "B K")
+    | dict.fromkeys(("segment_ids", "enters_state"), "B")
 )
 
 
@@ -254,7 +252,7 @@ def _call(plan, arrays):
 
 
 def _differentiable_once(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
-    """Applies f as `per_device` does, with one clear error where JAX would differentiate it."""
+    """Applies f to each device's shard, with one clear error where JAX would differentiate it."""
     call = jax.custom_jvp(f)
 
     @call.defjvp
@@ -264,62 +262,4 @@ def _differentiable_once(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
             "implementation='xla'"
         )
 
-    return per_device(call, arrays, outputs)
-
-
-def per_device(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
-    """Applies f to each device's shard of the batch and the heads, since the partitioner cannot shard a kernel.
-
-    It maps over the axes of the mesh in scope that are not yet manual; if there are none, it calls f directly. f maps a
-    dictionary of arrays to a dictionary with the keys `outputs`; `_LAYOUTS` has their axes.
-    """
-    arrays = {name: x for name, x in arrays.items() if x is not None}
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = [] if mesh.empty else [name for name in mesh.axis_names if name not in mesh.manual_axes]
-    if not axes:
-        return f(arrays)
-    batch, kv_heads = arrays["key"].shape[0], arrays["key"].shape[2]
-    by_batch = _dividing(batch, [name for name in axes if name not in _HEAD_AXES], mesh)
-    by_head = _dividing(kv_heads, [name for name in axes if name in _HEAD_AXES], mesh)
-    in_specs, out_specs = (
-        {name: _spec(name, by_batch, by_head) for name in names} for names in (arrays, outputs)
-    )
-    mapped = jax.shard_map(
-        f, in_specs=(in_specs,), out_specs=out_specs, axis_names=set(axes), check_vma=False
-    )
-    if not (explicit := set(axes) & set(mesh.explicit_axes)):
-        return mapped(arrays)
-    # Explicit axes are part of types: arguments must be resharded as the kernel needs them, and results and gradients
-    # must be resharded like the queries and arguments.
-    batch_axes, time_axes, head_axes = jax.typeof(arrays["query"]).sharding.spec[:3]
-    before = {name: _spec(name, batch_axes, head_axes, time_axes) for name in outputs}
-    before |= {name: jax.typeof(x).sharding.spec for name, x in arrays.items()}
-    arrays = {name: jax.sharding.reshard(x, _over(explicit, in_specs[name])) for name, x in arrays.items()}
-    return {name: jax.sharding.reshard(x, before[name]) for name, x in mapped(arrays).items()}
-
-
-def _spec(name, batch, head, time=None):
-    """Returns the sharding of an array of `_LAYOUTS`, given the mesh axes of the batch, the heads and time."""
-    axes = {"B": batch, "T": time, "H": head, "-": None}
-    return jax.sharding.PartitionSpec(*(axes[letter] for letter in _LAYOUTS[name]))
-
-
-def _over(names, spec):
-    """Returns the spec restricted to the axes in `names`."""
-    axes = ((part,) if isinstance(part, str) else part or () for part in spec)
-    parts = (tuple(axis for axis in part if axis in names) or None for part in axes)
-    return jax.sharding.PartitionSpec(*parts)
-
-
-def _dividing(size, names, mesh):
-    """Returns the leading axes whose product divides `size`.
-
-    Arrays are replicated over the other axes.
-    """
-    chosen = []
-    for name in names:
-        if size % mesh.shape[name]:
-            break
-        size //= mesh.shape[name]
-        chosen.append(name)
-    return tuple(chosen) or None
+    return sharding.per_device(call, arrays, _LAYOUTS, outputs)

@@ -10,15 +10,20 @@ import jax.numpy as jnp
 
 from pallas_kernels import power_step as kernels
 from sympow_jax.ops import decay as decays
-from sympow_jax.ops import feature_maps
+from sympow_jax.ops import feature_maps, sharding
 from sympow_jax.ops import mean as means
-from sympow_jax.ops.backends import hopper
 from sympow_jax.ops.forms import step as xla_step
 
 __all__ = ["family", "require_supported", "step"]
 
 # Bytes of key features computed at once for an update: they stay within the 50 MB of an H100's cache.
 _FEATURE_BYTES = 32 * 1024**2
+# Leading axes of the kernels' inputs and outputs, for `sharding.per_device`.
+_LAYOUTS = (
+    dict.fromkeys(("query", "out", "kv", "norm"), "B K")
+    | dict.fromkeys(("key", "value", "log_decay"), "B T K")
+    | {"active": "B"}
+)
 
 
 def require_supported(query, state, *, power) -> None:
@@ -65,39 +70,62 @@ step.defvjp(_step_fwd, _step_bwd)
 
 def _read(plan, query, state):
     """Computes `xla_step._read`; products are of float32 whatever the requested precision."""
+
+    def read(arrays):
+        query, log_decay = arrays["query"], jnp.moveaxis(arrays["log_decay"], 1, 2)
+        carry = decays.exp(log_decay.sum(-1))[..., None, None]
+        numerator, denominator = kernels.read(
+            feature_maps.symmetric_power(query, plan.power) * carry,
+            arrays["kv"],
+            arrays["norm"],
+            query,
+            arrays["key"],
+            arrays["value"],
+            decays.exp(decays.sums_after(log_decay)),
+            power=plan.power,
+            interpret=plan.interpret,
+        )
+        return {"out": means.mean(numerator, denominator[..., None], -1)}
+
     arrays = {
-        "query": query[:, None],
+        "query": query,
         "key": state.keys,
         "value": state.values,
         "log_decay": state.log_decays,
         "kv": state.kv,
         "norm": state.norm,
     }
-    compute = functools.partial(_read_share, power=plan.power, interpret=plan.interpret)
-    return hopper.per_device(compute, arrays, ("out",))["out"][:, 0]
-
-
-def _read_share(arrays, *, power, interpret):
-    query, log_decay = arrays["query"][:, 0], jnp.moveaxis(arrays["log_decay"], 1, 2)
-    carry = decays.exp(log_decay.sum(-1))[..., None, None]
-    numerator, denominator = kernels.read(
-        feature_maps.symmetric_power(query, power) * carry,
-        arrays["kv"],
-        arrays["norm"],
-        query,
-        arrays["key"],
-        arrays["value"],
-        decays.exp(decays.sums_after(log_decay)),
-        power=power,
-        interpret=interpret,
-    )
-    return {"out": means.mean(numerator, denominator[..., None], -1)[:, None]}
+    return sharding.per_device(read, arrays, _LAYOUTS, ("out",))["out"]
 
 
 def _fold(plan, state, tokens, active):
     """Computes `xla_step._fold` in place."""
+
+    def fold(arrays):
+        key, value, log_decay = arrays["key"], arrays["value"], jnp.moveaxis(arrays["log_decay"], 1, 2)
+        carry = decays.exp(log_decay.sum(-1))
+        decay = decays.exp(decays.sums_after(log_decay))[..., None]
+        active = arrays["active"]
+        # Rows per call, limited so that their features fit into the cache.
+        size = max(1, min(len(active), _FEATURE_BYTES // (4 * arrays["norm"][0].size * key.shape[1])))
+        count = active.sum(dtype=jnp.int32)
+        chosen_first = jnp.pad(jnp.argsort(~active, stable=True), (0, -len(active) % size))
+
+        def block_of_rows(block, sums):
+            chosen = jax.lax.dynamic_slice_in_dim(chosen_first, block * size, size).astype(jnp.int32)
+            features = (
+                feature_maps.symmetric_power(jnp.moveaxis(key[chosen], 1, 2), plan.power) * decay[chosen]
+            )
+            left = count - block * size
+            return kernels.fold(
+                *sums, chosen, left, features, value[chosen], carry[chosen], interpret=plan.interpret
+            )
+
+        blocks = (count + size - 1) // size
+        kv, norm = jax.lax.fori_loop(jnp.int32(0), blocks, block_of_rows, (arrays["kv"], arrays["norm"]))
+        return {"kv": kv, "norm": norm}
+
     arrays = {
-        "query": tokens["keys"],
         "key": tokens["keys"],
         "value": tokens["values"],
         "log_decay": tokens["log_decays"],
@@ -105,26 +133,4 @@ def _fold(plan, state, tokens, active):
         "norm": state.norm,
         "active": active,
     }
-    compute = functools.partial(_fold_share, power=plan.power, interpret=plan.interpret)
-    return hopper.per_device(compute, arrays, ("kv", "norm"))
-
-
-def _fold_share(arrays, *, power, interpret):
-    key, value, log_decay = arrays["key"], arrays["value"], jnp.moveaxis(arrays["log_decay"], 1, 2)
-    carry = decays.exp(log_decay.sum(-1))
-    decay = decays.exp(decays.sums_after(log_decay))[..., None]
-    active = arrays["active"]
-    # Rows per call, limited so that their features fit into the cache.
-    size = max(1, min(len(active), _FEATURE_BYTES // (4 * arrays["norm"][0].size * key.shape[1])))
-    count = active.sum(dtype=jnp.int32)
-    chosen_first = jnp.pad(jnp.argsort(~active, stable=True), (0, -len(active) % size))
-
-    def fold(block, sums):
-        chosen = jax.lax.dynamic_slice_in_dim(chosen_first, block * size, size).astype(jnp.int32)
-        features = feature_maps.symmetric_power(jnp.moveaxis(key[chosen], 1, 2), power) * decay[chosen]
-        left = count - block * size
-        return kernels.fold(*sums, chosen, left, features, value[chosen], carry[chosen], interpret=interpret)
-
-    blocks = (count + size - 1) // size
-    kv, norm = jax.lax.fori_loop(jnp.int32(0), blocks, fold, (arrays["kv"], arrays["norm"]))
-    return {"kv": kv, "norm": norm}
+    return sharding.per_device(fold, arrays, _LAYOUTS, ("kv", "norm"))

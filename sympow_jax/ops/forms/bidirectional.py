@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array
-from sympow_jax.ops import arguments, calls, containment, cost, documents, layout, rows
+from sympow_jax.ops import arguments, containment, cost, documents, layout, rows, sharding
 from sympow_jax.ops import mean as means
 from sympow_jax.ops.forms import context, features
 from sympow_jax.ops.tokens import SEQUENCE, Tokens
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     chunk_size: int | None
 
 
-@calls.op({"tokens": SEQUENCE}, lambda plan: "B T N E")
+@sharding.op({"tokens": SEQUENCE}, lambda plan: "B T N E")
 def attend(plan, tokens):
     """Returns means [B, T, N, E] or sums [B, T, N, E + 1] over each token's document, with weights (q . k)^p."""
     power, division, implementation, chunk_size = plan
@@ -64,7 +64,7 @@ def attend(plan, tokens):
         document = jnp.cumsum(starts, 1, dtype=jnp.int32)
         weighed = jnp.where(valid[..., None, None], weighed, 0)
     # Values of width 0, and the ones that were added to them, vary over no mesh axis.
-    arrays = calls.same_variation(
+    arrays = sharding.same_variation(
         (
             layout.time_last(query, kv_heads).astype(dtype),
             jnp.moveaxis(key, 1, 3).astype(dtype),
