@@ -103,7 +103,7 @@ def test_a_step_with_its_state_can_be_serialized():
 
 @pytest.mark.parametrize(
     ("name", "backward"),
-    [("chunked", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in every_op.OPS)],
+    [("plain-chunked", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in every_op.OPS)],
 )
 def test_each_argument_may_be_the_one_that_is_mapped(name, backward):
     f, arguments, _, _ = every_op.OPS[name]()
