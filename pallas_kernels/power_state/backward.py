@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import degrees
+from pallas_kernels.power_state import degrees, forward
 from pallas_kernels.power_state import prepare as preparation
 from pallas_kernels.power_state import prepare_vjp as preparation_vjp
 
@@ -50,8 +50,12 @@ def fold_vjp(query, key, value, log_decay, folds, out, denominator, dout, dfinal
 
     The latter has the shapes of `dfinal`.
     """
+    power, sizes = degrees.degree(call.power), forward.sizes_of(key, value)
     prepared = _prepared(query, key, value, log_decay, folds, out, denominator, dout, call)
-    return degrees.degree(call.power).backward.fold_vjp(prepared, key, value, dfinal, call)
+    end = power.forward.start_of(dfinal, sizes, call.config)
+    dual = preparation_vjp.dual_of(prepared.tokens, prepared.mean, preparation.size_of(end[0], dfinal))
+    operands = power.backward.operands_of_queries(prepared.unit, dual)
+    return forward.walk(operands, dual.carried, dual.carried.strength * dual.dnorm, end, sizes, call)
 
 
 def attend_vjp(
@@ -60,28 +64,22 @@ def attend_vjp(
     """Returns the gradients of query, key, value and log_decay, from the states and their gradients."""
     batch, time, _, head_dim = query.shape
     prepared = _prepared(query, key, value, log_decay, folds, out, denominator, dout, call)
-    of, *_ = prepared
     # Whole chunks that cover the window in front and all keys.
     exact_window = call.exact_window
     length = -(-(time + exact_window) // call.chunk) * call.chunk
-    dquery, dkey, dvalue, of_queries, of_keys, inner = degrees.degree(call.power).backward.attend_vjp(
-        prepared, saved.by_head(), dual.by_head(), (batch, time), length, call
-    )
-    ddecay = preparation_vjp.decay_gradient(
-        of, preparation_vjp.sums_of(of, of_queries, of_keys, inner, exact_window), exact_window
-    )
+    power, saved, dual = degrees.degree(call.power).backward, saved.by_head(), dual.by_head()
+    dquery, of_queries = power.query_vjp(prepared, saved, time, call)
+    dkey, dvalue, of_keys = power.key_vjp(prepared, dual, time, length, call)
+    inner = power.inner(prepared.tokens, saved, dual)
+    sums = preparation_vjp.sums_of(prepared.tokens, of_queries, of_keys, inner, exact_window)
+    ddecay = preparation_vjp.decay_gradient(prepared.tokens, sums, exact_window)
     ddecay = preparation.tokens_second(ddecay[:, exact_window : exact_window + time], batch)
     dquery, dkey, dvalue = dquery[..., :head_dim], dkey[..., :head_dim], dvalue[..., : value.shape[-1]]
     return Gradients(dquery, dkey, dvalue, ddecay.astype(log_decay.dtype))
 
 
 def _prepared(query, key, value, log_decay, folds, out, denominator, dout, call):
-    """Returns tokens, scaled queries, the exponents of their scales, and the mean's cotangent.
-
-    The largest entries of scaled queries are in [1/2, 1).
-    """
-    sizes = width, value_width = degrees.degree(call.power).tiles.padded(key.shape[-1], value.shape[-1])
-    of = preparation.tokens(key, value, log_decay, folds, sizes=sizes, call=call)
-    unit, exponent = preparation.queries(preparation.fill(query, width))
-    mean = preparation_vjp.mean_of(out, denominator, dout, value_width, of.from_state[0].size)
-    return of, unit, exponent, mean
+    tokens = preparation.by_chunk(key, value, log_decay, folds, call=call)
+    unit, exponent = preparation.queries(preparation.fill(query, call.config.head_dim))
+    mean = preparation_vjp.mean_of(out, denominator, dout, call.config.value_dim, tokens.from_state[0].size)
+    return preparation_vjp.Prepared(tokens, unit, exponent, mean)

@@ -32,6 +32,7 @@ SHARED_BYTES = 227 * 1024 - 4096
 class Config:
     """Static options of a call, made by `choose`.
 
+    head_dim, value_dim: sizes inside the kernels, which are the caller's sizes padded with zeros.
     chunk: positions between states. segments: stretches of time that the update processes in parallel.
     update_blocks: thread blocks of the update for one head and one segment.
     update_scalars: groups of features per block of the update, half of them for each of two warpgroups.
@@ -50,6 +51,8 @@ class Config:
     key_vjp_together: whether one launch computes both gradients, of keys and of values.
     """
 
+    head_dim: int
+    value_dim: int
     chunk: int
     segments: int = 1
     update_blocks: int
@@ -89,20 +92,6 @@ class Call:
     def chunk(self) -> int:
         """Positions between states."""
         return self.config.chunk
-
-    def with_chunk(self, chunk: int) -> "Call":
-        """Returns the call with chunks of another length and unchanged tiles, for the update over a group's queries."""
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, chunk=chunk))
-
-    @property
-    def kernel_options(self) -> dict[str, Any]:
-        """Options that every kernel over rows takes."""
-        return {
-            "config": self.config,
-            "chunk": self.chunk,
-            "exact_window": self.exact_window,
-            "interpret": self.interpret,
-        }
 
 
 def needs_of_rows(dtype, chunk, exact_window) -> dict[str, bool]:

@@ -23,9 +23,9 @@ class Degree(NamedTuple):
     """Modules of one power, with the same functions.
 
     Attributes:
-        forward: `fold`, `attend` and `stored_start`.
-        backward: `fold_vjp` and `attend_vjp`.
-        tiles: `choose`, `longest_chunk` and `padded`.
+        forward: `start_of`, `stored_start`, `returned`, `operands_of_keys`, `states`, `norms` and `attend`.
+        backward: `operands_of_queries`, `query_vjp`, `key_vjp` and `inner`.
+        tiles: `choose` and `longest_chunk`.
     """
 
     forward: ModuleType

@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import degrees
+from pallas_kernels.power_state import degrees, recurrence
+from pallas_kernels.power_state import prepare as preparation
 
-__all__ = ["attend", "fold", "power_state", "power_state_fwd"]
+__all__ = ["attend", "fold", "power_state", "power_state_fwd", "sizes_of", "walk"]
 
 
 def power_state(
@@ -81,7 +83,35 @@ def fold(key, value, log_decay, folds, initial_state=None, *, call: configs.Call
 
     Arguments as in `power_state`, but log_decay and folds are arrays.
     """
-    return degrees.degree(call.power).forward.fold(key, value, log_decay, folds, initial_state, call)
+    power, sizes = degrees.degree(call.power).forward, sizes_of(key, value)
+    start = power.start_of(initial_state, sizes, call.config)
+    tokens = preparation.by_chunk(key, value, log_decay, folds, call=call)
+    carried = preparation.carried_keys(tokens, preparation.size_of(start[0], initial_state), call.power)
+    operands = power.operands_of_keys(tokens, carried.strength)
+    return walk(operands, carried, carried.strength, start, sizes, call)
+
+
+def sizes_of(key, value) -> tuple[int, int, int, int]:
+    """Returns B, K, D and E of key [B, T, K, D] and value [B, T, K, E]."""
+    return key.shape[0], *key.shape[2:], value.shape[-1]
+
+
+def walk(operands, carried: preparation.Carried, strength, start, sizes, call: configs.Call):
+    """Returns the states before each chunk of the walk as `Saved`, and the state (kv, norm) after the last.
+
+    operands: of the power's update. strength: float32 [H, n, C], the weights in the normalizers, of either sign. start:
+    the state and the normalizer before the walk, as the power's `start_of` returns them.
+    """
+    power, (start, start_norm) = degrees.degree(call.power).forward, start
+    states, final = power.states(operands, carried, start, call)
+    # Divided by the largest of their chunk, weights are in the range of float16.
+    peak = jnp.abs(strength).max(-1, keepdims=True)
+    relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
+    new = power.norms(operands, relative, call.interpret)
+    start_norm = numerics.scaled(start_norm, -carried.shift[:, :1, None])
+    norms = recurrence.recurrence(carried.carry, peak[..., 0], new, start_norm, interpret=call.interpret)
+    saved = preparation.Saved.of(states, norms, carried.shift, sizes[0])
+    return saved, power.returned(final, norms[:, -1], carried.shift[:, -1], sizes, call.config)
 
 
 def attend(query, key, value, log_decay, folds, saved, *, call: configs.Call, with_remainder: bool = False):
@@ -92,5 +122,10 @@ def attend(query, key, value, log_decay, folds, saved, *, call: configs.Call, wi
     by little: with the rounded output alone, its gradients are rounding errors.
     """
     degrees.require_queries(query, key)
-    tokens = key, value, log_decay, folds
-    return degrees.degree(call.power).forward.attend(query, *tokens, saved, with_remainder, call)
+    batch, time, *_ = query.shape
+    tokens = preparation.by_chunk(key, value, log_decay, folds, call=call)
+    unit, _ = preparation.queries(preparation.fill(query, call.config.head_dim))
+    power = degrees.degree(call.power).forward
+    *means, denominator = power.attend(tokens, unit, saved.by_head(), time, with_remainder, call)
+    means = (x[..., : value.shape[-1]] for x in means)
+    return *means, preparation.tokens_second(denominator, batch)[:, :time]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import degrees
+from pallas_kernels.power_state import degrees, forward
 from pallas_kernels.power_state import prepare as preparation
 
 __all__ = ["add_incoming"]
@@ -34,7 +34,8 @@ def add_incoming(
     over = preparation.over_chunks(log_decay, folds, chunk=call.chunk, exact_window=call.exact_window)
     over = jnp.flip(over, 1) if reverse else over
     since = jnp.cumsum(jnp.pad(over, [(0, 0), (1, 0)]), 1)
-    start, norm = degrees.degree(call.power).forward.stored_start(incoming, key, value)
+    sizes = forward.sizes_of(key, value)
+    start, norm = degrees.degree(call.power).forward.stored_start(incoming, sizes, call.config)
     states, norms, shifts = saved.by_head()
 
     # Choose a scale for both, so that entries stay below 2^HEADROOM. The shift of an empty state is meaningless: the

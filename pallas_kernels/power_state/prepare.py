@@ -20,6 +20,7 @@ __all__ = [
     "Carried",
     "Saved",
     "Tokens",
+    "by_chunk",
     "carried_keys",
     "carry_along",
     "fill",
@@ -33,7 +34,6 @@ __all__ = [
     "size_of",
     "split",
     "time_last",
-    "tokens",
     "tokens_second",
 ]
 
@@ -107,13 +107,15 @@ class Carried(NamedTuple):
     log2_carry: jax.Array  # float32 [H, n], finite
 
 
-def carried_keys(of: Tokens, start_size, power) -> Carried:
+def carried_keys(tokens: Tokens, start_size, power) -> Carried:
     """Returns the growth of the states of keys.
 
     start_size: float32 [H], the largest entry of the state before the first chunk.
     """
-    strength = jnp.where(of.to_state > _NOTHING, of.to_state + power * of.old_exponent[..., 0], _NOTHING)
-    return carry_along(strength, of.old_size, of.over_chunk, start_size)
+    strength = jnp.where(
+        tokens.to_state > _NOTHING, tokens.to_state + power * tokens.old_exponent[..., 0], _NOTHING
+    )
+    return carry_along(strength, tokens.old_size, tokens.over_chunk, start_size)
 
 
 def size_of(state, known):
@@ -125,9 +127,9 @@ def size_of(state, known):
     return jnp.zeros(len(state)) if known is None else jnp.abs(state).max((1, 2, 3))
 
 
-def scale_of(of: Tokens, shift):
+def scale_of(tokens: Tokens, shift):
     """Returns the factor from states divided by 2^shift [H, n] to each query, float32 [H, X / 64, 64]."""
-    scale = scaled_decay(of.from_state, shift[..., None])
+    scale = scaled_decay(tokens.from_state, shift[..., None])
     return scale.reshape(len(scale), -1, configs.BLOCK)
 
 
@@ -143,15 +145,17 @@ def queries(query):
     return numerics.scaled(query, -exponent), exponent
 
 
-def tokens(key, value, log_decay, folds, *, sizes: tuple[int, int], call: configs.Call) -> Tokens:
+def by_chunk(key, value, log_decay, folds, *, call: configs.Call) -> Tokens:
     """Returns `Tokens` of key [B, T, K, D], value [B, T, K, E] and log_decay [B, T, K].
 
     folds: bool [B, T], which positions enter a state.
-    sizes: D and E of the kernels, to which keys and values are padded with zeros.
     """
     chunk, exact_window = call.chunk, call.exact_window
     extra = -key.shape[1] % chunk
-    key, value = (results.whole(fill(x, size)) for x, size in zip((key, value), sizes, strict=True))
+    key, value = (
+        results.whole(fill(x, size))
+        for x, size in ((key, call.config.head_dim), (value, call.config.value_dim))
+    )
     old_key, old_value, key_size, old_size = (
         _folded(pad(heads_first(x[:, : log_decay.shape[1]]), exact_window, extra), chunk, exact_window)
         for x in (key, value, _sizes(key), _sizes(value))

@@ -17,14 +17,18 @@ _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 _PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 
 
-def scratch(key, value, decay, count, stages, chunk):
-    """Returns the shared memory of the ring of keys by name, for `count` warpgroups."""
+def scratch(operands, count, call: configs.Call):
+    """Returns the shared memory of the ring of keys by name, for `count` warpgroups.
+
+    operands: with `key`, `value` and `decay`, as in `prepare.Tokens`.
+    """
+    key, value, stages = operands.key, operands.value, call.config.key_stages
     # Decays are factored (`_Factors`) except at D = 128, where products take longer than exponentials, and where a
     # chunk is the rows of one thread block: its loop is unrolled, and registers would spill.
-    factored = key.shape[-1] <= _BLOCK and chunk > count * _BLOCK
+    factored = key.shape[-1] <= _BLOCK and call.chunk > count * _BLOCK
     to_last = {"to_last_smem": plgpu.SMEM((stages, _BLOCK), jnp.float32)} if factored else {}
     return to_last | {
-        "decay_smem": plgpu.SMEM((2, *decay.shape[3:]), jnp.float32),
+        "decay_smem": plgpu.SMEM((2, *operands.decay.shape[3:]), jnp.float32),
         "key_smem": tensor_core.operand((stages,), _BLOCK, key.shape[-1], key.dtype),
         "value_smem": tensor_core.operand((stages,), _BLOCK, value.shape[-1], value.dtype),
         "key_full": plgpu.Barrier(num_arrivals=2 + factored, num_barriers=stages),
@@ -39,9 +43,9 @@ class Keys:
     first: number of other steps that precede the keys in their ring.
     """
 
-    def __init__(self, gmem, smem, tile, *, count, chunk, exact_window, first=0):
+    def __init__(self, gmem, smem, tile, count, call: configs.Call, first=0):
         self._gmem, self._smem, self._tile = gmem, smem, tile
-        self._count, self._chunk, self._window, self._first = count, chunk, exact_window, first
+        self._count, self._chunk, self._window, self._first = count, call.chunk, call.exact_window, first
         self._stages = smem["key_smem"].shape[0]
         self._to_last = smem.get("to_last_smem")
 

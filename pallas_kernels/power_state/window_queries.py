@@ -69,11 +69,11 @@ class Span(NamedTuple):
     end: jax.Array
 
     @classmethod
-    def of_keys(cls, index, block, warpgroup, *, chunk, exact_window, time):
-        """Returns the span of the keys from the padded block `block` of 64, in chunk `index`; `time` of queries."""
-        blocks = chunk // _BLOCK
-        end = jnp.minimum((index + 1) * blocks, time // _BLOCK)
-        first = block - exact_window // _BLOCK
+    def of_keys(cls, index, block, warpgroup, chunks, call: configs.Call):
+        """Returns the span of the keys from the padded block `block` of 64, in chunk `index`; `chunks` of queries."""
+        blocks = call.chunk // _BLOCK
+        end = jnp.minimum((index + 1) * blocks, chunks * blocks)
+        first = block - call.exact_window // _BLOCK
         begin, own, inner = (jnp.clip(first + n, 0, end) for n in (0, warpgroup, warpgroup + 1))
         return cls(begin, own, inner, index * blocks, end)
 

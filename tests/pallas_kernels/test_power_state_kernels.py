@@ -4,6 +4,7 @@ These have rows of zeros, padding, documents, keys and cotangents of very differ
 """
 
 import contextlib
+import dataclasses
 import functools
 from typing import NamedTuple
 from unittest import mock
@@ -159,13 +160,16 @@ def test_both_passes_are_the_formula(sizes):
     ids=str,
 )
 def test_a_kernel_is_its_stand_in(sizes, name):
-    rounding = float(jnp.finfo(jnp.float16).eps)
+    rounding, interpret = float(jnp.finfo(jnp.float16).eps), plgpu.InterpretGPUParams(detect_races=True)
     calls = [call for call in both_passes(sizes)[1] if call[0] == name]
     assert calls
     for _, options, arrays, expected in calls:
         kernel = KERNELS[sizes.power][name][1]
-        arrays = [jnp.asarray(x) for x in arrays]
-        options = options | {"interpret": plgpu.InterpretGPUParams(detect_races=True)}
+        arrays = jax.tree.map(jnp.asarray, arrays)
+        if "call" in options:
+            options = options | {"call": dataclasses.replace(options["call"], interpret=interpret)}
+        else:
+            options = options | {"interpret": interpret}
         found = jax.tree.leaves(kernel(*arrays, **options))
         if name == "query_states":
             np.testing.assert_array_equal(kernel(*arrays, **options | {"with_remainder": False})[0], found[0])

@@ -34,7 +34,6 @@ __all__ = [
     "read",
     "scratch",
     "stacks",
-    "steps",
     "tables",
 ]
 
@@ -46,16 +45,8 @@ _SCALARS, _COLUMNS = layouts.SCALARS, layouts.SCALAR_COLUMNS
 
 
 def stacks(layout):
-    """Returns the number of stacks per step, a divisor of `layouts.UNIT`."""
+    """Returns the number of stacks per step."""
     return _SCALARS // layout.per_stack
-
-
-def steps(layout):
-    """Returns first stack, number of steps, and number of earlier steps, per block of y, int32 [blocks, 3]."""
-    units = -(-layout.needed // layouts.UNIT)
-    count = -(-layout.needed // stacks(layout))
-    first = (np.cumsum(units) - units) * layouts.UNIT
-    return np.stack([first, count, np.cumsum(count) - count], -1).astype(np.int32)
 
 
 def tables(layout):
@@ -73,7 +64,7 @@ def tables(layout):
     )
     scalar = np.pad(scalar, [(0, 0), (0, 0), (0, _COLUMNS - _SCALARS)])
     return {
-        "steps": jnp.asarray(steps(layout).ravel()),
+        "steps": jnp.asarray(layout.steps(stacks(layout)).ravel()),
         "block_pairs": jnp.asarray(np.swapaxes(block, 0, 1), jnp.bfloat16),
         "scalar_pairs": jnp.asarray(np.swapaxes(scalar, 0, 1), jnp.bfloat16),
     }
@@ -88,17 +79,17 @@ def _selections(low, high, before, after, layout):
     return np.pad(both, [(0, 0), (before, after)]).astype(np.float32)
 
 
-def scratch(layout, count, stages, vector, scalars, states):
+def scratch(layout, count, stages):
     """Returns the shared memory by name, for `count` warpgroups and `stages` steps in flight."""
     return {
-        "vector_smem": tensor_core.operand((_VECTOR_STAGES, count), _BLOCK, layouts.COLUMNS, vector.dtype),
+        "vector_smem": tensor_core.operand((_VECTOR_STAGES, count), _BLOCK, layouts.COLUMNS, jnp.float16),
         "block_pairs_smem": tensor_core.operand(
             (_VECTOR_STAGES,), 2 * layout.head_dim, layouts.COLUMNS, jnp.bfloat16
         ),
-        "scalar_smem": plgpu.SMEM((stages, _SCALARS, count * _BLOCK), scalars.dtype),
+        "scalar_smem": plgpu.SMEM((stages, _SCALARS, count * _BLOCK), jnp.float16),
         "scalar_pairs_smem": tensor_core.operand((stages,), 2 * layout.head_dim, _COLUMNS, jnp.bfloat16),
         "state_smem": tensor_core.operand(
-            (stages, layout.per_stack), stacks(layout) * layout.value_dim, layouts.COLUMNS, states.dtype
+            (stages, layout.per_stack), stacks(layout) * layout.value_dim, layouts.COLUMNS, jnp.float16
         ),
         "vector_full": plgpu.Barrier(num_arrivals=count + 1, num_barriers=_VECTOR_STAGES),
         "vector_free": plgpu.Barrier(num_arrivals=count, num_barriers=_VECTOR_STAGES),
@@ -161,7 +152,7 @@ def copy(gmem, smem, vectors: Vectors, layout, count):
 
 def drain(smem, vectors: Vectors, layout):
     """Waits until everything that `copy` copied has been read."""
-    total = int(steps(layout)[:, 1].sum())
+    total = int(layout.steps(stacks(layout))[:, 1].sum())
     ring.drain(vectors.blocks, _VECTOR_STAGES, smem["vector_free"])
     ring.drain(jnp.where(vectors.blocks > 0, total, 0), smem["state_smem"].shape[0], smem["state_free"])
 

@@ -3,7 +3,7 @@
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.quartic import layout as layouts
 
-__all__ = ["choose", "longest_chunk", "padded"]
+__all__ = ["choose", "longest_chunk"]
 
 _BLOCK = configs.BLOCK
 
@@ -25,6 +25,8 @@ def choose(head_dim, value_dim, dtype, chunk, exact_window) -> configs.Config:
     left = configs.SHARED_BYTES - 2 * operands - 4 * (2 * (chunk + exact_window) + 2 * rows)
     stage = 2 * layouts.STEP * (_BLOCK * layouts.COLUMNS + layout.per_stack * rows)
     return configs.Config(
+        head_dim=layout.head_dim,
+        value_dim=layout.value_dim,
         chunk=chunk,
         update_blocks=len(layout.units),
         update_scalars=layouts.UNIT,
@@ -64,9 +66,3 @@ def _vjp(layout, chunk, exact_window):
 def longest_chunk(head_dim: int, *_) -> int:
     """Returns the chunk of long rows: writing and reading its states takes as long as its keys do, forward."""
     return 1152 if head_dim <= 16 else 3072
-
-
-def padded(head_dim: int, value_dim: int) -> tuple[int, int]:
-    """Returns the padded sizes that the kernels use for these sizes."""
-    layout = layouts.layout_for(head_dim, value_dim)
-    return layout.head_dim, layout.value_dim

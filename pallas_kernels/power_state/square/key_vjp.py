@@ -27,9 +27,7 @@ from pallas_kernels.power_state import window_queries
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import state_copies
 
-__all__ = ["Columns", "Rows", "key_vjp"]
-
-Columns = window_queries.Columns
+__all__ = ["Operands", "Rows", "key_vjp"]
 
 _BLOCK = configs.BLOCK
 _TILE = layouts.TILE
@@ -58,83 +56,58 @@ class Rows(NamedTuple):
     fine_before: jax.Array
 
 
-def key_vjp(
-    key,
-    scalars,
-    value,
-    dual,
-    dual_norm,
-    query,
-    dout,
-    rows,
-    columns,
-    *,
-    layout,
-    config,
-    chunk,
-    exact_window,
-    batch_time,
-    interpret=None,
-):
+class Operands(NamedTuple):
+    """Arrays that the kernel reads; position t is padded position W + t.
+
+    Of the padded positions, Y = n C or (n + 1) C are used; keys of chunk n are in no state. H, HN, X and n are as in
+    `query.Operands`.
+    """
+
+    key: jax.Array  # bfloat16 [B, at least T, K, D]
+    scalars: jax.Array  # float16 [H, D, Y], keys times `Rows.narrow_key`, time last
+    value: jax.Array  # bfloat16 [B, at least T, K, E]
+    dual: jax.Array  # float16 [H, n, 16, E, P], the gradient of the state after chunk c at n - 1 - c
+    norm: jax.Array  # bfloat16 [H, n, 2 D, D], Rz at the same positions, symmetric, as the sum of two
+    query: jax.Array  # bfloat16 [HN, at least T, D]
+    dout: jax.Array  # bfloat16 [B, at least T, N, E]
+    rows: jax.Array  # float32 [H, Y / 64, 9, 64], in the order of `Rows`
+    columns: jax.Array  # float32 [HN, X / 64, 5, 64], in the order of `window_queries.Columns`
+
+
+def key_vjp(operands: Operands, *, time: int, call: configs.Call):
     """Returns dk bfloat16 [B, T, K, D], dv bfloat16 [B, T, K, E], and sums for the gradients of decays.
 
-    batch_time: B and T; H = B K, and position t is padded position W + t.
-    key: bfloat16 [B, at least T, K, D]; value: bfloat16 [B, at least T, K, E]. Of the padded positions, Y = n C or
-    (n + 1) C are used; keys of chunk n are in no state. scalars: float16 [H, D, Y], keys times `narrow_key`, time last.
-    dual: float16 [H, n, 16, E, P], the gradient of the state after chunk c at n - 1 - c.
-    dual_norm: bfloat16 [H, n, 2 D, D], Rz at the same positions, symmetric, as the sum of two.
-    query: bfloat16 [H N / K, at least T, D]; dout: bfloat16 [B, at least T, N, E]; gradients are sums over the queries
-    of a group.
-    rows: float32 [H, Y / 64, 9, 64] in the order of Rows; columns: float32 [H N / K, X / 64, 5, 64] in that of Columns.
-
-    The window is at most a chunk. Sums, float32 [H, 2, Y]: over queries, of weights times (dout . v - delta); and
-    k . dk / 2 for the part of dk from the state. Accumulates in float32.
+    Gradients are sums over the queries of a group. The window is at most a chunk. Sums, float32 [H, 2, Y]: over
+    queries, of weights times (dout . v - delta); and k . dk / 2 for the part of dk from the state. Accumulates in
+    float32. `time` is T.
     """
-    inputs = {
-        "key": key,
-        "scalars": scalars,
-        "value": value,
-        "dual": dual,
-        "norm": dual_norm,
-        "query": query,
-        "dout": dout,
-        "rows": rows,
-        "columns": columns,
-    }
-    heads, value_dim = len(scalars), value.shape[-1]
+    key, scalars, value, *_ = operands
+    heads, batch_time = len(scalars), (len(key), time)
     types = {
         "dkey": results.kind(batch_time, heads, key.shape[-1], key.dtype),
-        "dvalue": results.kind(batch_time, heads, value_dim, value.dtype),
+        "dvalue": results.kind(batch_time, heads, value.shape[-1], value.dtype),
         "sums": jax.ShapeDtypeStruct((heads, 2, scalars.shape[2]), jnp.float32),
     }
     # The sums are computed with the gradient of keys.
-    launches = [("dkey", "dvalue", "sums")] if config.key_vjp_together else [("dkey", "sums"), ("dvalue",)]
-    output = {}
-    for wanted in launches:
-        output |= _launch(
-            inputs,
-            {name: types[name] for name in wanted},
-            layout=layout,
-            config=config,
-            chunk=chunk,
-            exact_window=exact_window,
-            interpret=interpret,
-        )
+    together = call.config.key_vjp_together
+    output: dict[str, jax.Array] = {}
+    for wanted in [("dkey", "dvalue", "sums")] if together else [("dkey", "sums"), ("dvalue",)]:
+        output |= _gradients(operands, {name: types[name] for name in wanted}, call)
     return *(results.cut(output[name], batch_time) for name in _GRADIENTS), output["sums"]
 
 
-def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
+def _gradients(operands: Operands, outputs, call: configs.Call):
     """Runs the kernel for the requested gradients; returns its results by name."""
-    key, value, dual = (inputs[name] for name in ("key", "value", "dual"))
-    heads, head_dim, time = inputs["scalars"].shape
-    value_dim = value.shape[-1]
+    key, value, dual = operands.key, operands.value, operands.dual
+    heads, head_dim, time = operands.scalars.shape
+    config, chunk, exact_window, value_dim = call.config, call.chunk, call.exact_window, value.shape[-1]
+    layout = layouts.Layout(head_dim)
     count, stages, parts = config.key_vjp_blocks, config.key_vjp_stages, config.key_vjp_parts
-    chunks, groups = dual.shape[1], len(inputs["query"]) // heads
-    queries_time = chunks * chunk
+    chunks, groups = dual.shape[1], len(operands.query) // heads
     gradients = [name for name in _GRADIENTS if name in outputs]
     with_key, with_value = "dkey" in outputs, "dvalue" in outputs
     # Tiles of its own keys that the kernel multiplies.
-    operands = ("key", "value") if with_key else ("key",)
+    tiles = ("key", "value") if with_key else ("key",)
     # At D = 128 there are too few registers for the keys: tiles of 16 indices are read when they are needed.
     slices = _BLOCK // 2 if with_key and head_dim == 128 else None
 
@@ -145,21 +118,16 @@ def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
         state = jnp.maximum(chunks - 1 - index, 0)
         # Keys after the last query's chunk are in no state.
         in_state = index < chunks
-        span = functools.partial(
-            window_queries.Span.of_keys,
-            index,
-            block,
-            chunk=chunk,
-            exact_window=exact_window,
-            time=queries_time,
-        )
+
+        def span(warpgroup):
+            return window_queries.Span.of_keys(index, block, warpgroup, chunks, call)
 
         def copy():
             # Inputs that every warpgroup needs from the start.
             ready = smem["ready"]
             for n in range(count):
                 tokens, begin = pl.ds((block + n) * _BLOCK, _BLOCK), (block + n) * _BLOCK - exact_window
-                for name in operands:
+                for name in tiles:
                     source = results.block(gmem[name], head, begin)
                     plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[n], ready)
                 scalars = gmem["scalars"].at[head, :, tokens]
@@ -227,25 +195,25 @@ def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
     scratch = {
         "key_smem": tensor_core.operand((count,), _BLOCK, head_dim, key.dtype, slices),
         "value_smem": tensor_core.operand((count,), _BLOCK, value_dim, value.dtype),
-        "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), inputs["scalars"].dtype),
+        "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), operands.scalars.dtype),
         "row_smem": plgpu.SMEM((count, len(Rows._fields), _BLOCK), jnp.float32),
         "dual_smem": tensor_core.operand((stages,), value_dim, layout.width // parts, dual.dtype),
-        "ready": plgpu.Barrier(num_arrivals=(1 + len(operands)) * count + 1),
+        "ready": plgpu.Barrier(num_arrivals=(1 + len(tiles)) * count + 1),
         "dual_full": plgpu.Barrier(num_barriers=stages),
         "dual_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
-        **window_queries.scratch(head_dim, value_dim, inputs["query"].dtype, count, slices),
+        **window_queries.scratch(head_dim, value_dim, operands.query.dtype, count, slices),
     }
     if slices:
         scratch["narrow_smem"] = tensor_core.operand((count,), _BLOCK, head_dim, dual.dtype, _TILE)
     return launch.launch(
         body,
-        inputs,
+        operands._asdict(),
         outputs,
         scratch,
         grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
         warpgroups=count,
         name="power_state_key_vjp" if with_key else "power_state_value_vjp",
-        interpret=interpret,
+        interpret=call.interpret,
     )
 
 

@@ -28,7 +28,7 @@ from pallas_kernels.power_state import query_tile, window_keys, window_keys_vjp
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import state_copies
 
-__all__ = ["Rows", "query_vjp"]
+__all__ = ["Operands", "Rows", "query_vjp"]
 
 _BLOCK = configs.BLOCK
 # Columns of an accumulator of which each thread has two next to each other.
@@ -49,36 +49,30 @@ class Rows(NamedTuple):
     unit_rest: jax.Array
 
 
-def query_vjp(
-    query,
-    scalars,
-    dout,
-    states,
-    norm,
-    key,
-    value,
-    decay,
-    rows,
-    *,
-    layout,
-    config,
-    chunk,
-    exact_window,
-    batch_time,
-    interpret=None,
-):
+class Operands(NamedTuple):
+    """Arrays that the kernel reads, with those of `query.Operands`."""
+
+    query: jax.Array
+    scalars: jax.Array
+    # bfloat16 [B, at least T, N, E], at E = 128 at least X tokens, the cotangent of the weighted mean
+    dout: jax.Array
+    states: jax.Array
+    norm: jax.Array
+    key: jax.Array
+    value: jax.Array
+    decay: jax.Array
+    rows: jax.Array  # float32 [HN, X / 64, 6, 64], in the order of `Rows`
+
+
+def query_vjp(operands: Operands, *, time: int, call: configs.Call):
     """Returns the gradient of every query as it was before it was scaled, bfloat16 [B, T, N, D], and float32 sums.
 
-    batch_time: B and T; HN = B N, and X is T in whole chunks.
-
-    query, scalars, states, norm, key, value, decay: as in `query.query_states`. dout: bfloat16 [B, at least T, N, E],
-    at E = 128 at least X tokens, the cotangent of the weighted mean. rows: float32 [HN, X / 64, 6, 64], in the order
-    of `Rows`.
-
     The sums [HN, 2, X] are those of the gradient with respect to the logarithms of decays, over the in-window keys, and
-    over the keys in the state. Accumulates in float32.
+    over the keys in the state. Accumulates in float32. `time` is T.
     """
-    (heads, _, head_dim), time = query.shape, states.shape[1] * chunk
+    query, scalars, dout, states, _, key, value, _, rows = operands
+    config, chunk, (heads, _, head_dim) = call.config, call.chunk, query.shape
+    layout, batch_time, whole = layouts.Layout(head_dim), (len(key), time), states.shape[1] * chunk
     value_dim, count, stages = value.shape[-1], config.query_vjp_blocks, config.query_vjp_stages
     parts, norm_steps = config.query_vjp_parts, state_copies.norm_blocks(layout)
     width = layout.width // parts
@@ -91,9 +85,7 @@ def query_vjp(
 
     def body(gmem, smem):
         tile = query_tile.QueryTile.of_thread_block(heads // len(states), chunk, count)
-        keys = window_keys.Keys(
-            gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window, first=norm_steps
-        )
+        keys = window_keys.Keys(gmem, smem, tile, count, call, norm_steps)
 
         def dout_of(warpgroup):
             return results.block(gmem["dout"], tile.head, tile.token + warpgroup * _BLOCK)
@@ -178,7 +170,7 @@ def query_vjp(
         "ready": plgpu.Barrier(num_arrivals=(2 if narrows else 3) * count + 2),
         "state_full": plgpu.Barrier(num_barriers=stages),
         "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
-        **window_keys.scratch(key, value, decay, count, config.key_stages, chunk),
+        **window_keys.scratch(operands, count, call),
     }
     if narrows:
         scratch["narrow_smem"] = tensor_core.operand((count,), _BLOCK, value_dim, states.dtype, width)
@@ -186,26 +178,16 @@ def query_vjp(
         scratch["dout_smem"] = tensor_core.operand((count,), _BLOCK, value_dim, dout.dtype)
     output = launch.launch(
         body,
-        {
-            "query": query,
-            "scalars": scalars,
-            "dout": dout,
-            "states": states,
-            "norm": norm,
-            "key": key,
-            "value": value,
-            "decay": decay,
-            "rows": rows,
-        },
+        operands._asdict(),
         {
             "dquery": results.kind(batch_time, heads, head_dim, query.dtype),
-            "sums": jax.ShapeDtypeStruct((heads, 2, time), jnp.float32),
+            "sums": jax.ShapeDtypeStruct((heads, 2, whole), jnp.float32),
         },
         scratch,
-        grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
+        grid={"head": heads, "chunk": whole // chunk, "rows": chunk // (count * _BLOCK)},
         warpgroups=count,
         name="power_state_query_vjp",
-        interpret=interpret,
+        interpret=call.interpret,
     )
     return results.cut(output["dquery"], batch_time), output["sums"]
 

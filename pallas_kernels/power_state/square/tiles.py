@@ -3,7 +3,7 @@
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import layout as layouts
 
-__all__ = ["choose", "longest_chunk", "padded"]
+__all__ = ["choose", "longest_chunk"]
 
 _BLOCK = configs.BLOCK
 # Blocks of keys in flight, and vectors of a block of rows in the gradient of queries.
@@ -20,7 +20,8 @@ def choose(head_dim, value_dim, dtype, chunk, exact_window) -> configs.Config:
         f"value_dim at most {_VALUE_SIZES[-1]}, not {value_dim}": value_dim <= _VALUE_SIZES[-1],
     }
     configs.require(supported | configs.needs_of_rows(dtype, chunk, exact_window))
-    head_dim, value_dim = padded(head_dim, value_dim)
+    head_dim = next(size for size in _HEAD_SIZES if size >= head_dim)
+    value_dim = next(size for size in _VALUE_SIZES if size >= value_dim)
     layout = layouts.Layout(head_dim)
     # Three warpgroups have 160 registers per thread, too few for more than 64 values or for the features of D = 128.
     most = 3 if head_dim < 128 and value_dim == _BLOCK else 2
@@ -41,6 +42,8 @@ def choose(head_dim, value_dim, dtype, chunk, exact_window) -> configs.Config:
     # Two warpgroups hold at most 2 x 320 features, of 64 values, in their accumulators.
     scalars = 8 if head_dim == 32 else 4
     return configs.Config(
+        head_dim=head_dim,
+        value_dim=value_dim,
         chunk=chunk,
         update_blocks=value_dim // _BLOCK * layout.sections * (layouts.TILE // scalars),
         update_scalars=scalars,
@@ -106,11 +109,3 @@ def longest_chunk(head_dim: int, time: int, heads: int) -> int:
     # heads of 64 take 504 us with chunks of 512 and 560 us with 768 at T = 4,096, and 803 and 809 us at T = 8,192.
     few = heads * -(-time // (3 * _BLOCK)) < 2 * configs.MULTIPROCESSORS
     return 512 if longest == 768 < time and few else longest
-
-
-def padded(head_dim: int, value_dim: int) -> tuple[int, int]:
-    """Returns the padded sizes that the kernels use for these sizes."""
-    return (
-        next(size for size in _HEAD_SIZES if size >= head_dim),
-        next(size for size in _VALUE_SIZES if size >= value_dim),
-    )
