@@ -105,10 +105,11 @@ def key_vjp(operands: Operands, *, call: configs.Call):
                     plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[n], ready)
             source = gmem["rows"].at[vectors.head, pl.ds(block, count)]
             plgpu.copy_gmem_to_smem(source, smem["rows_smem"], ready)
-            state_vjp.copy(gmem, smem, vectors, layout, count)
+            states = state_vjp.States(gmem, smem, vectors, layout)
+            states.copy(count)
             # Queries are copied while the last gradients of states are still being read.
-            window_queries.copy_queries(gmem, smem, vectors.head, span(block, 0), groups=groups)
-            state_vjp.drain(smem, vectors, layout)
+            window_queries.Queries(smem, span(block, 0), groups).copy(gmem, vectors.head)
+            states.drain()
 
         def compute(warpgroup, core):
             own = {name: smem[name].at[warpgroup] for name in ("key_smem", "value_smem")}
@@ -123,27 +124,16 @@ def key_vjp(operands: Operands, *, call: configs.Call):
                 narrow = tensor_core.along_columns(row.narrow_value, dvalue.shape) * state_vjp.load(
                     own["value_smem"]
                 )
-                state_vjp.read(
-                    core,
-                    dkey,
-                    dvalue,
-                    own["key_smem"],
-                    narrow,
-                    gmem["steps"],
-                    smem,
-                    warpgroup,
-                    vectors.blocks,
-                    layout=layout,
-                    # The most that compile without register spills.
-                    together=2 if value_dim == 32 and count == 1 else 3,
-                )
+                # The most scalars at a time that compile without register spills.
+                together = 2 if value_dim == 32 and count == 1 else 3
+                states = state_vjp.States(gmem, smem, vectors, layout)
+                states.read(core, warpgroup, own["key_smem"], narrow, (dkey, dvalue), together)
                 dkey[...] = dkey[...] * tensor_core.along_columns(row.state_key, dkey.shape) / _POWER
                 dvalue[...] = dvalue[...] * tensor_core.along_columns(row.state_value, dvalue.shape)
                 state_sum = (state_vjp.load(own["key_smem"]) * dkey[...]).sum(1)
                 # The queries that attend to the keys in their window.
-                window_sum = window_queries.read_queries(
-                    core, dkey, dvalue, own, smem, span(block, warpgroup), groups=groups, power=_POWER
-                )
+                queries = window_queries.Queries(smem, span(block, warpgroup), groups)
+                window_sum = queries.read(core, dkey, dvalue, own, _POWER)
                 tokens = vectors.tokens_of(warpgroup)
                 for n, total in enumerate((window_sum, state_sum)):
                     gmem["sums"][vectors.head, n, tokens] = total

@@ -84,10 +84,11 @@ def query_vjp(operands: Operands, *, call: configs.Call):
             keys.copy_decays(ready)
             blocks = tile.blocks_of(chunk, count)
             plgpu.copy_gmem_to_smem(gmem["rows"].at[tile.head, blocks], smem["rows_smem"], ready)
-            state_vjp.copy(gmem, smem, vectors, layout, count)
+            states = state_vjp.States(gmem, smem, vectors, layout)
+            states.copy(count)
             # Keys are copied while the last states are still being read.
             keys.copy()
-            state_vjp.drain(smem, vectors, layout)
+            states.drain()
 
         def compute(warpgroup, core):
             tile, vectors, keys = tiles()
@@ -99,19 +100,8 @@ def query_vjp(operands: Operands, *, call: configs.Call):
                 plgpu.barrier_wait(smem["ready"])
                 # The state before the window.
                 dout = tensor_core.along_columns(row.narrow, dout_smem.shape) * state_vjp.load(dout_smem)
-                state_vjp.read(
-                    core,
-                    gradient,
-                    None,
-                    query_smem,
-                    dout,
-                    gmem["steps"],
-                    smem,
-                    warpgroup,
-                    vectors.blocks,
-                    layout=layout,
-                    together=_TOGETHER,
-                )
+                states = state_vjp.States(gmem, smem, vectors, layout)
+                states.read(core, warpgroup, query_smem, dout, (gradient, None), _TOGETHER)
                 gradient[...] = gradient[...] * tensor_core.along_columns(row.state, gradient.shape) / _POWER
                 state_sum = (state_vjp.load(query_smem) * gradient[...]).sum(1)
                 # The keys from the window on.

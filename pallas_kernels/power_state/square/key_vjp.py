@@ -137,7 +137,7 @@ def _gradients(operands: Operands, outputs, call: configs.Call):
             steps = _copy_dual(gmem["dual"].at[head, state], smem, in_state, parts)
             norms = _copy_norms(gmem["norm"].at[head, state], smem, in_state) if with_key else 0
             # Queries are copied while the last of these are still being read.
-            window_queries.copy_queries(gmem, smem, head, span(0), groups=groups, first=norms)
+            window_queries.Queries(smem, span(0), groups, norms).copy(gmem, head)
             ring.drain(steps, stages, smem["dual_free"])
 
         def compute(warpgroup, core):
@@ -150,28 +150,18 @@ def _gradients(operands: Operands, outputs, call: configs.Call):
 
             def with_dvalue(dvalue):
                 # The state's gradient, for both results.
-                tiles = _read_dual(core, dvalue, own, smem, in_state, with_key, layout, parts)
+                tiles = _read_dual(core, dvalue, own, smem, in_state, with_key)
                 if with_value:
-                    dvalue[...] = dvalue[...] * tensor_core.along_columns(
-                        own["row"].state_value, dvalue.shape
-                    )
+                    factor = own["row"].state_value
+                    dvalue[...] = dvalue[...] * tensor_core.along_columns(factor, dvalue.shape)
 
                 def with_dkey(dkey):
                     first, sums = 0, ()
                     if with_key:
                         first, *sums = _finish_state(core, dkey, tiles, own, smem, in_state)
                     # The queries that attend to the keys in their window.
-                    window_sum = window_queries.read_queries(
-                        core,
-                        dkey,
-                        dvalue,
-                        own,
-                        smem,
-                        span(warpgroup),
-                        groups=groups,
-                        power=_POWER,
-                        first=first,
-                    )
+                    queries = window_queries.Queries(smem, span(warpgroup), groups, first)
+                    window_sum = queries.read(core, dkey, dvalue, own, _POWER)
                     # Store what was requested.
                     if with_key:
                         for n, total in enumerate((window_sum, *sums)):
@@ -263,14 +253,14 @@ def _copy_norms(norm, smem, in_state):
     return count
 
 
-def _read_dual(core, dvalue, own, smem, in_state, with_key, layout, parts):
+def _read_dual(core, dvalue, own, smem, in_state, with_key):
     """Adds (w phi(k^)) R^T to dvalue unless it is None.
 
     If the gradient of keys is requested, returns the gradient of k^ through its features, float32 [64, 16] per tile of
     D.
     """
     (stages, _, columns), dtype = smem["dual_smem"].shape, smem["dual_smem"].dtype
-    with_value = dvalue is not None
+    layout, with_value = layouts.Layout(own["key_smem"].shape[1]), dvalue is not None
     value = _narrow(own["value_smem"], own["row"].narrow_value, dtype) if with_key else None
     narrow = _narrow(own["key_smem"], own["row"].narrow_key, dtype)
     if "narrow_smem" in own:
@@ -297,7 +287,12 @@ def _read_dual(core, dvalue, own, smem, in_state, with_key, layout, parts):
                 # Stays in flight while the next product is issued; straight-line code waits for both.
                 core.add(dvalue, _features(narrow, pieces, scalars), dual.T, wait=1)
             if with_key:
-                gradient.add(_product(core, value, dual), pieces, scalars)
+
+                def multiply(slopes, dual=dual):
+                    core.add(slopes, value, dual)
+                    return slopes[...]
+
+                gradient.add(core.accumulators(multiply, width), pieces, scalars)
         if with_value and not with_key:
             core.wait()
         plgpu.barrier_arrive(smem["dual_free"].at[slot])
@@ -308,7 +303,7 @@ def _read_dual(core, dvalue, own, smem, in_state, with_key, layout, parts):
 
     zeros = plgpu.layout_cast(jnp.zeros((_BLOCK, _TILE), jnp.float32), plgpu.Layout.WGMMA)
     tiles = (zeros,) * (layout.head_dim // _TILE if with_key else 0)
-    for part in range(parts):
+    for part in range(layout.width // columns):
         # One loop per part: products of several parts at once would need too many registers.
         groups = jnp.where(in_state, _TILE, 0)
         tiles = lax.fori_loop(jnp.int32(0), groups, functools.partial(read, part), tiles)
@@ -326,7 +321,7 @@ class _Gradient:
         self._narrow = narrow
         shape = (_BLOCK, _TILE)
         self._column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) == group
-        self._scalar = self._single = self._double = None
+        self._scalar, self._sums = None, {}
 
     def add(self, slopes, pieces, scalars):
         """Adds slopes, float32 [64, width], the gradients of the features of these pieces."""
@@ -340,33 +335,27 @@ class _Gradient:
                 slope = slopes[:, offset : offset + _TILE]
                 tile = start // _TILE % len(self.tiles)
                 self.tiles[tile] += scalar * slope
-                self._collect(self._vector(tile * _TILE).astype(jnp.float32) * slope, piece.weight)
+                if isinstance(self._narrow, jax.Array):
+                    vector = self._narrow[:, tile * _TILE : (tile + 1) * _TILE]
+                else:
+                    vector = self._narrow.at[:, pl.ds(tile * _TILE, _TILE)]
+                    vector = plgpu.load(vector, layout=plgpu.Layout.WGMMA)
+                product, before = vector.astype(jnp.float32) * slope, self._sums.get(piece.weight)
+                self._sums[piece.weight] = product if before is None else before + product
                 offset += _TILE
 
     def give(self):
         """Adds the gradient of the scalar of the last pieces."""
         if self._scalar is None:
             return
-        total, double = self._single, self._double
-        if double is not None:
-            total = 2 * double if total is None else total + 2 * double
+        # By weight; pairs across tiles represent both orders.
+        total = self._sums.get(1)
+        if 2 in self._sums:
+            total = 2 * self._sums[2] if total is None else total + 2 * self._sums[2]
         total = _broadcast(total.sum(1))
         tile = self._scalar // _TILE
         self.tiles[tile] = jnp.where(self._column, self.tiles[tile] + total, self.tiles[tile])
-        self._scalar = self._single = self._double = None
-
-    def _vector(self, begin):
-        """Returns 16 indices of k^."""
-        if isinstance(self._narrow, jax.Array):
-            return self._narrow[:, begin : begin + _TILE]
-        return plgpu.load(self._narrow.at[:, pl.ds(begin, _TILE)], layout=plgpu.Layout.WGMMA)
-
-    def _collect(self, products_of_tile, weight):
-        """Collects the gradient of the scalar from a tile: the tile of weight 1, or a sum over tiles of weight 2."""
-        if weight == 1:
-            self._single = products_of_tile
-        else:
-            self._double = products_of_tile if self._double is None else self._double + products_of_tile
+        self._scalar, self._sums = None, {}
 
 
 def _narrow(x_smem, factor, dtype):
@@ -391,16 +380,6 @@ def _features(narrow, pieces, scalars):
 def _broadcast(scalar):
     """Broadcasts a vector of rows along the columns of a tile."""
     return lax.broadcast_in_dim(scalar, (_BLOCK, _TILE), [0])
-
-
-def _product(core, value, dual):
-    """Returns value @ dual, float32."""
-
-    def multiply(slopes):
-        core.add(slopes, value, dual)
-        return slopes[...]
-
-    return core.accumulators(multiply, dual.shape[1])
 
 
 def _finish_state(core, dkey, tiles, own, smem, in_state):
