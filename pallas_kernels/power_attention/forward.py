@@ -128,15 +128,15 @@ def means(
             # In two steps, since the power itself might not be a normal number.
             mean = mean * jnp.exp2(_half(values)) * jnp.exp2(values - _half(values))
             out = mean.astype(dtype)
-            pairs.store(gmem["out"].at[batch_row, rows, head], out)
+            launch.store(gmem["out"].at[batch_row, rows, head], out)
             if save_residuals:
                 remainder = (mean - out.astype(jnp.float32)).astype(jnp.bfloat16)
-                pairs.store(gmem["remainder"].at[batch_row, rows, head], remainder)
-                pairs.store(gmem["weight_sum"].at[batch_row, head, rows], weight)
+                launch.store(gmem["remainder"].at[batch_row, rows, head], remainder)
+                launch.store(gmem["weight_sum"].at[batch_row, head, rows], weight)
                 lengths = gmem["query_exponent"].at[batch_row, head, rows]
                 lengths = plgpu.load(lengths, layout=pairs.PER_ROW, optimized=False)
                 exponent = power * (lengths - configs.query_bits(power)) + weights.astype(jnp.int32)
-                pairs.store(gmem["weight_exponent"].at[batch_row, head, rows], exponent)
+                launch.store(gmem["weight_exponent"].at[batch_row, head, rows], exponent)
 
         return copy, compute
 

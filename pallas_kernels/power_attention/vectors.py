@@ -102,7 +102,7 @@ def prepare(
 
         def store(ref, head, vectors):
             for vector, x in vectors.items():
-                pairs.store(ref.at[batch_row, head, index, vector], x)
+                launch.store(ref.at[batch_row, head, index, vector], x)
 
         decay = log_decay.at[batch_row, kv_head, tokens]
         decay = pairs.by_column(plgpu.load(decay, layout=pairs.PER_COLUMN, optimized=False))
