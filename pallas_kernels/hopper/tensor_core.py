@@ -102,10 +102,10 @@ class TensorCore:
         @plgpu.inline_mgpu(
             return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
         )
-        def warp(_):
+        def warp_index(_):
             return mgpu.FragmentedArray.splat(mgpu.utils.warp_idx(), (), is_signed=True)
 
-        part = lax.div(lax.rem(warp(), jnp.int32(_WARPS)), jnp.int32(_WARPS // ref.shape[0]))
+        part = lax.div(lax.rem(warp_index(), jnp.int32(_WARPS)), jnp.int32(_WARPS // ref.shape[0]))
         row = plgpu.load(ref.at[part], layout=plgpu.Layout.WGMMA.reduce(0))
         return lax.broadcast_in_dim(row, shape, [1])
 

@@ -226,7 +226,13 @@ def carry_along(strength, size, over_chunk, start_size) -> Carried:
 
     size: largest entry of each token. start_size: float32 [H], the largest entry of the state before the first chunk.
     """
-    shift = _shift(strength, size, over_chunk, start_size)
+
+    def log2(x):
+        return jnp.where(x > 0, jnp.log2(jnp.where(x > 0, x, 1)), _NOTHING)
+
+    # Exponents whose powers of two bring the states below 2^HEADROOM. An empty state needs no scale.
+    bound = _log2_recurrence(over_chunk, _log2_sum(strength + log2(size)), log2(start_size))
+    shift = jnp.where(bound > _NOTHING / 2, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
     difference = over_chunk + (shift[:, :-1] - shift[:, 1:])
     log2_carry = jnp.where(over_chunk > _NOTHING, difference, _NEVER)
     return Carried(
@@ -245,17 +251,6 @@ def scaled_decay(log2_decay, exponent):
 def time_last(x):
     """Reshapes [H, n, C, D] to [H, D, X]."""
     return jnp.swapaxes(x, -1, -2).swapaxes(1, 2).reshape(len(x), x.shape[-1], -1)
-
-
-def _shift(strength, size, over_chunk, start_size):
-    """Returns exponents, int32 [H, n + 1], whose powers of two bring the states below 2^HEADROOM."""
-
-    def log2(x):
-        return jnp.where(x > 0, jnp.log2(jnp.where(x > 0, x, 1)), _NOTHING)
-
-    bound = _log2_recurrence(over_chunk, _log2_sum(strength + log2(size)), log2(start_size))
-    # An empty state needs no scale.
-    return jnp.where(bound > _NOTHING / 2, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
 
 
 def _log2_recurrence(log2_carry, new, start):

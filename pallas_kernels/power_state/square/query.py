@@ -110,7 +110,7 @@ def query_states(operands: Operands, *, time: int, with_remainder: bool, call: c
 
             def attend(acc):
                 # The state before the window.
-                _read_states(core, acc, query_smem, scalar_smem, smem, layout, config.parts)
+                _read_states(core, acc, query_smem, scalar_smem, smem)
                 acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
                 # The keys from the window on: acc += w v, and the sum of w is added to the denominator.
                 total = query_tile.add_keys(core, acc, query_smem, keys, denominator, warpgroup, power=2)
@@ -170,10 +170,11 @@ def _norm_of_queries(core, query_smem, smem, layout):
     return total
 
 
-def _read_states(core, acc, query_smem, scalar_smem, smem, layout, parts):
+def _read_states(core, acc, query_smem, scalar_smem, smem):
     """Adds phi(q) S^T to acc, one part of a group of features at a time."""
-    dtype, stages = smem["state_smem"].dtype, smem["state_smem"].shape[0]
-    columns = layout.width // parts
+    (stages, _, columns), dtype = smem["state_smem"].shape, smem["state_smem"].dtype
+    layout = layouts.Layout(query_smem.shape[1])
+    parts = layout.width // columns
     query = plgpu.load(query_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32).astype(dtype)
     wrapped = jnp.concatenate([query, query], 1)
 

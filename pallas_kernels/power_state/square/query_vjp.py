@@ -96,7 +96,7 @@ def query_vjp(operands: Operands, *, time: int, call: configs.Call):
             for n in range(count):
                 query = gmem["query"].at[tile.head, tile.tokens_of(n)]
                 plgpu.copy_gmem_to_smem(query, smem["query_smem"].at[n], ready)
-                if "dout_smem" in smem:
+                if not narrows:
                     plgpu.copy_gmem_to_smem(dout_of(n), smem["dout_smem"].at[n], ready)
                 scalars = gmem["scalars"].at[tile.head, :, tile.tokens_of(n)]
                 plgpu.copy_gmem_to_smem(scalars, smem["scalar_smem"].at[n], ready)
@@ -115,22 +115,41 @@ def query_vjp(operands: Operands, *, time: int, call: configs.Call):
             names = ("query_smem", "dout_smem", "narrow_smem", "scalar_smem")
             own = {name: smem[name].at[warpgroup] for name in names if name in smem}
             tokens = tile.tokens_of(warpgroup)
-            dout = _rows_of(own["dout_smem"] if "dout_smem" in own else dout_of(warpgroup))
+            dout_ref = dout_of(warpgroup) if narrows else own["dout_smem"]
             plgpu.barrier_wait(smem["ready"])
+
+            def dout():
+                return plgpu.load(dout_ref, layout=plgpu.Layout.WGMMA, optimized=False)
+
+            # The query as an operand is loaded for each use, or stays in shared memory, where its descriptors take
+            # registers between uses. Registers are short for large queries, and for a chunk whose loop over keys is
+            # unrolled.
+            reload_query = head_dim == 128 or chunk == count * _BLOCK
+
+            def query():
+                return (
+                    plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA)
+                    if reload_query
+                    else own["query_smem"]
+                )
+
             rows_smem = smem["rows_smem"].at[warpgroup]
             row = Rows(*(rows_smem.at[n] for n in range(rows_smem.shape[0])))
 
             # The normalizer.
             narrow, delta = (plgpu.load(ref, layout=_ROWS) for ref in (row.narrow, row.delta))
-            # Registers are short for large queries, and for a chunk whose loop over keys is unrolled.
-            reload_query = head_dim == 128 or chunk == count * _BLOCK
-            query = _query_of(own["query_smem"], reload_query)
             start = _read_norm(core, query(), smem, layout)
             start = start * lax.broadcast_in_dim(-narrow * delta, start.shape, [0])
 
             # The state before the window.
-            narrowed = _narrowed(dout(), narrow, own, states.dtype)
-            both = _read_states(core, start, narrowed, own, smem, layout, parts, config.query_vjp_groups)
+            wide = dout()
+            narrowed = wide.astype(jnp.float32) * lax.broadcast_in_dim(narrow, wide.shape, [0])
+            narrowed = narrowed.astype(states.dtype)
+            if narrows:
+                own["narrow_smem"][...] = narrowed
+                plgpu.commit_smem()
+                narrowed = own["narrow_smem"]
+            both = _read_states(core, start, narrowed, own, smem, config.query_vjp_groups)
             scale = plgpu.load(row.state, layout=_ROWS)
             gradient = lax.broadcast_in_dim(scale, both.shape, [0]) * both
             exact = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
@@ -144,7 +163,7 @@ def query_vjp(operands: Operands, *, time: int, call: configs.Call):
                     core,
                     acc,
                     query,
-                    own["dout_smem"] if "dout_smem" in own else dout(),
+                    dout() if narrows else dout_ref,
                     keys,
                     plgpu.load(row.delta, layout=_ROWS),
                     warpgroup,
@@ -205,30 +224,14 @@ def _piece(index, layout, parts, groups):
     return group, section * parts + part
 
 
-def _rows_of(dout):
-    """Returns a function that reads 64 rows of dO, from shared or global memory."""
-    return lambda: plgpu.load(dout, layout=plgpu.Layout.WGMMA, optimized=False)
-
-
-def _narrowed(dout, narrow, own, dtype):
-    """Returns dO times powers of two as an operand, in shared memory if that is allocated."""
-    narrowed = (dout.astype(jnp.float32) * lax.broadcast_in_dim(narrow, dout.shape, [0])).astype(dtype)
-    if "narrow_smem" not in own:
-        return narrowed
-    own["narrow_smem"][...] = narrowed
-    plgpu.commit_smem()
-    return own["narrow_smem"]
-
-
-def _read_states(core, start, dout, own, smem, layout, parts, round_groups):
+def _read_states(core, start, dout, own, smem, round_groups):
     """Returns `start` plus half the gradient of q^T S q, float32 [64, D].
 
     dout: the operand that states are multiplied by. Sections differ only in where they begin: each counts tiles of
     queries and of their gradient from its own first tile.
     """
-    parts, columns = parts // layout.sections, layout.width // parts
-    vector_of = _vector_of(own["query_smem"])
-    stages, height, _ = smem["state_smem"].shape
+    layout, (stages, height, columns) = layouts.Layout(start.shape[1]), smem["state_smem"].shape
+    parts, vector_of = layout.section_width // columns, _vector_of(own["query_smem"])
     # Blocks of values, which are read one after the other.
     douts = [dout]
     if dout.shape[1] > height:
@@ -308,16 +311,6 @@ def _read_states(core, start, dout, own, smem, layout, parts, round_groups):
         return jnp.concatenate(section(0, gradients), 1)
     gradients = lax.fori_loop(jnp.int32(0), jnp.int32(layout.sections), section, gradients)
     return jnp.concatenate(gradients[-2 * layout.sections :] + gradients[: -2 * layout.sections], 1)
-
-
-def _query_of(query_smem, reload):
-    """Returns a function that returns the query as an operand.
-
-    It is loaded for each use, or stays in shared memory, where its descriptors take registers between uses.
-    """
-    if reload:
-        return lambda: plgpu.load(query_smem, layout=plgpu.Layout.WGMMA)
-    return lambda: query_smem
 
 
 def _vector_of(query_smem):

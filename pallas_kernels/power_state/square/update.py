@@ -138,14 +138,19 @@ def update(operands: Operands, *, call: configs.Call, reverse: bool = False):
                     def _block(block):
                         slot = ring.slot_of(index * blocks + block, stages)
                         plgpu.barrier_wait(smem["full"].at[slot])
-                        _add_tokens(
-                            core,
-                            accumulators,
-                            smem["key_smem"].at[slot],
-                            smem["value_smem"].at[slot],
-                            smem["scalar_smem"].at[slot, :, pl.ds(first, groups_of_warpgroup)],
-                            layout,
-                        )
+                        key_smem = smem["key_smem"].at[slot]
+                        scalar_smem = smem["scalar_smem"].at[slot, :, pl.ds(first, groups_of_warpgroup)]
+                        value = plgpu.load(smem["value_smem"].at[slot], layout=plgpu.Layout.WGMMA)
+                        for n, acc in enumerate(accumulators):
+                            for m, tile in enumerate(layout.section):
+                                scalar = plgpu.load(scalar_smem.at[m, n], layout=plgpu.Layout.WGMMA.reduce(0))
+                                scaled = value * lax.broadcast_in_dim(scalar, value.shape, [1])
+                                columns_of = acc.at[:, tile.offset : tile.offset + tile.width]
+                                keys = key_smem.at[tile.begin : tile.begin + tile.width].T
+                                # One product in flight while the next operand is made: straight-line code, so each
+                                # has its own registers.
+                                core.add(columns_of, scaled, keys, wait=1)
+                        core.wait()
                         plgpu.barrier_arrive(smem["free"].at[slot])
 
                 # The state after the segment.
@@ -198,17 +203,3 @@ def _key_pieces(layout):
         return tuple(piece for piece in pieces if piece[1])
     # A section wraps around at a position that depends on the section, but always between two tiles.
     return tuple((begin, layouts.TILE) for begin in range(0, layout.section_rows, layouts.TILE))
-
-
-def _add_tokens(core, accumulators, key_smem, value_smem, scalar_smem, layout):
-    """Adds 64 tokens to the groups of one warpgroup."""
-    value = plgpu.load(value_smem, layout=plgpu.Layout.WGMMA)
-    for n, acc in enumerate(accumulators):
-        for index, tile in enumerate(layout.section):
-            scalar = plgpu.load(scalar_smem.at[index, n], layout=plgpu.Layout.WGMMA.reduce(0))
-            scaled = value * lax.broadcast_in_dim(scalar, value.shape, [1])
-            columns = acc.at[:, tile.offset : tile.offset + tile.width]
-            keys = key_smem.at[tile.begin : tile.begin + tile.width].T
-            # One product in flight while the next operand is made: straight-line code, so each has its own registers.
-            core.add(columns, scaled, keys, wait=1)
-    core.wait()
