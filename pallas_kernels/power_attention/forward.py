@@ -89,7 +89,31 @@ def means(
         earlier_steps = diagonal - begin
 
         def copy():
-            _copy_blocks(gmem, smem, batch_row, kv_head, begin, earlier_steps, config)
+            # Fill the ring: earlier blocks in order of time, then the diagonal block with its undecayed values.
+            @pl.loop(jnp.int32(0), earlier_steps + 1)
+            def _block(step):
+                slot = ring.slot_of(step, config.stages)
+                tokens = batch_row, pl.ds((begin + step) * config.block, config.block), kv_head
+                reused = step >= config.stages
+                pl.when(reused)(lambda: plgpu.barrier_wait(smem["key_free"].at[slot]))
+                plgpu.copy_gmem_to_smem(
+                    gmem["key"].at[tokens], smem["key_smem"].at[slot], smem["key_full"].at[slot]
+                )
+                pl.when(reused)(lambda: plgpu.barrier_wait(smem["value_free"].at[slot]))
+
+                def copy_value(name):
+                    target, full = smem["value_smem"].at[slot], smem["value_full"].at[slot]
+                    plgpu.copy_gmem_to_smem(gmem[name].at[tokens], target, full)
+
+                @pl.when(step < earlier_steps)
+                def _earlier():
+                    columns = gmem["columns"].at[batch_row, kv_head, begin + step]
+                    plgpu.copy_gmem_to_smem(
+                        columns, smem["column_smem"].at[slot], smem["column_full"].at[slot]
+                    )
+                    copy_value("decayed_value")
+
+                pl.when(step == earlier_steps)(lambda: copy_value("plain_value"))
 
         def compute(warpgroup, core):
             start = warpgroup * pairs.BLOCK
@@ -170,31 +194,6 @@ def means(
         name="power_attention_forward",
         interpret=interpret,
     )
-
-
-def _copy_blocks(gmem, smem, batch_row, kv_head, begin, earlier_steps, config):
-    """Fills the ring: earlier blocks in order of time, then the diagonal block with its undecayed values."""
-
-    @pl.loop(jnp.int32(0), earlier_steps + 1)
-    def _block(step):
-        slot = ring.slot_of(step, config.stages)
-        tokens = batch_row, pl.ds((begin + step) * config.block, config.block), kv_head
-        reused = step >= config.stages
-        pl.when(reused)(lambda: plgpu.barrier_wait(smem["key_free"].at[slot]))
-        plgpu.copy_gmem_to_smem(gmem["key"].at[tokens], smem["key_smem"].at[slot], smem["key_full"].at[slot])
-        pl.when(reused)(lambda: plgpu.barrier_wait(smem["value_free"].at[slot]))
-
-        def copy_value(name):
-            target, full = smem["value_smem"].at[slot], smem["value_full"].at[slot]
-            plgpu.copy_gmem_to_smem(gmem[name].at[tokens], target, full)
-
-        @pl.when(step < earlier_steps)
-        def _earlier():
-            columns = gmem["columns"].at[batch_row, kv_head, begin + step]
-            plgpu.copy_gmem_to_smem(columns, smem["column_smem"].at[slot], smem["column_full"].at[slot])
-            copy_value("decayed_value")
-
-        pl.when(step == earlier_steps)(lambda: copy_value("plain_value"))
 
 
 class _Queries:
