@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import tensor_core
 
-__all__ = ["head_index", "heads_grid", "interpreted", "launch", "store"]
+__all__ = ["head_index", "heads_grid", "interpreted", "launch", "require", "store"]
 
 # Bytes that all blocks that run at once may read repeatedly: most of an H100's L2 of 50 MB. With 201 MB, 192 heads
 # at 4,096 tokens, the forward kernel took 1.3 times as long.
@@ -45,6 +45,13 @@ def head_index(grid: Mapping[str, int]) -> jax.Array:
 def interpreted(interpret: Any) -> dict[str, Any]:
     """Returns the argument of `plgpu.kernel` for parameters of the GPU interpreter, or none for None."""
     return {} if interpret is None else {"interpret": interpret}
+
+
+def require(kernels: str, supported: Mapping[str, bool]) -> None:
+    """Raises NotImplementedError naming the first constraint that does not hold."""
+    for constraint, holds in supported.items():
+        if not holds:
+            raise NotImplementedError(f"the {kernels} kernels need {constraint}")
 
 
 def store(destination, value):

@@ -14,7 +14,6 @@ __all__ = [
     "Call",
     "Config",
     "needs_of_rows",
-    "require",
     "stages",
     "warpgroups",
 ]
@@ -110,10 +109,3 @@ def stages(fitting: int, most: int, chunk: int) -> int:
             f"the power_state kernels need a chunk shorter than {chunk}, for shared memory"
         )
     return min(fitting, most)
-
-
-def require(supported: dict[str, bool]) -> None:
-    """Raises NotImplementedError naming the first constraint that does not hold."""
-    for constraint, holds in supported.items():
-        if not holds:
-            raise NotImplementedError(f"the power_state kernels need {constraint}")

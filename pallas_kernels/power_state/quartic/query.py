@@ -98,7 +98,7 @@ def query_states(operands: Operands, *, time: int, with_remainder: bool, call: c
                 acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
                 # The keys from the window on.
                 total = plgpu.load(smem["denominator_smem"].at[warpgroup], layout=_ROWS)
-                total = query_tile.add_keys(core, acc, query_smem, keys, total, warpgroup, power=4)
+                total = keys.add_values(core, acc, query_smem, total, warpgroup, power=4)
                 # The division.
                 gmem["total"][tile.head, tile.tokens_of(warpgroup)] = total
                 query_tile.store_mean(gmem, acc, total, out_smem, tile, warpgroup)
@@ -144,7 +144,7 @@ def query_states(operands: Operands, *, time: int, with_remainder: bool, call: c
         name="power_state_quartic_query",
         interpret=call.interpret,
     )
-    return *(results.cut(output[name], batch_time) for name in means), output["total"]
+    return *(output[name][:, :time] for name in means), output["total"]
 
 
 def _copy_states(gmem, smem, tile, layout, count):

@@ -1,7 +1,7 @@
 """Gradient of queries at p = 4: through the state, and through the keys from the window on.
 
 A block has one chunk's rows in `query_blocks` warpgroups of 64. `state_vjp` computes the from-state contribution,
-of the query and its output's cotangent divided by a power of two so that they fit in 16 bits. `window_keys_vjp` adds
+of the query and its output's cotangent divided by a power of two so that they fit in 16 bits. `window_keys` adds
 that of the in-window keys. The normalizer's contribution is added in plain JAX, since the kernel has no room for its
 matrix.
 """
@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, results, tensor_core
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import query_tile, window_keys, window_keys_vjp
+from pallas_kernels.power_state import query_tile, window_keys
 from pallas_kernels.power_state.quartic import layout as layouts
 from pallas_kernels.power_state.quartic import state_vjp
 
@@ -105,10 +105,8 @@ def query_vjp(operands: Operands, *, call: configs.Call):
                 gradient[...] = gradient[...] * tensor_core.along_columns(row.state, gradient.shape) / _POWER
                 state_sum = (state_vjp.load(query_smem) * gradient[...]).sum(1)
                 # The keys from the window on.
-                delta = plgpu.load(row.delta, layout=_ROWS)
-                window_sum = window_keys_vjp.add_keys(
-                    core, gradient, lambda: query_smem, dout_smem, keys, delta, warpgroup, _POWER
-                )
+                own_rows = (lambda: query_smem), dout_smem, plgpu.load(row.delta, layout=_ROWS)
+                window_sum = keys.add_gradient(core, gradient, own_rows, warpgroup, _POWER)
                 # The division.
                 tokens, inverse = tile.tokens_of(warpgroup), plgpu.load(row.inverse, layout=_ROWS)
                 for n, total in enumerate((window_sum, state_sum)):

@@ -1,5 +1,6 @@
 """Tile sizes of the kernels at p = 4, chosen by predicted cost."""
 
+from pallas_kernels.hopper import launch
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.quartic import layout as layouts
 
@@ -10,14 +11,12 @@ _BLOCK = configs.BLOCK
 
 def choose(head_dim, value_dim, dtype, chunk, exact_window) -> configs.Config:
     """Returns the tiles for a chunk; raises NotImplementedError for unsupported sizes and dtypes."""
-    sizes = layouts.SIZES
-    configs.require(
-        {
-            f"head_dim at most {sizes[-1]} at power 4, not {head_dim}": head_dim <= sizes[-1],
-            f"value_dim at most {sizes[-1]} at power 4, not {value_dim}": value_dim <= sizes[-1],
-        }
-        | configs.needs_of_rows(dtype, chunk, exact_window)
-    )
+    most = layouts.SIZES[-1]
+    supported = {
+        f"head_dim at most {most} at power 4, not {head_dim}": head_dim <= most,
+        f"value_dim at most {most} at power 4, not {value_dim}": value_dim <= most,
+    }
+    launch.require("power_state", supported | configs.needs_of_rows(dtype, chunk, exact_window))
     layout = layouts.layout_for(head_dim, value_dim)
     both, in_window = layout.head_dim + layout.value_dim, 2 * _BLOCK
     blocks = configs.warpgroups(chunk, 3)

@@ -93,7 +93,7 @@ def key_vjp(operands: Operands, *, time: int, call: configs.Call):
     output: dict[str, jax.Array] = {}
     for wanted in [("dkey", "dvalue", "sums")] if together else [("dkey", "sums"), ("dvalue",)]:
         output |= _gradients(operands, {name: types[name] for name in wanted}, call)
-    return *(results.cut(output[name], batch_time) for name in _GRADIENTS), output["sums"]
+    return *(output[name][:, :time] for name in _GRADIENTS), output["sums"]
 
 
 def _gradients(operands: Operands, outputs, call: configs.Call):

@@ -113,7 +113,7 @@ def query_states(operands: Operands, *, time: int, with_remainder: bool, call: c
                 _read_states(core, acc, query_smem, scalar_smem, smem)
                 acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
                 # The keys from the window on: acc += w v, and the sum of w is added to the denominator.
-                total = query_tile.add_keys(core, acc, query_smem, keys, denominator, warpgroup, power=2)
+                total = keys.add_values(core, acc, query_smem, denominator, warpgroup, power=2)
                 # The sums of weights, the division, and the store, which drops tokens that do not exist.
                 gmem["denominator"][tile.head, tile.tokens_of(warpgroup)] = total
                 query_tile.store_mean(gmem, acc, total, out_smem, tile, warpgroup)
@@ -150,7 +150,7 @@ def query_states(operands: Operands, *, time: int, with_remainder: bool, call: c
         name="power_state_query",
         interpret=call.interpret,
     )
-    return *(results.cut(output[name], batch_time) for name in means), output["denominator"]
+    return *(output[name][:, :time] for name in means), output["denominator"]
 
 
 def _norm_of_queries(core, query_smem, smem, layout):

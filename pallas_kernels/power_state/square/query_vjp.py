@@ -10,7 +10,7 @@ which is half the gradient of x^T S x: pairs across tiles count twice. A pair wi
 orders, each of which would contribute once as the scalar; as the state is symmetric, contributing twice as the vector
 is the same. dO is multiplied by a power of two so that it fits in float16.
 
-The normalizer's contribution is subtracted, and that of the keys is added in the same accumulator (`window_keys_vjp`).
+The normalizer's contribution is subtracted, and `window_keys` adds that of the keys in the same accumulator.
 """
 
 import functools
@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, results, ring, tensor_core
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import query_tile, window_keys, window_keys_vjp
+from pallas_kernels.power_state import query_tile, window_keys
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import state_copies
 
@@ -159,16 +159,9 @@ def query_vjp(operands: Operands, *, time: int, call: configs.Call):
             def attend(acc):
                 # The keys from the window on.
                 acc[...] = gradient
-                total = window_keys_vjp.add_keys(
-                    core,
-                    acc,
-                    query,
-                    dout() if narrows else dout_ref,
-                    keys,
-                    plgpu.load(row.delta, layout=_ROWS),
-                    warpgroup,
-                    _POWER,
-                )
+                exact_dout = dout() if narrows else dout_ref
+                own_rows = query, exact_dout, plgpu.load(row.delta, layout=_ROWS)
+                total = keys.add_gradient(core, acc, own_rows, warpgroup, _POWER)
                 # The division.
                 inverse = plgpu.load(row.inverse, layout=_ROWS)
                 gmem["sums"][tile.head, 0, tokens] = inverse * total
@@ -208,7 +201,7 @@ def query_vjp(operands: Operands, *, time: int, call: configs.Call):
         name="power_state_query_vjp",
         interpret=call.interpret,
     )
-    return results.cut(output["dquery"], batch_time), output["sums"]
+    return output["dquery"][:, :time], output["sums"]
 
 
 def _piece(index, layout, parts, groups):

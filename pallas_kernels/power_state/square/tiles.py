@@ -1,5 +1,6 @@
 """Tile sizes of the kernels at p = 2, chosen by predicted cost."""
 
+from pallas_kernels.hopper import launch
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import layout as layouts
 
@@ -19,7 +20,7 @@ def choose(head_dim, value_dim, dtype, chunk, exact_window) -> configs.Config:
         f"head_dim at most {_HEAD_SIZES[-1]}, not {head_dim}": head_dim <= _HEAD_SIZES[-1],
         f"value_dim at most {_VALUE_SIZES[-1]}, not {value_dim}": value_dim <= _VALUE_SIZES[-1],
     }
-    configs.require(supported | configs.needs_of_rows(dtype, chunk, exact_window))
+    launch.require("power_state", supported | configs.needs_of_rows(dtype, chunk, exact_window))
     head_dim = next(size for size in _HEAD_SIZES if size >= head_dim)
     value_dim = next(size for size in _VALUE_SIZES if size >= value_dim)
     layout = layouts.Layout(head_dim)
