@@ -250,8 +250,8 @@ def _state_arrays(case, drawn, interpret):
     return drawn.arrays | decays | {"folds": jnp.asarray(included)}, call
 
 
-def _tokens(arrays):
-    return tuple(arrays[name] for name in ("query", "key", "value", "log_decay", "folds"))
+def _arguments(arrays):
+    return power_state.Arguments(*(arrays[name] for name in power_state.Arguments._fields))
 
 
 def _state_forward(case, interpret):
@@ -261,11 +261,11 @@ def _state_forward(case, interpret):
     state = formula.state(drawn.key, drawn.value, drawn.log_decay, drawn.documents, arrays["folds"], sample)
 
     def call(arrays):
-        query, *tokens = _tokens(arrays)
-        saved, (kv, norm) = power_state.fold(*tokens, call=options)
-        out, denominator = power_state.attend(query, *tokens, saved, call=options)
+        arguments = _arguments(arrays)
+        saved, (kv, norm) = power_state.fold(arguments, call=options)
+        out, denominator = power_state.attend(arguments, saved, call=options)
         # The kernel divides each query by a power of two; its denominators are those of the divided queries.
-        largest = jnp.abs(query.astype(jnp.float32)).max(-1)
+        largest = jnp.abs(arguments.query.astype(jnp.float32)).max(-1)
         denominator = jnp.ldexp(denominator, case.power * jnp.frexp(largest)[1])
         return {"kv": kv, "norm": norm, "mean": out, "denominator": denominator}
 
@@ -307,10 +307,10 @@ def _state_backward(case, interpret, forgets=False):
     expected = {"key": expected["key"]} if forgets else expected | state
 
     def call(arrays):
-        tokens = _tokens(arrays)
-        (out, denominator, _), saved = power_state.power_state_fwd(*tokens, call=options)
+        arguments = _arguments(arrays)
+        (*means, _), saved = power_state.power_state_fwd(arguments, call=options)
         gradients, initial = power_state.power_state_vjp(
-            *tokens, out, denominator, saved, arrays["dout"], call=options
+            arguments, means, saved, arrays["dout"], call=options
         )
         return gradients._asdict() | dict(zip(("kv", "norm"), initial))
 

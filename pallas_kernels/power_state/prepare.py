@@ -17,6 +17,7 @@ from pallas_kernels.power_state import config as configs
 
 __all__ = [
     "HEADROOM",
+    "Arguments",
     "Carried",
     "Saved",
     "Tokens",
@@ -50,6 +51,22 @@ _NOTHING = -1e4
 _FEW_CHUNKS = 128
 # Base-2 logarithm of a decay to zero between states: below _NOTHING, whatever the difference of their scales.
 _NEVER = -1e5
+
+
+class Arguments(NamedTuple):
+    """Arguments of both passes, as in `forward.power_state`, but log_decay and folds are arrays."""
+
+    query: jax.Array  # bfloat16 [B, T, N, D], N a multiple of K
+    key: jax.Array  # bfloat16 [B, T, K, D]
+    value: jax.Array  # bfloat16 [B, T, K, E]
+    log_decay: jax.Array  # float32 [B, T, K]
+    folds: jax.Array  # bool [B, T], which positions enter a state
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, K, D and E."""
+        batch, _, kv_heads, head_dim = self.key.shape
+        return batch, kv_heads, head_dim, self.value.shape[-1]
 
 
 class Saved(NamedTuple):
@@ -145,11 +162,9 @@ def queries(query):
     return numerics.scaled(query, -exponent), exponent
 
 
-def by_chunk(key, value, log_decay, folds, *, call: configs.Call) -> Tokens:
-    """Returns `Tokens` of key [B, T, K, D], value [B, T, K, E] and log_decay [B, T, K].
-
-    folds: bool [B, T], which positions enter a state.
-    """
+def by_chunk(arguments: Arguments, call: configs.Call) -> Tokens:
+    """Returns keys and values by chunk, with their decays."""
+    _, key, value, log_decay, folds = arguments
     chunk, exact_window = call.chunk, call.exact_window
     extra = -key.shape[1] % chunk
     key, value = (
@@ -189,10 +204,10 @@ def key_decays(coarse, fine):
     return jnp.stack([coarse, fine, to_last], 2)
 
 
-def over_chunks(log_decay, folds, *, chunk, exact_window):
+def over_chunks(arguments: Arguments, call: configs.Call):
     """Returns log2 of the decay of the state over each chunk, float32 [H, n], as in `Tokens`."""
-    block, folded = _decays(log_decay, folds, chunk, exact_window)
-    return _log2(jnp.where(folded, block[..., :chunk], 0).sum(-1))
+    block, folded = _decays(arguments.log_decay, arguments.folds, call.chunk, call.exact_window)
+    return _log2(jnp.where(folded, block[..., : call.chunk], 0).sum(-1))
 
 
 def _decays(log_decay, folds, chunk, exact_window):

@@ -114,10 +114,10 @@ def both_passes(sizes):
             key, value, power=sizes.power, chunk=sizes.chunk, exact_window=sizes.exact_window
         )
         folds = jnp.arange(sizes.time)[None] < sizes.time - sizes.exact_window
-        tokens = query, key, value, log_decay, folds
-        (out, denominator, _), saved = power_state.power_state_fwd(*tokens, call=call)
-        gradients, _ = power_state.power_state_vjp(*tokens, out, denominator, saved, dout, call=call)
-        return {"out": out.astype(value.dtype)} | gradients._asdict(), recorded
+        arguments = power_state.Arguments(query, key, value, log_decay, folds)
+        (*means, _), saved = power_state.power_state_fwd(arguments, call=call)
+        gradients, _ = power_state.power_state_vjp(arguments, means, saved, dout, call=call)
+        return {"out": means[0].astype(value.dtype)} | gradients._asdict(), recorded
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(plain.kernels(sizes.multiprocessors))

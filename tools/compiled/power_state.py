@@ -47,10 +47,10 @@ def build(case: str):
     call = configs.Call(power=power, config=_config(case), exact_window=_WINDOW, interpret=None)
 
     def both_passes(query, key, value, log_decay, folds, dout):
-        tokens = key, value, log_decay, folds
-        (out, denominator, _), saved = power_state.power_state_fwd(query, *tokens, call=call)
-        gradients = power_state.power_state_vjp(query, *tokens, out, denominator, saved, dout, call=call)
-        return power_state.attend(query, *tokens, saved, call=call), gradients
+        arguments = power_state.Arguments(query, key, value, log_decay, folds)
+        (*means, _), saved = power_state.power_state_fwd(arguments, call=call)
+        gradients = power_state.power_state_vjp(arguments, means, saved, dout, call=call)
+        return power_state.attend(arguments, saved, call=call), gradients
 
     vectors = (heads, head_dim), (_HEADS, head_dim), (_HEADS, value_dim), (heads, value_dim)
     query, key, value, dout = (jax.ShapeDtypeStruct((1, time, *x), jnp.bfloat16) for x in vectors)
