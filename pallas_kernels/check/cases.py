@@ -1,4 +1,4 @@
-"""Cases of `sympow check`: a kernel, a shape, and its expected results."""
+"""Cases of `sympow check`: a pass of a family of kernels, a shape, and its expected results."""
 
 import dataclasses
 import functools
@@ -26,10 +26,10 @@ OUTPUT, GRADIENT, FLOAT16, FLOAT32 = 2.0**-8, 2.0**-7, 2.0**-10, 2.0**-18
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One kernel at one shape.
+    """A pass of a family of kernels at one shape.
 
     Attributes:
-        kernel: key of `_KERNELS`.
+        part: what runs, a key of `_PREPARED`: a pass, or the read or the fold of a step.
         family: one of `verdict.FAMILIES`, or "toolchain".
         power: p.
         head_dim: D, and E unless `value_dim` is set.
@@ -38,7 +38,7 @@ class Case:
         real: whether the shape is that of a real model; such cases are timed.
     """
 
-    kernel: str
+    part: str
     family: str
     power: int = 2
     head_dim: int = 64
@@ -54,12 +54,12 @@ class Case:
     def name(self) -> str:
         """Name that is unique among `CASES`."""
         sizes = f"p{self.power}-d{self.head_dim}-e{self.width}-t{self.time}-b{self.batch}"
-        return f"{self.family}.{self.kernel}-{sizes}-k{self.kv_heads}-g{self.group}"
+        return f"{self.family}.{self.part}-{sizes}-k{self.kv_heads}-g{self.group}"
 
     @property
     def brief(self) -> bool:
-        """True if `--brief` runs the case: all small ones, and of real shapes few kernels with D below 128."""
-        return not self.real or (self.kernel in _BRIEF and self.head_dim < 128)
+        """True if `--brief` runs the case: all small ones, and real shapes with D below 128."""
+        return not self.real or self.head_dim < 128
 
     @property
     def width(self) -> int:
@@ -92,7 +92,7 @@ def prepare(case: Case, interpret=None) -> Prepared:
         case: one of `CASES`.
         interpret: parameters of the GPU interpreter, or None to run on a GPU.
     """
-    return _KERNELS[case.kernel](case, interpret)
+    return _PREPARED[case.family, case.part](case, interpret)
 
 
 class _Sequence(NamedTuple):
@@ -147,14 +147,23 @@ class _Sequence(NamedTuple):
         )
 
     @property
+    def arrays(self) -> dict[str, jax.Array]:
+        """The arrays of query, key, value and dout, by name."""
+        return {name: getattr(self, name) for name in ("query", "key", "value", "dout")}
+
+    @property
     def decays(self) -> formula.Decays:
         return formula.Decays.of(self.log_decay)
 
     @property
-    def bounded_decay(self) -> jax.Array:
-        """Log decays with a boundary value, below -87, at the first token of each later document."""
-        starts = np.diff(self.documents, axis=1, prepend=0) > 0
-        return jnp.asarray(np.where(starts[..., None], -88, self.log_decay))
+    def starts(self) -> np.ndarray:
+        """Mask of the first token of each later document, bool [B, T, 1]."""
+        return np.diff(self.documents, axis=1, prepend=0)[..., None] > 0
+
+    @property
+    def cotangent(self) -> jax.Array:
+        """Cotangent of the rows that are compared."""
+        return self.dout[:, self.positions].astype(jnp.float32)
 
     def rows(self, power: int) -> formula.Rows:
         """Returns the expected results of the queries at `positions`."""
@@ -167,15 +176,9 @@ class _Sequence(NamedTuple):
         The gradient of log_decay is zero at the first token of a document, where a boundary replaces the decay.
         """
         call = jax.jit(functools.partial(formula.gradients, power=power))
-        cotangent = self.dout[:, self.positions].astype(jnp.float32)
-        found = call(self.query, self.key, self.value, self.decays, self.documents, self.positions, cotangent)
-        starts = np.diff(self.documents, axis=1, prepend=0) > 0
-        found["log_decay"] = jnp.where(starts[..., None], 0, found["log_decay"])
-        return found
-
-    def compared_rows(self, results: dict) -> dict:
-        """Returns the results at `positions`."""
-        return {name: x[:, self.positions] for name, x in results.items()}
+        arrays = self.query, self.key, self.value, self.decays, self.documents, self.positions
+        found = call(*arrays, self.cotangent)
+        return found | {"log_decay": jnp.where(self.starts, 0, found["log_decay"])}
 
 
 def _copy(case, interpret):
@@ -202,130 +205,81 @@ def _copy(case, interpret):
     return Prepared(call, {"source": source}, dict, {"copy": source}, {"copy": 0.0})
 
 
-def _attention_results(case, interpret, arrays):
-    fixed = {"power": case.power, "interpret": interpret}
-    fixed |= {name: arrays[name] for name in ("log_decay", "segment_ids")}
-    query, key, value = (arrays[name] for name in ("query", "key", "value"))
-    return power_attention.power_attention(query, key, value, **fixed), fixed
+def _attention(case, interpret, backward=False):
+    drawn, options = _Sequence.of(case), {"power": case.power, "interpret": interpret}
+    decays = {"log_decay": jnp.asarray(drawn.log_decay), "segment_ids": jnp.asarray(drawn.documents)}
 
+    def found(arrays):
+        arrays = {name: x for name, x in arrays.items() if name != "dout"}
+        return power_attention.power_attention(**arrays, **options)
 
-def _attention_forward(case, interpret):
-    drawn = _Sequence.of(case)
-    rows = drawn.rows(case.power)
+    def gradients(arrays):
+        results = power_attention.power_attention_vjp(**arrays, saved=found(arrays), **options)
+        return dict(zip(("query", "key", "value", "log_decay"), results))
 
-    def call(arrays):
-        found, _ = _attention_results(case, interpret, arrays)
-        mean = found["out"].astype(jnp.float32) + found["remainder"].astype(jnp.float32)
-        weights = jnp.moveaxis(jnp.ldexp(found["weight_sum"], found["weight_exponent"]), 1, 2)
+    def means(arrays):
+        results = found(arrays)
+        mean = results["out"].astype(jnp.float32) + results["remainder"].astype(jnp.float32)
+        weights = jnp.moveaxis(jnp.ldexp(results["weight_sum"], results["weight_exponent"]), 1, 2)
         return {"mean": mean, "denominator": weights[:, : case.time]}
 
+    def compared(results):
+        return {name: x[:, drawn.positions] for name, x in results.items()}
+
+    if backward:
+        expected = drawn.gradients(case.power)
+        return Prepared(gradients, drawn.arrays | decays, dict, expected, dict.fromkeys(expected, GRADIENT))
     bounds = {"mean": OUTPUT, "denominator": FLOAT16}
-    return Prepared(call, _attention_arrays(drawn), drawn.compared_rows, rows._asdict(), bounds)
+    return Prepared(means, drawn.arrays | decays, compared, drawn.rows(case.power)._asdict(), bounds)
 
 
-def _attention_arrays(drawn):
-    arrays = {name: getattr(drawn, name) for name in ("query", "key", "value", "dout")}
-    return arrays | {"log_decay": jnp.asarray(drawn.log_decay), "segment_ids": jnp.asarray(drawn.documents)}
-
-
-def _attention_gradients(names, case, interpret):
-    drawn = _Sequence.of(case)
-    expected = {name: x for name, x in drawn.gradients(case.power).items() if name in names}
-
-    def call(arrays):
-        found, fixed = _attention_results(case, interpret, arrays)
-        inputs = {name: arrays[name] for name in ("query", "key", "value", "dout")}
-        results = power_attention.power_attention_vjp(**inputs, saved=found, **fixed)
-        found = dict(zip(("query", "key", "value", "log_decay"), results))
-        # Only the named gradients are returned, so that XLA drops the kernels of the others.
-        return {name: found[name] for name in names}
-
-    return Prepared(call, _attention_arrays(drawn), dict, expected, dict.fromkeys(names, GRADIENT))
-
-
-def _state_arguments(case, drawn, interpret):
-    """Returns the arguments of all parts of the chunked form, their static options, and what enters the state."""
+def _state_arrays(case, drawn, interpret):
+    """Returns the arrays of the chunked form and its static options; the last positions enter no state."""
     included = np.broadcast_to(np.arange(case.time) < case.time - WINDOW, (case.batch, case.time))
-    arrays = {name: getattr(drawn, name) for name in ("query", "key", "value", "dout")}
-    arrays |= {"log_decay": drawn.bounded_decay, "folds": jnp.asarray(included)}
+    # A boundary is a log decay below -87.
+    decays = {"log_decay": jnp.asarray(np.where(drawn.starts, -88, drawn.log_decay))}
     call = power_state.call_for(
-        arrays["key"],
-        arrays["value"],
+        drawn.key,
+        drawn.value,
         power=case.power,
         exact_window=WINDOW,
         # Small shapes have several chunks too.
         chunk=None if case.real else 192,
         interpret=interpret,
     )
-    return arrays, call, included
+    return drawn.arrays | decays | {"folds": jnp.asarray(included)}, call
 
 
-def _of_state(arrays, *names):
-    return tuple(arrays[name] for name in (*names, "key", "value", "log_decay", "folds"))
+def _arguments(arrays):
+    return power_state.Arguments(*(arrays[name] for name in power_state.Arguments._fields))
 
 
-def _state_update(case, interpret):
+def _state_forward(case, interpret):
     drawn = _Sequence.of(case)
-    arrays, kernels, included = _state_arguments(case, drawn, interpret)
+    arrays, options = _state_arrays(case, drawn, interpret)
     sample = formula.monomials(case.head_dim, case.power, FEATURES, 0)
-    expected = formula.state(
-        drawn.key, drawn.value, drawn.log_decay, drawn.documents, jnp.asarray(included), sample
-    )
+    state = formula.state(drawn.key, drawn.value, drawn.log_decay, drawn.documents, arrays["folds"], sample)
 
     def call(arrays):
-        _, (kv, norm) = power_state.fold(*_of_state(arrays), call=kernels)
-        return {"kv": kv, "norm": norm}
-
-    def compare(results):
-        return {name: x[:, :, sample[0]] for name, x in results.items()}
-
-    return Prepared(call, arrays, compare, expected, {"kv": FLOAT16, "norm": FLOAT16})
-
-
-def _state_query(case, interpret):
-    drawn = _Sequence.of(case)
-    arrays, kernels, _ = _state_arguments(case, drawn, interpret)
-    rows = drawn.rows(case.power)
-
-    def call(arrays):
-        saved, _ = power_state.fold(*_of_state(arrays), call=kernels)
-        out, denominator = power_state.attend(*_of_state(arrays, "query"), saved, call=kernels)
+        arguments = _arguments(arrays)
+        saved, (kv, norm) = power_state.fold(arguments, call=options)
+        out, denominator = power_state.attend(arguments, saved, call=options)
         # The kernel divides each query by a power of two; its denominators are those of the divided queries.
-        largest = jnp.abs(arrays["query"].astype(jnp.float32)).max(-1)
-        return {"mean": out, "denominator": jnp.ldexp(denominator, case.power * jnp.frexp(largest)[1])}
-
-    bounds = {"mean": OUTPUT, "denominator": FLOAT16}
-    return Prepared(call, arrays, drawn.compared_rows, rows._asdict(), bounds)
-
-
-def _state_results(arrays, kernels):
-    (out, denominator, _), saved = power_state.power_state_fwd(*_of_state(arrays, "query"), call=kernels)
-    return out, denominator, saved
-
-
-def _state_dual(case, interpret):
-    drawn = _Sequence.of(case)
-    arrays, kernels, _ = _state_arguments(case, drawn, interpret)
-    sample = formula.monomials(case.head_dim, case.power, FEATURES, 0)
-    cotangent = drawn.dout[:, drawn.positions].astype(jnp.float32)
-    expected = formula.state_gradient(
-        drawn.query, drawn.rows(case.power), drawn.decays, drawn.documents, drawn.positions, cotangent, sample
-    )
-
-    def call(arrays):
-        out, denominator, _ = _state_results(arrays, kernels)
-        _, (kv, norm) = power_state.fold_vjp(
-            *_of_state(arrays, "query"), out, denominator, arrays["dout"], call=kernels
-        )
-        return {"kv": kv, "norm": norm}
+        largest = jnp.abs(arguments.query.astype(jnp.float32)).max(-1)
+        denominator = jnp.ldexp(denominator, case.power * jnp.frexp(largest)[1])
+        return {"kv": kv, "norm": norm, "mean": out, "denominator": denominator}
 
     def compare(results):
-        return {name: x[:, :, sample[0]] for name, x in results.items()}
+        return {
+            name: x[:, :, sample[0]] if name in state else x[:, drawn.positions]
+            for name, x in results.items()
+        }
 
-    return Prepared(call, arrays, compare, expected, {"kv": FLOAT16, "norm": FLOAT16})
+    bounds = {"kv": FLOAT16, "norm": FLOAT16, "mean": OUTPUT, "denominator": FLOAT16}
+    return Prepared(call, arrays, compare, state | drawn.rows(case.power)._asdict(), bounds)
 
 
-def _state_gradients(names, case, interpret, forgets=False):
+def _state_backward(case, interpret, forgets=False):
     drawn = _Sequence.of(case)
     if forgets:
         # A fifth of the tokens forget all but 4e-8 of what was before them, and a query is almost orthogonal to its own
@@ -338,167 +292,148 @@ def _state_gradients(names, case, interpret, forgets=False):
             query=query.astype(drawn.query.dtype),
             log_decay=np.where(gates, np.float32(-17), drawn.log_decay),
         )
-    arrays, kernels, _ = _state_arguments(case, drawn, interpret)
-    expected = {name: x for name, x in drawn.gradients(case.power).items() if name in names}
+    arrays, options = _state_arrays(case, drawn, interpret)
+    sample = formula.monomials(case.head_dim, case.power, FEATURES, 0)
+    state = formula.state_gradient(
+        drawn.query,
+        drawn.rows(case.power),
+        drawn.decays,
+        drawn.documents,
+        drawn.positions,
+        drawn.cotangent,
+        sample,
+    )
+    expected = drawn.gradients(case.power)
+    expected = {"key": expected["key"]} if forgets else expected | state
 
     def call(arrays):
-        out, denominator, saved = _state_results(arrays, kernels)
-        found, _ = power_state.power_state_vjp(
-            *_of_state(arrays, "query"),
-            out,
-            denominator,
-            saved,
-            arrays["dout"],
-            call=kernels,
+        arguments = _arguments(arrays)
+        (*means, _), saved = power_state.power_state_fwd(arguments, call=options)
+        gradients, initial = power_state.power_state_vjp(
+            arguments, means, saved, arrays["dout"], call=options
         )
-        return {name: getattr(found, name) for name in names}
-
-    starts = np.diff(drawn.documents, axis=1, prepend=0) > 0
+        return gradients._asdict() | dict(zip(("kv", "norm"), initial))
 
     def compare(results):
         # The gradient of a boundary is meaningless.
-        return {
-            name: jnp.where(starts[..., None], 0, x) if name == "log_decay" else x
-            for name, x in results.items()
-        }
+        results = results | {"log_decay": jnp.where(drawn.starts, 0, results["log_decay"])}
+        return results | {name: results[name][:, :, sample[0]] for name in state}
 
-    # The gradient of log_decay is not rounded.
-    bounds = {name: 2 * FLOAT16 if name == "log_decay" else OUTPUT for name in names}
-    return Prepared(call, arrays, compare, expected, bounds)
+    # The gradients of states and of log_decay are not rounded.
+    exact = {"kv": FLOAT16, "norm": FLOAT16, "log_decay": 2 * FLOAT16}
+    return Prepared(call, arrays, compare, expected, {name: exact.get(name, OUTPUT) for name in expected})
 
 
-def _step_read(case, interpret):
+def _step(case, interpret, folds=False):
     random = np.random.default_rng(0)
-    batch, kv_heads, group, width = case.batch, case.kv_heads, case.group, case.width
-    features = formula.monomials(case.head_dim, case.power, 10**9, 0)
-    count = len(features[0])
+    batch, kv_heads, tokens, width = case.batch, case.kv_heads, case.time, case.width
+    features = len(formula.monomials(case.head_dim, case.power, 10**9, 0)[0])
+    exact = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
     def normal(*sizes):
         return jnp.asarray(random.standard_normal(sizes, np.float32))
 
-    arrays = {
-        "features": normal(batch, kv_heads, group, count),
-        "kv": normal(batch, kv_heads, count, width),
-        "norm": normal(batch, kv_heads, count),
-        "query": normal(batch, kv_heads, group, case.head_dim),
-        "keys": normal(batch, 2 * case.time, kv_heads, case.head_dim),
-        "values": normal(batch, 2 * case.time, kv_heads, width),
-        "decay": jnp.asarray(random.uniform(0, 1, (batch, kv_heads, 2 * case.time)), jnp.float32),
-    }
-
-    def call(arrays):
-        names = "numerator", "denominator"
-        return dict(zip(names, power_step.read(**arrays, power=case.power, interpret=interpret)))
-
-    @jax.jit
-    def plain(features, kv, norm, query, keys, values, decay):
-        exact = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-        weights = exact("bkgd,bwkd->bkgw", query, keys) ** case.power * decay[:, :, None]
-        numerator = exact("bkgf,bkfe->bkge", features, kv) + exact("bkgw,bwke->bkge", weights, values)
-        return {
-            "numerator": numerator,
-            "denominator": exact("bkgf,bkf->bkg", features, norm) + weights.sum(-1),
-        }
-
-    return Prepared(call, arrays, dict, plain(**arrays), {"numerator": FLOAT32, "denominator": FLOAT32})
-
-
-def _step_fold(case, interpret):
-    random = np.random.default_rng(0)
-    batch, kv_heads, width, exact_window = case.batch, case.kv_heads, case.width, case.time
-    count = len(formula.monomials(case.head_dim, case.power, 10**9, 0)[0])
-
-    def normal(*sizes):
-        return jnp.asarray(random.standard_normal(sizes, np.float32))
+    def uniform(*sizes):
+        return jnp.asarray(random.uniform(0, 1, sizes), jnp.float32)
 
     # One row is left out, so that writes outside the chosen rows are detected.
-    rows = np.roll(np.arange(batch, dtype=np.int32)[::-1], -1)
     chosen = max(batch - 1, 1)
-    arrays = {
-        "kv": normal(batch, kv_heads, count, width),
-        "norm": normal(batch, kv_heads, count),
-        "rows": jnp.asarray(rows),
-        "count": jnp.int32(chosen),
-        "features": normal(batch, kv_heads, exact_window, count),
-        "values": normal(batch, exact_window, kv_heads, width),
-        "carry": jnp.asarray(random.uniform(0, 1, (batch, kv_heads)), jnp.float32),
-    }
+    arrays = {"kv": normal(batch, kv_heads, features, width), "norm": normal(batch, kv_heads, features)}
+    if folds:
+        arrays |= {
+            "rows": jnp.asarray(np.roll(np.arange(batch, dtype=np.int32)[::-1], -1)),
+            "count": jnp.int32(chosen),
+            "features": normal(batch, kv_heads, tokens, features),
+            "values": normal(batch, tokens, kv_heads, width),
+            "carry": uniform(batch, kv_heads),
+        }
+    else:
+        arrays |= {
+            "features": normal(batch, kv_heads, case.group, features),
+            "query": normal(batch, kv_heads, case.group, case.head_dim),
+            "keys": normal(batch, 2 * tokens, kv_heads, case.head_dim),
+            "values": normal(batch, 2 * tokens, kv_heads, width),
+            "decay": uniform(batch, kv_heads, 2 * tokens),
+        }
 
-    def call(arrays):
+    def fold(arrays):
         return dict(zip(("kv", "norm"), power_step.fold(**arrays, interpret=interpret)))
 
+    def read(arrays):
+        sums = power_step.read(**arrays, power=case.power, interpret=interpret)
+        return dict(zip(("numerator", "denominator"), sums))
+
     @jax.jit
-    def plain(kv, norm, rows, count, features, values, carry):
-        del count
-        exact = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-        first, place = slice(chosen), rows[:chosen]
-        added = exact("nkwf,nwke->nkfe", features[first], values[first])
-        decay = carry[first]
-        kv = kv.at[place].set(kv[place] * decay[..., None, None] + added)
-        norm = norm.at[place].set(norm[place] * decay[..., None] + features[first].sum(2))
-        return {"kv": kv, "norm": norm}
+    def plain_fold(arrays):
+        place = arrays["rows"][:chosen]
+        phi, values, decay = (arrays[name][:chosen] for name in ("features", "values", "carry"))
+        kv, norm = (arrays[name][place] for name in ("kv", "norm"))
+        kv = kv * decay[..., None, None] + exact("nkwf,nwke->nkfe", phi, values)
+        norm = norm * decay[..., None] + phi.sum(2)
+        return {"kv": arrays["kv"].at[place].set(kv), "norm": arrays["norm"].at[place].set(norm)}
 
-    return Prepared(call, arrays, dict, plain(**arrays), {"kv": FLOAT32, "norm": FLOAT32})
+    @jax.jit
+    def plain_read(arrays):
+        scores = exact("bkgd,bwkd->bkgw", arrays["query"], arrays["keys"])
+        weights = scores**case.power * arrays["decay"][:, :, None]
+        numerator = exact("bkgf,bkfe->bkge", arrays["features"], arrays["kv"])
+        denominator = exact("bkgf,bkf->bkg", arrays["features"], arrays["norm"])
+        numerator += exact("bkgw,bwke->bkge", weights, arrays["values"])
+        return {"numerator": numerator, "denominator": denominator + weights.sum(-1)}
+
+    call, plain = (fold, plain_fold) if folds else (read, plain_read)
+    expected = plain(arrays)
+    return Prepared(call, arrays, dict, expected, dict.fromkeys(expected, FLOAT32))
 
 
-_OF_KEYS = ("key", "value", "log_decay")
-_KERNELS: dict[str, Callable[..., Prepared]] = {
-    "copy": _copy,
-    "forward": _attention_forward,
-    "query_vjp": functools.partial(_attention_gradients, ("query",)),
-    "key_vjp": functools.partial(_attention_gradients, _OF_KEYS),
-    "state_update": _state_update,
-    "state_query": _state_query,
-    "state_dual_update": _state_dual,
-    "state_query_vjp": functools.partial(_state_gradients, ("query",)),
-    "state_key_vjp": functools.partial(_state_gradients, _OF_KEYS),
-    "state_forgets": functools.partial(_state_gradients, ("key",), forgets=True),
-    "read": _step_read,
-    "fold": _step_fold,
+_PASSES = ("forward", "backward")
+_STATES = ("power_state_square", "power_state_quartic")
+_PREPARED: dict[tuple[str, str], Callable[..., Prepared]] = {
+    ("toolchain", "copy"): _copy,
+    ("power_attention", "forward"): _attention,
+    ("power_attention", "backward"): functools.partial(_attention, backward=True),
+    **{(family, "forward"): _state_forward for family in _STATES},
+    **{(family, "backward"): _state_backward for family in _STATES},
+    ("power_state_square", "forgets"): functools.partial(_state_backward, forgets=True),
+    ("power_step", "read"): _step,
+    ("power_step", "fold"): functools.partial(_step, folds=True),
 }
-_ATTENTION = ("forward", "query_vjp", "key_vjp")
-_BRIEF = ("fold", "read", "forward", "key_vjp", "state_query", "state_key_vjp")
-_STATE = ("state_update", "state_query", "state_dual_update", "state_query_vjp", "state_key_vjp")
 
 
-def _each(kernels, family, **sizes):
-    return [Case(kernel=kernel, family=family, **sizes) for kernel in kernels]
+def _passes(family, **sizes):
+    return [Case(part=part, family=family, **sizes) for part in _PASSES]
 
 
-def _small():
-    step = {"kernel": "fold", "family": "power_step", "group": 1}
-    # The last tile of a head is full only at some sizes.
-    yield Case(**step, head_dim=16, time=8)
-    yield Case(**step, head_dim=64, time=64, batch=3)
-    step |= {"kernel": "read", "group": 2}
-    yield Case(**step, head_dim=16, time=8)
-    yield Case(**step, head_dim=64, time=64)
-    for power, head_dim in ((2, 64), (4, 64), (2, 128), (2, 32)):
-        yield from _each(_ATTENTION, "power_attention", power=power, head_dim=head_dim)
-    for head_dim in (64, 32, 128):
-        yield from _each(_STATE, "power_state_square", head_dim=head_dim, time=700)
-    for head_dim in (16, 32):
-        yield from _each(_STATE, "power_state_quartic", power=4, head_dim=head_dim, time=700)
-    yield Case(kernel="state_forgets", family="power_state_square", documents=False)
-
-
-def _real():
-    model = {"batch": 1, "kv_heads": 8, "group": 1, "documents": False, "real": True}
-    decode = model | {"batch": 64, "time": 64, "family": "power_step"}
-    yield Case(kernel="fold", **decode)
-    yield Case(kernel="read", **decode)
-    for power, head_dim in ((2, 64), (4, 64), (2, 128)):
-        yield from _each(_ATTENTION, "power_attention", power=power, head_dim=head_dim, time=8192, **model)
-    yield from _each(_STATE, "power_state_square", time=65_536, **model)
-    for head_dim in (32, 128):
-        yield from _each(_STATE, "power_state_square", head_dim=head_dim, time=16_384, **model)
-    for head_dim, time in ((16, 16_384), (32, 8192)):
-        yield from _each(_STATE, "power_state_quartic", power=4, head_dim=head_dim, time=time, **model)
-
-
+_STEP: dict = {"family": "power_step"}
+_MODEL: dict = {"batch": 1, "kv_heads": 8, "group": 1, "documents": False, "real": True}
+_DECODE = _STEP | _MODEL | {"batch": 64, "time": 64}
 # Smallest first, so that the first failure is the simplest.
 CASES: tuple[Case, ...] = (
-    Case(kernel="copy", family="toolchain", time=64, batch=1, kv_heads=1, group=1, documents=False),
-    *_small(),
-    *_real(),
+    Case(part="copy", family="toolchain", time=64, batch=1, kv_heads=1, group=1, documents=False),
+    # The last tile of a head is full only at some sizes.
+    Case(part="fold", **_STEP, group=1, head_dim=16, time=8),
+    Case(part="fold", **_STEP, group=1, time=64, batch=3),
+    Case(part="read", **_STEP, head_dim=16, time=8),
+    Case(part="read", **_STEP, time=64),
+    *_passes("power_attention"),
+    *_passes("power_attention", power=4),
+    *_passes("power_attention", head_dim=128),
+    *_passes("power_attention", head_dim=32),
+    *_passes("power_state_square", time=700),
+    *_passes("power_state_square", time=700, head_dim=32),
+    *_passes("power_state_square", time=700, head_dim=128),
+    *_passes("power_state_quartic", time=700, power=4, head_dim=16),
+    *_passes("power_state_quartic", time=700, power=4, head_dim=32),
+    Case(part="forgets", family="power_state_square", documents=False),
+    # Shapes of real models.
+    Case(part="fold", **_DECODE),
+    Case(part="read", **_DECODE),
+    *_passes("power_attention", time=8192, **_MODEL),
+    *_passes("power_attention", time=8192, power=4, **_MODEL),
+    *_passes("power_attention", time=8192, head_dim=128, **_MODEL),
+    *_passes("power_state_square", time=65_536, **_MODEL),
+    *_passes("power_state_square", time=16_384, head_dim=32, **_MODEL),
+    *_passes("power_state_square", time=16_384, head_dim=128, **_MODEL),
+    *_passes("power_state_quartic", time=16_384, power=4, head_dim=16, **_MODEL),
+    *_passes("power_state_quartic", time=8192, power=4, head_dim=32, **_MODEL),
 )

@@ -62,7 +62,8 @@ def attend(query, key, value, decays: Decays, documents, positions, *, power: in
     numerator = jnp.einsum("bkgrt,btke->bkgre", weights, value.astype(jnp.float32), precision=_EXACT)
     safe = jnp.where(denominator > 0, denominator, 1)[..., None]
     mean = jnp.moveaxis(jnp.where(denominator[..., None] > 0, numerator / safe, 0), 3, 1)
-    return Rows(mean.reshape(*mean.shape[:2], -1, mean.shape[-1]), _rows_first(denominator))
+    denominator = jnp.moveaxis(denominator, 3, 1)
+    return Rows(mean.reshape(*mean.shape[:2], -1, mean.shape[-1]), denominator.reshape(*mean.shape[:2], -1))
 
 
 def gradients(
@@ -172,8 +173,3 @@ def _features(x, sample):
     """Maps [..., D] to the sampled features [..., M]."""
     _, indices, factors = sample
     return x.astype(jnp.float32)[..., indices].prod(-1) * factors
-
-
-def _rows_first(x):
-    """Reshapes [B, K, G, R] to [B, R, N]."""
-    return jnp.moveaxis(x, 3, 1).reshape(x.shape[0], x.shape[3], -1)

@@ -58,8 +58,13 @@ def run_check(
     print(f"{device_kind}, driver {verdict.driver_version()}: {len(chosen)} cases", flush=True)
     deadline = begin + (BRIEF_SECONDS if brief else float("inf"))
     outcomes = []
+    names, module = [case.name for case in chosen], "pallas_kernels.check.case_process"
     for outcome in supervisor.run_all(
-        [case.name for case in chosen], _command, seconds=CASE_SECONDS, deadline=deadline, jobs=jobs
+        names,
+        lambda name: [sys.executable, "-m", module, name],
+        seconds=CASE_SECONDS,
+        deadline=deadline,
+        jobs=jobs,
     ):
         outcomes.append(outcome)
         print(outcome.line(), flush=True)
@@ -92,10 +97,6 @@ def _families(outcomes, family_of) -> dict[str, bool]:
     toolchain = right("toolchain")
     verdicts = {family: right(family) if toolchain else toolchain for family in verdict.FAMILIES}
     return {family: found for family, found in verdicts.items() if found is not None}
-
-
-def _command(case: str) -> list[str]:
-    return [sys.executable, "-m", "pallas_kernels.check.case_process", case]
 
 
 def _gpu() -> tuple[str, str]:

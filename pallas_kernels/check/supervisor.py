@@ -184,7 +184,8 @@ def run(case: str, command: Sequence[str], *, seconds: float) -> Outcome:
         return Outcome(status=Status.HANG, detail=detail, **common)
     lines = [line for line in stdout.splitlines() if line.startswith(RESULT)]
     if process.returncode or not lines:
-        detail = f"{stderr[-_KEPT_CHARACTERS:]}\nexit status {process.returncode}: {_last_line(stderr)}"
+        said = [line for line in stderr.splitlines() if line.strip()] or ["no message"]
+        detail = f"{stderr[-_KEPT_CHARACTERS:]}\nexit status {process.returncode}: {said[-1][:300]}"
         return Outcome(status=Status.CRASH, detail=detail, **common)
     return _judged(lines[-1].removeprefix(RESULT), common)
 
@@ -205,11 +206,6 @@ def _judged(line: str, common: dict) -> Outcome:
         wrong.append("it compared nothing")
     status = Status.WRONG if wrong else Status.OK
     return Outcome(status=status, detail="; ".join(wrong), result=result, **common)
-
-
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "no message"
 
 
 def _debug(pid: int) -> str:

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import tensor_core
 
-__all__ = ["head_index", "heads_grid", "interpreted", "launch"]
+__all__ = ["head_index", "heads_grid", "interpreted", "launch", "require", "store"]
 
 # Bytes that all blocks that run at once may read repeatedly: most of an H100's L2 of 50 MB. With 201 MB, 192 heads
 # at 4,096 tokens, the forward kernel took 1.3 times as long.
@@ -45,6 +45,21 @@ def head_index(grid: Mapping[str, int]) -> jax.Array:
 def interpreted(interpret: Any) -> dict[str, Any]:
     """Returns the argument of `plgpu.kernel` for parameters of the GPU interpreter, or none for None."""
     return {} if interpret is None else {"interpret": interpret}
+
+
+def require(kernels: str, supported: Mapping[str, bool]) -> None:
+    """Raises NotImplementedError naming the first constraint that does not hold."""
+    for constraint, holds in supported.items():
+        if not holds:
+            raise NotImplementedError(f"the {kernels} kernels need {constraint}")
+
+
+def store(destination, value):
+    """Stores to global memory, also if rows of 16 values do not fill cache lines."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(destination, value, optimized=False)
+    else:  # before jax 0.12, which has no `plgpu.store`
+        destination[...] = value
 
 
 def launch(
@@ -95,7 +110,10 @@ def launch(
         @pl.when(warpgroup < warpgroups)
         def _compute():
             if copying:
-                plgpu.set_max_registers(_computing_registers(warpgroups, copying), action="increase")
+                # Each computing warpgroup has an equal share of what the copying one leaves.
+                launched = _REGISTERS // (_THREADS * (warpgroups + 1)) // _UNIT * _UNIT
+                share = ((warpgroups + 1) * launched - copying) // warpgroups // _UNIT * _UNIT
+                plgpu.set_max_registers(share, action="increase")
             memory = None if accumulators is None else accumulators.at[warpgroup]
             compute(warpgroup, tensor_core.TensorCore(memory))
 
@@ -116,9 +134,3 @@ def launch(
         **options,
     )(*inputs.values())
     return dict(zip(outputs, results, strict=True))
-
-
-def _computing_registers(warpgroups, copying):
-    """Returns the registers per thread of each computing warpgroup: an equal share of what the copying one leaves."""
-    launched = _REGISTERS // (_THREADS * (warpgroups + 1)) // _UNIT * _UNIT
-    return ((warpgroups + 1) * launched - copying) // warpgroups // _UNIT * _UNIT

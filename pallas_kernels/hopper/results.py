@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import tensor_core
 
-__all__ = ["block", "cut", "kind", "whole"]
+__all__ = ["block", "kind", "whole"]
 
 # Tokens in a swizzled tile; arrays that TMA copies have whole tiles.
 _TILE = 8
@@ -32,11 +32,6 @@ def whole(argument, least=0):
     time = argument.shape[1]
     length = -(-max(time, least) // tensor_core.ROWS) * tensor_core.ROWS
     return jnp.pad(argument, [(0, 0), (0, length - time), (0, 0), (0, 0)])
-
-
-def cut(result, batch_time: tuple[int, int]):
-    """Returns a result with the length that was asked for."""
-    return result[:, : batch_time[1]]
 
 
 def block(array, head, begin):

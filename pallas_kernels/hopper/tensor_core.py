@@ -98,7 +98,14 @@ class TensorCore:
         """
         if self._memory is not None:
             return jnp.repeat(ref[...], shape[0] // ref.shape[0], 0)
-        part = lax.div(lax.rem(_warp(), jnp.int32(_WARPS)), jnp.int32(_WARPS // ref.shape[0]))
+
+        @plgpu.inline_mgpu(
+            return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+        )
+        def warp_index(_):
+            return mgpu.FragmentedArray.splat(mgpu.utils.warp_idx(), (), is_signed=True)
+
+        part = lax.div(lax.rem(warp_index(), jnp.int32(_WARPS)), jnp.int32(_WARPS // ref.shape[0]))
         row = plgpu.load(ref.at[part], layout=plgpu.Layout.WGMMA.reduce(0))
         return lax.broadcast_in_dim(row, shape, [1])
 
@@ -134,13 +141,3 @@ def _interpreted_product(a, b):
     # Only a fence orders an ordinary read before the copy that reuses its memory; a wgmma is ordered by its wait.
     plgpu.commit_smem()
     return result
-
-
-def _warp():
-    """Returns the index of this warp in its block."""
-
-    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())))
-    def index(_):
-        return mgpu.FragmentedArray.splat(mgpu.utils.warp_idx(), (), is_signed=True)
-
-    return index()

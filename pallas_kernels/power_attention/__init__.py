@@ -121,11 +121,14 @@ def power_attention_vjp(
     config = configs.choose_vjp(
         head_dim=query.shape[-1], value_dim=value.shape[-1], power=power, dtype=query.dtype
     )
-    arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
-    prepared, scales, positions = vjp_operands.prepare(
-        query, key, value, dout, saved, power=power, **arrays, config=config, interpret=interpret
-    )
     options = {"power": power, "config": config, "interpret": interpret}
+    block = config.block * config.compute_warpgroups
+    tokens = sequence.whole_blocks(
+        query, key, value, log_decay=log_decay, segment_ids=segment_ids, block=block, config=config
+    )
+    prepared, scales = vjp_operands.prepare(tokens, dout, saved, segment_ids=segment_ids, **options)
+    # The real keys, after the padding in front.
+    positions = slice(tokens.front, tokens.front + key.shape[1])
     dquery, query_dlog = query_vjp.query_vjp(prepared, time=query.shape[1], dtype=query.dtype, **options)
     prepared = vjp_operands.corrected(prepared, scales, query_dlog)
     dkey, dvalue, key_dlog = key_vjp.key_vjp(prepared, positions=positions, dtype=key.dtype, **options)

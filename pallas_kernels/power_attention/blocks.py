@@ -172,8 +172,8 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
             Vector.LENGTH: length,
         }
         for vector, x in vectors.items():
-            pairs.store(out["vectors"].at[row, head, vector, tokens], x)
-        pairs.store(out["columns"].at[row, head, index, 0, rows], to_end)
+            launch.store(out["vectors"].at[row, head, vector, tokens], x)
+        launch.store(out["columns"].at[row, head, index, 0, rows], to_end)
 
         weight_unit = power * longest
         scalars = {
@@ -188,7 +188,7 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
         def _numbers():
             for scalar, x in scalars.items():
                 line, place = scalar_at(scalar, block)
-                pairs.store(out["columns"].at[row, head, index, line, pl.ds(place, pairs.BLOCK)], x)
+                launch.store(out["columns"].at[row, head, index, line, pl.ds(place, pairs.BLOCK)], x)
 
         def store(name, x):
             target = result_smem.at[("plain_value", "decayed_value").index(name)]

@@ -125,16 +125,13 @@ def choose(*, head_dim: int, value_dim: int, power: int, dtype) -> Config:
 def choose_vjp(*, head_dim: int, value_dim: int, power: int, dtype) -> VjpConfig:
     """Returns the tile sizes of the gradient kernels; raises the same errors as `choose`."""
     sizes = _sizes(head_dim, value_dim, power, dtype)
-    stages = (4, 3, 2)
-    fitting = [
-        next(
-            n
-            for n in stages
-            if VjpConfig(**sizes, query_stages=n, key_stages=n).shared_bytes[k] <= _SHARED_BYTES
-        )
-        for k in range(2)
-    ]
-    return VjpConfig(**sizes, query_stages=fitting[0], key_stages=fitting[1])
+
+    def fits(stages, gradient):
+        config = VjpConfig(**sizes, query_stages=stages, key_stages=stages)
+        return config.shared_bytes[gradient] <= _SHARED_BYTES
+
+    query_stages, key_stages = (next(n for n in (4, 3, 2) if fits(n, gradient)) for gradient in range(2))
+    return VjpConfig(**sizes, query_stages=query_stages, key_stages=key_stages)
 
 
 def _sizes(head_dim, value_dim, power, dtype):
@@ -148,8 +145,5 @@ def _sizes(head_dim, value_dim, power, dtype):
     for name, size in (("head", head_dim), ("value", value_dim)):
         if size > _WIDTHS[-1]:
             raise NotImplementedError(f"{name} size is {size}; the kernel takes at most {_WIDTHS[-1]}")
-    return {"head_dim": _width(head_dim), "value_dim": _width(value_dim)}
-
-
-def _width(size: int) -> int:
-    return next(width for width in _WIDTHS if width >= size)
+    padded = (next(width for width in _WIDTHS if width >= size) for size in (head_dim, value_dim))
+    return dict(zip(("head_dim", "value_dim"), padded))

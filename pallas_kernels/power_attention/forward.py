@@ -89,7 +89,31 @@ def means(
         earlier_steps = diagonal - begin
 
         def copy():
-            _copy_blocks(gmem, smem, batch_row, kv_head, begin, earlier_steps, config)
+            # Fill the ring: earlier blocks in order of time, then the diagonal block with its undecayed values.
+            @pl.loop(jnp.int32(0), earlier_steps + 1)
+            def _block(step):
+                slot = ring.slot_of(step, config.stages)
+                tokens = batch_row, pl.ds((begin + step) * config.block, config.block), kv_head
+                reused = step >= config.stages
+                pl.when(reused)(lambda: plgpu.barrier_wait(smem["key_free"].at[slot]))
+                plgpu.copy_gmem_to_smem(
+                    gmem["key"].at[tokens], smem["key_smem"].at[slot], smem["key_full"].at[slot]
+                )
+                pl.when(reused)(lambda: plgpu.barrier_wait(smem["value_free"].at[slot]))
+
+                def copy_value(name):
+                    target, full = smem["value_smem"].at[slot], smem["value_full"].at[slot]
+                    plgpu.copy_gmem_to_smem(gmem[name].at[tokens], target, full)
+
+                @pl.when(step < earlier_steps)
+                def _earlier():
+                    columns = gmem["columns"].at[batch_row, kv_head, begin + step]
+                    plgpu.copy_gmem_to_smem(
+                        columns, smem["column_smem"].at[slot], smem["column_full"].at[slot]
+                    )
+                    copy_value("decayed_value")
+
+                pl.when(step == earlier_steps)(lambda: copy_value("plain_value"))
 
         def compute(warpgroup, core):
             start = warpgroup * pairs.BLOCK
@@ -128,15 +152,15 @@ def means(
             # In two steps, since the power itself might not be a normal number.
             mean = mean * jnp.exp2(_half(values)) * jnp.exp2(values - _half(values))
             out = mean.astype(dtype)
-            pairs.store(gmem["out"].at[batch_row, rows, head], out)
+            launch.store(gmem["out"].at[batch_row, rows, head], out)
             if save_residuals:
                 remainder = (mean - out.astype(jnp.float32)).astype(jnp.bfloat16)
-                pairs.store(gmem["remainder"].at[batch_row, rows, head], remainder)
-                pairs.store(gmem["weight_sum"].at[batch_row, head, rows], weight)
+                launch.store(gmem["remainder"].at[batch_row, rows, head], remainder)
+                launch.store(gmem["weight_sum"].at[batch_row, head, rows], weight)
                 lengths = gmem["query_exponent"].at[batch_row, head, rows]
                 lengths = plgpu.load(lengths, layout=pairs.PER_ROW, optimized=False)
                 exponent = power * (lengths - configs.query_bits(power)) + weights.astype(jnp.int32)
-                pairs.store(gmem["weight_exponent"].at[batch_row, head, rows], exponent)
+                launch.store(gmem["weight_exponent"].at[batch_row, head, rows], exponent)
 
         return copy, compute
 
@@ -170,31 +194,6 @@ def means(
         name="power_attention_forward",
         interpret=interpret,
     )
-
-
-def _copy_blocks(gmem, smem, batch_row, kv_head, begin, earlier_steps, config):
-    """Fills the ring: earlier blocks in order of time, then the diagonal block with its undecayed values."""
-
-    @pl.loop(jnp.int32(0), earlier_steps + 1)
-    def _block(step):
-        slot = ring.slot_of(step, config.stages)
-        tokens = batch_row, pl.ds((begin + step) * config.block, config.block), kv_head
-        reused = step >= config.stages
-        pl.when(reused)(lambda: plgpu.barrier_wait(smem["key_free"].at[slot]))
-        plgpu.copy_gmem_to_smem(gmem["key"].at[tokens], smem["key_smem"].at[slot], smem["key_full"].at[slot])
-        pl.when(reused)(lambda: plgpu.barrier_wait(smem["value_free"].at[slot]))
-
-        def copy_value(name):
-            target, full = smem["value_smem"].at[slot], smem["value_full"].at[slot]
-            plgpu.copy_gmem_to_smem(gmem[name].at[tokens], target, full)
-
-        @pl.when(step < earlier_steps)
-        def _earlier():
-            columns = gmem["columns"].at[batch_row, kv_head, begin + step]
-            plgpu.copy_gmem_to_smem(columns, smem["column_smem"].at[slot], smem["column_full"].at[slot])
-            copy_value("decayed_value")
-
-        pl.when(step == earlier_steps)(lambda: copy_value("plain_value"))
 
 
 class _Queries:

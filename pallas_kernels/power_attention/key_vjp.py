@@ -121,10 +121,10 @@ def sums(
                 dlog = lax.fori_loop(jnp.int32(0), jnp.int32(group), keys.all_queries, dlog)
                 tokens = pl.ds((block + warpgroup) * _BLOCK, _BLOCK)
                 if "dkey" in results:
-                    pairs.store(gmem["dlog"].at[batch_row, head, tokens], dlog)
+                    launch.store(gmem["dlog"].at[batch_row, head, tokens], dlog)
                 for name, acc in by_name.items():
                     result = keys.in_units(acc[...], name)
-                    pairs.store(gmem[name].at[batch_row, tokens, head], result.astype(dtype))
+                    launch.store(gmem[name].at[batch_row, tokens, head], result.astype(dtype))
 
             core.accumulators(sums_over_queries, *(sizes[name] for name in results))
 

@@ -19,7 +19,6 @@ __all__ = [
     "length_factor",
     "scaled",
     "slopes",
-    "store",
 ]
 
 BLOCK = tensor_core.ROWS
@@ -77,11 +76,3 @@ def diagonal_factor(rows, columns, position, length, *, sign):
     row = plgpu.broadcasted_iota(jnp.int32, decay.shape, 0, layout=LAYOUT).astype(jnp.float32)
     seen = (sign * (row - by_column(position)) >= 0) & (decay >= sequence.FLOOR)
     return jnp.where(seen, length * jnp.exp(decay), 0.0)
-
-
-def store(destination, value):
-    """Stores to global memory, also if rows of 16 values do not fill cache lines."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(destination, value, optimized=False)
-    else:  # before jax 0.12, which has no `plgpu.store`
-        destination[...] = value

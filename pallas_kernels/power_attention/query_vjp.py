@@ -80,8 +80,8 @@ def query_vjp(
                 queries = _Queries(core, acc, rows, delta, warpgroup, smem, power, config)
                 dlog = queries.all_keys(last - own, steps)
                 tokens = pl.ds((own - offset) * _BLOCK, _BLOCK)
-                pairs.store(gmem["dlog"].at[batch_row, head, tokens], dlog)
-                pairs.store(gmem["dquery"].at[batch_row, tokens, head], queries.gradient().astype(dtype))
+                launch.store(gmem["dlog"].at[batch_row, head, tokens], dlog)
+                launch.store(gmem["dquery"].at[batch_row, tokens, head], queries.gradient().astype(dtype))
 
             core.accumulators(sums, head_dim)
 

@@ -53,7 +53,7 @@ def unit_lengths(query: jax.Array, key: jax.Array, bits: int, *, interpret=None)
             exponent = jnp.where(peak > _LEAST, peak + norm, sequence.NOTHING)
             # A row with NaN or infinity must not outweigh others.
             exponent = jnp.where(square < numerics.INFINITE, exponent, 0)
-            pairs.store(exponents.at[row, head, tokens], exponent)
+            launch.store(exponents.at[row, head, tokens], exponent)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when((head < heads) & (block < blocks[0]))

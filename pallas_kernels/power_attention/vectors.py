@@ -5,6 +5,7 @@ is s^(p-1) c g (dP - delta), up to the factor p. c is the key's factor, f the qu
 """
 
 import enum
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import launch, numerics
 from pallas_kernels.power_attention import pairs, sequence
 
-__all__ = ["WEIGHT_BITS", "KeyVector", "QueryVector", "prepare"]
+__all__ = ["WEIGHT_BITS", "KeyVector", "Operands", "QueryVector", "prepare"]
 
 # Fractions of the mean are scaled to 2^14: float16 ends below 2^16.
 WEIGHT_BITS = 14
@@ -61,38 +62,29 @@ class KeyVector(enum.IntEnum):
     SECOND_VALUE_UNIT = 9
 
 
-def prepare(
-    *,
-    log_decay: jax.Array,
-    key_exponent: jax.Array,
-    head_exponents: jax.Array,
-    denominator: jax.Array,
-    slope_exponent: jax.Array,
-    query_sum_exponent: jax.Array,
-    power: int,
-    interpret=None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns `rows` [B, N, n, 10, 64] and `columns` [B, K, n, 10, 64], float32, with n = S / 64.
+class Operands(NamedTuple):
+    """Arrays that the kernel reads; exponents are int32."""
 
-    Args:
-        log_decay: [B, K, S], at least `sequence.FORGET`.
-        key_exponent: [B, K, S] of the keys' lengths.
-        head_exponents: [B, K, 3], int32: of the head's longest key, and of the units of the sums for keys, not counting
-            each key's length, and for values.
-        denominator: [B, N, S], sums of weights in the operands' scale; where it is not a normal number, the query has
-            no gradient.
-        slope_exponent: [B, N, S], int32, of the scale of g.
-        query_sum_exponent: [B, N, S], int32, of the units of the sums for queries.
-        power: p.
-        interpret: `plgpu.InterpretGPUParams` to run on a CPU.
-    """
-    batch, heads, length = denominator.shape
-    kv_heads = log_decay.shape[1]
+    log_decay: jax.Array  # [B, K, S], at least `sequence.FORGET`
+    key_exponent: jax.Array  # [B, K, S] of the keys' lengths
+    # [B, K, 3], of the head's longest key, and of the units of the sums for keys, not counting each key's length, and
+    # for values
+    head_exponents: jax.Array
+    # [B, N, S], sums of weights in the operands' scale; where it is not a normal number, the query has no gradient
+    denominator: jax.Array
+    slope_exponent: jax.Array  # [B, N, S], of the scale of g
+    sum_exponent: jax.Array  # [B, N, S], of the units of the sums for queries
+
+
+def prepare(operands: Operands, *, power: int, interpret=None) -> tuple[jax.Array, jax.Array]:
+    """Returns `rows` [B, N, n, 10, 64] and `columns` [B, K, n, 10, 64], float32, with n = S / 64."""
+    batch, heads, length = operands.denominator.shape
+    kv_heads = operands.log_decay.shape[1]
     group, count, block = heads // kv_heads, length // pairs.BLOCK, pairs.BLOCK
 
-    def body(
-        log_decay, key_exponent, head_exponents, denominator, slope_exponent, sum_exponent, rows, columns
-    ):
+    def body(*refs):
+        *inputs, rows, columns = refs
+        log_decay, key_exponent, head_exponents, denominator, slope_exponent, sum_exponent = inputs
         batch_row, index, head = (lax.axis_index(name) for name in ("batch", "block", "head"))
         kv_head = lax.div(head, jnp.int32(group))
         tokens = pl.ds(index * block, block)
@@ -102,7 +94,7 @@ def prepare(
 
         def store(ref, head, vectors):
             for vector, x in vectors.items():
-                pairs.store(ref.at[batch_row, head, index, vector], x)
+                launch.store(ref.at[batch_row, head, index, vector], x)
 
         decay = log_decay.at[batch_row, kv_head, tokens]
         decay = pairs.by_column(plgpu.load(decay, layout=pairs.PER_COLUMN, optimized=False))
@@ -169,4 +161,4 @@ def prepare(
         grid_names=("batch", "block", "head"),
         kernel_name="power_attention_vectors",
         **launch.interpreted(interpret),
-    )(log_decay, key_exponent, head_exponents, denominator, slope_exponent, query_sum_exponent)
+    )(*operands)

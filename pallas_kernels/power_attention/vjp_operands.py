@@ -74,16 +74,13 @@ class Units(NamedTuple):
 
 
 def prepare(
-    query, key, value, dout, saved, *, power, log_decay, segment_ids, config, interpret=None
-) -> tuple[VjpOperands, Units, slice]:
-    """Returns the operands, exponents of scales, and the slice of the real keys after the front padding.
+    tokens: sequence.Tokens, dout, saved, *, power, segment_ids, config, interpret=None
+) -> tuple[VjpOperands, Units]:
+    """Returns the operands and the exponents of scales.
 
-    Arguments as in `power_attention_vjp`.
+    tokens: in blocks of two times 64. Other arguments as in `power_attention_vjp`.
     """
-    length = key.shape[1]
     pair = config.block * config.compute_warpgroups
-    arrays = {"log_decay": log_decay, "segment_ids": segment_ids}
-    tokens = sequence.whole_blocks(query, key, value, **arrays, block=pair, config=config)
     # Queries and keys are those of the forward pass; from p = 8 on, queries are scaled up less. Those of `tokens` are
     # not used.
     bits = _HIGH_WEIGHT_BITS // power if configs.scaled_by_row(power) else configs.query_bits(power)
@@ -109,7 +106,14 @@ def prepare(
     value, value_unit = _to_operand_range(tokens.value.astype(jnp.float32), kv_heads)
     dout, dout_unit = _to_operand_range(jnp.where(seen, dout, 0), kv_heads)
     out = numerics.scaled(out + remainder, _of_heads(value_unit, query)[:, None, :, None])
-    slope_unit = _slope_units(denominator, dout, value, power)
+    # Bring all gradients of a query's scores close to, but not above, 2^15. denominator^(-1/p) is at most 2 to minus
+    # `root`; the extra bit is for the difference.
+    exponent = numerics.exponent(denominator)
+    lengths = (numerics.exponent(jnp.sqrt(jnp.moveaxis((x * x).sum(-1), 1, 2))) for x in (dout, value))
+    dout_exponent, value_exponent = (jnp.maximum(x, _SMALLEST_EXPONENT) for x in lengths)
+    root = (exponent - 1) // power
+    dweight = 1 + dout_exponent + _of_heads(value_exponent.max(2), query)[..., None]
+    slope_unit = jnp.minimum(_OPERAND_BITS - WEIGHT_BITS + root - dweight, _LARGEST_EXPONENT + exponent)
     least = jnp.where(some, slope_unit, _NO_UNIT).min(2).reshape(*longest.shape, -1).min(-1) - bits
     undone = _OPERAND_BITS + _of_heads(least, query)[..., None] - slope_unit
     unit_query = numerics.scaled(query.astype(jnp.float32), jnp.moveaxis(undone, 1, 2)[..., None])
@@ -126,29 +130,16 @@ def prepare(
     denominator, slope_exponent, delta, by_query = (
         jnp.pad(x, [(0, 0), (0, 0), front[1]]) for x in (denominator, slope_unit, delta, by_query)
     )
-    of_queries = {
-        "denominator": denominator,
-        "slope_exponent": slope_exponent,
-        "query_sum_exponent": by_query,
-    }
-    of_keys = {"log_decay": tokens.log_decay, "key_exponent": key_exponent, "head_exponents": head_exponents}
-    rows, columns = vectors.prepare(**of_queries, **of_keys, power=power, interpret=interpret)
+    arrays = vectors.Operands(
+        tokens.log_decay, key_exponent, head_exponents, denominator, slope_exponent, by_query
+    )
+    rows, columns = vectors.prepare(arrays, power=power, interpret=interpret)
     query, unit_query, dout = (jnp.pad(x.astype(jnp.float16), front) for x in (query, unit_query, dout))
     value = value.astype(jnp.float16)
     first, last = sequence.visible_blocks(tokens.log_decay.reshape(*longest.shape, -1, pair), segment_ids)
-    operands = VjpOperands(
-        query=query,
-        unit_query=unit_query,
-        key=key,
-        value=value,
-        dout=dout,
-        rows=rows,
-        columns=columns,
-        delta=delta.reshape(*rows.shape[:3], config.block),
-        first=first,
-        last=last,
-    )
-    return operands, Units(slope_unit, pair_unit), slice(tokens.front, tokens.front + length)
+    delta = delta.reshape(*rows.shape[:3], config.block)
+    operands = VjpOperands(query, unit_query, key, value, dout, rows, columns, delta, first, last)
+    return operands, Units(slope_unit, pair_unit)
 
 
 def corrected(operands: VjpOperands, units: Units, query_log) -> VjpOperands:
@@ -188,14 +179,3 @@ def _to_operand_range(x, kv_heads):
     largest = jnp.abs(x).max((1, 3)).reshape(len(x), kv_heads, -1).max(-1)
     unit = _OPERAND_BITS - numerics.exponent(largest)
     return numerics.scaled(x, _of_heads(unit, x)[:, None, :, None]), unit
-
-
-def _slope_units(denominator, dout, value, power):
-    """Returns exponents [B, N, T] that bring all gradients of a query's scores close to, but not above, 2^15."""
-    exponent = numerics.exponent(denominator)
-    lengths = (numerics.exponent(jnp.sqrt(jnp.moveaxis((x * x).sum(-1), 1, 2))) for x in (dout, value))
-    dout_exponent, value_exponent = (jnp.maximum(x, _SMALLEST_EXPONENT) for x in lengths)
-    # denominator^(-1/p) is at most 2 to minus `root`; the extra bit is for the difference.
-    root = (exponent - 1) // power
-    dweight = 1 + dout_exponent + _of_heads(value_exponent.max(2), dout)[..., None]
-    return jnp.minimum(_OPERAND_BITS - WEIGHT_BITS + root - dweight, _LARGEST_EXPONENT + exponent)

@@ -5,9 +5,10 @@ from pallas_kernels.power_state.config import Call, Config
 from pallas_kernels.power_state.degrees import call_for, choose
 from pallas_kernels.power_state.forward import attend, fold, power_state, power_state_fwd
 from pallas_kernels.power_state.incoming import add_incoming
-from pallas_kernels.power_state.prepare import Saved
+from pallas_kernels.power_state.prepare import Arguments, Saved
 
 __all__ = [
+    "Arguments",
     "Call",
     "Config",
     "Gradients",

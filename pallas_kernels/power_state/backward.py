@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import degrees
+from pallas_kernels.power_state import degrees, forward
 from pallas_kernels.power_state import prepare as preparation
 from pallas_kernels.power_state import prepare_vjp as preparation_vjp
 
@@ -31,57 +31,61 @@ class Gradients(NamedTuple):
 
 
 def power_state_vjp(
-    query, key, value, log_decay, folds, out, denominator, saved, dout, dfinal=None, *, call: configs.Call
+    arguments: preparation.Arguments,
+    means,
+    saved: preparation.Saved,
+    dout,
+    dfinal=None,
+    *,
+    call: configs.Call,
 ) -> tuple[Gradients, tuple[jax.Array, jax.Array]]:
     """Returns the gradients of `power_state` and of its initial state.
 
-    The inputs are the arguments of `power_state` and the results of `power_state_fwd`, whose output is not rounded.
-    dout: bfloat16 [B, T, N, E]; dfinal: float32, like the final state; None means zero. Sums are float32 in a fixed
-    order, so results are deterministic. Memory in addition to arguments and results: the gradients of the states, as
-    large as the saved states.
+    means: output and denominators of `power_state_fwd`, which does not round the output. dout: bfloat16 [B, T, N, E];
+    dfinal: float32, like the final state; None means zero. Sums are float32 in a fixed order, so results are
+    deterministic. Memory in addition to arguments and results: the gradients of the states, as large as the saved
+    states.
     """
-    arrays = query, key, value, log_decay, folds
-    dual, dinitial = fold_vjp(*arrays, out, denominator, dout, dfinal, call=call)
-    return attend_vjp(*arrays, out, denominator, saved, dual, dout, call=call), dinitial
+    dual, dinitial = fold_vjp(arguments, means, dout, dfinal, call=call)
+    return attend_vjp(arguments, means, saved, dual, dout, call=call), dinitial
 
 
-def fold_vjp(query, key, value, log_decay, folds, out, denominator, dout, dfinal=None, *, call: configs.Call):
+def fold_vjp(arguments: preparation.Arguments, means, dout, dfinal=None, *, call: configs.Call):
     """Returns the gradients of the states, last chunk first, and the gradient of the initial state.
 
-    The latter has the shapes of `dfinal`.
+    The latter has the shapes of `dfinal`. Arguments as in `power_state_vjp`.
     """
-    prepared = _prepared(query, key, value, log_decay, folds, out, denominator, dout, call)
-    return degrees.degree(call.power).backward.fold_vjp(prepared, key, value, dfinal, call)
+    power, prepared = degrees.degree(call.power), _prepared(arguments, means, dout, call)
+    end = power.forward.start_of(dfinal, arguments.sizes, call.config)
+    dual = preparation_vjp.dual_of(prepared.tokens, prepared.mean, preparation.size_of(end[0], dfinal))
+    operands = power.backward.operands_of_queries(prepared.unit, dual)
+    strength = dual.carried.strength * dual.dnorm
+    return forward.walk(operands, dual.carried, strength, end, arguments.sizes, call)
 
 
 def attend_vjp(
-    query, key, value, log_decay, folds, out, denominator, saved, dual, dout, *, call: configs.Call
-):
+    arguments: preparation.Arguments, means, saved, dual, dout, *, call: configs.Call
+) -> Gradients:
     """Returns the gradients of query, key, value and log_decay, from the states and their gradients."""
-    batch, time, _, head_dim = query.shape
-    prepared = _prepared(query, key, value, log_decay, folds, out, denominator, dout, call)
-    of, *_ = prepared
+    prepared = _prepared(arguments, means, dout, call)
+    (batch, time, _, head_dim), value_dim = arguments.query.shape, arguments.value.shape[-1]
     # Whole chunks that cover the window in front and all keys.
     exact_window = call.exact_window
     length = -(-(time + exact_window) // call.chunk) * call.chunk
-    dquery, dkey, dvalue, of_queries, of_keys, inner = degrees.degree(call.power).backward.attend_vjp(
-        prepared, saved.by_head(), dual.by_head(), (batch, time), length, call
-    )
-    ddecay = preparation_vjp.decay_gradient(
-        of, preparation_vjp.sums_of(of, of_queries, of_keys, inner, exact_window), exact_window
-    )
+    power, saved, dual = degrees.degree(call.power).backward, saved.by_head(), dual.by_head()
+    dquery, of_queries = power.query_vjp(prepared, saved, time, call)
+    dkey, dvalue, of_keys = power.key_vjp(prepared, dual, time, length, call)
+    inner = power.inner(prepared.tokens, saved, dual)
+    sums = preparation_vjp.sums_of(prepared.tokens, of_queries, of_keys, inner, exact_window)
+    ddecay = preparation_vjp.decay_gradient(prepared.tokens, sums, exact_window)
     ddecay = preparation.tokens_second(ddecay[:, exact_window : exact_window + time], batch)
-    dquery, dkey, dvalue = dquery[..., :head_dim], dkey[..., :head_dim], dvalue[..., : value.shape[-1]]
-    return Gradients(dquery, dkey, dvalue, ddecay.astype(log_decay.dtype))
+    ddecay = ddecay.astype(arguments.log_decay.dtype)
+    return Gradients(dquery[..., :head_dim], dkey[..., :head_dim], dvalue[..., :value_dim], ddecay)
 
 
-def _prepared(query, key, value, log_decay, folds, out, denominator, dout, call):
-    """Returns tokens, scaled queries, the exponents of their scales, and the mean's cotangent.
-
-    The largest entries of scaled queries are in [1/2, 1).
-    """
-    sizes = width, value_width = degrees.degree(call.power).tiles.padded(key.shape[-1], value.shape[-1])
-    of = preparation.tokens(key, value, log_decay, folds, sizes=sizes, call=call)
-    unit, exponent = preparation.queries(preparation.fill(query, width))
-    mean = preparation_vjp.mean_of(out, denominator, dout, value_width, of.from_state[0].size)
-    return of, unit, exponent, mean
+def _prepared(arguments, means, dout, call):
+    tokens = preparation.by_chunk(arguments, call)
+    unit, exponent = preparation.queries(preparation.fill(arguments.query, call.config.head_dim))
+    length = tokens.from_state[0].size
+    mean = preparation_vjp.mean_of(*means, dout, call.config.value_dim, length)
+    return preparation_vjp.Prepared(tokens, unit, exponent, mean)

@@ -14,8 +14,8 @@ __all__ = [
     "Call",
     "Config",
     "needs_of_rows",
-    "require",
     "stages",
+    "warpgroups",
 ]
 
 # Tokens, query rows or values that one warpgroup handles at a time: the height of a Hopper matrix product.
@@ -30,42 +30,34 @@ SHARED_BYTES = 227 * 1024 - 4096
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Static options of a call, made by `choose`.
+    """Static options of a call, made by `choose`."""
 
-    chunk: positions between states. segments: stretches of time that the update processes in parallel.
-    update_blocks: thread blocks of the update for one head and one segment.
-    update_scalars: groups of features per block of the update, half of them for each of two warpgroups.
-    update_stages: blocks of 64 tokens in flight in the update.
-    query_blocks: blocks of 64 rows, one for each warpgroup, that share the states read by the query.
-    parts: pieces of equal width in which the query reads a group.
-    state_stages: number of such parts in flight in the query.
-    key_stages: blocks of 64 keys in flight in the query.
-    query_vjp_blocks, query_vjp_parts, query_vjp_stages: counterparts of query_blocks, parts and state_stages in the
-    gradient of queries.
-    query_vjp_groups: groups that one round of its loop reads, 1 or 4.
-    key_vjp_blocks: blocks of 64 keys, one for each warpgroup, that share the gradients of states in the gradient of
-    keys.
-    key_vjp_parts: pieces of equal width in which it reads a group.
-    key_vjp_stages: number of such parts in flight.
-    key_vjp_together: whether one launch computes both gradients, of keys and of values.
-    """
-
-    chunk: int
-    segments: int = 1
+    # Sizes inside the kernels, which are the caller's padded with zeros.
+    head_dim: int
+    value_dim: int
+    chunk: int  # positions between states
+    segments: int = 1  # stretches of time that the update processes in parallel
+    # The update: thread blocks for one head and one segment; groups of features per block, half of them for each of two
+    # warpgroups; blocks of 64 tokens in flight.
     update_blocks: int
     update_scalars: int
     update_stages: int
+    # The query: blocks of 64 rows, one for each warpgroup, that share the states that they read; pieces of equal width
+    # in which it reads a group of features; such parts in flight; blocks of 64 keys in flight.
     query_blocks: int
+    parts: int = 1
     state_stages: int
     key_stages: int
-    parts: int = 1
-    query_vjp_blocks: int = 1
+    # The gradient of queries: the same, and the groups that one round of its loop reads, 1 or 4.
+    query_vjp_blocks: int
     query_vjp_parts: int = 1
-    query_vjp_stages: int = 2
+    query_vjp_stages: int
     query_vjp_groups: int = 2
-    key_vjp_blocks: int = 1
+    # The gradients of keys and values: blocks of 64 keys that share the gradients of states; parts, and such in flight;
+    # whether one launch computes both gradients.
+    key_vjp_blocks: int
     key_vjp_parts: int = 1
-    key_vjp_stages: int = 2
+    key_vjp_stages: int
     key_vjp_together: bool = True
 
 
@@ -90,20 +82,6 @@ class Call:
         """Positions between states."""
         return self.config.chunk
 
-    def with_chunk(self, chunk: int) -> "Call":
-        """Returns the call with chunks of another length and unchanged tiles, for the update over a group's queries."""
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, chunk=chunk))
-
-    @property
-    def kernel_options(self) -> dict[str, Any]:
-        """Options that every kernel over rows takes."""
-        return {
-            "config": self.config,
-            "chunk": self.chunk,
-            "exact_window": self.exact_window,
-            "interpret": self.interpret,
-        }
-
 
 def needs_of_rows(dtype, chunk, exact_window) -> dict[str, bool]:
     """Returns the constraints of both powers on rows, in words, and whether each holds."""
@@ -119,6 +97,11 @@ def needs_of_rows(dtype, chunk, exact_window) -> dict[str, bool]:
     }
 
 
+def warpgroups(chunk: int, most: int) -> int:
+    """Returns the largest number of warpgroups, at most `most`, whose blocks of 64 rows divide a chunk."""
+    return next(count for count in range(most, 0, -1) if chunk % (count * BLOCK) == 0)
+
+
 def stages(fitting: int, most: int, chunk: int) -> int:
     """Returns the number of stages, at most `most`; raises NotImplementedError if fewer than two fit."""
     if fitting < 2:
@@ -126,10 +109,3 @@ def stages(fitting: int, most: int, chunk: int) -> int:
             f"the power_state kernels need a chunk shorter than {chunk}, for shared memory"
         )
     return min(fitting, most)
-
-
-def require(supported: dict[str, bool]) -> None:
-    """Raises NotImplementedError naming the first constraint that does not hold."""
-    for constraint, holds in supported.items():
-        if not holds:
-            raise NotImplementedError(f"the power_state kernels need {constraint}")

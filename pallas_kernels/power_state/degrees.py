@@ -23,9 +23,9 @@ class Degree(NamedTuple):
     """Modules of one power, with the same functions.
 
     Attributes:
-        forward: `fold`, `attend` and `stored_start`.
-        backward: `fold_vjp` and `attend_vjp`.
-        tiles: `choose`, `longest_chunk` and `padded`.
+        forward: `start_of`, `stored_start`, `returned`, `operands_of_keys`, `states`, `norms` and `attend`.
+        backward: `operands_of_queries`, `query_vjp`, `key_vjp` and `inner`.
+        tiles: `choose` and `longest_chunk`.
     """
 
     forward: ModuleType
@@ -64,9 +64,14 @@ def choose(
     shapes violate.
     """
     tiles = degree(power).tiles
-    chunk = chunk or max(_chunk_for(tiles, head_dim, time, heads), exact_window)
+    if not chunk:
+        # A short row is one chunk, which divides among the warpgroups of the query at E = 64.
+        step = (1 if time <= 6 * _BLOCK else 2 if head_dim > 64 else 3) * _BLOCK
+        chunk = max(min(tiles.longest_chunk(head_dim, time, heads), -(-time // step) * step), exact_window)
     config = tiles.choose(head_dim, value_dim, dtype, chunk, exact_window)
-    return dataclasses.replace(config, segments=_segments(heads * config.update_blocks, -(-time // chunk)))
+    # As many segments as run at once. More than one segment costs an additional pass over the states.
+    most = configs.MULTIPROCESSORS // (heads * config.update_blocks)
+    return dataclasses.replace(config, segments=max(1, min(most, -(-time // chunk))))
 
 
 def require_queries(query, key) -> None:
@@ -104,16 +109,3 @@ def call_for(
         chunk=chunk,
     )
     return configs.Call(power=power, config=config, exact_window=exact_window, interpret=interpret)
-
-
-def _chunk_for(tiles, head_dim, time, heads):
-    """Returns a chunk for rows of that length, which divides among the warpgroups of the query at E = 64."""
-    warpgroups = 1 if time <= 6 * _BLOCK else 2 if head_dim > 64 else 3
-    step = warpgroups * _BLOCK
-    return min(tiles.longest_chunk(head_dim, time, heads), -(-time // step) * step)
-
-
-def _segments(blocks, chunks):
-    """Returns the number of segments that the update processes in parallel, with `blocks` blocks each."""
-    # As many as run at once. More than one segment costs an additional pass over the states.
-    return max(1, min(configs.MULTIPROCESSORS // blocks, chunks))

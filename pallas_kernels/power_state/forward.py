@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import degrees
+from pallas_kernels.power_state import degrees, recurrence
+from pallas_kernels.power_state import prepare as preparation
 
-__all__ = ["attend", "fold", "power_state", "power_state_fwd"]
+__all__ = ["attend", "fold", "power_state", "power_state_fwd", "walk"]
 
 
 def power_state(
@@ -63,34 +65,61 @@ def power_state(
     call = degrees.call_for(
         key, value, power=power, chunk=chunk, exact_window=exact_window, interpret=interpret
     )
-    tokens = key, value, log_decay, folds
-    saved, final = fold(*tokens, initial_state, call=call)
-    return *attend(query, *tokens, saved, call=call), final
+    arguments = preparation.Arguments(query, key, value, log_decay, folds)
+    saved, final = fold(arguments, initial_state, call=call)
+    return *attend(arguments, saved, call=call), final
 
 
-def power_state_fwd(query, key, value, log_decay, folds, initial_state=None, *, call: configs.Call):
+def power_state_fwd(arguments: preparation.Arguments, initial_state=None, *, call: configs.Call):
     """Returns (results of `power_state`, Saved); its backward pass reads both, and so the output is in float32."""
-    tokens = key, value, log_decay, folds
-    saved, final = fold(*tokens, initial_state, call=call)
-    out, remainder, denominator = attend(query, *tokens, saved, call=call, with_remainder=True)
+    saved, final = fold(arguments, initial_state, call=call)
+    out, remainder, denominator = attend(arguments, saved, call=call, with_remainder=True)
     return (out.astype(jnp.float32) + remainder.astype(jnp.float32), denominator, final), saved
 
 
-def fold(key, value, log_decay, folds, initial_state=None, *, call: configs.Call):
-    """Returns the states before each chunk as `Saved`, and the final state (kv, norm).
+def fold(arguments: preparation.Arguments, initial_state=None, *, call: configs.Call):
+    """Returns the states before each chunk as `Saved`, and the final state (kv, norm)."""
+    power, sizes = degrees.degree(call.power).forward, arguments.sizes
+    start = power.start_of(initial_state, sizes, call.config)
+    tokens = preparation.by_chunk(arguments, call)
+    carried = preparation.carried_keys(tokens, preparation.size_of(start[0], initial_state), call.power)
+    operands = power.operands_of_keys(tokens, carried.strength)
+    return walk(operands, carried, carried.strength, start, sizes, call)
 
-    Arguments as in `power_state`, but log_decay and folds are arrays.
+
+def walk(operands, carried: preparation.Carried, strength, start, sizes, call: configs.Call):
+    """Returns the states before each chunk of the walk as `Saved`, and the state (kv, norm) after the last.
+
+    operands: of the power's update. strength: float32 [H, n, C], the weights in the normalizers, of either sign. start:
+    the state and the normalizer before the walk, as the power's `start_of` returns them.
     """
-    return degrees.degree(call.power).forward.fold(key, value, log_decay, folds, initial_state, call)
+    power, (start, start_norm) = degrees.degree(call.power).forward, start
+    states, final = power.states(operands, carried, start, call)
+    # Divided by the largest of their chunk, weights are in the range of float16.
+    peak = jnp.abs(strength).max(-1, keepdims=True)
+    relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
+    new = power.norms(operands, relative, call.interpret)
+    start_norm = numerics.scaled(start_norm, -carried.shift[:, :1, None])
+    norms = recurrence.recurrence(carried.carry, peak[..., 0], new, start_norm, interpret=call.interpret)
+    saved = preparation.Saved.of(states, norms, carried.shift, sizes[0])
+    return saved, power.returned(final, norms[:, -1], carried.shift[:, -1], sizes, call.config)
 
 
-def attend(query, key, value, log_decay, folds, saved, *, call: configs.Call, with_remainder: bool = False):
+def attend(
+    arguments: preparation.Arguments, saved, *, call: configs.Call, with_remainder: bool = False
+) -> tuple[jax.Array, ...]:
     """Returns the output and the denominators, from the states before each chunk.
 
-    Arguments as in `fold`. with_remainder: whether to return, between the two, what rounding the output took away. The
-    backward pass reads their sum, because delta = <dO, O> of a query that sees few keys with small weights is divided
-    by little: with the rounded output alone, its gradients are rounding errors.
+    with_remainder: whether to return, between the two, what rounding the output took away. The backward pass reads
+    their sum, because delta = <dO, O> of a query that sees few keys with small weights is divided by little: with the
+    rounded output alone, its gradients are rounding errors.
     """
+    query, key, value, *_ = arguments
     degrees.require_queries(query, key)
-    tokens = key, value, log_decay, folds
-    return degrees.degree(call.power).forward.attend(query, *tokens, saved, with_remainder, call)
+    batch, time, *_ = query.shape
+    tokens = preparation.by_chunk(arguments, call)
+    unit, _ = preparation.queries(preparation.fill(query, call.config.head_dim))
+    power = degrees.degree(call.power).forward
+    *means, denominator = power.attend(tokens, unit, saved.by_head(), time, with_remainder, call)
+    means = (x[..., : value.shape[-1]] for x in means)
+    return *means, preparation.tokens_second(denominator, batch)[:, :time]

@@ -19,10 +19,7 @@ def add_incoming(
     saved: preparation.Saved,
     final: tuple[jax.Array, jax.Array],
     incoming: tuple[jax.Array, jax.Array],
-    key: jax.Array,
-    value: jax.Array,
-    log_decay: jax.Array,
-    folds: jax.Array,
+    arguments: preparation.Arguments,
     *,
     call: configs.Call,
     reverse: bool = False,
@@ -31,10 +28,10 @@ def add_incoming(
 
     reverse: do the same for `backward.fold_vjp`, with `incoming` as the gradient of the final state.
     """
-    over = preparation.over_chunks(log_decay, folds, chunk=call.chunk, exact_window=call.exact_window)
+    over = preparation.over_chunks(arguments, call)
     over = jnp.flip(over, 1) if reverse else over
     since = jnp.cumsum(jnp.pad(over, [(0, 0), (1, 0)]), 1)
-    start, norm = degrees.degree(call.power).forward.stored_start(incoming, key, value)
+    start, norm = degrees.degree(call.power).forward.stored_start(incoming, arguments.sizes, call.config)
     states, norms, shifts = saved.by_head()
 
     # Choose a scale for both, so that entries stay below 2^HEADROOM. The shift of an empty state is meaningless: the

@@ -17,9 +17,11 @@ from pallas_kernels.power_state import config as configs
 
 __all__ = [
     "HEADROOM",
+    "Arguments",
     "Carried",
     "Saved",
     "Tokens",
+    "by_chunk",
     "carried_keys",
     "carry_along",
     "fill",
@@ -33,7 +35,6 @@ __all__ = [
     "size_of",
     "split",
     "time_last",
-    "tokens",
     "tokens_second",
 ]
 
@@ -50,6 +51,22 @@ _NOTHING = -1e4
 _FEW_CHUNKS = 128
 # Base-2 logarithm of a decay to zero between states: below _NOTHING, whatever the difference of their scales.
 _NEVER = -1e5
+
+
+class Arguments(NamedTuple):
+    """Arguments of both passes, as in `forward.power_state`, but log_decay and folds are arrays."""
+
+    query: jax.Array  # bfloat16 [B, T, N, D], N a multiple of K
+    key: jax.Array  # bfloat16 [B, T, K, D]
+    value: jax.Array  # bfloat16 [B, T, K, E]
+    log_decay: jax.Array  # float32 [B, T, K]
+    folds: jax.Array  # bool [B, T], which positions enter a state
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, K, D and E."""
+        batch, _, kv_heads, head_dim = self.key.shape
+        return batch, kv_heads, head_dim, self.value.shape[-1]
 
 
 class Saved(NamedTuple):
@@ -107,13 +124,15 @@ class Carried(NamedTuple):
     log2_carry: jax.Array  # float32 [H, n], finite
 
 
-def carried_keys(of: Tokens, start_size, power) -> Carried:
+def carried_keys(tokens: Tokens, start_size, power) -> Carried:
     """Returns the growth of the states of keys.
 
     start_size: float32 [H], the largest entry of the state before the first chunk.
     """
-    strength = jnp.where(of.to_state > _NOTHING, of.to_state + power * of.old_exponent[..., 0], _NOTHING)
-    return carry_along(strength, of.old_size, of.over_chunk, start_size)
+    strength = jnp.where(
+        tokens.to_state > _NOTHING, tokens.to_state + power * tokens.old_exponent[..., 0], _NOTHING
+    )
+    return carry_along(strength, tokens.old_size, tokens.over_chunk, start_size)
 
 
 def size_of(state, known):
@@ -125,9 +144,9 @@ def size_of(state, known):
     return jnp.zeros(len(state)) if known is None else jnp.abs(state).max((1, 2, 3))
 
 
-def scale_of(of: Tokens, shift):
+def scale_of(tokens: Tokens, shift):
     """Returns the factor from states divided by 2^shift [H, n] to each query, float32 [H, X / 64, 64]."""
-    scale = scaled_decay(of.from_state, shift[..., None])
+    scale = scaled_decay(tokens.from_state, shift[..., None])
     return scale.reshape(len(scale), -1, configs.BLOCK)
 
 
@@ -143,15 +162,15 @@ def queries(query):
     return numerics.scaled(query, -exponent), exponent
 
 
-def tokens(key, value, log_decay, folds, *, sizes: tuple[int, int], call: configs.Call) -> Tokens:
-    """Returns `Tokens` of key [B, T, K, D], value [B, T, K, E] and log_decay [B, T, K].
-
-    folds: bool [B, T], which positions enter a state.
-    sizes: D and E of the kernels, to which keys and values are padded with zeros.
-    """
+def by_chunk(arguments: Arguments, call: configs.Call) -> Tokens:
+    """Returns keys and values by chunk, with their decays."""
+    _, key, value, log_decay, folds = arguments
     chunk, exact_window = call.chunk, call.exact_window
     extra = -key.shape[1] % chunk
-    key, value = (results.whole(fill(x, size)) for x, size in zip((key, value), sizes, strict=True))
+    key, value = (
+        results.whole(fill(x, size))
+        for x, size in ((key, call.config.head_dim), (value, call.config.value_dim))
+    )
     old_key, old_value, key_size, old_size = (
         _folded(pad(heads_first(x[:, : log_decay.shape[1]]), exact_window, extra), chunk, exact_window)
         for x in (key, value, _sizes(key), _sizes(value))
@@ -185,10 +204,10 @@ def key_decays(coarse, fine):
     return jnp.stack([coarse, fine, to_last], 2)
 
 
-def over_chunks(log_decay, folds, *, chunk, exact_window):
+def over_chunks(arguments: Arguments, call: configs.Call):
     """Returns log2 of the decay of the state over each chunk, float32 [H, n], as in `Tokens`."""
-    block, folded = _decays(log_decay, folds, chunk, exact_window)
-    return _log2(jnp.where(folded, block[..., :chunk], 0).sum(-1))
+    block, folded = _decays(arguments.log_decay, arguments.folds, call.chunk, call.exact_window)
+    return _log2(jnp.where(folded, block[..., : call.chunk], 0).sum(-1))
 
 
 def _decays(log_decay, folds, chunk, exact_window):
@@ -222,7 +241,13 @@ def carry_along(strength, size, over_chunk, start_size) -> Carried:
 
     size: largest entry of each token. start_size: float32 [H], the largest entry of the state before the first chunk.
     """
-    shift = _shift(strength, size, over_chunk, start_size)
+
+    def log2(x):
+        return jnp.where(x > 0, jnp.log2(jnp.where(x > 0, x, 1)), _NOTHING)
+
+    # Exponents whose powers of two bring the states below 2^HEADROOM. An empty state needs no scale.
+    bound = _log2_recurrence(over_chunk, _log2_sum(strength + log2(size)), log2(start_size))
+    shift = jnp.where(bound > _NOTHING / 2, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
     difference = over_chunk + (shift[:, :-1] - shift[:, 1:])
     log2_carry = jnp.where(over_chunk > _NOTHING, difference, _NEVER)
     return Carried(
@@ -241,17 +266,6 @@ def scaled_decay(log2_decay, exponent):
 def time_last(x):
     """Reshapes [H, n, C, D] to [H, D, X]."""
     return jnp.swapaxes(x, -1, -2).swapaxes(1, 2).reshape(len(x), x.shape[-1], -1)
-
-
-def _shift(strength, size, over_chunk, start_size):
-    """Returns exponents, int32 [H, n + 1], whose powers of two bring the states below 2^HEADROOM."""
-
-    def log2(x):
-        return jnp.where(x > 0, jnp.log2(jnp.where(x > 0, x, 1)), _NOTHING)
-
-    bound = _log2_recurrence(over_chunk, _log2_sum(strength + log2(size)), log2(start_size))
-    # An empty state needs no scale.
-    return jnp.where(bound > _NOTHING / 2, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
 
 
 def _log2_recurrence(log2_carry, new, start):

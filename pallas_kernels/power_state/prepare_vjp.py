@@ -13,6 +13,7 @@ from pallas_kernels.power_state import window_queries
 __all__ = [
     "Dual",
     "Mean",
+    "Prepared",
     "Sums",
     "backwards",
     "columns",
@@ -37,6 +38,15 @@ class Mean(NamedTuple):
     inverse: jax.Array  # float32 [B N, X], 1 / d; 0 where d is 0
     delta: jax.Array  # float32 [B N, X], do . o
     size: jax.Array  # float32 [B N, X], the largest entry of do
+
+
+class Prepared(NamedTuple):
+    """What both backward passes read: keys, scaled queries, and the mean's cotangent."""
+
+    tokens: preparation.Tokens
+    unit: jax.Array  # bfloat16 [B N, at least T, D], queries with largest entries in [1/2, 1)
+    exponent: jax.Array  # int32 [B N, at least T, 1], of the powers of two that the queries were divided by
+    mean: Mean
 
 
 class Dual(NamedTuple):
@@ -82,19 +92,19 @@ def mean_of(out, denominator, dout, value_dim, length) -> Mean:
     )
 
 
-def dual_of(of: preparation.Tokens, mean: Mean, start_size) -> Dual:
+def dual_of(tokens: preparation.Tokens, mean: Mean, start_size) -> Dual:
     """Computes Dual from the mean's cotangent.
 
     start_size: float32 [H], the largest entry of the final state's gradient.
     """
     dout = preparation.heads_first(mean.dout).astype(jnp.float32)
     value = mean.inverse[:, : dout.shape[1], None] * dout
-    strength = jnp.tile(jnp.flip(of.from_state, 1), (1, 1, len(value) // len(of.old_key)))
+    strength = jnp.tile(jnp.flip(tokens.from_state, 1), (1, 1, len(value) // len(tokens.old_key)))
     size = backwards(mean.inverse * mean.size, strength.shape)
     return Dual(
         value=value,
         dnorm=backwards(-mean.delta * mean.inverse, strength.shape),
-        carried=preparation.carry_along(strength, size, jnp.flip(of.over_chunk, 1), start_size),
+        carried=preparation.carry_along(strength, size, jnp.flip(tokens.over_chunk, 1), start_size),
     )
 
 
@@ -111,27 +121,27 @@ def forwards(x, heads):
     return jnp.swapaxes(x, 1, 2).reshape(heads, -1)
 
 
-def columns(of: preparation.Tokens, mean: Mean, exact_window):
+def columns(tokens: preparation.Tokens, mean: Mean, exact_window):
     """Returns vectors of queries in the order of `window_queries.Columns`, float32 [B N, X / 64, 5, 64]."""
-    group = len(mean.inverse) // len(of.decay)
-    coarse, fine = (jnp.repeat(x[..., exact_window:].reshape(len(x), -1), group, 0) for x in _frames(of))
+    group = len(mean.inverse) // len(tokens.decay)
+    coarse, fine = (jnp.repeat(x[..., exact_window:].reshape(len(x), -1), group, 0) for x in _frames(tokens))
     return vectors(*window_queries.Columns.of(mean.inverse, mean.delta, coarse, fine))
 
 
-def decays_of_keys(of: preparation.Tokens, chunks):
+def decays_of_keys(tokens: preparation.Tokens, chunks):
     """Returns decays of keys in `chunks` chunks, float32 [H, chunks C], in two frames.
 
     The frames are those of their own chunk and of the previous one. There is a coarse and a fine part per frame, zero
     in frames that do not contain the key.
     """
-    size = of.old_key.shape[2]
+    size = tokens.old_key.shape[2]
 
     def in_chunks(x, before):
         x = jnp.pad(x, [(0, 0), (before, chunks - before - x.shape[1]), (0, size - x.shape[2])])
         return x.reshape(len(x), -1)
 
-    own = [in_chunks(x[:, :chunks, :size], 0) for x in _frames(of)]
-    return own + [in_chunks(x[:, : chunks - 1, size:], 1) for x in _frames(of)]
+    own = [in_chunks(x[:, :chunks, :size], 0) for x in _frames(tokens)]
+    return own + [in_chunks(x[:, : chunks - 1, size:], 1) for x in _frames(tokens)]
 
 
 def lengthened(x, length, axis=1):
@@ -145,9 +155,9 @@ def vectors(*rows):
     return jnp.stack([x.reshape(len(x), -1, configs.BLOCK) for x in rows], 2)
 
 
-def sums_of(of, of_queries, of_keys, inner, exact_window) -> Sums:
+def sums_of(tokens, of_queries, of_keys, inner, exact_window) -> Sums:
     """Computes Sums from the kernels' sums by query [B N, 2, X] and by key [H, 2, Y], in-window and from the state."""
-    heads, chunks, chunk, _ = of.old_key.shape
+    heads, chunks, chunk, _ = tokens.old_key.shape
     window_query, state_query = jnp.swapaxes(
         of_queries.reshape(heads, -1, *of_queries.shape[1:]).sum(1), 0, 1
     )
@@ -161,18 +171,18 @@ def sums_of(of, of_queries, of_keys, inner, exact_window) -> Sums:
     )
 
 
-def decay_gradient(of: preparation.Tokens, sums: Sums, exact_window) -> jax.Array:
+def decay_gradient(tokens: preparation.Tokens, sums: Sums, exact_window) -> jax.Array:
     """Returns the gradient of log_decay, float32 [H, W + X].
 
     The decay of position t is in w_ij of j < t <= i. Over exact pairs, the gradient is the sum over queries from t on
     minus the sum over keys from t on. For a state, it is the sum over the chunk's queries from t on and, if t updates
     the state, the sum over keys before t.
     """
-    heads, chunks, chunk, _ = of.old_key.shape
+    heads, chunks, chunk, _ = tokens.old_key.shape
     window = jnp.pad(sums.window_query, [(0, 0), (exact_window, 0)]) - sums.window_key
     reads = jnp.pad(sums.state_query.reshape(heads, chunks, chunk), [(0, 0), (0, 0), (exact_window, 0)])
     before = jnp.cumsum(sums.state_key, -1) - sums.state_key + sums.inner[..., None]
-    folded = jnp.where(of.folded, before, 0)
+    folded = jnp.where(tokens.folded, before, 0)
     seen = numerics.suffix_sums(reads) + jnp.pad(folded, [(0, 0), (0, 0), (0, exact_window)])
     # The last positions of a chunk and its window are the first of the next chunk.
     own, next_one = seen[..., :chunk], jnp.pad(seen[..., chunk:], [(0, 0), (0, 0), (0, chunk - exact_window)])
@@ -181,6 +191,6 @@ def decay_gradient(of: preparation.Tokens, sums: Sums, exact_window) -> jax.Arra
     return numerics.suffix_sums(window) + total[:, : window.shape[1]]
 
 
-def _frames(of):
+def _frames(tokens):
     """Returns coarse and fine decays of each chunk and its window, [H, n, W + C] each."""
-    return (of.decay[:, :, part].reshape(*of.decay.shape[:2], -1) for part in range(2))
+    return (tokens.decay[:, :, part].reshape(*tokens.decay.shape[:2], -1) for part in range(2))

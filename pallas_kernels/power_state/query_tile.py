@@ -1,4 +1,4 @@
-"""Position of a thread block's query rows, their sums over in-window keys, and their final store."""
+"""Position of a thread block's query rows, and their final store."""
 
 from typing import NamedTuple
 
@@ -8,10 +8,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import results, tensor_core
+from pallas_kernels.hopper import results
 from pallas_kernels.power_state import config as configs
 
-__all__ = ["QueryTile", "add_keys", "store_mean"]
+__all__ = ["QueryTile", "store_mean"]
 
 _BLOCK = configs.BLOCK
 
@@ -40,24 +40,6 @@ class QueryTile(NamedTuple):
     def blocks_of(self, chunk, count):
         """Returns the blocks of 64 rows of `count` warpgroups, among those of all chunks."""
         return pl.ds(self.chunk * (chunk // _BLOCK) + self.block, count)
-
-
-def add_keys(core, acc, query_smem, keys, denominator, warpgroup, power):
-    """Adds the weighted values of in-window keys to acc; returns the denominator with the keys' weights added.
-
-    keys: a `window_keys.Keys`. `power` is a power of two.
-    """
-
-    def step(total, key_smem, value_smem, decays):
-        scores = core.product(query_smem, key_smem)
-        for _ in range(power.bit_length() - 1):
-            scores = scores * scores
-        weights = decays.of_rows(scores) * decays.of_pairs(0, scores.shape[1])
-        for part in tensor_core.split(weights):
-            core.add(acc, part, value_smem)
-        return total + weights.sum(1)
-
-    return keys.fold(step, denominator, warpgroup)
 
 
 def store_mean(gmem, acc, total, out_smem, tile, warpgroup):

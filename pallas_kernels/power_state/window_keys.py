@@ -1,4 +1,7 @@
-"""In-window keys of a block of query rows: those of the window, and those of its chunk up to each row."""
+"""In-window keys of a block of query rows: those of the window, and those of its chunk up to each row.
+
+Sums over their values, and the gradient of the queries through them.
+"""
 
 import functools
 
@@ -15,16 +18,22 @@ __all__ = ["Keys", "scratch"]
 _BLOCK = configs.BLOCK
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
 _PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
+# Keys whose gradients of weights are computed at a time.
+_SLICE = 16
 
 
-def scratch(key, value, decay, count, stages, chunk):
-    """Returns the shared memory of the ring of keys by name, for `count` warpgroups."""
+def scratch(operands, count, call: configs.Call):
+    """Returns the shared memory of the ring of keys by name, for `count` warpgroups.
+
+    operands: with `key`, `value` and `decay`, as in `prepare.Tokens`.
+    """
+    key, value, stages = operands.key, operands.value, call.config.key_stages
     # Decays are factored (`_Factors`) except at D = 128, where products take longer than exponentials, and where a
     # chunk is the rows of one thread block: its loop is unrolled, and registers would spill.
-    factored = key.shape[-1] <= _BLOCK and chunk > count * _BLOCK
+    factored = key.shape[-1] <= _BLOCK and call.chunk > count * _BLOCK
     to_last = {"to_last_smem": plgpu.SMEM((stages, _BLOCK), jnp.float32)} if factored else {}
     return to_last | {
-        "decay_smem": plgpu.SMEM((2, *decay.shape[3:]), jnp.float32),
+        "decay_smem": plgpu.SMEM((2, *operands.decay.shape[3:]), jnp.float32),
         "key_smem": tensor_core.operand((stages,), _BLOCK, key.shape[-1], key.dtype),
         "value_smem": tensor_core.operand((stages,), _BLOCK, value.shape[-1], value.dtype),
         "key_full": plgpu.Barrier(num_arrivals=2 + factored, num_barriers=stages),
@@ -39,9 +48,9 @@ class Keys:
     first: number of other steps that precede the keys in their ring.
     """
 
-    def __init__(self, gmem, smem, tile, *, count, chunk, exact_window, first=0):
+    def __init__(self, gmem, smem, tile, count, call: configs.Call, first=0):
         self._gmem, self._smem, self._tile = gmem, smem, tile
-        self._count, self._chunk, self._window, self._first = count, chunk, exact_window, first
+        self._count, self._chunk, self._window, self._first = count, call.chunk, call.exact_window, first
         self._stages = smem["key_smem"].shape[0]
         self._to_last = smem.get("to_last_smem")
 
@@ -72,7 +81,63 @@ class Keys:
         count = self._visible(self._count - 1) + self._first
         ring.fill(count, self._stages, smem["key_free"], copy, self._first)
 
-    def fold(self, step, carry, warpgroup):
+    def add_values(self, core, acc, query_smem, denominator, warpgroup, power):
+        """Adds the weighted values of the keys to acc; returns the denominator with the keys' weights added.
+
+        `power` is a power of two.
+        """
+
+        def step(total, key_smem, value_smem, decays):
+            scores = core.product(query_smem, key_smem)
+            for _ in range(power.bit_length() - 1):
+                scores = scores * scores
+            weights = decays.of_rows(scores) * decays.of_pairs(0, scores.shape[1])
+            for part in tensor_core.split(weights):
+                core.add(acc, part, value_smem)
+            return total + weights.sum(1)
+
+        return self._fold(step, denominator, warpgroup)
+
+    def add_gradient(self, core, acc, rows, warpgroup, power):
+        """Adds sum_j x_ij k_j to acc [64, D]; returns sum_j x_ij s_ij, float32 [64].
+
+        With s_ij = q_i . k_j, gamma_ij the decay from key to row, and for each row its cotangent dO_i and delta_i =
+        dO_i . o_i, the gradient is
+
+            dq_i den_i = power sum_j x_ij k_j,   x_ij = gamma_ij s_ij^(power-1) (dO_i . v_j - delta_i).
+
+        acc is thus dq den / power, and the result is the sum over j of the gradient with respect to the logarithm of
+        gamma_ij, times den. x is computed in float32 and split into two bfloat16 operands, like weights.
+
+        rows: query() [64, D] and dout [64, E], bfloat16 operands, in shared memory or registers, and delta, float32
+        [64], in the layout of sums over columns. `power` is at least 2.
+        """
+        query, dout, delta = rows
+
+        def step(total, key_smem, value_smem, decays):
+            scores, dweights = core.products((query(), key_smem), (dout, value_smem))
+            shift = decays.of_rows(delta)
+            # A few columns at a time, to save registers.
+            highs, lows, sums = [], [], 0.0
+            for begin in range(0, key_smem.shape[0], _SLICE):
+                s, slope = (x[:, begin : begin + _SLICE] for x in (scores, dweights))
+                factor = decays.of_pairs(begin, _SLICE) * s
+                for _ in range(power - 2):
+                    factor = factor * s
+                factor = factor * (decays.of_rows(slope) - lax.broadcast_in_dim(shift, s.shape, [0]))
+                high, low = tensor_core.split(factor)
+                highs.append(high)
+                lows.append(low)
+                sums += factor * s
+            # Straight-line code, so that each operand has its own registers until both products are done.
+            core.add(acc, jnp.concatenate(highs, 1), key_smem, wait=1)
+            core.add(acc, jnp.concatenate(lows, 1), key_smem)
+            return total + sums.sum(1)
+
+        zeros = plgpu.layout_cast(jnp.zeros(delta.shape, jnp.float32), _PER_ROW)
+        return self._fold(step, zeros, warpgroup)
+
+    def _fold(self, step, carry, warpgroup):
         """Runs carry = step(carry, key_smem, value_smem, decays) for each block that is visible to a warpgroup's rows.
 
         decays: those from the 64 keys of the block to the 64 rows, as a factor of each row times one of each pair.

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import results, ring, tensor_core
 from pallas_kernels.power_state import config as configs
 
-__all__ = ["COPIES", "STAGES", "Columns", "Span", "copy_queries", "read_queries", "scratch"]
+__all__ = ["COPIES", "STAGES", "Columns", "Queries", "Span", "scratch"]
 
 _BLOCK = configs.BLOCK
 _PER_ROW = plgpu.Layout.WGMMA.reduce(1)
@@ -69,11 +69,11 @@ class Span(NamedTuple):
     end: jax.Array
 
     @classmethod
-    def of_keys(cls, index, block, warpgroup, *, chunk, exact_window, time):
-        """Returns the span of the keys from the padded block `block` of 64, in chunk `index`; `time` of queries."""
-        blocks = chunk // _BLOCK
-        end = jnp.minimum((index + 1) * blocks, time // _BLOCK)
-        first = block - exact_window // _BLOCK
+    def of_keys(cls, index, block, warpgroup, chunks, call: configs.Call):
+        """Returns the span of the keys from the padded block `block` of 64, in chunk `index`; `chunks` of queries."""
+        blocks = call.chunk // _BLOCK
+        end = jnp.minimum((index + 1) * blocks, chunks * blocks)
+        first = block - call.exact_window // _BLOCK
         begin, own, inner = (jnp.clip(first + n, 0, end) for n in (0, warpgroup, warpgroup + 1))
         return cls(begin, own, inner, index * blocks, end)
 
@@ -97,120 +97,127 @@ def scratch(head_dim, value_dim, dtype, count, slices=None):
     }
 
 
-def copy_queries(gmem, smem, key_head, span, *, groups, first=0):
-    """Fills the ring with the queries that attend to the block's keys, after `first` other steps.
+class Queries:
+    """Ring of the blocks of 64 queries that attend to keys, for all heads of their group.
 
-    Returns when all is read. gmem: "query" bfloat16 [HN, at least T, D], zeros beyond its end, "dout" bfloat16
-    [B, T, N, E] and "columns" float32 [H groups, X / 64, 5, 64] in the order of Columns.
+    smem: as `scratch` returns it. groups: number of query heads for the key head. first: number of other steps that
+    precede the queries in their ring.
     """
 
-    def copy(step, slot):
-        head = key_head * groups + lax.div(step - first, span.count)
-        block = span.begin + lax.rem(step - first, span.count)
-        full = smem["query_full"].at[slot]
-        query = gmem["query"].at[head, pl.ds(block * _BLOCK, _BLOCK)]
-        dout = results.block(gmem["dout"], head, block * _BLOCK)
-        plgpu.copy_gmem_to_smem(query, smem["query_smem"].at[slot], full)
-        plgpu.copy_gmem_to_smem(dout, smem["dout_smem"].at[slot], full)
-        plgpu.copy_gmem_to_smem(gmem["columns"].at[head, block], smem["column_smem"].at[slot], full)
+    def __init__(self, smem, span: Span, groups: int, first=0):
+        self._smem, self._span, self._groups, self._first = smem, span, groups, first
 
-    ring.fill(first + groups * span.count, STAGES, smem["query_free"], copy, first)
+    def copy(self, gmem, key_head):
+        """Fills the ring with the queries that attend to keys of any warpgroup; returns when all have been read.
 
+        gmem: "query" bfloat16 [HN, at least T, D], zeros beyond its end, "dout" bfloat16 [B, T, N, E] and "columns"
+        float32 [H groups, X / 64, 5, 64] in the order of Columns.
+        """
+        smem, span, first = self._smem, self._span, self._first
 
-def read_queries(core, dkey, dvalue, own, smem, span, *, groups, power, first=0):
-    """Adds to the accumulators dkey [64, D] and dvalue [64, E]; returns sum p (dout . v - delta), float32 [64].
+        def copy(step, slot):
+            head = key_head * self._groups + lax.div(step - first, span.count)
+            block = span.begin + lax.rem(step - first, span.count)
+            full = smem["query_full"].at[slot]
+            query = gmem["query"].at[head, pl.ds(block * _BLOCK, _BLOCK)]
+            dout = results.block(gmem["dout"], head, block * _BLOCK)
+            plgpu.copy_gmem_to_smem(query, smem["query_smem"].at[slot], full)
+            plgpu.copy_gmem_to_smem(dout, smem["dout_smem"].at[slot], full)
+            plgpu.copy_gmem_to_smem(gmem["columns"].at[head, block], smem["column_smem"].at[slot], full)
 
-    Either accumulator may be None. Without dkey the sum is zero, and "value_smem" is not read.
-    own: the warpgroup's "key_smem" and "value_smem", bfloat16 [64, D] and [64, E], and "decay_smem", float32 [4, 64],
-    the keys' decays as running sums of logarithms, coarse and fine, first in the frame of their own chunk and then of
-    the previous chunk.
-    `power` is 2 or 4; `first` steps of the ring came before.
-    """
+        ring.fill(first + self._groups * span.count, STAGES, smem["query_free"], copy, first)
 
-    def head(index, total):
-        before = first + index * span.count - span.begin
+    def read(self, core, dkey, dvalue, own, power):
+        """Adds to the accumulators dkey [64, D] and dvalue [64, E]; returns sum p (dout . v - delta), float32 [64].
 
-        @pl.loop(span.begin, span.own)
-        def _pass(block):
-            # Blocks that attend only to earlier keys are skipped: free their slot as soon as it is full.
+        Either accumulator may be None. Without dkey the sum is zero, and "value_smem" is not read.
+        own: the warpgroup's "key_smem" and "value_smem", bfloat16 [64, D] and [64, E], and "decay_smem", float32
+        [4, 64], the keys' decays as running sums of logarithms, coarse and fine, first in the frame of their own chunk
+        and then of the previous chunk. `power` is 2 or 4.
+        """
+        smem, span = self._smem, self._span
+
+        def head(index, total):
+            before = self._first + index * span.count - span.begin
+
+            @pl.loop(span.begin, span.own)
+            def _pass(block):
+                # Blocks that attend only to earlier keys are skipped: free their slot as soon as it is full.
+                slot = ring.slot_of(before + block, STAGES)
+                plgpu.barrier_wait(smem["query_full"].at[slot])
+                plgpu.barrier_arrive(smem["query_free"].at[slot])
+
+            # At most one diagonal block.
+            step = functools.partial(add_block, before)
+            total = lax.fori_loop(span.own, span.inner, functools.partial(step, diagonal=True), total)
+            return lax.fori_loop(span.inner, span.end, functools.partial(step, diagonal=False), total)
+
+        def add_block(before, block, total, diagonal):
             slot = ring.slot_of(before + block, STAGES)
+            # Running sums of queries of the previous chunk start at another position.
+            frame = jnp.where(block < span.chunk, 2, 0)
+            decays = [plgpu.load(own["decay_smem"].at[frame + n], layout=_PER_ROW) for n in range(2)]
+            # Always zero, but computed: with a constant the compiler would keep the mask's indices in registers
+            # throughout.
+            shift = (block - span.own) * _BLOCK if diagonal else None
             plgpu.barrier_wait(smem["query_full"].at[slot])
+            if not diagonal:
+                # Only the diagonal block needs an exponential for each pair: elsewhere, a decay is that from the key to
+                # the first query of the block, times that from there to the query.
+                indices = Columns._fields.index("coarse"), Columns._fields.index("fine")
+                coarse, fine = (
+                    smem["column_smem"][slot, n, 0] - x for n, x in zip(indices, decays, strict=True)
+                )
+                decays = jnp.exp2(coarse + fine)
+            # With gradients as large as that of keys of 128, registers suffice for half a block at a time.
+            width = _BLOCK // 2 if dkey is not None and dkey.shape[1] == 128 else _BLOCK
+            for begin in range(0, _BLOCK, width):
+                seen = pl.ds(begin, width)
+                query, dout = (smem[name].at[slot, seen] for name in ("query_smem", "dout_smem"))
+                columns = Columns(
+                    *(smem["column_smem"].at[slot, n, seen] for n in range(len(Columns._fields)))
+                )
+                part = None if shift is None else shift - begin
+                total = total + add_tile(query, dout, columns, decays, part)
             plgpu.barrier_arrive(smem["query_free"].at[slot])
+            return total
 
-        step = functools.partial(
-            _read_block, core, dkey, dvalue, own, smem, before=before, span=span, power=power
-        )
-        # At most one diagonal block.
-        total = lax.fori_loop(span.own, span.inner, functools.partial(step, diagonal=True), total)
-        return lax.fori_loop(span.inner, span.end, functools.partial(step, diagonal=False), total)
+        def add_tile(query, dout, columns, decays, shift):
+            # Query j is visible to key row i when j >= i + shift, or always if shift is None. decays: of key rows, the
+            # two parts of running sums, or, if shift is None, the decay to the first query of the block.
+            shape = (_BLOCK, query.shape[0])
+            scores = core.product(own["key_smem"], query)
 
-    zeros = plgpu.layout_cast(jnp.zeros((_BLOCK,), jnp.float32), _PER_ROW)
-    return lax.fori_loop(jnp.int32(0), jnp.int32(groups), head, zeros)
+            def along_rows(column):
+                return lax.broadcast_in_dim(plgpu.load(column, layout=_PER_COLUMN), shape, [1])
 
+            if shift is None:
+                lower = scores * (lax.broadcast_in_dim(decays, shape, [0]) * along_rows(columns.from_first))
+            else:
+                coarse, fine = (lax.broadcast_in_dim(decay, shape, [0]) for decay in decays)
+                between = along_rows(columns.coarse) - coarse
+                between += along_rows(columns.fine) - fine
+                lower = scores * jnp.exp2(_masked(between, shift)) * along_rows(columns.inverse)
+            if power > 2:
+                lower = lower * lax.integer_pow(scores, power - 2)
+            # If there are enough registers, products stay in flight; in straight-line code their operands keep their
+            # registers.
+            last = 0 if sum(x.shape[1] for x in (dkey, dvalue) if x is not None) > 128 else 1
+            if dvalue is not None:
+                for part in tensor_core.split(lower * scores):
+                    core.add(dvalue, part, dout, wait=last)
+            total = 0.0
+            if dkey is not None:
+                slopes = core.product(own["value_smem"], dout)
+                lower = lower * (slopes - along_rows(columns.delta))
+                total = (lower * scores).sum(1)
+                for part in tensor_core.split(lower):
+                    core.add(dkey, part, query, wait=1)
+            core.wait()
+            return total
 
-def _read_block(core, dkey, dvalue, own, smem, block, total, *, before, span, power, diagonal):
-    """Adds one block of 64 queries."""
-    slot = ring.slot_of(before + block, STAGES)
-    # Running sums of queries of the previous chunk start at another position.
-    frame = jnp.where(block < span.chunk, 2, 0)
-    decays = [plgpu.load(own["decay_smem"].at[frame + n], layout=_PER_ROW) for n in range(2)]
-    # Always zero, but computed: with a constant the compiler would keep the mask's indices in registers throughout.
-    shift = (block - span.own) * _BLOCK if diagonal else None
-    plgpu.barrier_wait(smem["query_full"].at[slot])
-    if not diagonal:
-        # Only the diagonal block needs an exponential for each pair: elsewhere, a decay is that from the key to the
-        # first query of the block, times that from there to the query.
-        indices = Columns._fields.index("coarse"), Columns._fields.index("fine")
-        coarse, fine = (smem["column_smem"][slot, n, 0] - x for n, x in zip(indices, decays, strict=True))
-        decays = jnp.exp2(coarse + fine)
-    # With gradients as large as that of keys of 128, registers suffice for half a block at a time.
-    width = _BLOCK // 2 if dkey is not None and dkey.shape[1] == 128 else _BLOCK
-    for begin in range(0, _BLOCK, width):
-        seen = pl.ds(begin, width)
-        tiles = {name: smem[f"{name}_smem"].at[slot, seen] for name in ("query", "dout")}
-        columns = Columns(*(smem["column_smem"].at[slot, n, seen] for n in range(len(Columns._fields))))
-        part = None if shift is None else shift - begin
-        total = total + _add_queries(core, dkey, dvalue, own, tiles, columns, decays, part, power)
-    plgpu.barrier_arrive(smem["query_free"].at[slot])
-    return total
-
-
-def _add_queries(core, dkey, dvalue, own, tiles, columns, decays, shift, power):
-    """Accumulates one tile of queries.
-
-    Query j is visible to key row i when j >= i + shift, or always if shift is None. decays: of key rows, the two parts
-    of running sums, or, if shift is None, the decay to the first query of the block.
-    """
-    queries, douts = tiles["query"], tiles["dout"]
-    shape = (_BLOCK, queries.shape[0])
-    scores = core.product(own["key_smem"], queries)
-
-    def along_rows(column):
-        return lax.broadcast_in_dim(plgpu.load(column, layout=_PER_COLUMN), shape, [1])
-
-    if shift is None:
-        lower = scores * (lax.broadcast_in_dim(decays, shape, [0]) * along_rows(columns.from_first))
-    else:
-        coarse, fine = (lax.broadcast_in_dim(decay, shape, [0]) for decay in decays)
-        between = along_rows(columns.coarse) - coarse
-        between += along_rows(columns.fine) - fine
-        lower = scores * jnp.exp2(_masked(between, shift)) * along_rows(columns.inverse)
-    if power > 2:
-        lower = lower * lax.integer_pow(scores, power - 2)
-    # If there are enough registers, products stay in flight; in straight-line code their operands keep their registers.
-    last = 0 if sum(x.shape[1] for x in (dkey, dvalue) if x is not None) > 128 else 1
-    if dvalue is not None:
-        for part in tensor_core.split(lower * scores):
-            core.add(dvalue, part, douts, wait=last)
-    total = 0.0
-    if dkey is not None:
-        slopes = core.product(own["value_smem"], douts)
-        lower = lower * (slopes - along_rows(columns.delta))
-        total = (lower * scores).sum(1)
-        for part in tensor_core.split(lower):
-            core.add(dkey, part, queries, wait=1)
-    core.wait()
-    return total
+        zeros = plgpu.layout_cast(jnp.zeros((_BLOCK,), jnp.float32), _PER_ROW)
+        return lax.fori_loop(jnp.int32(0), jnp.int32(self._groups), head, zeros)
 
 
 def _masked(between, shift):

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import launch
+
 __all__ = ["COMPILER", "FOLD_TILE", "Config", "choose", "chunk_rows", "layout", "spread"]
 
 # Threads of a warpgroup, and floats that one of them loads at once.
@@ -50,6 +52,8 @@ def choose(*, heads, group, features, head_dim, value_dim, exact_window, power, 
 
     Raises NotImplementedError naming the first constraint that the arguments violate.
     """
+    # A thread sums its columns of every query head.
+    most = min(_GROUP, _SUMS // (_VECTOR * value_dim // _columns(value_dim)))
     supported = {
         f"float32 states, not {jnp.dtype(dtype).name}": dtype == jnp.float32,
         f"an even power up to 16, not {power}": power % 2 == 0 and 2 <= power <= 16,
@@ -57,18 +61,11 @@ def choose(*, heads, group, features, head_dim, value_dim, exact_window, power, 
         f"value_dim a multiple of 8 up to 128, not {value_dim}": value_dim % 8 == 0 and value_dim <= 128,
         f"features in multiples of 4, the alignment of copies, not {features}": features % 4 == 0,
         f"a window from 1 to {_WINDOW}, not {exact_window}": 1 <= exact_window <= _WINDOW,
+        f"at most {most} query heads for each key head where value_dim is {value_dim}, not {group}": (
+            group <= most
+        ),
     }
-    for constraint, holds in supported.items():
-        if not holds:
-            raise NotImplementedError(f"the power_step kernels need {constraint}")
-    # A thread sums its columns of every query head.
-    columns = _VECTOR * value_dim // _columns(value_dim)
-    most = min(_GROUP, _SUMS // columns)
-    if group > most:
-        raise NotImplementedError(
-            f"the power_step kernels need at most {most} query heads for each key head where value_dim is "
-            f"{value_dim}, not {group}"
-        )
+    launch.require("power_step", supported)
     step = max(chunk_rows(head_dim), chunk_rows(value_dim))
     tile = max(step, min(_ROWS, _TILE_BYTES // (4 * value_dim)) // step * step)
     tiles = -(-features // tile)

@@ -25,8 +25,67 @@ def fold(kv, norm, rows, count, features, values, carry, *, interpret=None):
     """
     size, kv_heads, exact_window, count_features = features.shape
     tile, value_dim = configs.FOLD_TILE, values.shape[-1]
+    layout = configs.layout(value_dim)
+
+    def body(
+        kv,
+        norm,
+        rows,
+        count,
+        features,
+        values,
+        carry,
+        *,
+        state_smem,
+        norm_smem,
+        feature_smem,
+        value_smem,
+        full,
+    ):
+        index, head = lax.axis_index("row"), lax.axis_index("head")
+
+        @pl.when(index < count[0])
+        def _fold():
+            row, begin = rows[index], lax.axis_index("tile") * tile
+            state_gmem, norm_gmem = (ref.at[row, head, pl.ds(begin, tile)] for ref in (kv, norm))
+            plgpu.copy_gmem_to_smem(state_gmem, state_smem, full)
+            plgpu.copy_gmem_to_smem(norm_gmem, norm_smem, full)
+            plgpu.copy_gmem_to_smem(features.at[index, head, :, pl.ds(begin, tile)], feature_smem, full)
+            plgpu.copy_gmem_to_smem(values.at[index, :, head], value_smem, full)
+            plgpu.barrier_wait(full)
+
+            decay = carry[index, head]
+            state = plgpu.load(state_smem, layout=layout) * decay
+            weight = plgpu.load(norm_smem, layout=layout.reduce(1), optimized=False) * decay
+
+            def add(w, sums):
+                state, weight = sums
+                phi = plgpu.load(feature_smem.at[w], layout=layout.reduce(1), optimized=False)
+                v = plgpu.load(value_smem.at[w], layout=layout.reduce(0), optimized=False)
+                product = configs.spread(phi, state.shape, 0) * configs.spread(v, state.shape, 1)
+                return state + product, weight + phi
+
+            state, weight = lax.fori_loop(jnp.int32(0), feature_smem.shape[0], add, (state, weight))
+            state_smem[...] = state
+            norm_smem[...] = weight
+            plgpu.commit_smem()
+            # A contiguous copy to global memory is clipped only at the end of the whole array, not at the end of this
+            # head's features. The last tile therefore stores exactly the remaining rows of the head.
+            remainder = norm.shape[2] % tile
+            whole = begin + tile <= norm.shape[2]
+
+            def store(count):
+                tile_rows, state_rows = pl.ds(0, count), pl.ds(begin, count)
+                plgpu.copy_smem_to_gmem(state_smem.at[tile_rows], kv.at[row, head, state_rows])
+                plgpu.copy_smem_to_gmem(norm_smem.at[tile_rows], norm.at[row, head, state_rows])
+
+            pl.when(whole)(lambda: store(tile))
+            if remainder:
+                pl.when(~whole)(lambda: store(remainder))
+            plgpu.wait_smem_to_gmem(0)
+
     plgpu.kernel(
-        _body,
+        body,
         scratch_types={
             "state_smem": plgpu.SMEM((tile, value_dim), jnp.float32),
             "norm_smem": plgpu.SMEM((tile,), jnp.float32),
@@ -40,51 +99,3 @@ def fold(kv, norm, rows, count, features, values, carry, *, interpret=None):
         compiler_params=configs.COMPILER,
         **launch.interpreted(interpret),
     )(kv, norm, rows, count, features, values, carry)
-
-
-def _body(
-    kv, norm, rows, count, features, values, carry, *, state_smem, norm_smem, feature_smem, value_smem, full
-):
-    index, head = lax.axis_index("row"), lax.axis_index("head")
-    tile, width = state_smem.shape
-    layout = configs.layout(width)
-
-    @pl.when(index < count[0])
-    def _fold():
-        row, begin = rows[index], lax.axis_index("tile") * tile
-        state_gmem, norm_gmem = (ref.at[row, head, pl.ds(begin, tile)] for ref in (kv, norm))
-        plgpu.copy_gmem_to_smem(state_gmem, state_smem, full)
-        plgpu.copy_gmem_to_smem(norm_gmem, norm_smem, full)
-        plgpu.copy_gmem_to_smem(features.at[index, head, :, pl.ds(begin, tile)], feature_smem, full)
-        plgpu.copy_gmem_to_smem(values.at[index, :, head], value_smem, full)
-        plgpu.barrier_wait(full)
-
-        decay = carry[index, head]
-        state = plgpu.load(state_smem, layout=layout) * decay
-        weight = plgpu.load(norm_smem, layout=layout.reduce(1), optimized=False) * decay
-
-        def add(w, sums):
-            state, weight = sums
-            phi = plgpu.load(feature_smem.at[w], layout=layout.reduce(1), optimized=False)
-            v = plgpu.load(value_smem.at[w], layout=layout.reduce(0), optimized=False)
-            product = configs.spread(phi, state.shape, 0) * configs.spread(v, state.shape, 1)
-            return state + product, weight + phi
-
-        state, weight = lax.fori_loop(jnp.int32(0), feature_smem.shape[0], add, (state, weight))
-        state_smem[...] = state
-        norm_smem[...] = weight
-        plgpu.commit_smem()
-        # A contiguous copy to global memory is clipped only at the end of the whole array, not at the end of this
-        # head's features. The last tile therefore stores exactly the remaining rows of the head.
-        remainder = norm.shape[2] % tile
-        whole = begin + tile <= norm.shape[2]
-
-        def store(count):
-            tile_rows, state_rows = pl.ds(0, count), pl.ds(begin, count)
-            plgpu.copy_smem_to_gmem(state_smem.at[tile_rows], kv.at[row, head, state_rows])
-            plgpu.copy_smem_to_gmem(norm_smem.at[tile_rows], norm.at[row, head, state_rows])
-
-        pl.when(whole)(lambda: store(tile))
-        if remainder:
-            pl.when(~whole)(lambda: store(remainder))
-        plgpu.wait_smem_to_gmem(0)

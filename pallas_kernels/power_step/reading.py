@@ -34,16 +34,64 @@ def read(features, kv, norm, query, keys, values, decay, *, power, config, inter
     features: [B, K, G, F], of the queries, times the decay since the state; kv: [B, K, F, E]; norm: [B, K, F]. query:
     [B, K, G, D]; keys: [B, 2W, K, D]; values: [B, 2W, K, E]; decay: [B, K, 2W]. All float32.
     """
-    batch, kv_heads, group, _ = features.shape
+    (batch, kv_heads, group, _), value_dim = features.shape, kv.shape[-1]
     parts = config.parts + 1
     # Weights beyond the window are zero; reads beyond the end of other arrays return zero.
     decay = jnp.pad(decay, [(0, 0), (0, 0), (0, -decay.shape[-1] % config.tile)])
     shape = batch, kv_heads, parts, group
+
+    def body(features, kv, norm, query, keys, values, decay, numerator, denominator):
+        batch, head, part = (lax.axis_index(name) for name in ("batch", "head", "part"))
+        sums = _Sums(group, value_dim, config.tile)
+
+        def store(totals):
+            for g, (total, weight) in enumerate(totals):
+                launch.store(numerator.at[batch, head, part, g], total.sum(0))
+                launch.store(denominator.at[batch, head, part, g], weight)
+
+        @pl.when(part < config.parts)
+        def _state():
+            tiles = -(-kv.shape[2] // config.tile)
+            first = part * config.tiles
+
+            def copies(step):
+                rows = pl.ds((first + step) * config.tile, config.tile)
+                return kv.at[batch, head, rows], features.at[batch, head, :, rows], norm.at[batch, head, rows]
+
+            count = jnp.minimum(jnp.int32(tiles) - first, config.tiles)
+            tile, weights = (config.tile, value_dim), (group, config.tile)
+            store(
+                _through_ring(
+                    copies, [tile, weights, weights[1:]], count, config.stages, sums.add, sums.zeros()
+                )
+            )
+
+        @pl.when(part == config.parts)
+        def _window():
+            steps = decay.shape[2] // config.tile
+
+            def copies(step):
+                tokens = pl.ds(step * config.tile, config.tile)
+                return values.at[batch, tokens, head], keys.at[batch, tokens, head]
+
+            def with_weights(weights):
+                def add(step, refs, totals):
+                    rows, key_rows = refs
+                    factors = decay.at[batch, head, pl.ds(step * config.tile, config.tile)]
+                    _weigh(key_rows, query.at[batch, head], factors, weights, power)
+                    return sums.add(step, (rows, weights, None), totals)
+
+                shapes = [(config.tile, value_dim), (config.tile, keys.shape[3])]
+                stages = min(2, steps)
+                store(_through_ring(copies, shapes, jnp.int32(steps), stages, add, sums.zeros()))
+
+            pl.run_scoped(with_weights, plgpu.SMEM((group, config.tile), jnp.float32))
+
     kernel = plgpu.kernel(
-        functools.partial(_body, power=power, config=config),
+        body,
         out_type=(
-            jax.ShapeDtypeStruct((*shape, kv.shape[-1]), jnp.float32),
-            jax.ShapeDtypeStruct((*shape, configs.chunk_rows(kv.shape[-1])), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, value_dim), jnp.float32),
+            jax.ShapeDtypeStruct((*shape, configs.chunk_rows(value_dim)), jnp.float32),
         ),
         grid=(parts, kv_heads, batch),
         grid_names=("part", "head", "batch"),
@@ -52,53 +100,6 @@ def read(features, kv, norm, query, keys, values, decay, *, power, config, inter
         **launch.interpreted(interpret),
     )
     return kernel(features, kv, norm, query, keys, values, decay)
-
-
-def _body(features, kv, norm, query, keys, values, decay, numerator, denominator, *, power, config):
-    batch, head, part = (lax.axis_index(name) for name in ("batch", "head", "part"))
-    group, value_dim = features.shape[2], kv.shape[3]
-    sums = _Sums(group, value_dim, config.tile)
-
-    def store(totals):
-        for g, (total, weight) in enumerate(totals):
-            _store(numerator.at[batch, head, part, g], total.sum(0))
-            _store(denominator.at[batch, head, part, g], weight)
-
-    @pl.when(part < config.parts)
-    def _state():
-        tiles = -(-kv.shape[2] // config.tile)
-        first = part * config.tiles
-
-        def copies(step):
-            rows = pl.ds((first + step) * config.tile, config.tile)
-            return kv.at[batch, head, rows], features.at[batch, head, :, rows], norm.at[batch, head, rows]
-
-        count = jnp.minimum(jnp.int32(tiles) - first, config.tiles)
-        tile, weights = (config.tile, value_dim), (group, config.tile)
-        store(
-            _through_ring(copies, [tile, weights, weights[1:]], count, config.stages, sums.add, sums.zeros())
-        )
-
-    @pl.when(part == config.parts)
-    def _window():
-        steps = decay.shape[2] // config.tile
-
-        def copies(step):
-            tokens = pl.ds(step * config.tile, config.tile)
-            return values.at[batch, tokens, head], keys.at[batch, tokens, head]
-
-        def with_weights(weights):
-            def add(step, refs, totals):
-                rows, key_rows = refs
-                factors = decay.at[batch, head, pl.ds(step * config.tile, config.tile)]
-                _weigh(key_rows, query.at[batch, head], factors, weights, power)
-                return sums.add(step, (rows, weights, None), totals)
-
-            shapes = [(config.tile, value_dim), (config.tile, keys.shape[3])]
-            stages = min(2, steps)
-            store(_through_ring(copies, shapes, jnp.int32(steps), stages, add, sums.zeros()))
-
-        pl.run_scoped(with_weights, plgpu.SMEM((group, config.tile), jnp.float32))
 
 
 class _Sums:
@@ -148,14 +149,6 @@ def _weigh(keys, query, decay, weights, power):
             score = (k * configs.spread(q, k.shape, 1)).sum(1)
             weights[g, chunk] = functools.reduce(operator.mul, [score * score] * (power // 2)) * factor
     plgpu.commit_smem()
-
-
-def _store(destination, value):
-    """Stores to global memory, also if rows do not fill whole cache lines."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(destination, value, optimized=False)
-    else:  # before jax 0.12, which has no `plgpu.store`
-        destination[...] = value
 
 
 def _through_ring(copies, shapes, count, stages, add, total):

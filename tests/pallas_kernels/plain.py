@@ -16,7 +16,7 @@ from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
 from pallas_kernels.power_state import prepare_vjp as preparation_vjp
 from pallas_kernels.power_state import recurrence as recurrences
-from pallas_kernels.power_state import segments
+from pallas_kernels.power_state import segments, window_queries
 from pallas_kernels.power_state.square import backward, forward
 from pallas_kernels.power_state.square import key_vjp as key_kernel
 from pallas_kernels.power_state.square import layout as layouts
@@ -35,10 +35,11 @@ def kernels(multiprocessors=20):
         yield
 
 
-def update(key, value, carry, start, *, layout, config, chunk, interpret, reverse=False):
+def update(operands, *, call, reverse=False):
     """Computes `update.update`."""
+    key, value, carry, start = operands
     heads, chunks = carry.shape
-    segments, value_dim = config.segments, value.shape[1]
+    layout, segments, value_dim = layouts.Layout(key.shape[1]), call.config.segments, value.shape[1]
     start = jnp.swapaxes(start, 2, 3).reshape(heads, layouts.TILE, value_dim, layout.width)
     each = -(-chunks // segments)
 
@@ -52,7 +53,7 @@ def update(key, value, carry, start, *, layout, config, chunk, interpret, revers
         after = carry[:, None, None, None] * state + new
         return after, (state.astype(key.dtype), after)
 
-    by_chunk = *(_in_chunks(x, chunks, chunk, heads, reverse) for x in (key, value)), carry
+    by_chunk = *(_in_chunks(x, chunks, call.chunk, heads, reverse) for x in (key, value)), carry
     by_chunk = tuple(jnp.moveaxis(x, 1, 0) for x in by_chunk)
     # Segments after the first begin with zeros.
     begins = (np.arange(chunks) % each == 0) & (np.arange(chunks) > 0)
@@ -66,9 +67,8 @@ def update(key, value, carry, start, *, layout, config, chunk, interpret, revers
 
 def norms(key, weights, *, interpret, reverse=False):
     """Computes `norms.norms`."""
-    heads, chunks, *_ = weights.shape
-    weights = weights.reshape(heads, chunks, -1)
-    chunk = weights.shape[2] * heads // len(key)
+    heads, chunks, size = weights.shape
+    chunk = size * heads // len(key)
     keys = _in_chunks(key, chunks, chunk, heads, reverse).astype(jnp.float32)
     return jnp.einsum("hnix,hnx,hnjx->hnij", keys, weights, keys, precision="highest")
 
@@ -93,9 +93,10 @@ def add_arriving(states, arriving, factor, *, interpret):
     return (states + factor * more).astype(states.dtype)
 
 
-def query_states(query, scalars, states, norm, *near, layout, chunk, exact_window, batch_time, **options):
+def query_states(operands, *, time, with_remainder, call):
     """Computes `query.query_states`."""
-    key, value, decay, scale = near
+    query, scalars, states, norm, key, value, decay, scale = operands
+    batch_time, layout, chunk, exact_window = _options(operands, time, call)
     heads = len(query)
     group, shape = heads // len(states), (states.shape[1], chunk)
     time = states.shape[1] * chunk
@@ -120,8 +121,14 @@ def query_states(query, scalars, states, norm, *near, layout, chunk, exact_windo
     each = [x.reshape(heads, *shape, -1) for x in (query, jnp.swapaxes(scalars, 1, 2))]
     out, total = jax.vmap(jax.vmap(one))(*each, *shared)
     out = as_arguments(out.reshape(heads, time, -1), batch_time)
-    means = preparation.split(out[..., None, :])[..., : 1 + options["with_remainder"], :]
+    means = preparation.split(out[..., None, :])[..., : 1 + with_remainder, :]
     return *jnp.moveaxis(means, -2, 0), total.reshape(heads, time)
+
+
+def _options(operands, time, call):
+    """Returns (B, T), the layout, the chunk and the window."""
+    layout = layouts.Layout(operands.query.shape[-1])
+    return (len(operands.key), time), layout, call.chunk, call.exact_window
 
 
 def in_heads(x, before, length):
@@ -135,9 +142,10 @@ def as_arguments(x, batch_time, before=0):
     return preparation.tokens_second(x, batch)[:, before : before + time]
 
 
-def query_vjp(query, scalars, dout, states, norm, *near, layout, chunk, exact_window, batch_time, **_):
+def query_vjp(operands, *, time, call):
     """Computes `query_vjp.query_vjp`, one head and one chunk at a time."""
-    key, value, decay, rows = near
+    query, _, dout, states, norm, key, value, decay, rows = operands
+    batch_time, layout, chunk, exact_window = _options(operands, time, call)
     group, dtype, time = len(query) // len(states), query.dtype, states.shape[1] * chunk
     query = preparation_vjp.lengthened(query, time)
     key, value = (in_heads(x, exact_window, exact_window + time) for x in (key, value))
@@ -164,9 +172,10 @@ def query_vjp(query, scalars, dout, states, norm, *near, layout, chunk, exact_wi
     return as_arguments(gradient, batch_time), jnp.swapaxes(sums.reshape(len(query), -1, 2), 1, 2)
 
 
-def key_vjp(key, scalars, value, dual, dual_norm, *near, layout, chunk, exact_window, batch_time, **_):
+def key_vjp(operands, *, time, call):
     """Computes `key_vjp.key_vjp`, one head and one chunk at a time."""
-    query, dout, rows, columns = near
+    key, scalars, value, dual, dual_norm, query, dout, rows, columns = operands
+    batch_time, layout, chunk, exact_window = _options(operands, time, call)
     (heads, _, length), chunks = scalars.shape, dual.shape[1]
     group, dtype, narrow = len(query) // heads, key.dtype, dual.dtype
     # Positions after the last are empty.
@@ -189,7 +198,7 @@ def key_vjp(key, scalars, value, dual, dual_norm, *near, layout, chunk, exact_wi
         return gradient, dvalue, jnp.stack([jnp.zeros(chunk), (k * gradient).sum(1) / 2], 1)
 
     def near(q, do, column, k, v, decay):
-        column = key_kernel.Columns(*column[..., None])
+        column = window_queries.Columns(*column[..., None])
         scores, gamma = _pairs(q, k, decay, exact_window)
         gamma, dweights = gamma * column.inverse, do @ v.T - column.delta
         sums = (gamma * scores**2 * dweights).sum(0)

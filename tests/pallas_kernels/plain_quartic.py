@@ -33,36 +33,44 @@ def kernels(multiprocessors=20):
         yield
 
 
-def _called(function, shapes, *arrays, **options):
+def _called(function, shapes, operands, **options):
     """Calls a NumPy function with arrays that may be traced."""
-    out = [jax.ShapeDtypeStruct(*x) for x in shapes(*arrays, **options)]
+    out = [jax.ShapeDtypeStruct(*x) for x in shapes(operands, **options)]
 
-    def call(*arrays):
-        results = function(*(np.asarray(x) for x in arrays), **options)
+    def call(operands):
+        results = function(jax.tree.map(np.asarray, operands), **options)
         return [np.asarray(x, shape.dtype) for x, shape in zip(results, out, strict=True)]
 
     # Results of a callback lose the manual mesh axes that they vary over, which results of the kernels keep.
-    return sharding.same_variation((arrays, jax.pure_callback(call, out, *arrays)))[1]
+    return sharding.same_variation((operands, jax.pure_callback(call, out, operands)))[1]
 
 
-def _shapes_of_update(vector, scalars, value, carry, start, weights, *, layout, config, **options):
-    finals = len(start), config.segments, *start.shape[1:]
-    return ((*carry.shape, layout.stacks, layout.value_dim, layout.width), np.float16), (finals, np.float32)
+def _layout(call):
+    return layouts.Layout(call.config.head_dim, call.config.value_dim)
 
 
-def _shapes_of_query(query, *arrays, layout, batch_time, with_remainder, **options):
-    shape = *batch_time, len(query) // batch_time[0], layout.value_dim
-    return *[(shape, query.dtype)] * (1 + with_remainder), (query.shape[:2], np.float32)
+def _shapes_of_update(operands, *, call):
+    layout, start = _layout(call), operands.start
+    finals = len(start), call.config.segments, *start.shape[1:]
+    shape = *operands.carry.shape, layout.stacks, layout.value_dim, layout.width
+    return (shape, np.float16), (finals, np.float32)
 
 
-def _shapes_of_query_vjp(query, *arrays, **options):
-    heads, time, _ = query.shape
-    return (query.shape, np.float32), ((heads, 2, time), np.float32)
+def _shapes_of_query(operands, *, time, with_remainder, call):
+    (heads, length, _), batch = operands.query.shape, len(operands.key)
+    shape, dtype = (batch, time, heads // batch, operands.value.shape[-1]), operands.query.dtype
+    return *[(shape, dtype)] * (1 + with_remainder), ((heads, length), np.float32)
 
 
-def _shapes_of_key_vjp(key, vector, scalars, value, *arrays, **options):
-    heads, time, _ = key.shape
-    return (key.shape, np.float32), (value.shape, np.float32), ((heads, 2, time), np.float32)
+def _shapes_of_query_vjp(operands, *, call):
+    heads, time, _ = operands.query.shape
+    return (operands.query.shape, np.float32), ((heads, 2, time), np.float32)
+
+
+def _shapes_of_key_vjp(operands, *, call):
+    heads, time, _ = operands.key.shape
+    gradients = [(x.shape, np.float32) for x in (operands.key, operands.value)]
+    return *gradients, ((heads, 2, time), np.float32)
 
 
 def single(x):
@@ -85,10 +93,9 @@ def _in_heads(x, before, length):
     return np.pad(x, [(0, 0), (before, length - before - x.shape[1]), (0, 0)])
 
 
-def query_vjp(
-    query, vector, scalars, dout, states, key, value, decay, rows, *, layout, chunk, exact_window, **_
-):
-    heads, time, _ = query.shape
+def query_vjp(operands, *, call):
+    query, vector, scalars, dout, states, key, value, decay, rows = operands
+    (heads, time, _), layout, chunk, exact_window = query.shape, _layout(call), call.chunk, call.exact_window
     key, value = (_in_heads(x, exact_window, exact_window + time) for x in (key, value))
     dout = _in_heads(dout, 0, time)
     gradient, sums = np.zeros(query.shape, np.float32), np.zeros((heads, 2, time), np.float32)
@@ -112,10 +119,9 @@ def query_vjp(
     return gradient, sums
 
 
-def key_vjp(
-    key, vector, scalars, value, dual, query, dout, rows, columns, *, layout, chunk, exact_window, **_
-):
-    heads, time, _ = key.shape
+def key_vjp(operands, *, call):
+    key, vector, scalars, value, dual, query, dout, rows, columns = operands
+    (heads, time, _), layout, chunk, exact_window = key.shape, _layout(call), call.chunk, call.exact_window
     chunks, group = dual.shape[1], len(query) // heads
     dout = _in_heads(dout, 0, query.shape[1])
     dkey, dvalue = np.zeros(key.shape, np.float32), np.zeros(value.shape, np.float32)
@@ -151,10 +157,11 @@ def key_vjp(
     return dkey, dvalue, sums
 
 
-def update(vector, scalars, value, carry, start, weights, *, layout, config, chunk, interpret):
+def update(operands, *, call):
     """Computes `quartic.update.update`."""
-    heads, chunks = carry.shape
-    segments = config.segments
+    vector, scalars, value, carry, start, weights = operands
+    (heads, chunks), layout, segments = carry.shape, _layout(call), call.config.segments
+    chunk = value.shape[2] // chunks
     stored, finals = [], np.stack([start] + [np.zeros_like(start)] * (segments - 1), 1)
     for head in range(heads):
         columns, factors = blocks_and_scalars(single(vector[head]), single(scalars[head]), layout)
@@ -170,16 +177,15 @@ def update(vector, scalars, value, carry, start, weights, *, layout, config, chu
     return np.stack(stored).reshape(shape).astype(np.float16), finals
 
 
-def query_states(
-    query, vector, scalars, stored, denominator, *near, layout, chunk, exact_window, batch_time, **options
-):
+def query_states(operands, *, time, with_remainder, call):
     """Computes `quartic.query.query_states`."""
-    key, value, decay, scale = near
-    heads, time, _ = query.shape
+    query, vector, scalars, stored, denominator, key, value, decay, scale = operands
+    batch, length, layout = len(key), time, _layout(call)
+    (heads, time, _), chunk, exact_window = query.shape, call.chunk, call.exact_window
     key, value = (_in_heads(x, exact_window, exact_window + time) for x in (key, value))
     out = np.zeros((heads, time, layout.value_dim), np.float32)
     total = single(denominator).reshape(heads, time).copy()
-    first, count, _ = layout.steps.T
+    first, count, _ = layout.steps(layouts.STEP).T
     read = np.concatenate([f + np.arange(n * layouts.STEP) for f, n in zip(first, count, strict=True)])
     for head in range(heads):
         held = head // (heads // len(stored))
@@ -200,10 +206,9 @@ def query_states(
             total[head, rows] += weights.sum(1)
     # Rows after the last query are zero.
     mean = np.divide(out, total[..., None], out=np.zeros_like(out), where=total[..., None] > 0)
-    batch, time = batch_time
-    mean = np.swapaxes(mean.reshape(batch, -1, *mean.shape[1:]), 1, 2)[:, :time]
+    mean = np.swapaxes(mean.reshape(batch, -1, *mean.shape[1:]), 1, 2)[:, :length]
     means = [mean.astype(query.dtype)]
-    if options["with_remainder"]:
+    if with_remainder:
         means.append((mean - single(means[0])).astype(query.dtype))
     return *means, total
 

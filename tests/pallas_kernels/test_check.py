@@ -273,12 +273,21 @@ def test_cases_have_names_of_their_own_and_families_that_are_known():
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("kernel", ["copy", "fold", "read", "forward", "state_update"])
-def test_the_formulas_of_the_check(kernel):
+@pytest.mark.parametrize(
+    "part",
+    [
+        "toolchain.copy",
+        "power_step.fold",
+        "power_step.read",
+        "power_attention.forward",
+        "power_state_square.forward",
+    ],
+)
+def test_the_formulas_of_the_check(part):
     """Correct kernels pass, and results that are off do not."""
     from pallas_kernels.check import case_process
 
-    case = next(case for case in cases.CASES if case.kernel == kernel and case.head_dim <= 64)
+    case = next(case for case in cases.CASES if f"{case.family}.{case.part}" == part)
     case = dataclasses.replace(case, time=min(case.time, 280), batch=1, kv_heads=1)
     result = case_process.measure(case, plgpu.InterpretGPUParams())
     assert not result["different"]

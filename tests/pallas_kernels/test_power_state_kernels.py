@@ -4,6 +4,7 @@ These have rows of zeros, padding, documents, keys and cotangents of very differ
 """
 
 import contextlib
+import dataclasses
 import functools
 from typing import NamedTuple
 from unittest import mock
@@ -113,10 +114,10 @@ def both_passes(sizes):
             key, value, power=sizes.power, chunk=sizes.chunk, exact_window=sizes.exact_window
         )
         folds = jnp.arange(sizes.time)[None] < sizes.time - sizes.exact_window
-        tokens = query, key, value, log_decay, folds
-        (out, denominator, _), saved = power_state.power_state_fwd(*tokens, call=call)
-        gradients, _ = power_state.power_state_vjp(*tokens, out, denominator, saved, dout, call=call)
-        return {"out": out.astype(value.dtype)} | gradients._asdict(), recorded
+        arguments = power_state.Arguments(query, key, value, log_decay, folds)
+        (*means, _), saved = power_state.power_state_fwd(arguments, call=call)
+        gradients, _ = power_state.power_state_vjp(arguments, means, saved, dout, call=call)
+        return {"out": means[0].astype(value.dtype)} | gradients._asdict(), recorded
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(plain.kernels(sizes.multiprocessors))
@@ -159,13 +160,16 @@ def test_both_passes_are_the_formula(sizes):
     ids=str,
 )
 def test_a_kernel_is_its_stand_in(sizes, name):
-    rounding = float(jnp.finfo(jnp.float16).eps)
+    rounding, interpret = float(jnp.finfo(jnp.float16).eps), plgpu.InterpretGPUParams(detect_races=True)
     calls = [call for call in both_passes(sizes)[1] if call[0] == name]
     assert calls
     for _, options, arrays, expected in calls:
         kernel = KERNELS[sizes.power][name][1]
-        arrays = [jnp.asarray(x) for x in arrays]
-        options = options | {"interpret": plgpu.InterpretGPUParams(detect_races=True)}
+        arrays = jax.tree.map(jnp.asarray, arrays)
+        if "call" in options:
+            options = options | {"call": dataclasses.replace(options["call"], interpret=interpret)}
+        else:
+            options = options | {"interpret": interpret}
         found = jax.tree.leaves(kernel(*arrays, **options))
         if name == "query_states":
             np.testing.assert_array_equal(kernel(*arrays, **options | {"with_remainder": False})[0], found[0])

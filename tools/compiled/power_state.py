@@ -47,10 +47,10 @@ def build(case: str):
     call = configs.Call(power=power, config=_config(case), exact_window=_WINDOW, interpret=None)
 
     def both_passes(query, key, value, log_decay, folds, dout):
-        tokens = key, value, log_decay, folds
-        (out, denominator, _), saved = power_state.power_state_fwd(query, *tokens, call=call)
-        gradients = power_state.power_state_vjp(query, *tokens, out, denominator, saved, dout, call=call)
-        return power_state.attend(query, *tokens, saved, call=call), gradients
+        arguments = power_state.Arguments(query, key, value, log_decay, folds)
+        (*means, _), saved = power_state.power_state_fwd(arguments, call=call)
+        gradients = power_state.power_state_vjp(arguments, means, saved, dout, call=call)
+        return power_state.attend(arguments, saved, call=call), gradients
 
     vectors = (heads, head_dim), (_HEADS, head_dim), (_HEADS, value_dim), (heads, value_dim)
     query, key, value, dout = (jax.ShapeDtypeStruct((1, time, *x), jnp.bfloat16) for x in vectors)
@@ -177,7 +177,10 @@ def _quartic(name, case, loops):
         states = next(loop for loop in loops if loop["HMUL2"])
         inner = [loop for loop in loops if loop["MUFU"]]
         if name == "query":
-            found, steps = [h100.Loop("states", states, quartic.STEP * stack)], [layout.steps[:, 1].sum()]
+            found, steps = (
+                [h100.Loop("states", states, quartic.STEP * stack)],
+                [layout.steps(quartic.STEP)[:, 1].sum()],
+            )
             inner = [loop for loop in inner if loop["HGMMA"] == head_dim // 16 + 8]
             # Scores, then two products with values.
             near = 2 * head_dim + 4 * value_dim
@@ -186,7 +189,7 @@ def _quartic(name, case, loops):
             scalar = 2 * quartic.COLUMNS * value_dim // 32
             contracted = head_dim * quartic.SCALAR_COLUMNS * 3 // 16
             found = [h100.Loop("states", states, quartic.SCALARS * scalar + contracted)]
-            steps, label = [state_vjp.steps(layout)[:, 1].sum()], "rows"
+            steps, label = [layout.steps(state_vjp.stacks(layout))[:, 1].sum()], "rows"
             # Scores and slopes, then two products each for the gradients.
             near = 2 * (head_dim + value_dim) + 4 * head_dim + (4 * value_dim if name == "key_vjp" else 0)
         if chunk > configs.BLOCK:  # a single in-window block has no loop of its own

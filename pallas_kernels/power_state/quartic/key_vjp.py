@@ -17,9 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import launch, tensor_core
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import window_queries
+from pallas_kernels.power_state.quartic import layout as layouts
 from pallas_kernels.power_state.quartic import state_vjp
 
-__all__ = ["Rows", "key_vjp"]
+__all__ = ["Operands", "Rows", "key_vjp"]
 
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -45,43 +46,39 @@ class Rows(NamedTuple):
     fine_before: jax.Array
 
 
-def key_vjp(
-    key,
-    vector,
-    scalars,
-    value,
-    dual,
-    query,
-    dout,
-    rows,
-    columns,
-    *,
-    layout,
-    config,
-    chunk,
-    exact_window,
-    interpret=None,
-):
+class Operands(NamedTuple):
+    """Arrays that the kernel reads; positions are those of keys with the window in front, Y = m C of them.
+
+    m is the n chunks of queries or one more, whose keys are in no state. H, HN, X and n are as in `query.Operands`.
+    """
+
+    key: jax.Array  # bfloat16 [H, Y, D]
+    vector: jax.Array  # float16 [H, Y, layout.rows], y of keys divided by powers of two, with zeros in front
+    scalars: (
+        jax.Array
+    )  # float16 [H, layout.scalar_rows, Y], the products in the order of the scalars, time last
+    value: jax.Array  # bfloat16 [H, Y, E]
+    # float16 [H, n, U, E, P], the gradient of the state for the keys of chunk c at n - 1 - c, times its weights
+    states: jax.Array
+    query: jax.Array  # bfloat16 [HN, X, D]
+    dout: jax.Array  # bfloat16 [B, at least T, N, E]
+    rows: jax.Array  # float32 [H, Y / 64, 7, 64], in the order of `Rows`
+    columns: jax.Array  # float32 [HN, X / 64, 5, 64], in the order of `window_queries.Columns`
+
+
+def key_vjp(operands: Operands, *, call: configs.Call):
     """Returns float32 gradients of keys [H, Y, D] and values [H, Y, E], and sums [H, 2, Y].
 
     The gradients of keys lack the normalizer's contribution.
-
-    Positions are those of keys with the window in front, Y = m C of them. m is the n chunks of queries or one more,
-    whose keys are in no state. key: bfloat16 [H, Y, D]; value: bfloat16 [H, Y, E].
-    vector: float16 [H, Y, layout.rows], y of keys divided by powers of two, with zeros in front. scalars: float16 [H,
-    layout.scalar_rows, Y], the same products in the order of the scalars, time last.
-    dual: float16 [H, n, U, E, P], the gradient of the state for the keys of chunk c at n - 1 - c, times its weights.
-    query: bfloat16 [HN, X, D]; dout: bfloat16 [HN, X, E]; HN a multiple of H.
-    rows: float32 [H, Y / 64, 7, 64], in the order of `Rows`; columns: float32 [HN, X / 64, 5, 64], in that of
-    `window_queries.Columns`.
 
     The window is at most a chunk. The sums are those of the gradient with respect to the logarithms of weights: over
     in-window queries, and over queries that read the key from the state, without the normalizer's contribution.
     Accumulates in float32.
     """
-    heads, time, head_dim = key.shape
-    value_dim, count = value.shape[-1], config.key_vjp_blocks
-    chunks, queries_time, groups = dual.shape[1], query.shape[1], len(query) // heads
+    key, _, _, value, states, query, _, rows, _ = operands
+    (heads, time, head_dim), value_dim, chunk = key.shape, value.shape[-1], call.chunk
+    layout, count = layouts.Layout(head_dim, value_dim), call.config.key_vjp_blocks
+    chunks, groups = states.shape[1], len(query) // heads
 
     def body(gmem, smem):
         def indices():
@@ -96,10 +93,7 @@ def key_vjp(
             )
 
         def span(block, warpgroup):
-            index = lax.axis_index("chunk")
-            return window_queries.Span.of_keys(
-                index, block, warpgroup, chunk=chunk, exact_window=exact_window, time=queries_time
-            )
+            return window_queries.Span.of_keys(lax.axis_index("chunk"), block, warpgroup, chunks, call)
 
         def copy():
             block, vectors = indices()
@@ -111,10 +105,11 @@ def key_vjp(
                     plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[n], ready)
             source = gmem["rows"].at[vectors.head, pl.ds(block, count)]
             plgpu.copy_gmem_to_smem(source, smem["rows_smem"], ready)
-            state_vjp.copy(gmem, smem, vectors, layout, count)
+            states = state_vjp.States(gmem, smem, vectors, layout)
+            states.copy(count)
             # Queries are copied while the last gradients of states are still being read.
-            window_queries.copy_queries(gmem, smem, vectors.head, span(block, 0), groups=groups)
-            state_vjp.drain(smem, vectors, layout)
+            window_queries.Queries(smem, span(block, 0), groups).copy(gmem, vectors.head)
+            states.drain()
 
         def compute(warpgroup, core):
             own = {name: smem[name].at[warpgroup] for name in ("key_smem", "value_smem")}
@@ -129,26 +124,16 @@ def key_vjp(
                 narrow = tensor_core.along_columns(row.narrow_value, dvalue.shape) * state_vjp.load(
                     own["value_smem"]
                 )
-                state_vjp.read(
-                    core,
-                    dkey,
-                    dvalue,
-                    own["key_smem"],
-                    narrow,
-                    gmem["steps"],
-                    smem,
-                    warpgroup,
-                    vectors.blocks,
-                    layout=layout,
-                    together=_together(layout, count),
-                )
+                # The most scalars at a time that compile without register spills.
+                together = 2 if value_dim == 32 and count == 1 else 3
+                states = state_vjp.States(gmem, smem, vectors, layout)
+                states.read(core, warpgroup, own["key_smem"], narrow, (dkey, dvalue), together)
                 dkey[...] = dkey[...] * tensor_core.along_columns(row.state_key, dkey.shape) / _POWER
                 dvalue[...] = dvalue[...] * tensor_core.along_columns(row.state_value, dvalue.shape)
                 state_sum = (state_vjp.load(own["key_smem"]) * dkey[...]).sum(1)
                 # The queries that attend to the keys in their window.
-                window_sum = window_queries.read_queries(
-                    core, dkey, dvalue, own, smem, span(block, warpgroup), groups=groups, power=_POWER
-                )
+                queries = window_queries.Queries(smem, span(block, warpgroup), groups)
+                window_sum = queries.read(core, dkey, dvalue, own, _POWER)
                 tokens = vectors.tokens_of(warpgroup)
                 for n, total in enumerate((window_sum, state_sum)):
                     gmem["sums"][vectors.head, n, tokens] = total
@@ -162,18 +147,9 @@ def key_vjp(
 
     output = launch.launch(
         body,
-        {
-            "key": key,
-            "vector": vector,
-            "scalars": scalars,
-            "value": value,
-            "states": dual.reshape(*dual.shape[:2], -1, layout.width),
-            "query": query,
-            "dout": dout,
-            "rows": rows,
-            "columns": columns,
-            **state_vjp.tables(layout),
-        },
+        operands._asdict()
+        | {"states": states.reshape(*states.shape[:2], -1, layout.width)}
+        | state_vjp.tables(layout),
         {
             "dkey": jax.ShapeDtypeStruct(key.shape, jnp.float32),
             "dvalue": jax.ShapeDtypeStruct(value.shape, jnp.float32),
@@ -185,17 +161,12 @@ def key_vjp(
             "rows_smem": plgpu.SMEM((count, *rows.shape[2:]), jnp.float32),
             "ready": plgpu.Barrier(num_arrivals=2 * count + 1),
             **window_queries.scratch(head_dim, value_dim, query.dtype, count),
-            **state_vjp.scratch(layout, count, config.key_vjp_stages, vector, scalars, dual),
+            **state_vjp.scratch(layout, count, call.config.key_vjp_stages),
         },
         grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
         warpgroups=count,
         copying_registers=24,
         name="power_state_quartic_key_vjp",
-        interpret=interpret,
+        interpret=call.interpret,
     )
     return output["dkey"], output["dvalue"], output["sums"]
-
-
-def _together(layout, count):
-    """Returns the number of scalars of a state's gradient per step, the most that compile without register spills."""
-    return 2 if layout.value_dim == 32 and count == 1 else 3

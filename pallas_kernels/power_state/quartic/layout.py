@@ -121,17 +121,14 @@ class Layout:
             np.int32,
         )
 
-    @functools.cached_property
-    def steps(self) -> np.ndarray:
-        """Steps of `STEP` stacks by block of y in a query, int32 [blocks, 3].
+    def steps(self, stacks: int) -> np.ndarray:
+        """Returns the steps of `stacks` stacks by block of y, int32 [blocks, 3]; `stacks` is a divisor of `UNIT`.
 
         Columns: first stack, number of steps, number of steps of earlier blocks.
         """
-        units = -(-self.needed // UNIT)
-        steps = -(-self.needed // STEP)
-        return np.stack([(np.cumsum(units) - units) * UNIT, steps, np.cumsum(steps) - steps], -1).astype(
-            np.int32
-        )
+        units, steps = -(-self.needed // UNIT), -(-self.needed // stacks)
+        first, before = (np.cumsum(units) - units) * UNIT, np.cumsum(steps) - steps
+        return np.stack([first, steps, before], -1).astype(np.int32)
 
     @property
     def stacks(self) -> int:

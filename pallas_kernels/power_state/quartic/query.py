@@ -10,6 +10,8 @@ added over the keys k from the window's first one to i itself, and the result is
 and values. The state's contribution to the divisor, y_i^T Z y_i, is an argument.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,7 +23,7 @@ from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import query_tile, window_keys
 from pallas_kernels.power_state.quartic import layout as layouts
 
-__all__ = ["query_states"]
+__all__ = ["Operands", "query_states"]
 
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -29,48 +31,44 @@ _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _VECTOR_STAGES = 2
 
 
-def query_states(
-    query,
-    vector,
-    scalars,
-    states,
-    denominator,
-    key,
-    value,
-    decay,
-    scale,
-    *,
-    layout,
-    config,
-    chunk,
-    exact_window,
-    batch_time,
-    with_remainder,
-    interpret=None,
-):
+class Operands(NamedTuple):
+    """Arrays that the kernel reads.
+
+    There are H = B K key heads and HN = B N query heads over the batch, n chunks of C, X = n C tokens, and a window of
+    W.
+    """
+
+    query: jax.Array  # bfloat16 [HN, X, D], largest entries in [1/2, 1)
+    vector: jax.Array  # float16 [HN, X, layout.rows], y of the queries with zeros in front
+    scalars: (
+        jax.Array
+    )  # float16 [HN, layout.scalar_rows, X], the products in the order of the scalars, time last
+    states: (
+        jax.Array
+    )  # float16 [H, n, U, E, P], the state that chunk c's queries read at c, times its weights
+    denominator: jax.Array  # float32 [HN, X / 64, 64], the state's contribution to the sum of weights
+    key: jax.Array  # bfloat16 [B, at least T, K, D]
+    value: jax.Array  # bfloat16 [B, at least T, K, E]
+    decay: jax.Array  # float32 [H, n, 3, (W + C) / 64, 64], as in `prepare.Tokens`
+    scale: jax.Array  # float32 [H, X / 64, 64], from the state to each query
+
+
+def query_states(operands: Operands, *, time: int, with_remainder: bool, call: configs.Call):
     """Returns the weighted means of values, bfloat16 [B, T, N, E], and their sums of weights, float32 [HN, X].
 
-    with_remainder: whether to return, between the two, what rounding the means took away, like them.
-
-    batch_time: B and T; HN = B N, and X is T in whole chunks.
-
-    query: bfloat16 [HN, X, D], HN a multiple of H. vector: float16 [HN, X, layout.rows], y of the queries with zeros in
-    front. scalars: float16 [HN, layout.scalar_rows, X], the same products in the order of the scalars, time last.
-    states: float16 [H, n, U, E, P], the state that chunk c's queries read at c, times its weights.
-    denominator: float32 [HN, X / 64, 64], the state's contribution to the sum of weights.
-    key: bfloat16 [B, at least T, K, D]; value: bfloat16 [B, at least T, K, E].
-    decay: float32 [H, n, 3, (W + C) / 64, 64], as in `prepare.Tokens`. scale: float32 [H, X / 64,
-    64], from the state to each query.
-
     If all weights of a row are zero, its output is zero. Accumulates in float32.
+
+    time: T. with_remainder: whether to return, between the two, what rounding the means took away, like them.
     """
-    heads, time, head_dim = query.shape
-    value_dim, count, stages = value.shape[-1], config.query_blocks, config.state_stages
+    query, vector, scalars, states, _, key, value, *_ = operands
+    (heads, whole, head_dim), value_dim, chunk = query.shape, value.shape[-1], call.chunk
+    layout, batch_time = layouts.Layout(head_dim, value_dim), (len(key), time)
+    count, stages = call.config.query_blocks, call.config.state_stages
     means = ("out", "remainder") if with_remainder else ("out",)
 
     def body(gmem, smem):
         tile = query_tile.QueryTile.of_thread_block(heads // len(states), chunk, count)
-        keys = window_keys.Keys(gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window)
+        keys = window_keys.Keys(gmem, smem, tile, count, call)
 
         def copy():
             # Inputs that every warpgroup needs from the start.
@@ -87,7 +85,7 @@ def query_states(
             # Keys are copied while the last states are still being read.
             keys.copy()
             ring.drain(jnp.int32(layout.blocks), _VECTOR_STAGES, smem["vector_free"])
-            ring.drain(jnp.int32(layout.steps[:, 1].sum()), stages, smem["state_free"])
+            ring.drain(jnp.int32(layout.steps(layouts.STEP)[:, 1].sum()), stages, smem["state_free"])
 
         def compute(warpgroup, core):
             query_smem, out_smem = (smem[name].at[warpgroup] for name in ("query_smem", "out_smem"))
@@ -100,7 +98,7 @@ def query_states(
                 acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
                 # The keys from the window on.
                 total = plgpu.load(smem["denominator_smem"].at[warpgroup], layout=_ROWS)
-                total = query_tile.add_keys(core, acc, query_smem, keys, total, warpgroup, power=4)
+                total = keys.add_values(core, acc, query_smem, total, warpgroup, power=4)
                 # The division.
                 gmem["total"][tile.head, tile.tokens_of(warpgroup)] = total
                 query_tile.store_mean(gmem, acc, total, out_smem, tile, warpgroup)
@@ -111,21 +109,14 @@ def query_states(
 
     output = launch.launch(
         body,
-        {
-            "query": query,
-            "vector": vector,
-            "scalars": scalars,
+        operands._asdict()
+        | {
             "states": states.reshape(*states.shape[:2], -1, layout.width),
-            "denominator": denominator,
-            "key": key,
-            "value": value,
-            "decay": decay,
-            "scale": scale,
-            "steps": jnp.asarray(layout.steps.ravel()),
+            "steps": jnp.asarray(layout.steps(layouts.STEP).ravel()),
         },
         {
             **dict.fromkeys(means, results.kind(batch_time, heads, value_dim, value.dtype)),
-            "total": jax.ShapeDtypeStruct((heads, time), jnp.float32),
+            "total": jax.ShapeDtypeStruct((heads, whole), jnp.float32),
         },
         {
             "query_smem": tensor_core.operand((count,), _BLOCK, head_dim, query.dtype),
@@ -146,14 +137,14 @@ def query_states(
             "vector_free": plgpu.Barrier(num_arrivals=count, num_barriers=_VECTOR_STAGES),
             "state_full": plgpu.Barrier(num_arrivals=2, num_barriers=stages),
             "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
-            **window_keys.scratch(key, value, decay, count, config.key_stages, chunk),
+            **window_keys.scratch(operands, count, call),
         },
-        grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
+        grid={"head": heads, "chunk": whole // chunk, "rows": chunk // (count * _BLOCK)},
         warpgroups=count,
         name="power_state_quartic_query",
-        interpret=interpret,
+        interpret=call.interpret,
     )
-    return *(results.cut(output[name], batch_time) for name in means), output["total"]
+    return *(output[name][:, :time] for name in means), output["total"]
 
 
 def _copy_states(gmem, smem, tile, layout, count):

@@ -1,7 +1,7 @@
 """Gradient of queries at p = 4: through the state, and through the keys from the window on.
 
 A block has one chunk's rows in `query_blocks` warpgroups of 64. `state_vjp` computes the from-state contribution,
-of the query and its output's cotangent divided by a power of two so that they fit in 16 bits. `window_keys_vjp` adds
+of the query and its output's cotangent divided by a power of two so that they fit in 16 bits. `window_keys` adds
 that of the in-window keys. The normalizer's contribution is added in plain JAX, since the kernel has no room for its
 matrix.
 """
@@ -15,10 +15,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, results, tensor_core
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import query_tile, window_keys, window_keys_vjp
+from pallas_kernels.power_state import query_tile, window_keys
+from pallas_kernels.power_state.quartic import layout as layouts
 from pallas_kernels.power_state.quartic import state_vjp
 
-__all__ = ["Rows", "query_vjp"]
+__all__ = ["Operands", "Rows", "query_vjp"]
 
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -36,35 +37,31 @@ class Rows(NamedTuple):
     inverse: jax.Array  # 1 / the sum of weights, 0 where that is 0
 
 
-def query_vjp(
-    query,
-    vector,
-    scalars,
-    dout,
-    states,
-    key,
-    value,
-    decay,
-    rows,
-    *,
-    layout,
-    config,
-    chunk,
-    exact_window,
-    interpret=None,
-):
+class Operands(NamedTuple):
+    """Arrays that the kernel reads, with those of `query.Operands`."""
+
+    query: jax.Array
+    vector: jax.Array
+    scalars: jax.Array
+    dout: jax.Array  # bfloat16 [B, at least T, N, E], the cotangent of the weighted mean
+    states: jax.Array
+    key: jax.Array
+    value: jax.Array
+    decay: jax.Array
+    rows: jax.Array  # float32 [HN, X / 64, 4, 64], in the order of `Rows`
+
+
+def query_vjp(operands: Operands, *, call: configs.Call):
     """Returns the gradient of every query, float32 [HN, X, D], and float32 sums [HN, 2, X].
 
     The gradient lacks the normalizer's contribution.
 
-    query, vector, scalars, states, key, value, decay: as in `query.query_states`. dout: bfloat16 [HN, X, E],
-    the cotangent of the weighted mean. rows: float32 [HN, X / 64, 4, 64], in the order of `Rows`.
-
     The sums are those of the gradient with respect to the logarithms of weights: over the in-window keys, and over the
     keys in the state, without the normalizer's contribution. Accumulates in float32.
     """
-    heads, time, head_dim = query.shape
-    value_dim, count = value.shape[-1], config.query_vjp_blocks
+    query, _, _, dout, states, _, value, _, rows = operands
+    (heads, time, head_dim), value_dim, chunk = query.shape, value.shape[-1], call.chunk
+    layout, count = layouts.Layout(head_dim, value_dim), call.config.query_vjp_blocks
 
     def body(gmem, smem):
         def tiles():
@@ -73,8 +70,7 @@ def query_vjp(
             vectors = state_vjp.Vectors(
                 tile.head, tile.token, tile.key_head, tile.chunk, jnp.int32(layout.blocks)
             )
-            keys = window_keys.Keys(gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window)
-            return tile, vectors, keys
+            return tile, vectors, window_keys.Keys(gmem, smem, tile, count, call)
 
         def copy():
             tile, vectors, keys = tiles()
@@ -88,10 +84,11 @@ def query_vjp(
             keys.copy_decays(ready)
             blocks = tile.blocks_of(chunk, count)
             plgpu.copy_gmem_to_smem(gmem["rows"].at[tile.head, blocks], smem["rows_smem"], ready)
-            state_vjp.copy(gmem, smem, vectors, layout, count)
+            states = state_vjp.States(gmem, smem, vectors, layout)
+            states.copy(count)
             # Keys are copied while the last states are still being read.
             keys.copy()
-            state_vjp.drain(smem, vectors, layout)
+            states.drain()
 
         def compute(warpgroup, core):
             tile, vectors, keys = tiles()
@@ -103,26 +100,13 @@ def query_vjp(
                 plgpu.barrier_wait(smem["ready"])
                 # The state before the window.
                 dout = tensor_core.along_columns(row.narrow, dout_smem.shape) * state_vjp.load(dout_smem)
-                state_vjp.read(
-                    core,
-                    gradient,
-                    None,
-                    query_smem,
-                    dout,
-                    gmem["steps"],
-                    smem,
-                    warpgroup,
-                    vectors.blocks,
-                    layout=layout,
-                    together=_TOGETHER,
-                )
+                states = state_vjp.States(gmem, smem, vectors, layout)
+                states.read(core, warpgroup, query_smem, dout, (gradient, None), _TOGETHER)
                 gradient[...] = gradient[...] * tensor_core.along_columns(row.state, gradient.shape) / _POWER
                 state_sum = (state_vjp.load(query_smem) * gradient[...]).sum(1)
                 # The keys from the window on.
-                delta = plgpu.load(row.delta, layout=_ROWS)
-                window_sum = window_keys_vjp.add_keys(
-                    core, gradient, lambda: query_smem, dout_smem, keys, delta, warpgroup, _POWER
-                )
+                own_rows = (lambda: query_smem), dout_smem, plgpu.load(row.delta, layout=_ROWS)
+                window_sum = keys.add_gradient(core, gradient, own_rows, warpgroup, _POWER)
                 # The division.
                 tokens, inverse = tile.tokens_of(warpgroup), plgpu.load(row.inverse, layout=_ROWS)
                 for n, total in enumerate((window_sum, state_sum)):
@@ -136,18 +120,9 @@ def query_vjp(
 
     output = launch.launch(
         body,
-        {
-            "query": query,
-            "vector": vector,
-            "scalars": scalars,
-            "dout": dout,
-            "states": states.reshape(*states.shape[:2], -1, layout.width),
-            "key": key,
-            "value": value,
-            "decay": decay,
-            "rows": rows,
-            **state_vjp.tables(layout),
-        },
+        operands._asdict()
+        | {"states": states.reshape(*states.shape[:2], -1, layout.width)}
+        | state_vjp.tables(layout),
         {
             "dquery": jax.ShapeDtypeStruct(query.shape, jnp.float32),
             "sums": jax.ShapeDtypeStruct((heads, 2, time), jnp.float32),
@@ -157,12 +132,12 @@ def query_vjp(
             "dout_smem": tensor_core.operand((count,), _BLOCK, value_dim, dout.dtype),
             "rows_smem": plgpu.SMEM((count, *rows.shape[2:]), jnp.float32),
             "ready": plgpu.Barrier(num_arrivals=2 * count + 2),
-            **window_keys.scratch(key, value, decay, count, config.key_stages, chunk),
-            **state_vjp.scratch(layout, count, config.query_vjp_stages, vector, scalars, states),
+            **window_keys.scratch(operands, count, call),
+            **state_vjp.scratch(layout, count, call.config.query_vjp_stages),
         },
         grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
         warpgroups=count,
         name="power_state_quartic_query_vjp",
-        interpret=interpret,
+        interpret=call.interpret,
     )
     return output["dquery"], output["sums"]

@@ -27,14 +27,11 @@ from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.quartic import layout as layouts
 
 __all__ = [
+    "States",
     "Vectors",
-    "copy",
-    "drain",
     "load",
-    "read",
     "scratch",
     "stacks",
-    "steps",
     "tables",
 ]
 
@@ -46,16 +43,8 @@ _SCALARS, _COLUMNS = layouts.SCALARS, layouts.SCALAR_COLUMNS
 
 
 def stacks(layout):
-    """Returns the number of stacks per step, a divisor of `layouts.UNIT`."""
+    """Returns the number of stacks per step."""
     return _SCALARS // layout.per_stack
-
-
-def steps(layout):
-    """Returns first stack, number of steps, and number of earlier steps, per block of y, int32 [blocks, 3]."""
-    units = -(-layout.needed // layouts.UNIT)
-    count = -(-layout.needed // stacks(layout))
-    first = (np.cumsum(units) - units) * layouts.UNIT
-    return np.stack([first, count, np.cumsum(count) - count], -1).astype(np.int32)
 
 
 def tables(layout):
@@ -73,7 +62,7 @@ def tables(layout):
     )
     scalar = np.pad(scalar, [(0, 0), (0, 0), (0, _COLUMNS - _SCALARS)])
     return {
-        "steps": jnp.asarray(steps(layout).ravel()),
+        "steps": jnp.asarray(layout.steps(stacks(layout)).ravel()),
         "block_pairs": jnp.asarray(np.swapaxes(block, 0, 1), jnp.bfloat16),
         "scalar_pairs": jnp.asarray(np.swapaxes(scalar, 0, 1), jnp.bfloat16),
     }
@@ -88,17 +77,17 @@ def _selections(low, high, before, after, layout):
     return np.pad(both, [(0, 0), (before, after)]).astype(np.float32)
 
 
-def scratch(layout, count, stages, vector, scalars, states):
+def scratch(layout, count, stages):
     """Returns the shared memory by name, for `count` warpgroups and `stages` steps in flight."""
     return {
-        "vector_smem": tensor_core.operand((_VECTOR_STAGES, count), _BLOCK, layouts.COLUMNS, vector.dtype),
+        "vector_smem": tensor_core.operand((_VECTOR_STAGES, count), _BLOCK, layouts.COLUMNS, jnp.float16),
         "block_pairs_smem": tensor_core.operand(
             (_VECTOR_STAGES,), 2 * layout.head_dim, layouts.COLUMNS, jnp.bfloat16
         ),
-        "scalar_smem": plgpu.SMEM((stages, _SCALARS, count * _BLOCK), scalars.dtype),
+        "scalar_smem": plgpu.SMEM((stages, _SCALARS, count * _BLOCK), jnp.float16),
         "scalar_pairs_smem": tensor_core.operand((stages,), 2 * layout.head_dim, _COLUMNS, jnp.bfloat16),
         "state_smem": tensor_core.operand(
-            (stages, layout.per_stack), stacks(layout) * layout.value_dim, layouts.COLUMNS, states.dtype
+            (stages, layout.per_stack), stacks(layout) * layout.value_dim, layouts.COLUMNS, jnp.float16
         ),
         "vector_full": plgpu.Barrier(num_arrivals=count + 1, num_barriers=_VECTOR_STAGES),
         "vector_free": plgpu.Barrier(num_arrivals=count, num_barriers=_VECTOR_STAGES),
@@ -121,140 +110,144 @@ class Vectors(NamedTuple):
         return pl.ds(self.token + warpgroup * _BLOCK, _BLOCK)
 
 
-def copy(gmem, smem, vectors: Vectors, layout, count):
-    """Copies each block of y, then the stacks that need it, their scalars and the matrices that select entries.
+class States:
+    """Rings of blocks of y, and of the steps that need each: stacks of states, scalars, and selections of entries.
 
-    gmem: "vector" [.., X, rows], "scalars" [.., scalar_rows, X], "states" [.., .., U E, P], and `tables`. The
-    last steps may not have been read yet when it returns; `drain` waits for them.
+    gmem: "vector" [.., X, rows], "scalars" [.., scalar_rows, X], "states" [.., .., U E, P], and `tables`. smem: as
+    `scratch` returns it.
     """
-    tall, stages = stacks(layout) * layout.value_dim, smem["state_smem"].shape[0]
 
-    def copy_block(block, slot):
-        full = smem["vector_full"].at[slot]
-        columns = pl.ds(block * layouts.COLUMNS, layouts.COLUMNS)
-        for n in range(count):
-            source = gmem["vector"].at[vectors.head, vectors.tokens_of(n), columns]
-            plgpu.copy_gmem_to_smem(source, smem["vector_smem"].at[slot, n], full)
-        plgpu.copy_gmem_to_smem(gmem["block_pairs"].at[block], smem["block_pairs_smem"].at[slot], full)
-        stack, steps, before = (gmem["steps"][3 * block + n] for n in range(3))
+    def __init__(self, gmem, smem, vectors: Vectors, layout):
+        self._gmem, self._smem, self._vectors, self._layout = gmem, smem, vectors, layout
+        self._stages = smem["state_smem"].shape[0]
 
-        def copy_step(step, slot):
-            index, full = step - before, smem["state_full"].at[slot]
-            rows = pl.ds(stack * layout.value_dim + index * tall, tall)
-            states = gmem["states"].at[vectors.state_head, vectors.state, rows]
-            for n in range(layout.per_stack):
-                source = states.at[:, pl.ds(n * layouts.COLUMNS, layouts.COLUMNS)]
-                plgpu.copy_gmem_to_smem(source, smem["state_smem"].at[slot, n], full)
-            tokens = pl.ds(vectors.token, count * _BLOCK)
-            source = gmem["scalars"].at[vectors.head, pl.ds(index * _SCALARS, _SCALARS), tokens]
-            plgpu.copy_gmem_to_smem(source, smem["scalar_smem"].at[slot], full)
-            plgpu.copy_gmem_to_smem(gmem["scalar_pairs"].at[index], smem["scalar_pairs_smem"].at[slot], full)
+    def copy(self, count):
+        """Copies each block of y, then its steps, for `count` warpgroups.
 
-        @pl.loop(before, before + steps)
-        def _step(step):
-            ring.put(step, stages, smem["state_free"], copy_step)
+        The last steps may not have been read yet when it returns; `drain` waits for them.
+        """
+        gmem, smem, vectors, layout = self._gmem, self._smem, self._vectors, self._layout
+        tall = stacks(layout) * layout.value_dim
 
-    @pl.loop(jnp.int32(0), vectors.blocks)
-    def _block(block):
-        ring.put(block, _VECTOR_STAGES, smem["vector_free"], copy_block)
+        def copy_block(block, slot):
+            full = smem["vector_full"].at[slot]
+            columns = pl.ds(block * layouts.COLUMNS, layouts.COLUMNS)
+            for n in range(count):
+                source = gmem["vector"].at[vectors.head, vectors.tokens_of(n), columns]
+                plgpu.copy_gmem_to_smem(source, smem["vector_smem"].at[slot, n], full)
+            plgpu.copy_gmem_to_smem(gmem["block_pairs"].at[block], smem["block_pairs_smem"].at[slot], full)
+            stack, steps, before = (gmem["steps"][3 * block + n] for n in range(3))
 
+            def copy_step(step, slot):
+                index, full = step - before, smem["state_full"].at[slot]
+                rows = pl.ds(stack * layout.value_dim + index * tall, tall)
+                states = gmem["states"].at[vectors.state_head, vectors.state, rows]
+                for n in range(layout.per_stack):
+                    source = states.at[:, pl.ds(n * layouts.COLUMNS, layouts.COLUMNS)]
+                    plgpu.copy_gmem_to_smem(source, smem["state_smem"].at[slot, n], full)
+                tokens = pl.ds(vectors.token, count * _BLOCK)
+                source = gmem["scalars"].at[vectors.head, pl.ds(index * _SCALARS, _SCALARS), tokens]
+                plgpu.copy_gmem_to_smem(source, smem["scalar_smem"].at[slot], full)
+                source = gmem["scalar_pairs"].at[index]
+                plgpu.copy_gmem_to_smem(source, smem["scalar_pairs_smem"].at[slot], full)
 
-def drain(smem, vectors: Vectors, layout):
-    """Waits until everything that `copy` copied has been read."""
-    total = int(steps(layout)[:, 1].sum())
-    ring.drain(vectors.blocks, _VECTOR_STAGES, smem["vector_free"])
-    ring.drain(jnp.where(vectors.blocks > 0, total, 0), smem["state_smem"].shape[0], smem["state_free"])
+            @pl.loop(before, before + steps)
+            def _step(step):
+                ring.put(step, self._stages, smem["state_free"], copy_step)
+
+        @pl.loop(jnp.int32(0), vectors.blocks)
+        def _block(block):
+            ring.put(block, _VECTOR_STAGES, smem["vector_free"], copy_block)
+
+    def drain(self):
+        """Waits until everything that `copy` copied has been read."""
+        smem, blocks = self._smem, self._vectors.blocks
+        total = int(self._layout.steps(stacks(self._layout))[:, 1].sum())
+        ring.drain(blocks, _VECTOR_STAGES, smem["vector_free"])
+        ring.drain(jnp.where(blocks > 0, total, 0), self._stages, smem["state_free"])
+
+    def read(self, core, warpgroup, x_smem, value, gradients, together):
+        """Adds dx [64, D] and du [64, E] to the two `gradients`, of which the latter may be None.
+
+        x_smem: bfloat16 [64, D], an operand; dx is proportional to it. value: float32 [64, E], u, scaled to fit the 16
+        bits of states. together: number of scalars whose T is in registers at a time, each from another stack.
+        """
+        smem, layout, table = self._smem, self._layout, self._gmem["steps"]
+        gradient, value_gradient = gradients
+        own_rows = pl.ds(warpgroup * _BLOCK, _BLOCK)
+
+        def read_step(slopes, vector, scalars, states):
+            # Adds the contribution of a step's scalars to slopes [64, 48]; returns their own gradients, [64, 16].
+            width, shape = layout.value_dim, (_BLOCK, _COLUMNS)
+            narrow = value.astype(vector.dtype)
+            column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
+            scalar_slopes = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+            for position in range(layout.per_stack):
+                for first in range(0, stacks(layout), together):
+                    state = states.at[position, first * width : (first + together) * width]
+                    indices = [(first + n) * layout.per_stack + position for n in range(together)]
+                    factors = [plgpu.load(scalars.at[index], layout=_ROWS) for index in indices]
+                    operands = [
+                        narrow * lax.broadcast_in_dim(factor, narrow.shape, [0]) for factor in factors
+                    ]
+                    # Straight-line code: the operand of the product in flight keeps its registers.
+                    core.add(slopes, jnp.concatenate(operands, 1), state, wait=1)
+                    means = core.product(vector, state)
+                    for n, (index, factor) in enumerate(zip(indices, factors, strict=True)):
+                        mean = means[:, n * width : (n + 1) * width]
+                        total = lax.broadcast_in_dim((mean * value).sum(1), shape, [0])
+                        scalar_slopes = jnp.where(column == index, total, scalar_slopes)
+                        if value_gradient is not None:
+                            factor = lax.broadcast_in_dim(factor.astype(jnp.float32), mean.shape, [0])
+                            value_gradient[...] = value_gradient[...] + factor * mean
+            return scalar_slopes
+
+        def contract(slopes, pairs_smem):
+            # Adds the gradient of x, given that of its products of two entries, float32 [64, columns].
+            head_dim = x_smem.shape[1]
+            # In registers, since the two operands differ in swizzle.
+            x = plgpu.load(x_smem, layout=plgpu.Layout.WGMMA)
+            low, high = (pairs_smem.at[n * head_dim : (n + 1) * head_dim] for n in range(2))
+
+            def select(first, second):
+                core.add(first, x, low, wait=1)
+                core.add(second, x, high)
+                return first[...], second[...]
+
+            first, second = core.accumulators(select, slopes.shape[1], slopes.shape[1])
+            for factor, selection in ((second, low), (first, high)):
+                for part in tensor_core.split(slopes * factor):
+                    core.add(gradient, part, selection.T)
+
+        @pl.loop(jnp.int32(0), self._vectors.blocks)
+        def _block(block):
+            block_slot = ring.slot_of(block, _VECTOR_STAGES)
+            plgpu.barrier_wait(smem["vector_full"].at[block_slot])
+            before = table[3 * block + 2]
+
+            def read_block(slopes):
+                vector = smem["vector_smem"].at[block_slot, warpgroup]
+                if layout.value_dim == 16 or (layout.head_dim == 32 and together < 3):
+                    # With few values, products are too short to read it from shared memory each time. If two scalars at
+                    # a time leave registers for it, reading it there would need more registers for addresses.
+                    vector = plgpu.load(vector, layout=plgpu.Layout.WGMMA)
+
+                @pl.loop(before, before + table[3 * block + 1])
+                def _step(step):
+                    slot = ring.slot_of(step, self._stages)
+                    plgpu.barrier_wait(smem["state_full"].at[slot])
+                    scalars = smem["scalar_smem"].at[slot, :, own_rows]
+                    scalar_slopes = read_step(slopes, vector, scalars, smem["state_smem"].at[slot])
+                    contract(scalar_slopes, smem["scalar_pairs_smem"].at[slot])
+                    plgpu.barrier_arrive(smem["state_free"].at[slot])
+
+                return slopes[...]
+
+            slopes = core.accumulators(read_block, layouts.COLUMNS)
+            contract(slopes, smem["block_pairs_smem"].at[block_slot])
+            plgpu.barrier_arrive(smem["vector_free"].at[block_slot])
 
 
 def load(x_smem):
     """Returns the rows of a warpgroup, float32 [64, columns]."""
     return plgpu.load(x_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-
-
-def read(core, gradient, value_gradient, x_smem, value, table, smem, warpgroup, blocks, *, layout, together):
-    """Adds dx to gradient [64, D], and du to value_gradient [64, E] unless it is None.
-
-    x_smem: bfloat16 [64, D], an operand; dx is proportional to it. value: float32 [64, E], u, scaled to fit the 16 bits
-    of states. table: "steps" in global memory. blocks: number of blocks of y to read. together: number of scalars whose
-    T is in registers at a time, each from another stack.
-    """
-    stages = smem["state_smem"].shape[0]
-    own_rows = pl.ds(warpgroup * _BLOCK, _BLOCK)
-
-    @pl.loop(jnp.int32(0), blocks)
-    def _block(block):
-        block_slot = ring.slot_of(block, _VECTOR_STAGES)
-        plgpu.barrier_wait(smem["vector_full"].at[block_slot])
-        before = table[3 * block + 2]
-
-        def read_block(slopes):
-            vector = smem["vector_smem"].at[block_slot, warpgroup]
-            if layout.value_dim == 16 or (layout.head_dim == 32 and together < 3):
-                # With few values, products are too short to read it from shared memory each time. If two scalars at a
-                # time leave registers for it, reading it there would need more registers for addresses.
-                vector = plgpu.load(vector, layout=plgpu.Layout.WGMMA)
-
-            @pl.loop(before, before + table[3 * block + 1])
-            def _step(step):
-                slot = ring.slot_of(step, stages)
-                plgpu.barrier_wait(smem["state_full"].at[slot])
-                scalars = smem["scalar_smem"].at[slot, :, own_rows]
-                states = smem["state_smem"].at[slot]
-                scalar_slopes = _read_step(
-                    core, slopes, value_gradient, vector, value, scalars, states, layout, together
-                )
-                _contract(core, gradient, scalar_slopes, x_smem, smem["scalar_pairs_smem"].at[slot])
-                plgpu.barrier_arrive(smem["state_free"].at[slot])
-
-            return slopes[...]
-
-        slopes = core.accumulators(read_block, layouts.COLUMNS)
-        _contract(core, gradient, slopes, x_smem, smem["block_pairs_smem"].at[block_slot])
-        plgpu.barrier_arrive(smem["vector_free"].at[block_slot])
-
-
-def _read_step(core, slopes, value_gradient, vector, value, scalars, states, layout, together):
-    """Adds the contribution of a step's scalars to slopes [64, 48].
-
-    Returns the gradients of the scalars, float32 [64, 16].
-    """
-    width = layout.value_dim
-    narrow = value.astype(vector.dtype)
-    shape = (_BLOCK, _COLUMNS)
-    column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-    scalar_slopes = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-    for position in range(layout.per_stack):
-        for first in range(0, stacks(layout), together):
-            state = states.at[position, first * width : (first + together) * width]
-            indices = [(first + n) * layout.per_stack + position for n in range(together)]
-            factors = [plgpu.load(scalars.at[index], layout=_ROWS) for index in indices]
-            operands = [narrow * lax.broadcast_in_dim(factor, narrow.shape, [0]) for factor in factors]
-            # Straight-line code: the operand of the product in flight keeps its registers.
-            core.add(slopes, jnp.concatenate(operands, 1), state, wait=1)
-            means = core.product(vector, state)
-            for n, (index, factor) in enumerate(zip(indices, factors, strict=True)):
-                mean = means[:, n * width : (n + 1) * width]
-                total = lax.broadcast_in_dim((mean * value).sum(1), shape, [0])
-                scalar_slopes = jnp.where(column == index, total, scalar_slopes)
-                if value_gradient is not None:
-                    factor = lax.broadcast_in_dim(factor.astype(jnp.float32), mean.shape, [0])
-                    value_gradient[...] = value_gradient[...] + factor * mean
-    return scalar_slopes
-
-
-def _contract(core, gradient, slopes, x_smem, pairs_smem):
-    """Adds the gradient of x to `gradient`, given that of its products of two entries, float32 [64, columns]."""
-    head_dim = x_smem.shape[1]
-    # In registers, since the two operands differ in swizzle.
-    x = plgpu.load(x_smem, layout=plgpu.Layout.WGMMA)
-    low, high = (pairs_smem.at[n * head_dim : (n + 1) * head_dim] for n in range(2))
-
-    def select(first, second):
-        core.add(first, x, low, wait=1)
-        core.add(second, x, high)
-        return first[...], second[...]
-
-    first, second = core.accumulators(select, slopes.shape[1], slopes.shape[1])
-    for factor, selection in ((second, low), (first, high)):
-        for part in tensor_core.split(slopes * factor):
-            core.add(gradient, part, selection.T)

@@ -10,6 +10,8 @@ tokens by the scalar of the row. Before each chunk the block stores the state th
 multiplicities of its features. Then the state decays over the chunk.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,7 +22,7 @@ from pallas_kernels.hopper import launch, ring, tensor_core
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.quartic import layout as layouts
 
-__all__ = ["update"]
+__all__ = ["Operands", "update"]
 
 _BLOCK = configs.BLOCK
 # Warpgroups that compute.
@@ -29,22 +31,27 @@ _WARPGROUPS = 2
 _STACKS = layouts.UNIT // _WARPGROUPS
 
 
-def update(vector, scalars, value, carry, start, weights, *, layout, config, chunk, interpret=None):
-    """Returns the states that the chunks read, times their weights, and the plain state after each segment.
+class Operands(NamedTuple):
+    """Arrays that the kernel reads."""
 
-    vector: float16 [H, layout.rows, X], y of the keys with zeros in front, time last.
-    scalars: float16 [H, layout.scalar_rows, X], the same products in the order of the scalars.
-    value: float16 [H, 64, X], E rows repeated for each scalar of a stack, times their decay up to the end of their
-    chunk.
-    carry: float32 [H, n], the factor of the state over each of the n = X / chunk chunks.
-    start: float32 [H, U, 64, 48], the state before the first chunk. Later segments begin at zero.
-    weights: float32 [U, 64, 48], the factors of states when they are stored.
+    vector: jax.Array  # float16 [H, layout.rows, X], y of the keys with zeros in front, time last
+    scalars: jax.Array  # float16 [H, layout.scalar_rows, X], the same products in the order of the scalars
+    # float16 [H, 64, X], E rows repeated for each scalar of a stack, times their decay up to the end of their chunk
+    value: jax.Array
+    carry: jax.Array  # float32 [H, n], the factor of the state over each of the n chunks
+    start: jax.Array  # float32 [H, U, 64, 48], the state before the first chunk; later segments begin at zero
+    weights: jax.Array  # float32 [U, 64, 48], the factors of states when they are stored
+
+
+def update(operands: Operands, *, call: configs.Call):
+    """Returns the states that the chunks read, times their weights, and the plain state after each segment.
 
     Returns states float16 [H, n, U, E, P], the scalars of a stack side by side, and final float32 [H, segments, U, 64,
     48]. Accumulates in float32; products of a scalar and a value are rounded to float16.
     """
-    heads, _, time = vector.shape
-    chunks, segments, stages = time // chunk, config.segments, config.update_stages
+    config, layout = call.config, layouts.Layout(call.config.head_dim, call.config.value_dim)
+    (heads, chunks), time = operands.carry.shape, operands.value.shape[2]
+    chunk, segments, stages = time // chunks, config.segments, config.update_stages
     chunks_of_segment, blocks = -(-chunks // segments), chunk // _BLOCK
     per_stack, scalars_of_unit = layout.per_stack, layouts.UNIT * layout.per_stack
     stack_shape = (_BLOCK, layouts.COLUMNS)
@@ -131,33 +138,25 @@ def update(vector, scalars, value, carry, start, weights, *, layout, config, chu
 
     output = launch.launch(
         body,
-        {
-            "vector": vector,
-            "scalars": scalars,
-            "value": value,
-            "carry": carry,
-            "start": start,
-            "weights": weights,
-            "units": jnp.asarray(layout.units.ravel()),
-        },
+        operands._asdict() | {"units": jnp.asarray(layout.units.ravel())},
         {
             "states": jax.ShapeDtypeStruct(
-                (heads, chunks, layout.stacks, layout.value_dim, layout.width), vector.dtype
+                (heads, chunks, layout.stacks, layout.value_dim, layout.width), jnp.float16
             ),
             "final": jax.ShapeDtypeStruct((heads, segments, layout.stacks, *stack_shape), jnp.float32),
         },
         {
-            "vector_smem": tensor_core.operand((stages,), layouts.COLUMNS, _BLOCK, vector.dtype),
-            "value_smem": tensor_core.operand((stages,), _BLOCK, _BLOCK, value.dtype),
-            "scalar_smem": plgpu.SMEM((stages, scalars_of_unit, _BLOCK), scalars.dtype),
-            "store_smem": tensor_core.operand((_WARPGROUPS,), *stack_shape, vector.dtype),
+            "vector_smem": tensor_core.operand((stages,), layouts.COLUMNS, _BLOCK, jnp.float16),
+            "value_smem": tensor_core.operand((stages,), _BLOCK, _BLOCK, jnp.float16),
+            "scalar_smem": plgpu.SMEM((stages, scalars_of_unit, _BLOCK), jnp.float16),
+            "store_smem": tensor_core.operand((_WARPGROUPS,), *stack_shape, jnp.float16),
             "full": plgpu.Barrier(num_arrivals=3, num_barriers=stages),
             "free": plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
         },
         grid={"head": heads, "segment": segments, "unit": len(layout.units)},
         warpgroups=_WARPGROUPS,
         name="power_state_quartic_update",
-        interpret=interpret,
+        interpret=call.interpret,
         approximate=False,
     )
     return output["states"], output["final"]

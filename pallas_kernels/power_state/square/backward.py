@@ -11,102 +11,64 @@ from pallas_kernels.power_state.square import key_vjp as key_kernel
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import query_vjp as query_kernel
 
-__all__ = ["attend_vjp", "fold_vjp"]
+__all__ = ["inner", "key_vjp", "operands_of_queries", "query_vjp"]
 
 
-def fold_vjp(prepared, key, value, dfinal, call: configs.Call):
-    """Computes `power_state.fold_vjp` from its prepared arrays."""
-    of, unit, _, mean = prepared
-    batch, _, kv_heads, head_dim = key.shape
-    layout, end, end_norm = forward.start_of(dfinal, key, value)
-    dual = preparation_vjp.dual_of(of, mean, preparation.size_of(end, dfinal))
+def operands_of_queries(unit, dual: preparation_vjp.Dual) -> forward.Operands:
+    """Returns the operands of the walk that computes the gradients of states, from scaled queries."""
     strength = preparation_vjp.forwards(dual.carried.strength, len(unit))[:, : dual.value.shape[1]]
-    query, value_operand = (
+    query, value = (
         jnp.swapaxes(x, 1, 2).astype(jnp.float16) for x in (unit, dual.value * strength[..., None])
     )
-    duals, first = forward.walk(
-        query, value_operand, dual.carried, end, layout=layout, call=call, reverse=True
-    )
-    strength = dual.carried.strength * dual.dnorm
-    norm = forward.norms(query, strength, dual.carried, end_norm, call.interpret, reverse=True)
-    shift = dual.carried.shift
-    sizes = batch, kv_heads, head_dim, value.shape[-1]
-    saved = preparation.Saved.of(duals, norm, shift, batch)
-    return saved, forward.returned(first, norm[:, -1], shift[:, -1], layout, sizes)
+    return forward.Operands(query, value, reverse=True)
 
 
-def attend_vjp(prepared, saved, dual, batch_time, length, call: configs.Call):
-    """Returns the gradients of queries [B, T, N, D], keys and values [B, T, K, ...], the kernels' sums, and <R, S>.
-
-    <R, S> is [H, n], as `_inner` returns it. saved, dual: with heads as the first axis; batch_time: B and T; length: of
-    the sums by key.
-    """
-    of, unit, exponent, mean = prepared
-    layout = layouts.Layout(unit.shape[-1])
-    options = {"layout": layout, "batch_time": batch_time, **call.kernel_options}
-    dquery, of_queries = query_kernel.query_vjp(
-        unit,
-        jnp.swapaxes(unit, 1, 2).astype(saved.states.dtype),
-        mean.dout,
-        saved.states,
-        preparation.split(saved.norms),
-        of.key,
-        of.value,
-        of.decay,
-        _rows_of_queries(of, exponent, mean, saved.shifts),
-        **options,
-    )
-    dkey, dvalue, of_keys = key_kernel.key_vjp(
-        of.key,
-        _scalars_of_keys(of, length).astype(dual.states.dtype),
-        of.value,
-        dual.states,
-        preparation.split(dual.norms),
-        unit,
-        mean.dout,
-        _rows_of_keys(of, dual.shifts, length // call.chunk),
-        preparation_vjp.columns(of, mean, call.exact_window),
-        **options,
-    )
-    return dquery, dkey, dvalue, of_queries, of_keys, _inner(of, saved, dual, layout)
-
-
-def _rows_of_queries(of, query_exponent, mean, shift):
-    """Returns the vectors of `query_vjp.Rows`, float32 [B N, X / 64, 6, 64]."""
-    scale = preparation.scale_of(of, shift).reshape(len(shift), -1)
-    scale = jnp.repeat(scale, len(mean.inverse) // len(shift), 0)
-    exponent = numerics.exponent(mean.size)
-    query_exponent = preparation_vjp.lengthened(query_exponent[..., 0], scale.shape[1])
-    unit, unit_rest = numerics.factors(-query_exponent)
+def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time, call: configs.Call):
+    """Returns the gradients of queries [B, T, N, D] and the kernel's sums, [H G, 2, X]; `saved` is by head."""
+    tokens, unit, exponent, mean = prepared
+    scale = preparation.scale_of(tokens, saved.shifts).reshape(len(saved.shifts), -1)
+    scale = jnp.repeat(scale, len(unit) // len(saved.shifts), 0)
+    dout_exponent = numerics.exponent(mean.size)
+    first, second = numerics.factors(-preparation_vjp.lengthened(exponent[..., 0], scale.shape[1]))
     rows = query_kernel.Rows(
-        narrow=numerics.scaled(jnp.ones_like(scale), -exponent),
-        state=numerics.scaled(scale, exponent),
+        narrow=numerics.scaled(jnp.ones_like(scale), -dout_exponent),
+        state=numerics.scaled(scale, dout_exponent),
         delta=mean.delta,
         inverse=mean.inverse,
-        unit=unit,
-        unit_rest=unit_rest,
+        unit=first,
+        unit_rest=second,
     )
-    return preparation_vjp.vectors(*rows)
+    operands = query_kernel.Operands(
+        query=unit,
+        scalars=jnp.swapaxes(unit, 1, 2).astype(saved.states.dtype),
+        dout=mean.dout,
+        states=saved.states,
+        norm=preparation.split(saved.norms),
+        key=tokens.key,
+        value=tokens.value,
+        decay=tokens.decay,
+        rows=preparation_vjp.vectors(*rows),
+    )
+    return query_kernel.query_vjp(operands, time=time, call=call)
 
 
-def _scalars_of_keys(of, length):
-    """Returns keys with largest entries in [1/2, 1), time last, [H, D, Y]; zeros after the last chunk with a state."""
-    return preparation_vjp.lengthened(preparation.time_last(of.old_key), length, axis=2)
+def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, length, call: configs.Call):
+    """Returns the gradients of keys and values [B, T, K, ...] and the kernel's sums, [H, 2, `length`].
 
+    dual: the gradients of states by head.
+    """
+    tokens, unit, _, mean = prepared
+    shift = jnp.flip(dual.shifts, 1)[..., None]
+    key_exponent, value_exponent = tokens.old_exponent[..., 0], numerics.exponent(tokens.old_size)
 
-def _rows_of_keys(of, dual_shift, chunks):
-    """Returns the vectors of `key_vjp.Rows`, float32 [H, Y / 64, 9, 64], for keys in `chunks` chunks."""
-    heads, _, chunk, _ = of.old_key.shape
-    shift = jnp.flip(dual_shift, 1)[..., None]
-    key_exponent = of.old_exponent[..., 0]
-    value_exponent = numerics.exponent(of.old_size)
+    def by_token(x):
+        return preparation_vjp.lengthened(x.reshape(len(x), -1), length)
 
     def met(exponent):
-        x = preparation.scaled_decay(of.to_state, shift + exponent)
-        return preparation_vjp.lengthened(x.reshape(heads, -1), chunks * chunk)
+        return by_token(preparation.scaled_decay(tokens.to_state, shift + exponent))
 
     def narrow(exponent):
-        exponent = preparation_vjp.lengthened(exponent.reshape(heads, -1), chunks * chunk)
+        exponent = by_token(exponent)
         return numerics.scaled(jnp.ones(exponent.shape, jnp.float32), -exponent)
 
     rows = key_kernel.Rows(
@@ -115,18 +77,32 @@ def _rows_of_keys(of, dual_shift, chunks):
         met(key_exponent + value_exponent),
         2 * met(0),
         met(2 * key_exponent),
-        *preparation_vjp.decays_of_keys(of, chunks),
+        *preparation_vjp.decays_of_keys(tokens, length // call.chunk),
     )
-    return preparation_vjp.vectors(*rows)
+    # Keys with largest entries in [1/2, 1); zeros after the last chunk with a state.
+    scalars = preparation_vjp.lengthened(preparation.time_last(tokens.old_key), length, axis=2)
+    operands = key_kernel.Operands(
+        key=tokens.key,
+        scalars=scalars.astype(dual.states.dtype),
+        value=tokens.value,
+        dual=dual.states,
+        norm=preparation.split(dual.norms),
+        query=unit,
+        dout=mean.dout,
+        rows=preparation_vjp.vectors(*rows),
+        columns=preparation_vjp.columns(tokens, mean, call.exact_window),
+    )
+    return key_kernel.key_vjp(operands, time=time, call=call)
 
 
-def _inner(of, saved, dual, layout):
+def inner(tokens: preparation.Tokens, saved: preparation.Saved, dual: preparation.Saved):
     """Returns <R, S> per chunk, float32 [H, n].
 
     S is the state before the chunk, decayed over it, and R the gradient of the state after it.
     """
     dual = preparation.Saved(*(jnp.flip(x, 1) for x in dual))
-    inner = saved.states.astype(jnp.float32) * dual.states.astype(jnp.float32) * layout.weights
-    inner = inner.sum((2, 3, 4))
-    inner += (saved.norms * dual.norms).sum((2, 3))
-    return preparation.scaled_decay(of.over_chunk, (saved.shifts + dual.shifts).astype(jnp.float32)) * inner
+    weights = layouts.Layout(saved.norms.shape[-1]).weights
+    product = (saved.states.astype(jnp.float32) * dual.states.astype(jnp.float32) * weights).sum((2, 3, 4))
+    product += (saved.norms * dual.norms).sum((2, 3))
+    shift = (saved.shifts + dual.shifts).astype(jnp.float32)
+    return preparation.scaled_decay(tokens.over_chunk, shift) * product

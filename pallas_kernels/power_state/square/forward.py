@@ -1,126 +1,108 @@
-"""The forward pass at p = 2: operands of the kernels, and final steps on their results."""
+"""The forward pass at p = 2: operands of the kernels, and states in canonical order."""
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import recurrence, segments
+from pallas_kernels.power_state import segments
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import norms as norm_kernel
 from pallas_kernels.power_state.square import query as query_kernel
-from pallas_kernels.power_state.square import tiles
 from pallas_kernels.power_state.square import update as update_kernel
 
-__all__ = ["attend", "fold", "norms", "returned", "start_of", "stored_start", "walk"]
+__all__ = [
+    "Operands",
+    "attend",
+    "norms",
+    "operands_of_keys",
+    "returned",
+    "start_of",
+    "states",
+    "stored_start",
+]
 
 
-def fold(key, value, log_decay, folds, initial_state, call: configs.Call):
-    """Computes `power_state.fold`."""
-    batch, _, kv_heads, head_dim = key.shape
-    layout, start, start_norm = start_of(initial_state, key, value)
-    padded = tiles.padded(head_dim, value.shape[-1])
-    of = preparation.tokens(key, value, log_decay, folds, sizes=padded, call=call)
-    carried = preparation.carried_keys(of, preparation.size_of(start, initial_state), 2)
-    key_operand = preparation.time_last(of.old_key.astype(jnp.float16))
-    value_operand = preparation.time_last((of.old_value * carried.strength[..., None]).astype(jnp.float16))
-    states, final = walk(key_operand, value_operand, carried, start, layout=layout, call=call)
-    norm = norms(key_operand, carried.strength, carried, start_norm, call.interpret)
-    saved = preparation.Saved.of(states, norm, carried.shift, batch)
-    sizes = batch, kv_heads, head_dim, value.shape[-1]
-    return saved, returned(final, norm[:, -1], carried.shift[:, -1], layout, sizes)
+class Operands(NamedTuple):
+    """Tokens of a walk over the chunks, for G heads of each of H states, as in `update.Operands`."""
+
+    key: jax.Array  # float16 [H G, D, at most X]
+    value: jax.Array  # float16 [H G, E, at most X], times its weight in the state after its chunk
+    reverse: bool = False
 
 
-def attend(query, key, value, log_decay, folds, saved, with_remainder, call: configs.Call):
-    """Computes `power_state.attend`."""
-    batch, time, *_ = query.shape
-    value_dim = value.shape[-1]
-    padded = tiles.padded(query.shape[-1], value_dim)
-    of = preparation.tokens(key, value, log_decay, folds, sizes=padded, call=call)
-    unit, _ = preparation.queries(preparation.fill(query, padded[0]))
-    states, norm, shift = saved.by_head()
-    *means, denominator = query_kernel.query_states(
-        unit,
-        jnp.swapaxes(unit, 1, 2).astype(states.dtype),
-        states,
-        preparation.split(norm),
-        of.key,
-        of.value,
-        of.decay,
-        preparation.scale_of(of, shift),
-        layout=layouts.Layout(padded[0]),
-        batch_time=(batch, time),
-        with_remainder=with_remainder,
-        **call.kernel_options,
-    )
-    means = (x[..., :value_dim] for x in means)
-    return *means, preparation.tokens_second(denominator, batch)[:, :time]
+def start_of(state, sizes, config: configs.Config):
+    """Returns a state (kv, norm), or zeros for None, in the kernels' layout: [H, 16, E, P] and Z [H, D, D].
 
-
-def norms(key, strength, carried, start, interpret, reverse=False):
-    """Returns Z before each chunk and after the last, float32 [H, n + 1, D, D], scaled like the states.
-
-    key: operand of the update, float16 [HN, D, X]; strength: float32 [H, n, G C], weights of either sign, of G heads;
-    start: float32 [H, D, D]; reverse: as in `update.update`.
+    sizes: B, K, D and E before padding.
     """
-    # Divided by the largest of their chunk, weights are in the range of float16.
-    peak = jnp.abs(strength).max(-1, keepdims=True)
-    relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
-    relative = relative.reshape(*strength.shape[:2], -1, configs.BLOCK)
-    new = norm_kernel.norms(key, relative, reverse=reverse, interpret=interpret)
-    start = numerics.scaled(start, -carried.shift[:, :1, None])
-    return recurrence.recurrence(carried.carry, peak[..., 0], new, start, interpret=interpret)
+    batch, kv_heads, head_dim, _ = sizes
+    layout, heads, width = layouts.Layout(config.head_dim), batch * kv_heads, config.head_dim
+    if state is None:
+        start = jnp.zeros((heads, layouts.TILE, config.value_dim, layout.width), jnp.float32)
+        return start, jnp.zeros((heads, width, width), jnp.float32)
+    kv, norm = (x.reshape(heads, *x.shape[2:]) for x in state)
+    start = layouts.from_canonical(preparation.fill(kv, config.value_dim), layout, head_dim)
+    norm = layouts.norm_from_canonical(norm, head_dim)
+    return start, jnp.pad(norm, [(0, 0)] + [(0, width - head_dim)] * 2)
 
 
-def stored_start(state, key, value):
-    """Converts a state (kv, norm) to the layout of stored states, but in float32 and in its own scale."""
-    return start_of(state, key, value)[1:]
+# States are stored as they are.
+stored_start = start_of
 
 
-def returned(state, norm, shift, layout, sizes):
-    """Converts a stored state and its normalizer to canonical order: the inverse of `start_of`.
-
-    state: [H, 16, E, P] and norm: Z [H, D, D], both divided by 2^shift [H]. sizes: B, K, D and E before padding.
-    """
+def returned(state, norm, shift, sizes, config: configs.Config):
+    """Converts a state [H, 16, E, P] and Z, both divided by 2^shift [H], to canonical order: inverts `start_of`."""
     batch, kv_heads, head_dim, value_dim = sizes
-    kv = layouts.to_canonical(state[:, :, :value_dim], layout, head_dim)
+    kv = layouts.to_canonical(state[:, :, :value_dim], layouts.Layout(config.head_dim), head_dim)
     kv = numerics.scaled(kv, shift[:, None, None])
     norm = numerics.scaled(layouts.norm_to_canonical(norm[:, :head_dim, :head_dim]), shift[:, None])
     return kv.reshape(batch, kv_heads, *kv.shape[1:]), norm.reshape(batch, kv_heads, -1)
 
 
-def start_of(initial_state, key, value):
-    """Returns the layout of features, and the initial state in it: [H, 16, E, P] and Z [H, D, D], with padded sizes."""
-    batch, _, kv_heads, head_dim = key.shape
-    width, value_width = tiles.padded(head_dim, value.shape[-1])
-    layout, heads = layouts.Layout(width), batch * kv_heads
-    if initial_state is None:
-        start = jnp.zeros((heads, layouts.TILE, value_width, layout.width), jnp.float32)
-        return layout, start, jnp.zeros((heads, width, width), jnp.float32)
-    kv, norm = (x.reshape(heads, *x.shape[2:]) for x in initial_state)
-    start = layouts.from_canonical(preparation.fill(kv, value_width), layout, head_dim)
-    norm = layouts.norm_from_canonical(norm, head_dim)
-    return layout, start, jnp.pad(norm, [(0, 0)] + [(0, width - head_dim)] * 2)
+def operands_of_keys(tokens: preparation.Tokens, strength) -> Operands:
+    """Returns the operands of the update with keys and values."""
+    value = (tokens.old_value * strength[..., None]).astype(jnp.float16)
+    return Operands(preparation.time_last(tokens.old_key.astype(jnp.float16)), preparation.time_last(value))
 
 
-def walk(key, value, carried, start, *, layout, call: configs.Call, reverse=False):
+def states(operands: Operands, carried: preparation.Carried, start, call: configs.Call):
     """Returns the state before each chunk [H, n, 16, E, P] and the last one [H, 16, E, P], divided by 2^shift.
 
-    key, value: operands of the update kernel, of n chunks; start: [H, 16, E, P], the state before the walk; reverse: as
-    in `update.update`.
+    start: [H, 16, E, P], the state before the walk.
     """
+    layout = layouts.Layout(call.config.head_dim)
     start = numerics.scaled(start, -carried.shift[:, :1, None, None])
     start = jnp.swapaxes(start.reshape(*start.shape[:3], layout.sections, -1), 2, 3)
-    states, finals = update_kernel.update(
-        key,
-        value,
-        carried.carry,
-        start,
-        layout=layout,
-        config=call.config,
-        chunk=call.chunk,
-        reverse=reverse,
-        interpret=call.interpret,
-    )
+    arrays = update_kernel.Operands(operands.key, operands.value, carried.carry, start)
+    found, finals = update_kernel.update(arrays, call=call, reverse=operands.reverse)
     finals = jnp.swapaxes(finals, 3, 4).reshape(*finals.shape[:3], -1, layout.width)
-    return segments.join(states, finals, carried.log2_carry, interpret=call.interpret)
+    return segments.join(found, finals, carried.log2_carry, interpret=call.interpret)
+
+
+def norms(operands: Operands, weights, interpret):
+    """Returns Z of each chunk of the walk, float32 [H, n, D, D].
+
+    weights: float32 [H, n, G C], at most 1, of either sign.
+    """
+    return norm_kernel.norms(operands.key, weights, reverse=operands.reverse, interpret=interpret)
+
+
+def attend(
+    tokens: preparation.Tokens, unit, saved: preparation.Saved, time, with_remainder, call: configs.Call
+):
+    """Returns the results of `query.query_states` for scaled queries [HN, at least T, D]."""
+    operands = query_kernel.Operands(
+        query=unit,
+        scalars=jnp.swapaxes(unit, 1, 2).astype(saved.states.dtype),
+        states=saved.states,
+        norm=preparation.split(saved.norms),
+        key=tokens.key,
+        value=tokens.value,
+        decay=tokens.decay,
+        scale=preparation.scale_of(tokens, saved.shifts),
+    )
+    return query_kernel.query_states(operands, time=time, with_remainder=with_remainder, call=call)

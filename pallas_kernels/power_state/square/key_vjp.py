@@ -27,9 +27,7 @@ from pallas_kernels.power_state import window_queries
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import state_copies
 
-__all__ = ["Columns", "Rows", "key_vjp"]
-
-Columns = window_queries.Columns
+__all__ = ["Operands", "Rows", "key_vjp"]
 
 _BLOCK = configs.BLOCK
 _TILE = layouts.TILE
@@ -58,83 +56,58 @@ class Rows(NamedTuple):
     fine_before: jax.Array
 
 
-def key_vjp(
-    key,
-    scalars,
-    value,
-    dual,
-    dual_norm,
-    query,
-    dout,
-    rows,
-    columns,
-    *,
-    layout,
-    config,
-    chunk,
-    exact_window,
-    batch_time,
-    interpret=None,
-):
+class Operands(NamedTuple):
+    """Arrays that the kernel reads; position t is padded position W + t.
+
+    Of the padded positions, Y = n C or (n + 1) C are used; keys of chunk n are in no state. H, HN, X and n are as in
+    `query.Operands`.
+    """
+
+    key: jax.Array  # bfloat16 [B, at least T, K, D]
+    scalars: jax.Array  # float16 [H, D, Y], keys times `Rows.narrow_key`, time last
+    value: jax.Array  # bfloat16 [B, at least T, K, E]
+    dual: jax.Array  # float16 [H, n, 16, E, P], the gradient of the state after chunk c at n - 1 - c
+    norm: jax.Array  # bfloat16 [H, n, 2 D, D], Rz at the same positions, symmetric, as the sum of two
+    query: jax.Array  # bfloat16 [HN, at least T, D]
+    dout: jax.Array  # bfloat16 [B, at least T, N, E]
+    rows: jax.Array  # float32 [H, Y / 64, 9, 64], in the order of `Rows`
+    columns: jax.Array  # float32 [HN, X / 64, 5, 64], in the order of `window_queries.Columns`
+
+
+def key_vjp(operands: Operands, *, time: int, call: configs.Call):
     """Returns dk bfloat16 [B, T, K, D], dv bfloat16 [B, T, K, E], and sums for the gradients of decays.
 
-    batch_time: B and T; H = B K, and position t is padded position W + t.
-    key: bfloat16 [B, at least T, K, D]; value: bfloat16 [B, at least T, K, E]. Of the padded positions, Y = n C or
-    (n + 1) C are used; keys of chunk n are in no state. scalars: float16 [H, D, Y], keys times `narrow_key`, time last.
-    dual: float16 [H, n, 16, E, P], the gradient of the state after chunk c at n - 1 - c.
-    dual_norm: bfloat16 [H, n, 2 D, D], Rz at the same positions, symmetric, as the sum of two.
-    query: bfloat16 [H N / K, at least T, D]; dout: bfloat16 [B, at least T, N, E]; gradients are sums over the queries
-    of a group.
-    rows: float32 [H, Y / 64, 9, 64] in the order of Rows; columns: float32 [H N / K, X / 64, 5, 64] in that of Columns.
-
-    The window is at most a chunk. Sums, float32 [H, 2, Y]: over queries, of weights times (dout . v - delta); and
-    k . dk / 2 for the part of dk from the state. Accumulates in float32.
+    Gradients are sums over the queries of a group. The window is at most a chunk. Sums, float32 [H, 2, Y]: over
+    queries, of weights times (dout . v - delta); and k . dk / 2 for the part of dk from the state. Accumulates in
+    float32. `time` is T.
     """
-    inputs = {
-        "key": key,
-        "scalars": scalars,
-        "value": value,
-        "dual": dual,
-        "norm": dual_norm,
-        "query": query,
-        "dout": dout,
-        "rows": rows,
-        "columns": columns,
-    }
-    heads, value_dim = len(scalars), value.shape[-1]
+    key, scalars, value, *_ = operands
+    heads, batch_time = len(scalars), (len(key), time)
     types = {
         "dkey": results.kind(batch_time, heads, key.shape[-1], key.dtype),
-        "dvalue": results.kind(batch_time, heads, value_dim, value.dtype),
+        "dvalue": results.kind(batch_time, heads, value.shape[-1], value.dtype),
         "sums": jax.ShapeDtypeStruct((heads, 2, scalars.shape[2]), jnp.float32),
     }
     # The sums are computed with the gradient of keys.
-    launches = [("dkey", "dvalue", "sums")] if config.key_vjp_together else [("dkey", "sums"), ("dvalue",)]
-    output = {}
-    for wanted in launches:
-        output |= _launch(
-            inputs,
-            {name: types[name] for name in wanted},
-            layout=layout,
-            config=config,
-            chunk=chunk,
-            exact_window=exact_window,
-            interpret=interpret,
-        )
-    return *(results.cut(output[name], batch_time) for name in _GRADIENTS), output["sums"]
+    together = call.config.key_vjp_together
+    output: dict[str, jax.Array] = {}
+    for wanted in [("dkey", "dvalue", "sums")] if together else [("dkey", "sums"), ("dvalue",)]:
+        output |= _gradients(operands, {name: types[name] for name in wanted}, call)
+    return *(output[name][:, :time] for name in _GRADIENTS), output["sums"]
 
 
-def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
+def _gradients(operands: Operands, outputs, call: configs.Call):
     """Runs the kernel for the requested gradients; returns its results by name."""
-    key, value, dual = (inputs[name] for name in ("key", "value", "dual"))
-    heads, head_dim, time = inputs["scalars"].shape
-    value_dim = value.shape[-1]
+    key, value, dual = operands.key, operands.value, operands.dual
+    heads, head_dim, time = operands.scalars.shape
+    config, chunk, exact_window, value_dim = call.config, call.chunk, call.exact_window, value.shape[-1]
+    layout = layouts.Layout(head_dim)
     count, stages, parts = config.key_vjp_blocks, config.key_vjp_stages, config.key_vjp_parts
-    chunks, groups = dual.shape[1], len(inputs["query"]) // heads
-    queries_time = chunks * chunk
+    chunks, groups = dual.shape[1], len(operands.query) // heads
     gradients = [name for name in _GRADIENTS if name in outputs]
     with_key, with_value = "dkey" in outputs, "dvalue" in outputs
     # Tiles of its own keys that the kernel multiplies.
-    operands = ("key", "value") if with_key else ("key",)
+    tiles = ("key", "value") if with_key else ("key",)
     # At D = 128 there are too few registers for the keys: tiles of 16 indices are read when they are needed.
     slices = _BLOCK // 2 if with_key and head_dim == 128 else None
 
@@ -145,21 +118,16 @@ def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
         state = jnp.maximum(chunks - 1 - index, 0)
         # Keys after the last query's chunk are in no state.
         in_state = index < chunks
-        span = functools.partial(
-            window_queries.Span.of_keys,
-            index,
-            block,
-            chunk=chunk,
-            exact_window=exact_window,
-            time=queries_time,
-        )
+
+        def span(warpgroup):
+            return window_queries.Span.of_keys(index, block, warpgroup, chunks, call)
 
         def copy():
             # Inputs that every warpgroup needs from the start.
             ready = smem["ready"]
             for n in range(count):
                 tokens, begin = pl.ds((block + n) * _BLOCK, _BLOCK), (block + n) * _BLOCK - exact_window
-                for name in operands:
+                for name in tiles:
                     source = results.block(gmem[name], head, begin)
                     plgpu.copy_gmem_to_smem(source, smem[f"{name}_smem"].at[n], ready)
                 scalars = gmem["scalars"].at[head, :, tokens]
@@ -169,7 +137,7 @@ def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
             steps = _copy_dual(gmem["dual"].at[head, state], smem, in_state, parts)
             norms = _copy_norms(gmem["norm"].at[head, state], smem, in_state) if with_key else 0
             # Queries are copied while the last of these are still being read.
-            window_queries.copy_queries(gmem, smem, head, span(0), groups=groups, first=norms)
+            window_queries.Queries(smem, span(0), groups, norms).copy(gmem, head)
             ring.drain(steps, stages, smem["dual_free"])
 
         def compute(warpgroup, core):
@@ -182,28 +150,18 @@ def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
 
             def with_dvalue(dvalue):
                 # The state's gradient, for both results.
-                tiles = _read_dual(core, dvalue, own, smem, in_state, with_key, layout, parts)
+                tiles = _read_dual(core, dvalue, own, smem, in_state, with_key)
                 if with_value:
-                    dvalue[...] = dvalue[...] * tensor_core.along_columns(
-                        own["row"].state_value, dvalue.shape
-                    )
+                    factor = own["row"].state_value
+                    dvalue[...] = dvalue[...] * tensor_core.along_columns(factor, dvalue.shape)
 
                 def with_dkey(dkey):
                     first, sums = 0, ()
                     if with_key:
                         first, *sums = _finish_state(core, dkey, tiles, own, smem, in_state)
                     # The queries that attend to the keys in their window.
-                    window_sum = window_queries.read_queries(
-                        core,
-                        dkey,
-                        dvalue,
-                        own,
-                        smem,
-                        span(warpgroup),
-                        groups=groups,
-                        power=_POWER,
-                        first=first,
-                    )
+                    queries = window_queries.Queries(smem, span(warpgroup), groups, first)
+                    window_sum = queries.read(core, dkey, dvalue, own, _POWER)
                     # Store what was requested.
                     if with_key:
                         for n, total in enumerate((window_sum, *sums)):
@@ -227,25 +185,25 @@ def _launch(inputs, outputs, *, layout, config, chunk, exact_window, interpret):
     scratch = {
         "key_smem": tensor_core.operand((count,), _BLOCK, head_dim, key.dtype, slices),
         "value_smem": tensor_core.operand((count,), _BLOCK, value_dim, value.dtype),
-        "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), inputs["scalars"].dtype),
+        "scalar_smem": plgpu.SMEM((count, head_dim, _BLOCK), operands.scalars.dtype),
         "row_smem": plgpu.SMEM((count, len(Rows._fields), _BLOCK), jnp.float32),
         "dual_smem": tensor_core.operand((stages,), value_dim, layout.width // parts, dual.dtype),
-        "ready": plgpu.Barrier(num_arrivals=(1 + len(operands)) * count + 1),
+        "ready": plgpu.Barrier(num_arrivals=(1 + len(tiles)) * count + 1),
         "dual_full": plgpu.Barrier(num_barriers=stages),
         "dual_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
-        **window_queries.scratch(head_dim, value_dim, inputs["query"].dtype, count, slices),
+        **window_queries.scratch(head_dim, value_dim, operands.query.dtype, count, slices),
     }
     if slices:
         scratch["narrow_smem"] = tensor_core.operand((count,), _BLOCK, head_dim, dual.dtype, _TILE)
     return launch.launch(
         body,
-        inputs,
+        operands._asdict(),
         outputs,
         scratch,
         grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
         warpgroups=count,
         name="power_state_key_vjp" if with_key else "power_state_value_vjp",
-        interpret=interpret,
+        interpret=call.interpret,
     )
 
 
@@ -295,14 +253,14 @@ def _copy_norms(norm, smem, in_state):
     return count
 
 
-def _read_dual(core, dvalue, own, smem, in_state, with_key, layout, parts):
+def _read_dual(core, dvalue, own, smem, in_state, with_key):
     """Adds (w phi(k^)) R^T to dvalue unless it is None.
 
     If the gradient of keys is requested, returns the gradient of k^ through its features, float32 [64, 16] per tile of
     D.
     """
     (stages, _, columns), dtype = smem["dual_smem"].shape, smem["dual_smem"].dtype
-    with_value = dvalue is not None
+    layout, with_value = layouts.Layout(own["key_smem"].shape[1]), dvalue is not None
     value = _narrow(own["value_smem"], own["row"].narrow_value, dtype) if with_key else None
     narrow = _narrow(own["key_smem"], own["row"].narrow_key, dtype)
     if "narrow_smem" in own:
@@ -329,7 +287,12 @@ def _read_dual(core, dvalue, own, smem, in_state, with_key, layout, parts):
                 # Stays in flight while the next product is issued; straight-line code waits for both.
                 core.add(dvalue, _features(narrow, pieces, scalars), dual.T, wait=1)
             if with_key:
-                gradient.add(_product(core, value, dual), pieces, scalars)
+
+                def multiply(slopes, dual=dual):
+                    core.add(slopes, value, dual)
+                    return slopes[...]
+
+                gradient.add(core.accumulators(multiply, width), pieces, scalars)
         if with_value and not with_key:
             core.wait()
         plgpu.barrier_arrive(smem["dual_free"].at[slot])
@@ -340,7 +303,7 @@ def _read_dual(core, dvalue, own, smem, in_state, with_key, layout, parts):
 
     zeros = plgpu.layout_cast(jnp.zeros((_BLOCK, _TILE), jnp.float32), plgpu.Layout.WGMMA)
     tiles = (zeros,) * (layout.head_dim // _TILE if with_key else 0)
-    for part in range(parts):
+    for part in range(layout.width // columns):
         # One loop per part: products of several parts at once would need too many registers.
         groups = jnp.where(in_state, _TILE, 0)
         tiles = lax.fori_loop(jnp.int32(0), groups, functools.partial(read, part), tiles)
@@ -358,7 +321,7 @@ class _Gradient:
         self._narrow = narrow
         shape = (_BLOCK, _TILE)
         self._column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) == group
-        self._scalar = self._single = self._double = None
+        self._scalar, self._sums = None, {}
 
     def add(self, slopes, pieces, scalars):
         """Adds slopes, float32 [64, width], the gradients of the features of these pieces."""
@@ -372,33 +335,27 @@ class _Gradient:
                 slope = slopes[:, offset : offset + _TILE]
                 tile = start // _TILE % len(self.tiles)
                 self.tiles[tile] += scalar * slope
-                self._collect(self._vector(tile * _TILE).astype(jnp.float32) * slope, piece.weight)
+                if isinstance(self._narrow, jax.Array):
+                    vector = self._narrow[:, tile * _TILE : (tile + 1) * _TILE]
+                else:
+                    vector = self._narrow.at[:, pl.ds(tile * _TILE, _TILE)]
+                    vector = plgpu.load(vector, layout=plgpu.Layout.WGMMA)
+                product, before = vector.astype(jnp.float32) * slope, self._sums.get(piece.weight)
+                self._sums[piece.weight] = product if before is None else before + product
                 offset += _TILE
 
     def give(self):
         """Adds the gradient of the scalar of the last pieces."""
         if self._scalar is None:
             return
-        total, double = self._single, self._double
-        if double is not None:
-            total = 2 * double if total is None else total + 2 * double
+        # By weight; pairs across tiles represent both orders.
+        total = self._sums.get(1)
+        if 2 in self._sums:
+            total = 2 * self._sums[2] if total is None else total + 2 * self._sums[2]
         total = _broadcast(total.sum(1))
         tile = self._scalar // _TILE
         self.tiles[tile] = jnp.where(self._column, self.tiles[tile] + total, self.tiles[tile])
-        self._scalar = self._single = self._double = None
-
-    def _vector(self, begin):
-        """Returns 16 indices of k^."""
-        if isinstance(self._narrow, jax.Array):
-            return self._narrow[:, begin : begin + _TILE]
-        return plgpu.load(self._narrow.at[:, pl.ds(begin, _TILE)], layout=plgpu.Layout.WGMMA)
-
-    def _collect(self, products_of_tile, weight):
-        """Collects the gradient of the scalar from a tile: the tile of weight 1, or a sum over tiles of weight 2."""
-        if weight == 1:
-            self._single = products_of_tile
-        else:
-            self._double = products_of_tile if self._double is None else self._double + products_of_tile
+        self._scalar, self._sums = None, {}
 
 
 def _narrow(x_smem, factor, dtype):
@@ -423,16 +380,6 @@ def _features(narrow, pieces, scalars):
 def _broadcast(scalar):
     """Broadcasts a vector of rows along the columns of a tile."""
     return lax.broadcast_in_dim(scalar, (_BLOCK, _TILE), [0])
-
-
-def _product(core, value, dual):
-    """Returns value @ dual, float32."""
-
-    def multiply(slopes):
-        core.add(slopes, value, dual)
-        return slopes[...]
-
-    return core.accumulators(multiply, dual.shape[1])
 
 
 def _finish_state(core, dkey, tiles, own, smem, in_state):

@@ -26,9 +26,9 @@ def norms(key, weights, *, reverse=False, interpret=None):
     """Returns Z of each chunk, float32 [H, n, D, D].
 
     key: float16 [HN, D, at most n C], D = 32 or a multiple of 64, entries below 1, time last; HN a multiple of H.
-    weights: float32 [H, n, G C / 64, 64], of G heads, at most 1. reverse: as in `update.update`.
+    weights: float32 [H, n, G C], of G heads, at most 1. reverse: as in `update.update`.
     """
-    head_dim = key.shape[1]
+    head_dim, weights = key.shape[1], weights.reshape(*weights.shape[:2], -1, _BLOCK)
     heads, chunks, blocks, _ = weights.shape
     group = len(key) // heads
     order = update.Order(group, chunks, blocks // group, reverse)

@@ -19,6 +19,8 @@ that the readers free: states pass through one ring; Z, then the keys and values
 warpgroups multiply, each with 64 rows of its own.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -31,49 +33,42 @@ from pallas_kernels.power_state import query_tile, window_keys
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import state_copies
 
-__all__ = ["query_states"]
+__all__ = ["Operands", "query_states"]
 
 _BLOCK = configs.BLOCK
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
-def query_states(
-    query,
-    scalars,
-    states,
-    norm,
-    key,
-    value,
-    decay,
-    scale,
-    *,
-    layout,
-    config,
-    chunk,
-    exact_window,
-    batch_time,
-    with_remainder,
-    interpret=None,
-):
+class Operands(NamedTuple):
+    """Arrays that the kernel reads.
+
+    There are H = B K key heads and HN = B N query heads over the batch, n chunks of C, X = n C tokens, and a window of
+    W.
+    """
+
+    query: jax.Array  # bfloat16 [HN, at least T, D], largest entries in [1/2, 1)
+    scalars: jax.Array  # float16 [HN, D, at least T], the same, time last
+    states: jax.Array  # float16 [H, n, 16, E, P], the state that chunk c's queries read at c
+    norm: jax.Array  # bfloat16 [H, n, 2 D, D], Z as the sum of two
+    key: jax.Array  # bfloat16 [B, at least T, K, D]
+    value: jax.Array  # bfloat16 [B, at least T, K, E]
+    # float32 [H, n, 3, (W + C) / 64, 64], both parts of g, and the decay from each key to the last of its block
+    decay: jax.Array
+    scale: jax.Array  # float32 [H, X / 64, 64], from the state to each query
+
+
+def query_states(operands: Operands, *, time: int, with_remainder: bool, call: configs.Call):
     """Returns the weighted means of values, bfloat16 [B, T, N, E], and their sums of weights, float32 [HN, X].
 
-    with_remainder: whether to return, between the two, what rounding the means took away, like them.
-
-    batch_time: B and T. H = B K key heads and HN = B N query heads over the batch, n chunks of C, X = n C tokens, and a
-    window of W.
-
-    query: bfloat16 [HN, at least T, D]; scalars: float16 [HN, D, at least T], the same, time last; HN a multiple of H.
-    states: float16 [H, n, 16, E, P], the state that chunk c's queries read at c. norm: bfloat16 [H, n, 2 D, D], Z as
-    the sum of two.
-    key: bfloat16 [B, at least T, K, D]; value: bfloat16 [B, at least T, K, E].
-    decay: float32 [H, n, 3, (W + C) / 64, 64], both parts of g, and the decay from each key to the last of its block.
-    scale: float32 [H, X / 64, 64], from the state to each query.
-
     Where the sum of weights is not positive, the output is zero. Accumulates in float32.
+
+    time: T. with_remainder: whether to return, between the two, what rounding the means took away, like them.
     """
+    query, scalars, states, _, key, value, *_ = operands
     heads, _, head_dim = query.shape
-    time, value_dim, count = states.shape[1] * chunk, value.shape[-1], config.query_blocks
-    norm_steps = state_copies.norm_blocks(layout)
+    config, layout, chunk = call.config, layouts.Layout(head_dim), call.chunk
+    whole, value_dim, count = states.shape[1] * chunk, value.shape[-1], config.query_blocks
+    batch_time, norm_steps = (len(key), time), state_copies.norm_blocks(layout)
     means = ("out", "remainder") if with_remainder else ("out",)
 
     # gmem has the arguments and results in global memory by name, smem the shared memory of `scratch`.
@@ -81,9 +76,7 @@ def query_states(
         # This block's query head, key head and chunk, and the first of its rows.
         tile = query_tile.QueryTile.of_thread_block(heads // len(states), chunk, count)
         # The ring of blocks of 64 keys and values that are visible to any row of the tile, after the blocks of Z.
-        keys = window_keys.Keys(
-            gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window, first=norm_steps
-        )
+        keys = window_keys.Keys(gmem, smem, tile, count, call, norm_steps)
 
         def copy():
             # Inputs that every warpgroup needs from the start.
@@ -117,10 +110,10 @@ def query_states(
 
             def attend(acc):
                 # The state before the window.
-                _read_states(core, acc, query_smem, scalar_smem, smem, layout, config.parts)
+                _read_states(core, acc, query_smem, scalar_smem, smem)
                 acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
                 # The keys from the window on: acc += w v, and the sum of w is added to the denominator.
-                total = query_tile.add_keys(core, acc, query_smem, keys, denominator, warpgroup, power=2)
+                total = keys.add_values(core, acc, query_smem, denominator, warpgroup, power=2)
                 # The sums of weights, the division, and the store, which drops tokens that do not exist.
                 gmem["denominator"][tile.head, tile.tokens_of(warpgroup)] = total
                 query_tile.store_mean(gmem, acc, total, out_smem, tile, warpgroup)
@@ -139,34 +132,25 @@ def query_states(
         "ready": plgpu.Barrier(num_arrivals=2 * count + 2),
         "state_full": plgpu.Barrier(num_barriers=config.state_stages),
         "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=config.state_stages),
-        **window_keys.scratch(key, value, decay, count, config.key_stages, chunk),
+        **window_keys.scratch(operands, count, call),
     }
     # Else the output takes the memory of the query: each warpgroup overwrites its own rows, after their last product.
     if value_dim != head_dim:
         scratch["out_smem"] = tensor_core.operand((count,), _BLOCK, value_dim, value.dtype)
     output = launch.launch(
         body,
-        {
-            "query": query,
-            "scalars": scalars,
-            "states": states,
-            "norm": norm,
-            "key": key,
-            "value": value,
-            "decay": decay,
-            "scale": scale,
-        },
+        operands._asdict(),
         {
             **dict.fromkeys(means, results.kind(batch_time, heads, value_dim, value.dtype)),
-            "denominator": jax.ShapeDtypeStruct((heads, time), jnp.float32),
+            "denominator": jax.ShapeDtypeStruct((heads, whole), jnp.float32),
         },
         scratch,
-        grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
+        grid={"head": heads, "chunk": whole // chunk, "rows": chunk // (count * _BLOCK)},
         warpgroups=count,
         name="power_state_query",
-        interpret=interpret,
+        interpret=call.interpret,
     )
-    return *(results.cut(output[name], batch_time) for name in means), output["denominator"]
+    return *(output[name][:, :time] for name in means), output["denominator"]
 
 
 def _norm_of_queries(core, query_smem, smem, layout):
@@ -186,10 +170,11 @@ def _norm_of_queries(core, query_smem, smem, layout):
     return total
 
 
-def _read_states(core, acc, query_smem, scalar_smem, smem, layout, parts):
+def _read_states(core, acc, query_smem, scalar_smem, smem):
     """Adds phi(q) S^T to acc, one part of a group of features at a time."""
-    dtype, stages = smem["state_smem"].dtype, smem["state_smem"].shape[0]
-    columns = layout.width // parts
+    (stages, _, columns), dtype = smem["state_smem"].shape, smem["state_smem"].dtype
+    layout = layouts.Layout(query_smem.shape[1])
+    parts = layout.width // columns
     query = plgpu.load(query_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32).astype(dtype)
     wrapped = jnp.concatenate([query, query], 1)
 

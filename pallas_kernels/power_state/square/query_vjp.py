@@ -10,7 +10,7 @@ which is half the gradient of x^T S x: pairs across tiles count twice. A pair wi
 orders, each of which would contribute once as the scalar; as the state is symmetric, contributing twice as the vector
 is the same. dO is multiplied by a power of two so that it fits in float16.
 
-The normalizer's contribution is subtracted, and that of the keys is added in the same accumulator (`window_keys_vjp`).
+The normalizer's contribution is subtracted, and `window_keys` adds that of the keys in the same accumulator.
 """
 
 import functools
@@ -24,11 +24,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, results, ring, tensor_core
 from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import query_tile, window_keys, window_keys_vjp
+from pallas_kernels.power_state import query_tile, window_keys
 from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import state_copies
 
-__all__ = ["Rows", "query_vjp"]
+__all__ = ["Operands", "Rows", "query_vjp"]
 
 _BLOCK = configs.BLOCK
 # Columns of an accumulator of which each thread has two next to each other.
@@ -49,36 +49,30 @@ class Rows(NamedTuple):
     unit_rest: jax.Array
 
 
-def query_vjp(
-    query,
-    scalars,
-    dout,
-    states,
-    norm,
-    key,
-    value,
-    decay,
-    rows,
-    *,
-    layout,
-    config,
-    chunk,
-    exact_window,
-    batch_time,
-    interpret=None,
-):
+class Operands(NamedTuple):
+    """Arrays that the kernel reads, with those of `query.Operands`."""
+
+    query: jax.Array
+    scalars: jax.Array
+    # bfloat16 [B, at least T, N, E], at E = 128 at least X tokens, the cotangent of the weighted mean
+    dout: jax.Array
+    states: jax.Array
+    norm: jax.Array
+    key: jax.Array
+    value: jax.Array
+    decay: jax.Array
+    rows: jax.Array  # float32 [HN, X / 64, 6, 64], in the order of `Rows`
+
+
+def query_vjp(operands: Operands, *, time: int, call: configs.Call):
     """Returns the gradient of every query as it was before it was scaled, bfloat16 [B, T, N, D], and float32 sums.
 
-    batch_time: B and T; HN = B N, and X is T in whole chunks.
-
-    query, scalars, states, norm, key, value, decay: as in `query.query_states`. dout: bfloat16 [B, at least T, N, E],
-    at E = 128 at least X tokens, the cotangent of the weighted mean. rows: float32 [HN, X / 64, 6, 64], in the order
-    of `Rows`.
-
     The sums [HN, 2, X] are those of the gradient with respect to the logarithms of decays, over the in-window keys, and
-    over the keys in the state. Accumulates in float32.
+    over the keys in the state. Accumulates in float32. `time` is T.
     """
-    (heads, _, head_dim), time = query.shape, states.shape[1] * chunk
+    query, scalars, dout, states, _, key, value, _, rows = operands
+    config, chunk, (heads, _, head_dim) = call.config, call.chunk, query.shape
+    layout, batch_time, whole = layouts.Layout(head_dim), (len(key), time), states.shape[1] * chunk
     value_dim, count, stages = value.shape[-1], config.query_vjp_blocks, config.query_vjp_stages
     parts, norm_steps = config.query_vjp_parts, state_copies.norm_blocks(layout)
     width = layout.width // parts
@@ -91,9 +85,7 @@ def query_vjp(
 
     def body(gmem, smem):
         tile = query_tile.QueryTile.of_thread_block(heads // len(states), chunk, count)
-        keys = window_keys.Keys(
-            gmem, smem, tile, count=count, chunk=chunk, exact_window=exact_window, first=norm_steps
-        )
+        keys = window_keys.Keys(gmem, smem, tile, count, call, norm_steps)
 
         def dout_of(warpgroup):
             return results.block(gmem["dout"], tile.head, tile.token + warpgroup * _BLOCK)
@@ -104,7 +96,7 @@ def query_vjp(
             for n in range(count):
                 query = gmem["query"].at[tile.head, tile.tokens_of(n)]
                 plgpu.copy_gmem_to_smem(query, smem["query_smem"].at[n], ready)
-                if "dout_smem" in smem:
+                if not narrows:
                     plgpu.copy_gmem_to_smem(dout_of(n), smem["dout_smem"].at[n], ready)
                 scalars = gmem["scalars"].at[tile.head, :, tile.tokens_of(n)]
                 plgpu.copy_gmem_to_smem(scalars, smem["scalar_smem"].at[n], ready)
@@ -123,22 +115,41 @@ def query_vjp(
             names = ("query_smem", "dout_smem", "narrow_smem", "scalar_smem")
             own = {name: smem[name].at[warpgroup] for name in names if name in smem}
             tokens = tile.tokens_of(warpgroup)
-            dout = _rows_of(own["dout_smem"] if "dout_smem" in own else dout_of(warpgroup))
+            dout_ref = dout_of(warpgroup) if narrows else own["dout_smem"]
             plgpu.barrier_wait(smem["ready"])
+
+            def dout():
+                return plgpu.load(dout_ref, layout=plgpu.Layout.WGMMA, optimized=False)
+
+            # The query as an operand is loaded for each use, or stays in shared memory, where its descriptors take
+            # registers between uses. Registers are short for large queries, and for a chunk whose loop over keys is
+            # unrolled.
+            reload_query = head_dim == 128 or chunk == count * _BLOCK
+
+            def query():
+                return (
+                    plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA)
+                    if reload_query
+                    else own["query_smem"]
+                )
+
             rows_smem = smem["rows_smem"].at[warpgroup]
             row = Rows(*(rows_smem.at[n] for n in range(rows_smem.shape[0])))
 
             # The normalizer.
             narrow, delta = (plgpu.load(ref, layout=_ROWS) for ref in (row.narrow, row.delta))
-            # Registers are short for large queries, and for a chunk whose loop over keys is unrolled.
-            reload_query = head_dim == 128 or chunk == count * _BLOCK
-            query = _query_of(own["query_smem"], reload_query)
             start = _read_norm(core, query(), smem, layout)
             start = start * lax.broadcast_in_dim(-narrow * delta, start.shape, [0])
 
             # The state before the window.
-            narrowed = _narrowed(dout(), narrow, own, states.dtype)
-            both = _read_states(core, start, narrowed, own, smem, layout, parts, config.query_vjp_groups)
+            wide = dout()
+            narrowed = wide.astype(jnp.float32) * lax.broadcast_in_dim(narrow, wide.shape, [0])
+            narrowed = narrowed.astype(states.dtype)
+            if narrows:
+                own["narrow_smem"][...] = narrowed
+                plgpu.commit_smem()
+                narrowed = own["narrow_smem"]
+            both = _read_states(core, start, narrowed, own, smem, config.query_vjp_groups)
             scale = plgpu.load(row.state, layout=_ROWS)
             gradient = lax.broadcast_in_dim(scale, both.shape, [0]) * both
             exact = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
@@ -148,16 +159,9 @@ def query_vjp(
             def attend(acc):
                 # The keys from the window on.
                 acc[...] = gradient
-                total = window_keys_vjp.add_keys(
-                    core,
-                    acc,
-                    query,
-                    own["dout_smem"] if "dout_smem" in own else dout(),
-                    keys,
-                    plgpu.load(row.delta, layout=_ROWS),
-                    warpgroup,
-                    _POWER,
-                )
+                exact_dout = dout() if narrows else dout_ref
+                own_rows = query, exact_dout, plgpu.load(row.delta, layout=_ROWS)
+                total = keys.add_gradient(core, acc, own_rows, warpgroup, _POWER)
                 # The division.
                 inverse = plgpu.load(row.inverse, layout=_ROWS)
                 gmem["sums"][tile.head, 0, tokens] = inverse * total
@@ -178,7 +182,7 @@ def query_vjp(
         "ready": plgpu.Barrier(num_arrivals=(2 if narrows else 3) * count + 2),
         "state_full": plgpu.Barrier(num_barriers=stages),
         "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
-        **window_keys.scratch(key, value, decay, count, config.key_stages, chunk),
+        **window_keys.scratch(operands, count, call),
     }
     if narrows:
         scratch["narrow_smem"] = tensor_core.operand((count,), _BLOCK, value_dim, states.dtype, width)
@@ -186,28 +190,18 @@ def query_vjp(
         scratch["dout_smem"] = tensor_core.operand((count,), _BLOCK, value_dim, dout.dtype)
     output = launch.launch(
         body,
-        {
-            "query": query,
-            "scalars": scalars,
-            "dout": dout,
-            "states": states,
-            "norm": norm,
-            "key": key,
-            "value": value,
-            "decay": decay,
-            "rows": rows,
-        },
+        operands._asdict(),
         {
             "dquery": results.kind(batch_time, heads, head_dim, query.dtype),
-            "sums": jax.ShapeDtypeStruct((heads, 2, time), jnp.float32),
+            "sums": jax.ShapeDtypeStruct((heads, 2, whole), jnp.float32),
         },
         scratch,
-        grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
+        grid={"head": heads, "chunk": whole // chunk, "rows": chunk // (count * _BLOCK)},
         warpgroups=count,
         name="power_state_query_vjp",
-        interpret=interpret,
+        interpret=call.interpret,
     )
-    return results.cut(output["dquery"], batch_time), output["sums"]
+    return output["dquery"][:, :time], output["sums"]
 
 
 def _piece(index, layout, parts, groups):
@@ -223,30 +217,14 @@ def _piece(index, layout, parts, groups):
     return group, section * parts + part
 
 
-def _rows_of(dout):
-    """Returns a function that reads 64 rows of dO, from shared or global memory."""
-    return lambda: plgpu.load(dout, layout=plgpu.Layout.WGMMA, optimized=False)
-
-
-def _narrowed(dout, narrow, own, dtype):
-    """Returns dO times powers of two as an operand, in shared memory if that is allocated."""
-    narrowed = (dout.astype(jnp.float32) * lax.broadcast_in_dim(narrow, dout.shape, [0])).astype(dtype)
-    if "narrow_smem" not in own:
-        return narrowed
-    own["narrow_smem"][...] = narrowed
-    plgpu.commit_smem()
-    return own["narrow_smem"]
-
-
-def _read_states(core, start, dout, own, smem, layout, parts, round_groups):
+def _read_states(core, start, dout, own, smem, round_groups):
     """Returns `start` plus half the gradient of q^T S q, float32 [64, D].
 
     dout: the operand that states are multiplied by. Sections differ only in where they begin: each counts tiles of
     queries and of their gradient from its own first tile.
     """
-    parts, columns = parts // layout.sections, layout.width // parts
-    vector_of = _vector_of(own["query_smem"])
-    stages, height, _ = smem["state_smem"].shape
+    layout, (stages, height, columns) = layouts.Layout(start.shape[1]), smem["state_smem"].shape
+    parts, vector_of = layout.section_width // columns, _vector_of(own["query_smem"])
     # Blocks of values, which are read one after the other.
     douts = [dout]
     if dout.shape[1] > height:
@@ -326,16 +304,6 @@ def _read_states(core, start, dout, own, smem, layout, parts, round_groups):
         return jnp.concatenate(section(0, gradients), 1)
     gradients = lax.fori_loop(jnp.int32(0), jnp.int32(layout.sections), section, gradients)
     return jnp.concatenate(gradients[-2 * layout.sections :] + gradients[: -2 * layout.sections], 1)
-
-
-def _query_of(query_smem, reload):
-    """Returns a function that returns the query as an operand.
-
-    It is loaded for each use, or stays in shared memory, where its descriptors take registers between uses.
-    """
-    if reload:
-        return lambda: plgpu.load(query_smem, layout=plgpu.Layout.WGMMA)
-    return lambda: query_smem
 
 
 def _vector_of(query_smem):

@@ -21,7 +21,7 @@ from pallas_kernels.hopper import launch, ring, tensor_core
 from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state.square import layout as layouts
 
-__all__ = ["Order", "update"]
+__all__ = ["Operands", "Order", "update"]
 
 _BLOCK = configs.BLOCK
 # Warpgroups that compute.
@@ -46,13 +46,20 @@ class Order(NamedTuple):
         return head, pl.ds((chunk * self.blocks + lax.rem(block, jnp.int32(self.blocks))) * _BLOCK, _BLOCK)
 
 
-def update(key, value, carry, start, *, layout, config, chunk, reverse=False, interpret=None):
-    """Returns the states that the chunks read, and the state after each segment.
+class Operands(NamedTuple):
+    """Arrays that the kernel reads, of n chunks of C, X = n C tokens."""
 
-    key: float16 [HN, D, at most X], time last, zeros beyond its end; HN a multiple of H; X = n C.
-    value: float16 [HN, E, at most X], times its decay up to the end of its chunk; E a multiple of 64.
-    carry: float32 [H, n], the factor of the state over each of the n = X / chunk chunks.
-    start: float32 [H, 16, sections, E, P / sections], the state before the first chunk. Later segments begin at zero.
+    key: jax.Array  # float16 [HN, D, at most X], time last, zeros beyond its end; HN a multiple of H
+    value: (
+        jax.Array
+    )  # float16 [HN, E, at most X], times its decay up to the end of its chunk; E a multiple of 64
+    carry: jax.Array  # float32 [H, n], the factor of the state over each chunk
+    # float32 [H, 16, sections, E, P / sections], the state before the first chunk; later segments begin at zero
+    start: jax.Array
+
+
+def update(operands: Operands, *, call: configs.Call, reverse: bool = False):
+    """Returns the states that the chunks read, and the state after each segment.
 
     reverse: whether the walk goes from the last chunk to the first. Keys and values are in the order of time, all else
         in that of the walk.
@@ -60,9 +67,10 @@ def update(key, value, carry, start, *, layout, config, chunk, reverse=False, in
     Returns states float16 [H, n, 16, E, P], and the state after each segment, float32 [H, segments, 16, sections, E,
     P / sections]. Accumulates in float32; products of a key and a value are rounded to float16.
     """
+    key, value, carry, start = operands
     (heads, chunks), head_dim = carry.shape, key.shape[1]
-    dtype, value_dim = key.dtype, value.shape[1]
-    order = Order(len(key) // heads, chunks, chunk // _BLOCK, reverse)
+    config, layout, dtype, value_dim = call.config, layouts.Layout(head_dim), key.dtype, value.shape[1]
+    order = Order(len(key) // heads, chunks, call.chunk // _BLOCK, reverse)
     segments, scalars, stages = config.segments, config.update_scalars, config.update_stages
     blocks, chunks_of_segment = order.group * order.blocks, -(-chunks // segments)
     groups_of_warpgroup = scalars // _WARPGROUPS
@@ -130,14 +138,19 @@ def update(key, value, carry, start, *, layout, config, chunk, reverse=False, in
                     def _block(block):
                         slot = ring.slot_of(index * blocks + block, stages)
                         plgpu.barrier_wait(smem["full"].at[slot])
-                        _add_tokens(
-                            core,
-                            accumulators,
-                            smem["key_smem"].at[slot],
-                            smem["value_smem"].at[slot],
-                            smem["scalar_smem"].at[slot, :, pl.ds(first, groups_of_warpgroup)],
-                            layout,
-                        )
+                        key_smem = smem["key_smem"].at[slot]
+                        scalar_smem = smem["scalar_smem"].at[slot, :, pl.ds(first, groups_of_warpgroup)]
+                        value = plgpu.load(smem["value_smem"].at[slot], layout=plgpu.Layout.WGMMA)
+                        for n, acc in enumerate(accumulators):
+                            for m, tile in enumerate(layout.section):
+                                scalar = plgpu.load(scalar_smem.at[m, n], layout=plgpu.Layout.WGMMA.reduce(0))
+                                scaled = value * lax.broadcast_in_dim(scalar, value.shape, [1])
+                                columns_of = acc.at[:, tile.offset : tile.offset + tile.width]
+                                keys = key_smem.at[tile.begin : tile.begin + tile.width].T
+                                # One product in flight while the next operand is made: straight-line code, so each
+                                # has its own registers.
+                                core.add(columns_of, scaled, keys, wait=1)
+                        core.wait()
                         plgpu.barrier_arrive(smem["free"].at[slot])
 
                 # The state after the segment.
@@ -152,7 +165,7 @@ def update(key, value, carry, start, *, layout, config, chunk, reverse=False, in
     tiles = len(layout.section)
     output = launch.launch(
         body,
-        {"key": key, "value": value, "carry": carry, "start": start},
+        operands._asdict(),
         {
             "states": jax.ShapeDtypeStruct((heads, chunks, layouts.TILE, value_dim, layout.width), dtype),
             "final": jax.ShapeDtypeStruct((heads, segments, *start.shape[1:]), jnp.float32),
@@ -174,7 +187,7 @@ def update(key, value, carry, start, *, layout, config, chunk, reverse=False, in
         },
         warpgroups=_WARPGROUPS,
         name="power_state_update",
-        interpret=interpret,
+        interpret=call.interpret,
         approximate=False,
     )
     return output["states"], output["final"]
@@ -190,17 +203,3 @@ def _key_pieces(layout):
         return tuple(piece for piece in pieces if piece[1])
     # A section wraps around at a position that depends on the section, but always between two tiles.
     return tuple((begin, layouts.TILE) for begin in range(0, layout.section_rows, layouts.TILE))
-
-
-def _add_tokens(core, accumulators, key_smem, value_smem, scalar_smem, layout):
-    """Adds 64 tokens to the groups of one warpgroup."""
-    value = plgpu.load(value_smem, layout=plgpu.Layout.WGMMA)
-    for n, acc in enumerate(accumulators):
-        for index, tile in enumerate(layout.section):
-            scalar = plgpu.load(scalar_smem.at[index, n], layout=plgpu.Layout.WGMMA.reduce(0))
-            scaled = value * lax.broadcast_in_dim(scalar, value.shape, [1])
-            columns = acc.at[:, tile.offset : tile.offset + tile.width]
-            keys = key_smem.at[tile.begin : tile.begin + tile.width].T
-            # One product in flight while the next operand is made: straight-line code, so each has its own registers.
-            core.add(columns, scaled, keys, wait=1)
-    core.wait()

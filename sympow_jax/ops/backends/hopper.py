@@ -172,12 +172,11 @@ def _chunked_fwd(plan, rows, differentiated=True):
 
     def compute(arrays):
         initial = (arrays["kv"], arrays["norm"]) if "kv" in arrays else None
-        query, *others = _arguments(arrays)
-        call = _call(plan, arrays)
-        saved, final = state_kernel.fold(*others, initial, call=call)
+        arguments, call = _arguments(arrays), _call(plan, arrays)
+        saved, final = state_kernel.fold(arguments, initial, call=call)
         if plan.axis_name is not None:
-            saved, final = _add_incoming(saved, final, others, call, plan.axis_name)
-        found = state_kernel.attend(query, *others, saved, call=call, with_remainder=differentiated)
+            saved, final = _add_incoming(saved, final, arguments, call, plan.axis_name)
+        found = state_kernel.attend(arguments, saved, call=call, with_remainder=differentiated)
         kv, norm = final
         return dict(zip(of_mean, found)) | {"kv": kv, "norm": norm} | saved._asdict()
 
@@ -197,12 +196,10 @@ def _chunked_bwd(plan, residuals, cotangents):
         arguments, results = _arguments(arrays), (out, arrays["denominator"])
         states = state_kernel.Saved(*(arrays[name] for name in state_kernel.Saved._fields))
         dfinal = (arrays["final_kv"], arrays["final_norm"]) if plan.return_state else None
-        dstates, initial = state_kernel.fold_vjp(*arguments, *results, arrays["dout"], dfinal, call=call)
+        dstates, initial = state_kernel.fold_vjp(arguments, results, arrays["dout"], dfinal, call=call)
         if plan.axis_name is not None:
-            dstates, initial = _add_incoming(
-                dstates, initial, arguments[1:], call, plan.axis_name, reverse=True
-            )
-        gradients = state_kernel.attend_vjp(*arguments, *results, states, dstates, arrays["dout"], call=call)
+            dstates, initial = _add_incoming(dstates, initial, arguments, call, plan.axis_name, reverse=True)
+        gradients = state_kernel.attend_vjp(arguments, results, states, dstates, arrays["dout"], call=call)
         gradients = gradients._asdict() | dict(zip(("kv", "norm"), initial))
         return {name: gradients[name] for name in differentiable}
 
@@ -225,10 +222,9 @@ def _add_incoming(saved, final, arguments, call, axis_name, reverse=False):
 
     reverse: adds gradients of states, which arrive from later devices.
     """
-    key, _, log_decay, enters_state = arguments
-    decay = context.log_decay_over(log_decay, enters_state, key.shape[2])
+    decay = context.log_decay_over(arguments.log_decay, arguments.folds, arguments.key.shape[2])
     _, incoming = time_axis.exclusive_prefix(context.combined, (decay, final), axis_name, reverse=reverse)
-    return state_kernel.add_incoming(saved, final, incoming, *arguments, call=call, reverse=reverse)
+    return state_kernel.add_incoming(saved, final, incoming, arguments, call=call, reverse=reverse)
 
 
 def _arguments(arrays):
@@ -236,7 +232,8 @@ def _arguments(arrays):
     decay = arrays.get("log_decay")
     if decay is None:
         decay = jnp.zeros(arrays["key"].shape[:3], jnp.float32)
-    return *(arrays[name] for name in ("query", "key", "value")), decay, arrays["enters_state"]
+    query, key, value = (arrays[name] for name in ("query", "key", "value"))
+    return state_kernel.Arguments(query, key, value, decay, arrays["enters_state"])
 
 
 def _call(plan, arrays):
