@@ -56,22 +56,23 @@ class Block(nnx.Module):
 
     @by_default_rules
     def __call__(
-        self,
-        x: Float[Array, "B T M"],
-        *,
-        segment_ids: Int[Array, "B T"] | None,
-        initial_state: layers.AttentionState | None = None,
-        return_state: bool = False,
-    ) -> tuple[Float[Array, "B T M"], layers.AttentionState | None]:
-        """Returns the new residual stream and, with `return_state`, the layer's state."""
+        self, x: Float[Array, "B T M"], *, segment_ids: Int[Array, "B T"] | None
+    ) -> Float[Array, "B T M"]:
+        """Returns the new residual stream."""
         normed = layers.normalize(self.attention_norm, x, segment_ids)
-        inputs: dict[str, Any] = {"segment_ids": segment_ids, "initial_state": initial_state}
-        if return_state:
-            mixed, state = self.attention(normed, **inputs, return_state=True)
-        else:
-            mixed, state = self.attention(normed, **inputs), None
-        x = x + mixed
-        return x + self.mlp(layers.normalize(self.mlp_norm, x, segment_ids)), state
+        return self._fed_forward(x + self.attention(normed, segment_ids=segment_ids), segment_ids)
+
+    @by_default_rules
+    def extend(
+        self, x: Float[Array, "B T M"], state: layers.AttentionState, *, segment_ids: Int[Array, "B T"] | None
+    ) -> tuple[Float[Array, "B T M"], layers.AttentionState]:
+        """Returns the new residual stream after the tokens of a state, and the state after x."""
+        normed = layers.normalize(self.attention_norm, x, segment_ids)
+        mixed, state = self.attention.extend(normed, state, segment_ids=segment_ids)
+        return self._fed_forward(x + mixed, segment_ids), state
+
+    def _fed_forward(self, x, segment_ids):
+        return x + self.mlp(layers.normalize(self.mlp_norm, x, segment_ids))
 
 
 class Trunk(nnx.Module, abc.ABC):
@@ -145,7 +146,7 @@ class Trunk(nnx.Module, abc.ABC):
         """
         segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
         x, _ = self._stem(x, segment_ids)
-        x = self._over_blocks(lambda block, x: block(x, segment_ids=segment_ids)[0], shard_tokens(x))
+        x = self._over_blocks(lambda block, x: block(x, segment_ids=segment_ids), shard_tokens(x))
         return layers.normalize(self.final_norm, x, segment_ids)
 
     def _over_blocks[Carry](self, step: Callable[[Block, Carry], Carry], carry: Carry) -> Carry:

@@ -1,8 +1,9 @@
 """Attention as a kernel, a decay and a position encoding."""
 
 import dataclasses
+import functools
 import math
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -184,67 +185,30 @@ class Attention(nnx.Module):
         if self.has_rate:
             self.rate = project(width, self.kv_heads * rates, ("embed", "gates"), exact=True)
 
-    @overload
-    def __call__(
-        self,
-        x: Float[Array, "B T M"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        initial_state: AttentionState | None = None,
-        return_state: Literal[False] = False,
-    ) -> Float[Array, "B T M"]: ...
-
-    @overload
-    def __call__(
-        self,
-        x: Float[Array, "B T M"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        initial_state: AttentionState | None = None,
-        return_state: Literal[True],
-    ) -> tuple[Float[Array, "B T M"], AttentionState]: ...
-
     @by_default_rules
     def __call__(
-        self,
-        x: Float[Array, "B T M"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        initial_state: AttentionState | None = None,
-        return_state: bool = False,
-    ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], AttentionState]:
-        """Returns the output and, with `return_state`, the state after x.
+        self, x: Float[Array, "B T M"], *, segment_ids: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T M"]:
+        """Returns the output."""
+        x, segment_ids = self._checked(x, segment_ids)
+        return self._attend(x, segment_ids, None)[0]
 
-        `initial_state` is the state after earlier tokens. Consecutive calls, each given the previous state, equal one
-        call.
+    @by_default_rules
+    def extend(
+        self, x: Float[Array, "B T M"], state: AttentionState, *, segment_ids: Int[Array, "B T"] | None = None
+    ) -> tuple[Float[Array, "B T M"], AttentionState]:
+        """Returns the output after the tokens of a state, and the state after x.
+
+        Consecutive calls, the first from `init_state` and each from the state before it, equal one call of the layer.
 
         Raises:
-            ValueError: `return_state` is set without an initial state, but the kernel needs a KV cache that grows,
-                whose capacity only `init_state` can set; or attention is not causal and a state is given or requested.
+            ValueError: attention is not causal, or the state is not one of this layer.
         """
         x, segment_ids = self._checked(x, segment_ids)
-        state = initial_state
-        if (return_state or state is not None) and not self.kernel.attention.causal:
-            raise ValueError(
-                "attention that is not causal has no state; leave out initial_state and return_state"
-            )
-        if state is not None:
-            self._check_state(state, x.shape[0])
-        elif return_state:
-            state = self.init_state(x.shape[0])
-        batch, time, _ = x.shape
-        if segment_ids is not None:
-            segment_ids = partitioning.gather_time(segment_ids)
-        heads, arrays = self._project(x), self.positions.head_arrays()
-        if partitioning.is_divided():
-            mixed, state = self._over_devices(heads, arrays, segment_ids, state)
-        else:
-            mixed, state = self._mix(heads, arrays, segment_ids, state)
-        (out,) = initializers.project(mixed.reshape(batch, time, -1), self.out)
-        if not return_state:
-            return out
-        assert state is not None  # given, or made by `init_state`
-        return out, state
+        if not self.kernel.attention.causal:
+            raise ValueError("attention that is not causal has no state; call the layer, without extend")
+        self._check_state(state, x.shape[0])
+        return self._attend(x, segment_ids, state)
 
     def maps(
         self, x: Float[Array, "B T M"], *, segment_ids: Int[Array, "B T"] | None = None
@@ -405,29 +369,28 @@ class Attention(nnx.Module):
         spec = (rows, (), partitioning.explicit_axes(heads, self.kv_heads, query))
         return tuple(None if x is None else partitioning.reshard(x, spec) for x in (query, *others))
 
-    def _over_devices(self, heads, arrays, segment_ids, state):
-        """Returns as `_mix`, computed per shard of rows and heads and, without a state, of times."""
+    def _attend(self, x, segment_ids, state):
+        """Returns the output and the new state, None without a state."""
+        if segment_ids is not None:
+            segment_ids = partitioning.gather_time(segment_ids)
+        heads, arrays = self._project(x), self.positions.head_arrays()
+        # Each device has a shard of rows and heads and, without a state, of times.
         divisible = self.kv_heads % partitioning.size(partitioning.TENSOR) == 0
         rows, times, tensor = partitioning.HEADS
         spec = jax.sharding.PartitionSpec(rows, None if state else times, tensor if divisible else None)
         divided = partitioning.CONTEXT in partitioning.dividing(spec, heads.query.shape)
-
-        def mix(heads, arrays, segment_ids, state):
-            axis_name = partitioning.CONTEXT if divided else None
-            return self._mix(heads, arrays, segment_ids, state, axis_name=axis_name)
-
-        # Key/value heads are the first axis of the positions' arrays.
-        arrays_spec = jax.sharding.PartitionSpec(tensor if divisible else None)
-        tokens_spec = jax.sharding.PartitionSpec(*spec[:2])
         state_specs = _state_specs(state)
-        return partitioning.over_devices(
-            mix,
+        mixed, state = partitioning.over_devices(
+            functools.partial(self._mix, axis_name=partitioning.CONTEXT if divided else None),
             (heads, arrays, segment_ids, state),
-            (spec, arrays_spec, tokens_spec, state_specs),
+            # Key/value heads are the first axis of the positions' arrays.
+            (spec, jax.sharding.PartitionSpec(spec[2]), jax.sharding.PartitionSpec(*spec[:2]), state_specs),
             (partitioning.fit(spec, heads.query.shape), state_specs),
         )
+        (out,) = initializers.project(mixed.reshape(*x.shape[:2], -1), self.out)
+        return out, state
 
-    def _mix(self, heads, arrays, segment_ids, state=None, axis_name=None):
+    def _mix(self, heads, arrays, segment_ids, state, *, axis_name):
         """Returns the kernel's output [B, T, N, E], and the new state if a state is given.
 
         `arrays` are the `head_arrays` of the positions. `axis_name` is the mesh axis that shards time, if any.
