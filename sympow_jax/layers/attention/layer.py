@@ -12,9 +12,8 @@ from flax import nnx
 from sympow_jax import config as configs
 from sympow_jax import ops
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.config import attention as attention_lib
 from sympow_jax.layers import initializers, norms, partitioning
-from sympow_jax.layers.attention import kernels, positions
+from sympow_jax.layers.attention import decays, kernels, positions
 from sympow_jax.ops import arguments, documents, rotary
 from sympow_jax.ops.promotion import by_default_rules
 from sympow_jax.ops.pytree import State
@@ -147,7 +146,6 @@ class Attention(nnx.Module):
         rngs = initializers.as_rngs(rngs)
         self.width, self.kernel = width, kernel
         self.num_heads, self.kv_heads, self.head_dim = kernel.num_heads, kernel.num_kv_heads, kernel.head_dim
-        self.decay_kind = kernel.attention.decay_kind
 
         def project(
             size_in: int, size_out: int, names: tuple[str, str], **options: Any
@@ -173,14 +171,10 @@ class Attention(nnx.Module):
             rngs=rngs,
         )
         # Decays and rates are computed exactly: in float32 if the dtype is shorter, and without a bias.
-        if self.decay_kind.source is attention_lib.DecaySource.DATA:
-            decays = kv_width if self.decay_kind.per_channel else self.kv_heads
-            self.decay = project(width, decays, ("embed", "gates"), exact=True)
-            if kernel.attention.decay_bias is not None:
-                self.decay_bias = nnx.Param(jnp.full(decays, kernel.attention.decay_bias, jnp.float32))
-        if self.decay_kind.source is attention_lib.DecaySource.PARAMETER:
-            initial = jnp.exp(self._fixed_decays())
-            self.decay_logits = nnx.Param(jnp.log(initial) - jnp.log1p(-initial))
+        self.decays = decays.make(kernel)
+        if self.decays.num_projected:
+            self.decay = project(width, self.decays.num_projected, ("embed", "gates"), exact=True)
+        self.decays.init_parameters(self)
         self.has_rate = bool(rates := positions.num_rates(kernel.attention, kernel.position_dim))
         if self.has_rate:
             self.rate = project(width, self.kv_heads * rates, ("embed", "gates"), exact=True)
@@ -337,11 +331,10 @@ class Attention(nnx.Module):
     def _project(self, x) -> "_Heads":
         """Returns queries, keys and values per head, and decays and rotation rates per key/value head."""
         projections = [self.query, self.key, self.value]
-        has_decay = self.decay_kind.source is attention_lib.DecaySource.DATA
-        projections += [self.decay] if has_decay else []
+        projections += [self.decay] if self.decays.num_projected else []
         projections += [self.rate] if self.has_rate else []
         query, key, value, *rest = initializers.project(x, *projections)
-        decay = rest.pop(0) if has_decay else None
+        decay = rest.pop(0) if self.decays.num_projected else None
         query, key, value, decay, rate = self._shard_heads(
             query, key, value, decay, rest[0] if rest else None
         )
@@ -353,7 +346,7 @@ class Attention(nnx.Module):
             query=query,
             key=key,
             value=value.reshape(shape),
-            log_decay=self._log_decay(x, decay),
+            log_decay=self.decays.log_decay(self, x, decay),
             rate=None if rate is None else self.positions.rate(rate),
         )
 
@@ -430,26 +423,3 @@ class Attention(nnx.Module):
         if cache.capacity != self.kernel.cache_limit:
             out = jnp.where(missing[..., None, None], jnp.nan, out)
         return out, extended
-
-    def _log_decay(self, x, projected) -> Float[Array, "B T K ..."] | None:
-        """Returns the logarithm of gamma, which is finite where sigmoid itself rounds to 0."""
-        shape = (self.kv_heads, self.head_dim) if self.decay_kind.per_channel else (self.kv_heads,)
-        match self.decay_kind.source:
-            case attention_lib.DecaySource.NONE:
-                return None
-            case attention_lib.DecaySource.DATA:
-                if self.kernel.attention.decay_bias is not None:
-                    projected += self.decay_bias[...]
-                return jax.nn.log_sigmoid(projected.reshape(*x.shape[:2], *shape))
-            case attention_lib.DecaySource.PARAMETER:
-                constant = jax.nn.log_sigmoid(self.decay_logits[...])
-            case attention_lib.DecaySource.FIXED:
-                constant = self._fixed_decays()
-            case attention_lib.DecaySource.RATIO:
-                constant = jax.nn.log_sigmoid(2 + 3 * jnp.arange(self.kv_heads) / self.kv_heads)
-        return jnp.broadcast_to(constant, (*x.shape[:2], *shape))
-
-    def _fixed_decays(self) -> Float[Array, "K ..."]:
-        """Returns ALiBi's slopes as logarithms of decays, per head or per value channel."""
-        shape = (self.kv_heads, self.head_dim) if self.decay_kind.per_channel else (self.kv_heads,)
-        return -jnp.array(ops.alibi_slopes(math.prod(shape)), jnp.float32).reshape(shape)
