@@ -7,6 +7,7 @@ import jax
 
 from sympow_jax import layers
 from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.layers.attention import memory
 from sympow_jax.models import trunk
 from sympow_jax.ops import arguments, documents
 from sympow_jax.ops.pytree import State
@@ -164,8 +165,7 @@ class DecoderLM(trunk.TokenTrunk):
         Raises:
             ValueError: no layer has a recurrent state or a window.
         """
-        kernels = [block.attention.kernel for block in self.blocks]
-        bounded = [x.supports_memory(kv_cache=False) or x.cache_limit is not None for x in kernels]
+        bounded = [memory.is_bounded(block.attention.kernel) for block in self.blocks]
         if not any(bounded):
             # The error of a layer names the reason.
             self.blocks[0].attention.fold(state.layers[0])

@@ -14,6 +14,7 @@ from sympow_jax import ops
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers, norms, partitioning
 from sympow_jax.layers.attention import decays, kernels, positions
+from sympow_jax.layers.attention import memory as memories
 from sympow_jax.ops import arguments, documents, rotary
 from sympow_jax.ops.promotion import by_default_rules
 from sympow_jax.ops.pytree import State
@@ -243,22 +244,7 @@ class Attention(nnx.Module):
         """
         if max_length is not None:
             max_length = arguments.check_integer("max_length", max_length, 1)
-        if kv_cache is None:
-            required = self.kernel.cache_policy is kernels.CachePolicy.ALWAYS
-            kv_cache = required if max_length is None else self.kernel.prefers_cache(max_length)
-        elif not self.kernel.supports_memory(kv_cache=kv_cache):
-            name = self.kernel.attention.kernel
-            raise ValueError(
-                f"kv_cache is {kv_cache}, which this attention of kernel {name!r} does not support; pass "
-                f"kv_cache={not kv_cache}"
-            )
-        sizes = [size for size in (max_length, self.kernel.cache_limit) if size is not None]
-        if kv_cache and not sizes:
-            raise ValueError(
-                f"attention of kernel {self.kernel.attention.kernel!r} uses a KV cache, whose state needs a length; "
-                f"pass max_length, the longest prompt plus the tokens after it, to init_state"
-            )
-        memory = self.kernel.init_cache(batch, min(sizes)) if kv_cache else self.kernel.init_state(batch)
+        memory = memories.init(self.kernel, batch, max_length=max_length, kv_cache=kv_cache)
         state = AttentionState(memory=memory, position=self.positions.init_state(batch))
         return jax.tree.map(partitioning.constrain, state, _state_specs(state))
 
@@ -280,9 +266,7 @@ class Attention(nnx.Module):
         Raises:
             ValueError: there is no recurrent state.
         """
-        if not isinstance(state.memory, ops.KVCache):
-            return state
-        return dataclasses.replace(state, memory=self.kernel.compress(state.memory))
+        return dataclasses.replace(state, memory=memories.fold(self.kernel, state.memory))
 
     def _checked(self, x, segment_ids):
         """Returns the arguments of a call as arrays.
@@ -400,26 +384,5 @@ class Attention(nnx.Module):
         options: dict[str, Any] = {"rotate": rotate, "log_decay": heads.log_decay, "segment_ids": segment_ids}
         if state is None:
             return self.kernel.attend(query, key, heads.value, **options, axis_name=axis_name), None
-        if isinstance(state.memory, ops.KVCache):
-            mixed, memory = self._extend(query, key, heads.value, **options, cache=state.memory)
-        else:
-            mixed, memory = self.kernel.recur(query, key, heads.value, **options, initial_state=state.memory)
+        mixed, memory = memories.extend(self.kernel, query, key, heads.value, **options, memory=state.memory)
         return mixed, AttentionState(memory=memory, position=position)
-
-    def _extend(self, query, key, value, rotate, log_decay, segment_ids, cache):
-        """Returns the kernel's output [B, T, N, E], and the KV cache with these tokens appended."""
-        # The reference has no step.
-        one_token = key.shape[1] == 1 and self.kernel.attention.implementation != "reference"
-        if one_token and self.kernel.weighs_cache:
-            token = jax.tree.map(lambda x: x[:, 0], (query, key, value, log_decay, segment_ids))
-            out, extended, missing = cache.step(*token, weigh=self.kernel.weigh)
-            out, missing = out[:, None], missing[:, None]
-        else:
-            joined, missing = cache.append(key, value, log_decay, segment_ids)
-            tokens = joined.tokens() | ({"log_decay": None} if log_decay is None else {})
-            out = self.kernel.attend_cache(query, **tokens, rotate=rotate)
-            extended = (joined if segment_ids is None else joined.without_gaps()).newest(cache.capacity)
-        # A sliding window needs no more than its own slots.
-        if cache.capacity != self.kernel.cache_limit:
-            out = jnp.where(missing[..., None, None], jnp.nan, out)
-        return out, extended
