@@ -147,19 +147,13 @@ class Attention(nnx.Module):
         rngs = initializers.as_rngs(rngs)
         self.width, self.kernel = width, kernel
         self.num_heads, self.kv_heads, self.head_dim = kernel.num_heads, kernel.num_kv_heads, kernel.head_dim
-
-        def project(
-            size_in: int, size_out: int, names: tuple[str, str], **options: Any
-        ) -> initializers.Linear:
-            options = {"dtype": dtype, "use_bias": use_bias} | options
-            return initializers.linear(size_in, size_out, names=names, rngs=rngs, **options)
-
+        linear = functools.partial(initializers.Linear, dtype=dtype, rngs=rngs)
         query_width, kv_width = self.num_heads * self.head_dim, self.kv_heads * self.head_dim
-        biases = {"use_bias": use_bias or kernel.attention.qkv_biases}
-        self.query = project(width, query_width, ("embed", "heads"), **biases)
-        self.key = project(width, kv_width, ("embed", "kv_heads"), **biases)
-        self.value = project(width, kv_width, ("embed", "kv_heads"), **biases)
-        self.out = project(query_width, width, ("heads", "embed"), scale=out_scale)
+        biases = use_bias or kernel.attention.qkv_biases
+        self.query = linear(width, query_width, names=("embed", "heads"), use_bias=biases)
+        self.key = linear(width, kv_width, names=("embed", "kv_heads"), use_bias=biases)
+        self.value = linear(width, kv_width, names=("embed", "kv_heads"), use_bias=biases)
+        self.out = linear(query_width, width, names=("heads", "embed"), use_bias=use_bias, scale=out_scale)
         if kernel.attention.qk_norm:
             options = {"epsilon": norm_epsilon, "dtype": jnp.dtype(dtype), "rngs": rngs}
             self.query_norm = norms.rms_norm(self.head_dim, **options)
@@ -171,14 +165,14 @@ class Attention(nnx.Module):
             of_features=kernel.rotates_features,
             rngs=rngs,
         )
-        # Decays and rates are computed exactly: in float32 if the dtype is shorter, and without a bias.
+        # Decays and rates are exact: their products are in float32 if the dtype is shorter.
         self.decays = decays.make(kernel)
         if self.decays.num_projected:
-            self.decay = project(width, self.decays.num_projected, ("embed", "gates"), exact=True)
+            self.decay = linear(width, self.decays.num_projected, names=("embed", "gates"), exact=True)
         self.decays.init_parameters(self)
         self.has_rate = bool(rates := positions.num_rates(kernel.attention, kernel.position_dim))
         if self.has_rate:
-            self.rate = project(width, self.kv_heads * rates, ("embed", "gates"), exact=True)
+            self.rate = linear(width, self.kv_heads * rates, names=("embed", "gates"), exact=True)
 
     @by_default_rules
     def __call__(
@@ -291,37 +285,43 @@ class Attention(nnx.Module):
 
     def _check_state(self, state: Any, batch: int) -> None:
         """Raises ValueError unless `state` is one of this layer; ops check the sizes of recurrent states."""
-        kernel, wrong = self.kernel, None
-        if not isinstance(state, AttentionState) or not isinstance(state.memory, kernels.Memory):
-            wrong = f"is a {type(state).__name__}"
-        elif not kernel.supports_memory(kv_cache=isinstance(state.memory, ops.KVCache)):
-            wrong = f"has a {type(state.memory).__name__}, which kernel {kernel.attention.kernel!r} does not support"
-        else:
-            position = self.positions.init_state(batch)
-            shapes: list[Any] = [
-                tuple(tree and jax.tree.leaves(tree)[0].shape for tree in (state.position, position))
-            ]
-            if isinstance(cache := state.memory, ops.KVCache):
-                shapes.append((cache.key.shape, (batch, self.kv_heads, cache.capacity, kernel.encoded_dim)))
-                shapes.append((cache.value.shape, (*shapes[-1][1][:3], self.head_dim)))
-            if type(state.position) is not type(position):
-                wrong = f"has {type(state.position).__name__} as its position, not {type(position).__name__}"
-            for actual, expected in shapes:
-                if wrong is None and actual != expected:
-                    wrong = f"has an array of shape {actual} where this layer needs {expected}"
-        if wrong is not None:
-            raise ValueError(f"the state {wrong}; make it with init_state({batch}) of this layer")
+        kernel = self.kernel
+
+        def require(holds: bool, mistake: str) -> None:
+            if not holds:
+                raise ValueError(f"the state {mistake}; make it with init_state({batch}) of this layer")
+
+        is_state = isinstance(state, AttentionState) and isinstance(state.memory, kernels.Memory)
+        require(is_state, f"is a {type(state).__name__}")
+        memory, position, expected = state.memory, state.position, self.positions.init_state(batch)
+        is_cache, kind, needed = (isinstance(memory, ops.KVCache), type(position), type(expected))
+        name = f"{type(memory).__name__}, which kernel {kernel.attention.kernel!r} does not support"
+        require(kernel.supports_memory(kv_cache=is_cache), f"has a {name}")
+        require(kind is needed, f"has {kind.__name__} as its position, not {needed.__name__}")
+        shapes = [
+            (x.shape, y.shape) for x, y in zip(jax.tree.leaves(position)[:1], jax.tree.leaves(expected))
+        ]
+        if is_cache:
+            slots = batch, self.kv_heads, memory.capacity
+            shapes.append((memory.key.shape, (*slots, kernel.encoded_dim)))
+            shapes.append((memory.value.shape, (*slots, self.head_dim)))
+        for shape, own in shapes:
+            require(shape == own, f"has an array of shape {shape} where this layer needs {own}")
 
     def _project(self, x) -> "_Heads":
         """Returns queries, keys and values per head, and decays and rotation rates per key/value head."""
         projections = [self.query, self.key, self.value]
         projections += [self.decay] if self.decays.num_projected else []
         projections += [self.rate] if self.has_rate else []
-        query, key, value, *rest = initializers.project(x, *projections)
+        projected = initializers.project(x, *projections)
+        if partitioning.is_explicit(projected[0]):
+            # Shard by whole heads: by the axes of the query's heads if they divide the key/value heads. Gather time.
+            rows, _, axes = partitioning.explicit_spec(projected[0])
+            spec = (rows, (), partitioning.explicit_axes(axes, self.kv_heads, projected[0]))
+            projected = tuple(partitioning.reshard(array, spec) for array in projected)
+        query, key, value, *rest = projected
         decay = rest.pop(0) if self.decays.num_projected else None
-        query, key, value, decay, rate = self._shard_heads(
-            query, key, value, decay, rest[0] if rest else None
-        )
+        rate = rest.pop(0) if self.has_rate else None
         shape = (*x.shape[:2], -1, self.head_dim)
         query, key = query.reshape(shape), key.reshape(shape)
         if self.kernel.attention.qk_norm:
@@ -333,18 +333,6 @@ class Attention(nnx.Module):
             log_decay=self.decays.log_decay(self, x, decay),
             rate=None if rate is None else self.positions.rate(rate),
         )
-
-    def _shard_heads(self, query, *others):
-        """Shards the last dimension of [B, T, heads * size] by whole heads, on a mesh with Explicit axes.
-
-        All projections get the axes of the query's heads, if these divide the number of key/value heads, or else none.
-        Time is gathered.
-        """
-        if not partitioning.is_explicit(query):
-            return query, *others
-        rows, _, heads = partitioning.explicit_spec(query)
-        spec = (rows, (), partitioning.explicit_axes(heads, self.kv_heads, query))
-        return tuple(None if x is None else partitioning.reshard(x, spec) for x in (query, *others))
 
     def _attend(self, x, segment_ids, state):
         """Returns the output and the new state, None without a state."""

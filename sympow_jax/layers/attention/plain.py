@@ -18,21 +18,7 @@ __all__ = ["ExpressiveAttention", "LinearAttention", "PowerAttention", "SoftmaxA
 class _PlainAttention(layer.Attention):
     """`Attention` of one kernel, from sizes and from fields of `config.AttentionConfig`.
 
-    A subclass lists its options, which are documented with the fields of the config.
-
-    Args:
-        width: M, the size of the input and of the output.
-        num_heads: number of query heads.
-        num_kv_heads: number of key/value heads; it must divide `num_heads`. If None, `num_heads`.
-        head_dim: size of a head. If None, `width // num_heads`.
-        use_bias: whether the four projections have a bias.
-        dtype: dtype of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
-        rngs: source of initial values, or a seed.
-        **options: the options of the class.
-
-    Raises:
-        ValueError: an argument is out of range, or two of them contradict each other.
-        TypeError: the class has no such option.
+    A subclass lists its options. `SoftmaxAttention` documents the arguments.
     """
 
     defaults: ClassVar[dict[str, Any]]
