@@ -106,14 +106,12 @@ def project(x: Float[Array, "B T size_in"], *projections: Linear) -> tuple[Float
         )
     else:
         return tuple(projection(x) for projection in projections)
-    return tuple(
-        result if projection.bias is None else _add_bias(result, projection.bias[...])
-        for projection, result in zip(projections, results)
-    )
-
-
-def _add_bias(x: Float[Array, "B T size"], bias: Float[Array, " size"]) -> Float[Array, "B T size"]:
-    bias = bias.astype(x.dtype)
-    if partitioning.is_explicit(x, bias):
-        bias = partitioning.reshard(bias, partitioning.explicit_spec(x)[-1:], x)
-    return x + bias
+    outputs = []
+    for projection, result in zip(projections, results):
+        if projection.bias is not None:
+            bias = projection.bias[...].astype(result.dtype)
+            if partitioning.is_explicit(result, bias):
+                bias = partitioning.reshard(bias, partitioning.explicit_spec(result)[-1:], result)
+            result += bias
+        outputs.append(result)
+    return tuple(outputs)

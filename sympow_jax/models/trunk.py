@@ -30,13 +30,9 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def _is_not_elementwise(primitive: Any, *_, **__) -> bool:
-    return primitive.name not in _ELEMENTWISE
-
-
 # Values that are saved for the backward pass of a block in addition to its input, by `config.remat`.
 _SAVED = {
-    "elementwise": _is_not_elementwise,
+    "elementwise": lambda primitive, *_, **__: primitive.name not in _ELEMENTWISE,
     "attention": jax.checkpoint_policies.save_only_these_names("power_attention_out"),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -112,26 +108,23 @@ class Trunk(nnx.Module, abc.ABC):
                 config.longest_document, config.width, names=("position", "embed"), rngs=rngs
             )
         if stacked:
-            self.stacked_blocks = self._stacked_blocks(config, rngs)
+            period = config.attention_period
+
+            @nnx.scan(
+                in_axes=nnx.Carry,
+                out_axes=(nnx.Carry, 0),
+                length=config.layers // period,
+                transform_metadata=_LAYER_AXIS,
+            )
+            def make(rngs: nnx.Rngs) -> tuple[nnx.Rngs, nnx.List[Block]]:
+                return rngs, nnx.List([self.block_type(config, layer, rngs=rngs) for layer in range(period)])
+
+            self.stacked_blocks = make(rngs)[1]
         else:
             self.blocks = nnx.List(
                 [self.block_type(config, layer, rngs=rngs) for layer in range(config.layers)]
             )
         self.final_norm = layers.make_norm(config, jnp.dtype(config.dtype), rngs=rngs)
-
-    def _stacked_blocks(self, config: configs.ModelConfig, rngs: nnx.Rngs) -> nnx.List[Block]:
-        period = config.attention_period
-
-        @nnx.scan(
-            in_axes=nnx.Carry,
-            out_axes=(nnx.Carry, 0),
-            length=config.layers // period,
-            transform_metadata=_LAYER_AXIS,
-        )
-        def make(rngs: nnx.Rngs) -> tuple[nnx.Rngs, nnx.List[Block]]:
-            return rngs, nnx.List([self.block_type(config, layer, rngs=rngs) for layer in range(period)])
-
-        return make(rngs)[1]
 
     @abc.abstractmethod
     def _init_embedding(self, rngs: nnx.Rngs) -> None:
@@ -220,10 +213,8 @@ class TokenTrunk(Trunk):
     """A trunk with tokens as inputs and outputs."""
 
     def _init_embedding(self, rngs):
-        def table() -> nnx.Param:
-            size = self.config.vocab_size, self.config.width
-            return initializers.table(*size, names=("vocab", "embed"), rngs=rngs)
-
+        size = self.config.vocab_size, self.config.width
+        table = functools.partial(initializers.table, *size, names=("vocab", "embed"), rngs=rngs)
         self.embedding = table()
         if not self.config.tied_head:
             self.unembedding = table()

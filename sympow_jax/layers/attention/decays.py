@@ -48,7 +48,7 @@ class Decay:
 
 
 class Fixed(Decay):
-    """The same decays for all tokens: ALiBi's slopes."""
+    """The same decays for all tokens: ALiBi's slopes over all heads, or over all value channels of all heads."""
 
     def constant(self, layer: Any) -> Float[Array, "K ..."]:
         """Returns the logarithms of the decays."""

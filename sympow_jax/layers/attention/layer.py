@@ -103,10 +103,8 @@ class Attention(nnx.Module):
 
     Decays gamma = sigmoid(W_gamma x) and rotation rates beta = 1 + tanh(W_beta x), one per key/value head, are from
     "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section 3). `learned_rope_pairs`
-    has a rate per pair of dimensions. The decay `alibi` has ALiBi's slopes, and `constant` learns constants that start
-    at them. The decays `channel_...` are per value channel: `channel_fixed` has ALiBi's slopes over all channels,
-    `channel_constant` learns constants that start at these slopes, and `channel_learned` is sigmoid(W x). The state is
-    float32, whatever `dtype` is. Decays, rotation rates and angles and the normalizer are float32, or float64 if
+    has a rate per pair of dimensions. The decays `channel_...` are per value channel instead of per head. The state
+    is float32, whatever `dtype` is. Decays, rotation rates and angles and the normalizer are float32, or float64 if
     `dtype` is.
 
     Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. On a
@@ -205,14 +203,9 @@ class Attention(nnx.Module):
         """Returns the attention weights, decays and rates for x; takes T x T elements per head."""
         x, segment_ids = self._checked(x, segment_ids)
         heads = self._project(x)
+        arrays = self.positions.head_arrays()
         query, key, rotate, _ = self.positions._apply(
-            heads.query,
-            heads.key,
-            rate=heads.rate,
-            head_arrays=self.positions.head_arrays(),
-            segment_ids=segment_ids,
-            state=None,
-            axis_name=None,
+            heads.query, heads.key, rate=heads.rate, head_arrays=arrays, segment_ids=segment_ids
         )
         weights = self.kernel.weights(
             query, key, rotate=rotate, log_decay=heads.log_decay, segment_ids=segment_ids
