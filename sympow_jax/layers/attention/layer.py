@@ -332,19 +332,27 @@ class Attention(nnx.Module):
         if segment_ids is not None:
             segment_ids = partitioning.gather_time(segment_ids)
         heads, arrays = self._project(x), self.positions.head_arrays()
-        # Each device has a shard of rows and heads and, without a state, of times.
-        divisible = self.kv_heads % partitioning.size(partitioning.TENSOR) == 0
-        rows, times, tensor = partitioning.HEADS
-        spec = jax.sharding.PartitionSpec(rows, None if state else times, tensor if divisible else None)
-        divided = partitioning.CONTEXT in partitioning.dividing(spec, heads.query.shape)
-        state_specs = _state_specs(state)
-        mixed, state = partitioning.over_devices(
-            functools.partial(self._mix, axis_name=partitioning.CONTEXT if divided else None),
-            (heads, arrays, segment_ids, state),
-            # Key/value heads are the first axis of the positions' arrays.
-            (spec, jax.sharding.PartitionSpec(spec[2]), jax.sharding.PartitionSpec(*spec[:2]), state_specs),
-            (partitioning.fit(spec, heads.query.shape), state_specs),
-        )
+        if not partitioning.is_divided():
+            mixed, state = self._mix(heads, arrays, segment_ids, state, axis_name=None)
+        else:
+            # Each device has a shard of rows and heads and, without a state, of times.
+            divisible = self.kv_heads % partitioning.size(partitioning.TENSOR) == 0
+            rows, times, tensor = partitioning.HEADS
+            spec = jax.sharding.PartitionSpec(rows, None if state else times, tensor if divisible else None)
+            divided = partitioning.CONTEXT in partitioning.dividing(spec, heads.query.shape)
+            state_specs = _state_specs(state)
+            mixed, state = partitioning.over_devices(
+                functools.partial(self._mix, axis_name=partitioning.CONTEXT if divided else None),
+                (heads, arrays, segment_ids, state),
+                # Key/value heads are the first axis of the positions' arrays.
+                (
+                    spec,
+                    jax.sharding.PartitionSpec(spec[2]),
+                    jax.sharding.PartitionSpec(*spec[:2]),
+                    state_specs,
+                ),
+                (partitioning.fit(spec, heads.query.shape), state_specs),
+            )
         (out,) = initializers.project(mixed.reshape(*x.shape[:2], -1), self.out)
         return out, state
 
