@@ -30,7 +30,7 @@ def logits(params, tokens):
 def step(params, token, state):
     """Returns the logits after one token per row, and the layer's state after it."""
     x = params["embedding"][token][:, None]
-    mixed, state = nnx.merge(graph, params["attention"])(x, initial_state=state, return_state=True)
+    mixed, state = nnx.merge(graph, params["attention"]).extend(x, state)
     return (x + mixed)[:, 0] @ params["embedding"].T, state
 
 

@@ -332,10 +332,10 @@ class _Engine:
     ) -> tuple[Float[Array, "B T M"], Any]:
         """Returns hidden states and the state: as it was, or after the tokens with `advance`, which donates it."""
         ids = None if segment_ids is None else jnp.asarray(segment_ids)
-        inputs: Any = {"tokens": jnp.asarray(tokens), "segment_ids": ids, "initial_state": state}
         if advance:
-            return self._model.hidden(**inputs, return_state=True, donate_state=True)
-        return self._model.hidden(**inputs, compiled=True), state
+            return self._model.extend_hidden(jnp.asarray(tokens), state, segment_ids=ids, donate_state=True)
+        hidden = self._model.hidden(jnp.asarray(tokens), segment_ids=ids, initial_state=state, compiled=True)
+        return hidden, state
 
 
 @jax.jit

@@ -143,13 +143,14 @@ class Program:
                         f"row {row} has {counts[row]} tokens after {before[row]} others, but the model's learned "
                         f"positions end at {longest} tokens; shorten it"
                     )
-        is_new = initial_state is None
-        state = self.init_state(tokens.shape[0], max_length=max_length) if is_new else initial_state
+        state = initial_state
+        if state is None:
+            state = self.init_state(tokens.shape[0], max_length=max_length)
         lengths = jnp.asarray(lengths)
         with mesh_in_scope(self.leaves):
             ids, segment_ids = _padded(self, jnp.asarray(tokens), lengths, state)
-            options: Any = {"return_state": True, "compiled": True, "donate_state": is_new}
-            hidden, state = self.model.hidden(ids, segment_ids=segment_ids, initial_state=state, **options)
+            options: Any = {"compiled": True, "donate_state": initial_state is None}
+            hidden, state = self.model.extend_hidden(ids, state, segment_ids=segment_ids, **options)
             return _last_logits(self, hidden, lengths), state
 
     def decode(
@@ -278,7 +279,7 @@ def _last_logits(program, hidden, lengths):
 def _decode(program, state, token):
     model = program.model
     require_state(model, state, token.shape[0])
-    logits, state = model(token[:, None], initial_state=state, return_state=True)
+    logits, state = model.extend(token[:, None], state)
     is_known = (token >= 0) & (token < model.config.vocab_size)
     return jnp.where(is_known[:, None], logits[:, 0], jnp.nan), state
 

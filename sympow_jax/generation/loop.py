@@ -199,7 +199,7 @@ def decode_block(
     model = program.model
 
     def step(rows, _):
-        logits, state = model(rows.token[:, None], initial_state=rows.state, return_state=True)
+        logits, state = model.extend(rows.token[:, None], rows.state)
         position = rows.position + 1
         token, seen, finite = _sampled(sampling, seeds, logits[:, 0], position, rows.seen)
         if target.device().platform == "cpu" and model.config.layers > 4:

@@ -1,5 +1,6 @@
 """GPT-2's initialization (Radford et al. 2019, section 2.3), and projections that use it."""
 
+import functools
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from sympow_jax.array_types import Array, Float
 from sympow_jax.layers import parallel, partitioning
 from sympow_jax.ops import arguments
 
-__all__ = ["STANDARD_DEVIATION", "Linear", "as_rngs", "linear", "project", "table"]
+__all__ = ["STANDARD_DEVIATION", "Linear", "as_rngs", "project", "replicated", "table"]
 
 STANDARD_DEVIATION = 0.02
 
@@ -31,18 +32,15 @@ def table(rows: int, width: int, *, names: tuple[str, str], rngs: nnx.Rngs) -> n
     return nnx.Param(init(rngs.params(), (rows, width), jnp.float32))
 
 
-def linear(
-    size_in: int,
-    size_out: int,
-    *,
-    names: tuple[str, str],
-    dtype: Any,
-    use_bias: bool = False,
-    scale: float = 1.0,
-    exact: bool = False,
-    rngs: nnx.Rngs,
-) -> "Linear":
-    """Returns a projection with float32 parameters.
+replicated = functools.partial(nnx.Linear, kernel_init=nnx.initializers.normal(STANDARD_DEVIATION))
+"""Makes a small `nnx.Linear` with a bias, which is whole on every device."""
+
+
+class Linear(nnx.Linear):
+    """Projection with float32 parameters and logical axis names, which flattens its inputs to [B * T, size].
+
+    XLA's CPU backend needs three times as long for the gradient of a product over [B, T, size] as over [B * T, size],
+    because it writes transposed copies.
 
     Args:
         size_in: size of the inputs.
@@ -52,27 +50,8 @@ def linear(
         use_bias: whether there is a bias.
         scale: factor of the initial standard deviation. GPT-2 has 1 / sqrt(2 * layers) for outputs that are added to
             the residual stream.
-        exact: whether to compute in float32 if `dtype` is shorter, and without a bias. Used for decays and rotation
-            rates.
+        exact: whether to compute in float32 if `dtype` is shorter. Used for decays and rotation rates.
         rngs: source of initial values.
-    """
-    return Linear(
-        size_in,
-        size_out,
-        names=names,
-        use_bias=use_bias and not exact,
-        dtype=np.promote_types(dtype, jnp.float32) if exact else jnp.dtype(dtype),
-        precision=jax.lax.Precision.HIGHEST if exact else None,
-        scale=scale,
-        rngs=rngs,
-    )
-
-
-class Linear(nnx.Linear):
-    """`nnx.Linear` with logical axis names, which flattens its inputs to [B * T, size].
-
-    XLA's CPU backend needs three times as long for the gradient of a product over [B, T, size] as over [B * T, size],
-    because it writes transposed copies.
     """
 
     def __init__(
@@ -81,10 +60,10 @@ class Linear(nnx.Linear):
         size_out: int,
         *,
         names: tuple[str, str],
-        use_bias: bool,
         dtype: Any,
-        precision: jax.lax.Precision | None,
-        scale: float,
+        use_bias: bool = False,
+        scale: float = 1.0,
+        exact: bool = False,
         rngs: nnx.Rngs,
     ):
         # A bias of the width of the residual stream is replicated on every device.
@@ -93,8 +72,8 @@ class Linear(nnx.Linear):
             size_in,
             size_out,
             use_bias=use_bias,
-            dtype=dtype,
-            precision=precision,
+            dtype=np.promote_types(dtype, jnp.float32) if exact else jnp.dtype(dtype),
+            precision=jax.lax.Precision.HIGHEST if exact else None,
             kernel_init=partitioning.named(nnx.initializers.normal(STANDARD_DEVIATION * scale), names),
             bias_init=partitioning.named(nnx.initializers.zeros, bias_names),
             rngs=rngs,
@@ -127,14 +106,12 @@ def project(x: Float[Array, "B T size_in"], *projections: Linear) -> tuple[Float
         )
     else:
         return tuple(projection(x) for projection in projections)
-    return tuple(
-        result if projection.bias is None else _add_bias(result, projection.bias[...])
-        for projection, result in zip(projections, results)
-    )
-
-
-def _add_bias(x: Float[Array, "B T size"], bias: Float[Array, " size"]) -> Float[Array, "B T size"]:
-    bias = bias.astype(x.dtype)
-    if partitioning.is_explicit(x, bias):
-        bias = partitioning.reshard(bias, partitioning.explicit_spec(x)[-1:], x)
-    return x + bias
+    outputs = []
+    for projection, result in zip(projections, results):
+        if projection.bias is not None:
+            bias = projection.bias[...].astype(result.dtype)
+            if partitioning.is_explicit(result, bias):
+                bias = partitioning.reshard(bias, partitioning.explicit_spec(result)[-1:], result)
+            result += bias
+        outputs.append(result)
+    return tuple(outputs)

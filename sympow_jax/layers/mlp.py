@@ -1,5 +1,6 @@
 """The feed-forward half of a block."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -38,7 +39,7 @@ class MLP(nnx.Module):
         (1, 16, 32)
     """
 
-    num_matrices: ClassVar[int] = 2
+    is_gated: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -54,24 +55,21 @@ class MLP(nnx.Module):
         rngs = initializers.as_rngs(rngs)
         width = arguments.check_integer("width", width, 1)
         hidden_width = arguments.check_integer("hidden_width", hidden_width, 1)
-        options: dict[str, Any] = {"dtype": dtype, "use_bias": use_bias, "rngs": rngs}
+        linear = functools.partial(initializers.Linear, dtype=dtype, use_bias=use_bias, rngs=rngs)
         self.activation = activation
-        self.up = initializers.linear(width, hidden_width, names=("embed", "mlp"), **options)
-        self.down = initializers.linear(
-            hidden_width, width, names=("mlp", "embed"), scale=out_scale, **options
-        )
+        self.up = linear(width, hidden_width, names=("embed", "mlp"))
+        self.down = linear(hidden_width, width, names=("mlp", "embed"), scale=out_scale)
+        if self.is_gated:
+            self.gate = linear(width, hidden_width, names=("embed", "mlp"))
 
     @by_default_rules
     def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-        (hidden,) = initializers.project(x, self.up)
-        (out,) = initializers.project(self._activated(hidden), self.down)
-        return out
-
-    def _activated(self, x, *factors):
-        """Returns f(x) times the factors."""
         # The backward pass computes the derivative again from arrays that are kept anyway: it is as large as x, and to
         # write and read it takes longer than to compute it.
-        return jax.checkpoint(lambda x, *factors: math.prod(factors, start=self.activation(x)))(x, *factors)
+        activated = jax.checkpoint(lambda x, *factors: math.prod(factors, start=self.activation(x)))
+        hidden = initializers.project(x, *([self.gate] if self.is_gated else []), self.up)
+        (out,) = initializers.project(activated(*hidden), self.down)
+        return out
 
 
 class GatedMLP(MLP):
@@ -87,31 +85,10 @@ class GatedMLP(MLP):
         (1, 16, 32)
     """
 
-    num_matrices = 3
+    is_gated = True
 
-    def __init__(
-        self,
-        width: int,
-        hidden_width: int,
-        *,
-        activation: Activation = nnx.silu,
-        dtype: Any = jnp.float32,
-        use_bias: bool = False,
-        out_scale: float = 1.0,
-        rngs: nnx.Rngs | int,
-    ):
-        rngs = initializers.as_rngs(rngs)
-        width = arguments.check_integer("width", width, 1)
-        hidden_width = arguments.check_integer("hidden_width", hidden_width, 1)
-        options: dict[str, Any] = {"dtype": dtype, "use_bias": use_bias, "rngs": rngs}
-        super().__init__(width, hidden_width, activation=activation, out_scale=out_scale, **options)
-        self.gate = initializers.linear(width, hidden_width, names=("embed", "mlp"), **options)
-
-    @by_default_rules
-    def __call__(self, x: Float[Array, "B T M"]) -> Float[Array, "B T M"]:
-        gate, hidden = initializers.project(x, self.gate, self.up)
-        (out,) = initializers.project(self._activated(gate, hidden), self.down)
-        return out
+    def __init__(self, width: int, hidden_width: int, *, activation: Activation = nnx.silu, **options: Any):
+        super().__init__(width, hidden_width, activation=activation, **options)
 
 
 _KINDS: Mapping[str, tuple[type[MLP], Activation]] = {
@@ -146,4 +123,5 @@ def make_mlp(config: configs.ModelConfig, *, rngs: nnx.Rngs | int) -> MLP:
 
 def num_weights(config: configs.ModelConfig) -> int:
     """Returns the number of weights in the matrices of a model's feed-forward layer."""
-    return _KINDS[config.activation][0].num_matrices * config.width * config.hidden_width
+    matrices = 3 if _KINDS[config.activation][0].is_gated else 2
+    return matrices * config.width * config.hidden_width

@@ -40,7 +40,6 @@ __all__ = [
     "explicit_sharding",
     "explicit_spec",
     "fit",
-    "fitted",
     "gather_time",
     "is_divided",
     "is_explicit",
@@ -107,14 +106,12 @@ def constrain(x: Shaped[Array, "..."], spec: Spec) -> Shaped[Array, "..."]:
     return jax.lax.with_sharding_constraint(x, fit(spec, x.shape)) if _sizes() else x
 
 
-def fit(spec: Spec, shape: tuple[int, ...]) -> Spec:
-    """Returns `fitted` for the mesh in scope."""
-    return fitted(spec, shape, _sizes())
+def fit(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int] | None = None) -> Spec:
+    """Returns the spec without axes that are missing in a mesh or do not divide their dimension.
 
-
-def fitted(spec: Spec, shape: tuple[int, ...], sizes: Mapping[str, int]) -> Spec:
-    """Returns the spec without axes that are missing in a mesh of these sizes or do not divide their dimension."""
-    parts = []
+    `sizes` are those of the mesh's axes; if None, of the mesh in scope.
+    """
+    sizes, parts = _sizes() if sizes is None else sizes, []
     for length, entry in zip(shape, spec):
         names = []
         for axis in _axes(entry):
@@ -143,9 +140,7 @@ def over_devices(f: Callable[..., Any], arguments: tuple[Any, ...], specs: tuple
     if not (sizes := _sizes()):
         return f(*arguments)
     in_specs = tuple(
-        jax.tree.map(
-            lambda x, spec: fitted(spec, x.shape, sizes), argument, jax.tree.broadcast(spec, argument)
-        )
+        jax.tree.map(lambda x, spec: fit(spec, x.shape, sizes), argument, jax.tree.broadcast(spec, argument))
         for argument, spec in zip(arguments, specs)
     )
     mapped = jax.shard_map(f, in_specs=in_specs, out_specs=out, axis_names=set(sizes), check_vma=False)

@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, overload
 
 import jax
 
 from sympow_jax import layers
 from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.layers.attention import memory
 from sympow_jax.models import trunk
 from sympow_jax.ops import arguments, documents
 from sympow_jax.ops.pytree import State
@@ -36,117 +36,89 @@ class DecoderLM(trunk.TokenTrunk):
     products are in `config.dtype`. Parameters, the residual stream and logits are float32.
     """
 
-    @overload
     def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        initial_state: DecoderState | None = None,
-        return_state: Literal[False] = False,
-    ) -> Float[Array, "B T V"]: ...
+        self, tokens: Int[Array, "B T"], *, segment_ids: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T V"]:
+        """Returns float32 logits of the next tokens.
 
-    @overload
-    def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        initial_state: DecoderState | None = None,
-        return_state: Literal[True],
-    ) -> tuple[Float[Array, "B T V"], DecoderState]: ...
+        A document starts wherever the segment id changes. A negative id is padding, whose logits are meaningless.
 
-    def __call__(
-        self,
-        tokens: Int[Array, "B T"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        initial_state: DecoderState | None = None,
-        return_state: bool = False,
-    ) -> Float[Array, "B T V"] | tuple[Float[Array, "B T V"], DecoderState]:
-        """Returns float32 logits of the next tokens and, with `return_state`, the state after `tokens`.
+        Raises:
+            ValueError: a document has more tokens than there are learned absolute positions.
+        """
+        return self.unembed(self.hidden(tokens, segment_ids=segment_ids))
 
-        `initial_state` is the state after earlier tokens. Consecutive calls, each given the previous state, equal one
-        call. A document starts wherever the segment id changes. A negative id is padding, whose logits are meaningless.
+    def extend(
+        self, tokens: Int[Array, "B T"], state: DecoderState, *, segment_ids: Int[Array, "B T"] | None = None
+    ) -> tuple[Float[Array, "B T V"], DecoderState]:
+        """Returns float32 logits of the next tokens after those of a state, and the state after `tokens`.
+
+        Consecutive calls, the first from `init_state` and each from the state before it, equal one call of the model.
         Logits beyond learned absolute positions are NaN.
 
         Raises:
-            ValueError: a document has more tokens than there are learned absolute positions, the state is of a model
-                with another number of layers, or `return_state` is set without an initial state and the attention needs
-                a KV cache (start from `init_state`).
+            ValueError: the state is not one of this model, or `tokens` have a document with more tokens than there are
+                learned absolute positions.
         """
-        if not return_state:
-            return self.unembed(self.hidden(tokens, segment_ids=segment_ids, initial_state=initial_state))
-        hidden, state = self.hidden(
-            tokens, segment_ids=segment_ids, initial_state=initial_state, return_state=True
-        )
+        hidden, state = self.extend_hidden(tokens, state, segment_ids=segment_ids)
         return self.unembed(hidden), state
 
-    @overload
     def hidden(
         self,
         tokens: Int[Array, "B T"],
         *,
         segment_ids: Int[Array, "B T"] | None = None,
         initial_state: DecoderState | None = None,
-        return_state: Literal[False] = False,
         compiled: bool = False,
-    ) -> Float[Array, "B T M"]: ...
+    ) -> Float[Array, "B T M"]:
+        """Returns the final normalized hidden states, from which `unembed` computes logits.
 
-    @overload
-    def hidden(
-        self,
-        tokens: Int[Array, "B T"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        initial_state: DecoderState | None = None,
-        return_state: Literal[True],
-        compiled: bool = False,
-        donate_state: bool = False,
-    ) -> tuple[Float[Array, "B T M"], DecoderState]: ...
-
-    def hidden(
-        self,
-        tokens: Int[Array, "B T"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        initial_state: DecoderState | None = None,
-        return_state: bool = False,
-        compiled: bool = False,
-        donate_state: bool = False,
-    ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], DecoderState]:
-        """Returns the final normalized hidden states instead of the logits that `unembed` computes from them.
-
-        `compiled` compiles one program for all blocks of equal structure, so that a call outside of `jax.jit` takes
-        no longer to compile with more layers; what blocks store in themselves is lost. `donate_state` does so too,
-        and the new state reuses the memory of `initial_state`, which can no longer be read.
+        Args:
+            tokens: tokens of each row.
+            segment_ids: as in `__call__`.
+            initial_state: state after earlier tokens. Blocks are then always `compiled`.
+            compiled: whether to compile one program for all blocks of equal structure, so that a call outside of
+                `jax.jit` takes no longer to compile with more layers. What blocks store in themselves is lost.
         """
+        if initial_state is None and (not compiled or hasattr(self, "stacked_blocks")):
+            return self.encode(self.embed(tokens), segment_ids)
+        return self._over_states(_compiled_output, tokens, segment_ids, initial_state)[0]
+
+    def extend_hidden(
+        self,
+        tokens: Int[Array, "B T"],
+        state: DecoderState,
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        compiled: bool = False,
+        donate_state: bool = False,
+    ) -> tuple[Float[Array, "B T M"], DecoderState]:
+        """Returns the hidden states instead of the logits of `extend`; `compiled` is as in `hidden`.
+
+        `donate_state` compiles too, and the new state reuses the memory of `state`, which can no longer be read.
+        """
+        apply = _compiled_in_place if donate_state else _compiled if compiled else trunk.Block.extend
+        return self._over_states(apply, tokens, segment_ids, state)
+
+    def _over_states(self, apply, tokens, segment_ids, state):
+        """Returns the hidden states and the new state, whose layers are those that `apply` returns for each block."""
         x = self.embed(tokens)
-        state = initial_state
-        if state is None and not return_state and (not compiled or hasattr(self, "stacked_blocks")):
-            return self.encode(x, segment_ids)
         if state is not None and not isinstance(state, DecoderState):
             raise ValueError(f"the state is a {type(state).__name__}; make it with this model's init_state")
-        if state is not None and len(state.layers) != len(self.blocks):
+        layer_states = [None] * len(self.blocks) if state is None else state.layers
+        if len(layer_states) != len(self.blocks):
             raise ValueError(
-                f"the state has {len(state.layers)} layers and the model {len(self.blocks)}; make it with this model's "
-                f"init_state"
+                f"the state has {len(layer_states)} layers and the model {len(self.blocks)}; make it with this "
+                f"model's init_state"
             )
         segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
         x, position = self._stem(x, segment_ids, None if state is None else state.position)
-        x = trunk.shard_tokens(x)
-        apply: Any = _compiled if compiled else trunk.Block.__call__
-        if donate_state:
-            apply = _compiled_in_place
-        layer_states: list[Any] = []
-        for index, block in enumerate(self.blocks):
-            layer_state = None if state is None else state.layers[index]
-            x, layer_state = apply(
-                block, x, segment_ids=segment_ids, initial_state=layer_state, return_state=return_state
-            )
-            layer_states.append(layer_state)
+        x, after = trunk.shard_tokens(x), []
+        for block, layer_state in zip(self.blocks, layer_states):
+            x, layer_state = apply(block, x, layer_state, segment_ids=segment_ids)
+            after.append(layer_state)
         x = layers.normalize(self.final_norm, x, segment_ids)
-        return (x, DecoderState(layers=tuple(layer_states), position=position)) if return_state else x
+        return x, DecoderState(layers=tuple(after), position=position)
 
     def init_state(
         self, batch: int, *, max_length: int | None = None, kv_cache: bool | Sequence[bool] | None = None
@@ -193,8 +165,7 @@ class DecoderLM(trunk.TokenTrunk):
         Raises:
             ValueError: no layer has a recurrent state or a window.
         """
-        kernels = [block.attention.kernel for block in self.blocks]
-        bounded = [x.supports_memory(kv_cache=False) or x.cache_limit is not None for x in kernels]
+        bounded = [memory.is_bounded(block.attention.kernel) for block in self.blocks]
         if not any(bounded):
             # The error of a layer names the reason.
             self.blocks[0].attention.fold(state.layers[0])
@@ -205,7 +176,13 @@ class DecoderLM(trunk.TokenTrunk):
         return dataclasses.replace(state, layers=tuple(folded))
 
 
-_compiled = jax.jit(trunk.Block.__call__, static_argnames="return_state")
-_compiled_in_place = jax.jit(
-    trunk.Block.__call__, static_argnames="return_state", donate_argnames="initial_state"
-)
+@jax.jit
+def _compiled_output(block, x, state, *, segment_ids):
+    """Applies a block without computing its new state."""
+    if state is None:
+        return block(x, segment_ids=segment_ids), None
+    return block.extend(x, state, segment_ids=segment_ids)[0], None
+
+
+_compiled = jax.jit(trunk.Block.extend)
+_compiled_in_place = jax.jit(trunk.Block.extend, donate_argnames="state")

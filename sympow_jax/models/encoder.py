@@ -1,5 +1,7 @@
 """Bidirectional encoders of tokens, for masked tokens, classification and regression."""
 
+from typing import ClassVar
+
 from flax import nnx
 
 from sympow_jax import config as configs
@@ -18,7 +20,8 @@ class Encoder(trunk.TokenTrunk):
     in `config.dtype`. Parameters, the residual stream, logits and the head are float32.
     """
 
-    head: head.Head | head.PairHead
+    head_type: ClassVar[type[head.Head | head.PairHead]] = head.Head
+    """Class of the head."""
 
     def __init__(
         self,
@@ -31,11 +34,7 @@ class Encoder(trunk.TokenTrunk):
         rngs = initializers.as_rngs(rngs)
         super().__init__(config, rngs=rngs, **form)
         if task.outputs is not None:
-            self._init_head(task.outputs, rngs)
-
-    def _init_head(self, outputs: int, rngs: nnx.Rngs) -> None:
-        """Creates the parameters of the head, after all others."""
-        self.head = head.Head(self.config, outputs, rngs=rngs)
+            self.head = self.head_type(config, task.outputs, rngs=rngs)
 
     def hidden(
         self, tokens: Int[Array, "B T"], *, segment_ids: Int[Array, "B T"] | None = None
@@ -62,5 +61,4 @@ class DualEncoder(Encoder):
     both texts are classified by `head.PairHead`. All other parameters are those of an `Encoder`.
     """
 
-    def _init_head(self, outputs: int, rngs: nnx.Rngs) -> None:
-        self.head = head.PairHead(self.config, outputs, rngs=rngs)
+    head_type = head.PairHead

@@ -1,5 +1,7 @@
 """Output layers for classification and regression of rows, and of rows of two texts."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,12 +12,14 @@ from sympow_jax.layers import initializers
 
 __all__ = ["Head", "PairHead"]
 
+_EXACT: Any = {"dtype": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
+
 
 class Head(nnx.Module):
     """Float32 linear layer on the mean over a row's tokens, without padding."""
 
     def __init__(self, config: configs.ModelConfig, outputs: int, *, rngs: nnx.Rngs):
-        self.linear = _linear(config.width, outputs, rngs)
+        self.linear = initializers.replicated(config.width, outputs, **_EXACT, rngs=rngs)
 
     def __call__(
         self, hidden: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None
@@ -36,9 +40,9 @@ class PairHead(nnx.Module):
 
     def __init__(self, config: configs.ModelConfig, outputs: int, *, rngs: nnx.Rngs):
         width = config.hidden_width
-        self.first = _linear(4 * config.width, width, rngs)
-        self.second = _linear(width, width // 2, rngs)
-        self.linear = _linear(width // 2, outputs, rngs)
+        self.first = initializers.replicated(4 * config.width, width, **_EXACT, rngs=rngs)
+        self.second = initializers.replicated(width, width // 2, **_EXACT, rngs=rngs)
+        self.linear = initializers.replicated(width // 2, outputs, **_EXACT, rngs=rngs)
 
     def __call__(
         self, hidden: Float[Array, "B T M"], segment_ids: Int[Array, "B T"] | None
@@ -58,17 +62,6 @@ class PairHead(nnx.Module):
         one, two = (_mean(hidden, segment_ids == text) for text in (0, 1))
         combined = jnp.concatenate([one, two, one * two, one - two], axis=-1)
         return self.linear(jax.nn.relu(self.second(jax.nn.relu(self.first(combined)))))
-
-
-def _linear(inputs: int, outputs: int, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(
-        inputs,
-        outputs,
-        dtype=jnp.float32,
-        precision=jax.lax.Precision.HIGHEST,
-        kernel_init=nnx.initializers.normal(initializers.STANDARD_DEVIATION),
-        rngs=rngs,
-    )
 
 
 def _mean(hidden: Float[Array, "B T M"], counts: Bool[Array, "B T"]) -> Float[Array, "B M"]:

@@ -36,13 +36,8 @@ class ImageClassifier(trunk.Trunk):
         self.head = head.Head(config, task.outputs, rngs=rngs)
 
     def _init_embedding(self, rngs):
-        self.patch = nnx.Linear(
-            self.patch_size**2 * model_lib.CHANNELS,
-            self.config.width,
-            dtype=jnp.dtype(self.config.dtype),
-            kernel_init=nnx.initializers.normal(initializers.STANDARD_DEVIATION),
-            rngs=rngs,
-        )
+        values, dtype = self.patch_size**2 * model_lib.CHANNELS, jnp.dtype(self.config.dtype)
+        self.patch = initializers.replicated(values, self.config.width, dtype=dtype, rngs=rngs)
 
     def classify(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B outputs"]:
         """Returns logits of the classes of each image, or the number predicted for it, in float32.

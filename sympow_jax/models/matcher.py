@@ -45,9 +45,7 @@ class _MatchedBlock(trunk.Block):
             error = jnp.square(new - old).sum(-1) / jnp.maximum(size, jnp.finfo(jnp.float32).tiny)
         else:
             old = self.attention(normed, segment_ids=segment_ids)
-        x = x + old
-        x = x + self.mlp(layers.normalize(self.mlp_norm, x, segment_ids))
-        return jax.lax.stop_gradient(x), error
+        return jax.lax.stop_gradient(self._fed_forward(x + old, segment_ids)), error
 
 
 class AttentionMatcher(trunk.TokenTrunk):

@@ -30,13 +30,9 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def _is_not_elementwise(primitive: Any, *_, **__) -> bool:
-    return primitive.name not in _ELEMENTWISE
-
-
 # Values that are saved for the backward pass of a block in addition to its input, by `config.remat`.
 _SAVED = {
-    "elementwise": _is_not_elementwise,
+    "elementwise": lambda primitive, *_, **__: primitive.name not in _ELEMENTWISE,
     "attention": jax.checkpoint_policies.save_only_these_names("power_attention_out"),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -56,22 +52,23 @@ class Block(nnx.Module):
 
     @by_default_rules
     def __call__(
-        self,
-        x: Float[Array, "B T M"],
-        *,
-        segment_ids: Int[Array, "B T"] | None,
-        initial_state: layers.AttentionState | None = None,
-        return_state: bool = False,
-    ) -> tuple[Float[Array, "B T M"], layers.AttentionState | None]:
-        """Returns the new residual stream and, with `return_state`, the layer's state."""
+        self, x: Float[Array, "B T M"], *, segment_ids: Int[Array, "B T"] | None
+    ) -> Float[Array, "B T M"]:
+        """Returns the new residual stream."""
         normed = layers.normalize(self.attention_norm, x, segment_ids)
-        inputs: dict[str, Any] = {"segment_ids": segment_ids, "initial_state": initial_state}
-        if return_state:
-            mixed, state = self.attention(normed, **inputs, return_state=True)
-        else:
-            mixed, state = self.attention(normed, **inputs), None
-        x = x + mixed
-        return x + self.mlp(layers.normalize(self.mlp_norm, x, segment_ids)), state
+        return self._fed_forward(x + self.attention(normed, segment_ids=segment_ids), segment_ids)
+
+    @by_default_rules
+    def extend(
+        self, x: Float[Array, "B T M"], state: layers.AttentionState, *, segment_ids: Int[Array, "B T"] | None
+    ) -> tuple[Float[Array, "B T M"], layers.AttentionState]:
+        """Returns the new residual stream after the tokens of a state, and the state after x."""
+        normed = layers.normalize(self.attention_norm, x, segment_ids)
+        mixed, state = self.attention.extend(normed, state, segment_ids=segment_ids)
+        return self._fed_forward(x + mixed, segment_ids), state
+
+    def _fed_forward(self, x, segment_ids):
+        return x + self.mlp(layers.normalize(self.mlp_norm, x, segment_ids))
 
 
 class Trunk(nnx.Module, abc.ABC):
@@ -111,26 +108,23 @@ class Trunk(nnx.Module, abc.ABC):
                 config.longest_document, config.width, names=("position", "embed"), rngs=rngs
             )
         if stacked:
-            self.stacked_blocks = self._stacked_blocks(config, rngs)
+            period = config.attention_period
+
+            @nnx.scan(
+                in_axes=nnx.Carry,
+                out_axes=(nnx.Carry, 0),
+                length=config.layers // period,
+                transform_metadata=_LAYER_AXIS,
+            )
+            def make(rngs: nnx.Rngs) -> tuple[nnx.Rngs, nnx.List[Block]]:
+                return rngs, nnx.List([self.block_type(config, layer, rngs=rngs) for layer in range(period)])
+
+            self.stacked_blocks = make(rngs)[1]
         else:
             self.blocks = nnx.List(
                 [self.block_type(config, layer, rngs=rngs) for layer in range(config.layers)]
             )
         self.final_norm = layers.make_norm(config, jnp.dtype(config.dtype), rngs=rngs)
-
-    def _stacked_blocks(self, config: configs.ModelConfig, rngs: nnx.Rngs) -> nnx.List[Block]:
-        period = config.attention_period
-
-        @nnx.scan(
-            in_axes=nnx.Carry,
-            out_axes=(nnx.Carry, 0),
-            length=config.layers // period,
-            transform_metadata=_LAYER_AXIS,
-        )
-        def make(rngs: nnx.Rngs) -> tuple[nnx.Rngs, nnx.List[Block]]:
-            return rngs, nnx.List([self.block_type(config, layer, rngs=rngs) for layer in range(period)])
-
-        return make(rngs)[1]
 
     @abc.abstractmethod
     def _init_embedding(self, rngs: nnx.Rngs) -> None:
@@ -145,7 +139,7 @@ class Trunk(nnx.Module, abc.ABC):
         """
         segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
         x, _ = self._stem(x, segment_ids)
-        x = self._over_blocks(lambda block, x: block(x, segment_ids=segment_ids)[0], shard_tokens(x))
+        x = self._over_blocks(lambda block, x: block(x, segment_ids=segment_ids), shard_tokens(x))
         return layers.normalize(self.final_norm, x, segment_ids)
 
     def _over_blocks[Carry](self, step: Callable[[Block, Carry], Carry], carry: Carry) -> Carry:
@@ -219,10 +213,8 @@ class TokenTrunk(Trunk):
     """A trunk with tokens as inputs and outputs."""
 
     def _init_embedding(self, rngs):
-        def table() -> nnx.Param:
-            size = self.config.vocab_size, self.config.width
-            return initializers.table(*size, names=("vocab", "embed"), rngs=rngs)
-
+        size = self.config.vocab_size, self.config.width
+        table = functools.partial(initializers.table, *size, names=("vocab", "embed"), rngs=rngs)
         self.embedding = table()
         if not self.config.tied_head:
             self.unembedding = table()

@@ -3,10 +3,9 @@
 import jax
 
 from sympow_jax import config
-from sympow_jax.config import attention as attention_lib
 from sympow_jax.config import model as model_lib
 from sympow_jax.layers import mlp
-from sympow_jax.layers.attention import kernels, positions
+from sympow_jax.layers.attention import decays, kernels, positions
 
 __all__ = ["PASSES", "attention", "feed_forward", "model_flops_per_token", "peak_flops"]
 
@@ -76,12 +75,10 @@ def feed_forward(model: config.ModelConfig) -> float:
 def attention(model: config.ModelConfig, layer: int, context_length: int) -> float:
     """Returns the FLOPs per token of a forward pass of a layer's attention with its projections."""
     kernel = kernels.from_config(model, layer)
-    decay = kernel.attention.decay_kind
-    # Decays and rotation rates of a key/value head that are projections of a token.
-    gates = positions.num_rates(kernel.attention, kernel.position_dim)
-    if decay.source is attention_lib.DecaySource.DATA:
-        gates += kernel.head_dim if decay.per_channel else 1
-    columns = 2 * (kernel.num_heads + kernel.num_kv_heads) * kernel.head_dim + gates * kernel.num_kv_heads
+    # Of decays and rotation rates that are projections of a token.
+    gates = decays.make(kernel).num_projected
+    gates += positions.num_rates(kernel.attention, kernel.position_dim) * kernel.num_kv_heads
+    columns = 2 * (kernel.num_heads + kernel.num_kv_heads) * kernel.head_dim + gates
     return 2 * model.width * columns + kernel.flops_per_token(context_length)
 
 

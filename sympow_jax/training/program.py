@@ -77,7 +77,7 @@ class Program:
     def _placed(
         self, leaf: Any, spec: jax.sharding.PartitionSpec = partitioning.REPLICATED
     ) -> jax.ShapeDtypeStruct:
-        spec = partitioning.fitted(spec, leaf.shape, self.mesh.shape)
+        spec = partitioning.fit(spec, leaf.shape, self.mesh.shape)
         return jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(self.mesh, spec)
         )

@@ -132,7 +132,7 @@ def load(
                 return jnp.asarray(read(name, tuple((0, length) for length in shape), dtype))
             # Devices with the same slice share one copy.
             block = functools.cache(lambda bounds: read(name, bounds, dtype))
-            spec = partitioning.fitted(specs.get(name, partitioning.REPLICATED), shape, mesh.shape)
+            spec = partitioning.fit(specs.get(name, partitioning.REPLICATED), shape, mesh.shape)
 
             def part(index: Any) -> Shaped[np.ndarray, "..."]:
                 return block(tuple(x.indices(length)[:2] for x, length in zip(index, shape)))

@@ -20,12 +20,15 @@ class CountingModel(nnx.Module):
     def init_state(self, batch, *, max_length):
         return {"position": jnp.zeros((batch,), jnp.int32)}
 
-    def hidden(self, tokens, *, segment_ids=None, initial_state=None, return_state=False, **_):
+    def hidden(self, tokens, *, segment_ids=None, initial_state=None, **_):
         state = self.init_state(len(tokens), max_length=0) if initial_state is None else initial_state
+        return self.extend_hidden(tokens, state)[0]
+
+    def extend_hidden(self, tokens, state, **_):
         time = state["position"][:, None] + jnp.arange(1, tokens.shape[1] + 1)
         guess = jax.nn.one_hot((tokens + 1) % VOCABULARY, VOCABULARY)
         hidden = guess * (self.scale[...] * time)[..., None]
-        return (hidden, {"position": time[:, -1]}) if return_state else hidden
+        return hidden, {"position": time[:, -1]}
 
     def unembed(self, hidden):
         return hidden

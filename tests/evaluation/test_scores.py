@@ -88,13 +88,13 @@ def test_a_context_is_processed_once_where_that_needs_fewer_tokens():
 def test_segments_reuse_the_memory_of_the_state(monkeypatch):
     monkeypatch.setattr(scores, "CALL_TOKENS", 32)
     model, states = decoder("softmax"), []
-    hidden = type(model).hidden
+    extend = type(model).extend_hidden
 
-    def recorded(self, tokens, *, initial_state=None, **options):
-        states.append(initial_state)
-        return hidden(self, tokens, initial_state=initial_state, **options)
+    def recorded(self, tokens, state, **options):
+        states.append(state)
+        return extend(self, tokens, state, **options)
 
-    monkeypatch.setattr(type(model), "hidden", recorded)
+    monkeypatch.setattr(type(model), "extend_hidden", recorded)
     case = scores.Case([1] * 100, [scores.Question([2], [3] * 100)])
     evaluation.answer_scores(model, [case], share=True)
     assert len(states) == 8
@@ -168,9 +168,9 @@ def test_all_calls_share_one_shape(monkeypatch, documents, length, shape, calls)
     shapes, done = [], []
 
     class Traced(fakes.CountingModel):
-        def hidden(self, tokens, **kwargs):
+        def extend_hidden(self, tokens, state, **options):
             shapes.append(tokens.shape)
-            return super().hidden(tokens, **kwargs)
+            return super().extend_hidden(tokens, state, **options)
 
     evaluation.token_losses(Traced(), fakes.counting_documents(documents, length), on_call=done.append)
     assert shapes == [shape] * calls

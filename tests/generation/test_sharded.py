@@ -27,7 +27,7 @@ def on_mesh(model: models.DecoderLM, sizes: dict) -> models.DecoderLM:
     graph, params = nnx.split(model)
 
     def place(path, x):
-        spec = partitioning.fitted(specs[tuple(key.key for key in path)], x.shape, mesh.shape)
+        spec = partitioning.fit(specs[tuple(key.key for key in path)], x.shape, mesh.shape)
         return jax.device_put(x, jax.NamedSharding(mesh, spec))
 
     return nnx.merge(graph, jax.tree_util.tree_map_with_path(place, nnx.to_pure_dict(params)))

@@ -28,13 +28,13 @@ X = 3 * np.random.default_rng(1).normal(size=(1, TIME, WIDTH)).astype(np.float32
 
 
 @nnx.jit
-def run(layer, x, segment_ids=None, initial_state=None):
-    return layer(x, segment_ids=segment_ids, initial_state=initial_state)
+def run(layer, x, segment_ids=None):
+    return layer(x, segment_ids=segment_ids)
 
 
 @nnx.jit
 def run_on(layer, x, state, segment_ids=None):
-    return layer(x, segment_ids=segment_ids, initial_state=state, return_state=True)
+    return layer.extend(x, state, segment_ids=segment_ids)
 
 
 def sizes(layer):
@@ -160,13 +160,13 @@ def test_the_reference_takes_one_token_from_a_state():
     np.testing.assert_allclose(np.concatenate(parts, 1), run(layer, X), atol=1e-5)
 
 
-def test_a_call_without_a_state_returns_one_and_one_with_a_state_need_not():
+def test_a_state_without_a_length():
     layer = make("linear")
-    _, state = run_on(layer, X[:, :12], None)
-    found = run(layer, X[:, 12:], initial_state=state)
+    _, state = run_on(layer, X[:, :12], layer.init_state(1))
+    found, _ = run_on(layer, X[:, 12:], state)
     np.testing.assert_allclose(found, run(layer, X)[:, 12:], atol=1e-5)
     with pytest.raises(ValueError, match="pass max_length"):
-        make("softmax")(X, return_state=True)
+        make("softmax").init_state(1)
 
 
 def test_softmax_takes_its_implementation_and_a_kv_cache_takes_xla():

@@ -94,8 +94,8 @@ def call(model: str, instance: Any, x: jax.Array) -> jax.Array:
         case "stream":
             # The number of rows of x here: within `shard_map`, those of one device.
             state = instance.init_state(len(x), max_length=TIME)
-            first, state = instance(x[:, :-1], initial_state=state, return_state=True)
-            second, _ = instance(x[:, -1:], initial_state=state, return_state=True)
+            first, state = instance.extend(x[:, :-1], state)
+            second, _ = instance.extend(x[:, -1:], state)
             return jnp.concatenate([first, second], axis=1)
     return instance(x)
 

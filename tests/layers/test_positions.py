@@ -66,7 +66,7 @@ def run(layer, x):
 
 @nnx.jit
 def run_on(layer, x, state, segment_ids):
-    return layer(x, initial_state=state, return_state=True, segment_ids=segment_ids)
+    return layer.extend(x, state, segment_ids=segment_ids)
 
 
 @nnx.jit
@@ -136,7 +136,7 @@ def test_bidirectional_attention_ignores_order_except_in_positions(preset):
         difference = np.abs(run(layer, X[:, order]) - np.asarray(run(layer, X))[:, order]).max()
         assert difference < 1e-5 if position == "none" else difference > 1e-3
         with pytest.raises(ValueError, match="attention that is not causal has no state"):
-            layer(X, return_state=True)
+            layer.extend(X, layer.init_state(2, max_length=TIME))
 
 
 def test_sizes_of_encoded_queries_and_keys():

@@ -30,7 +30,7 @@ def inputs():
 
 @nnx.jit
 def resume(layer, x, segment_ids, state):
-    return layer(x, segment_ids=segment_ids, initial_state=state, return_state=True)
+    return layer.extend(x, state, segment_ids=segment_ids)
 
 
 @nnx.jit
@@ -69,7 +69,7 @@ def test_a_window_of_the_own_token():
 
 def test_a_state_without_a_length():
     layer, x = make(), inputs()
-    _, state = nnx.jit(lambda layer, x: layer(x, return_state=True))(layer, x[:, :10])
+    _, state = resume(layer, x[:, :10], ONE[:, :10], layer.init_state(2))
     assert state.memory.capacity == WINDOW - 1
     rest, _ = resume(layer, x[:, 10:20], ONE[:, 10:20], state)
     assert error(rest, whole(layer, x, ONE)[:, 10:20]) < 2e-6

@@ -63,7 +63,7 @@ def test_states(model):
         softmax.init_state(1, max_length=4, kv_cache=False)
     state = model.init_state(1, max_length=4)
     with pytest.raises(ValueError, match="the state has 0 layers and the model 1; make it with this model's"):
-        model(jnp.zeros((1, 2), jnp.int32), initial_state=dataclasses.replace(state, layers=()))
+        model.extend(jnp.zeros((1, 2), jnp.int32), dataclasses.replace(state, layers=()))
 
 
 def test_states_of_other_layers():
@@ -84,7 +84,7 @@ def test_states_of_other_layers():
         layer = kind(16, 2)
         for time in (5, 1):
             with mistakes.refused(message):
-                layer(np.ones((2, time, 16), np.float32), initial_state=state, return_state=True)
+                layer.extend(np.ones((2, time, 16), np.float32), state)
 
 
 def test_a_layer_requires_rows_of_its_width():

@@ -37,5 +37,5 @@ def test_a_second_call_compiles_nothing(preset, changes):
     model, tokens = small(preset, **changes), jnp.zeros((2, 23), jnp.int32)  # a length of no other test
     assert events(lambda: model(tokens)) == []
     state = model.init_state(2, max_length=32)
-    assert events(lambda: model(tokens, initial_state=state, return_state=True)) == []
-    assert events(lambda: model(tokens[:, :1], initial_state=state, return_state=True)) == []
+    assert events(lambda: model.extend(tokens, state)) == []
+    assert events(lambda: model.extend(tokens[:, :1], state)) == []

@@ -39,7 +39,7 @@ def run(model, tokens, segment_ids):
 
 @nnx.jit
 def run_on(model, tokens, segment_ids, state):
-    return model(tokens, segment_ids=segment_ids, initial_state=state, return_state=True)
+    return model.extend(tokens, state, segment_ids=segment_ids)
 
 
 def gpt2(size="gpt2_124m", **attention):

@@ -69,7 +69,7 @@ def test_errors_are_those_of_new_layers_on_hidden_states_of_the_original_and_tra
             normed = layers.normalize(block.attention_norm, x, segment_ids)
             both = block.attention, matched.attention
             result.append([attention(normed, segment_ids=segment_ids) for attention in both])
-            x, _ = block(x, segment_ids=segment_ids)
+            x = block(x, segment_ids=segment_ids)
         return result
 
     @nnx.jit

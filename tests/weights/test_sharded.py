@@ -58,7 +58,7 @@ def test_slices_are_read_straight_to_a_mesh(tmp_path, monkeypatch, sizes):
     for path, leaf in wanted.items():
         np.testing.assert_array_equal(made[path][...], leaf[...])
     shardings = {
-        path: jax.NamedSharding(mesh, partitioning.fitted(spec, made[path][...].shape, mesh.shape))
+        path: jax.NamedSharding(mesh, partitioning.fit(spec, made[path][...].shape, mesh.shape))
         for path, spec in models.parameter_specs(expected).items()
     }
     assert all(made[path][...].sharding == sharding for path, sharding in shardings.items())

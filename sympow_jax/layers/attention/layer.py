@@ -1,8 +1,9 @@
 """Attention as a kernel, a decay and a position encoding."""
 
 import dataclasses
+import functools
 import math
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +12,9 @@ from flax import nnx
 from sympow_jax import config as configs
 from sympow_jax import ops
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.config import attention as attention_lib
 from sympow_jax.layers import initializers, norms, partitioning
-from sympow_jax.layers.attention import kernels, positions
+from sympow_jax.layers.attention import decays, kernels, positions
+from sympow_jax.layers.attention import memory as memories
 from sympow_jax.ops import arguments, documents, rotary
 from sympow_jax.ops.promotion import by_default_rules
 from sympow_jax.ops.pytree import State
@@ -102,10 +103,8 @@ class Attention(nnx.Module):
 
     Decays gamma = sigmoid(W_gamma x) and rotation rates beta = 1 + tanh(W_beta x), one per key/value head, are from
     "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section 3). `learned_rope_pairs`
-    has a rate per pair of dimensions. The decay `alibi` has ALiBi's slopes, and `constant` learns constants that start
-    at them. The decays `channel_...` are per value channel: `channel_fixed` has ALiBi's slopes over all channels,
-    `channel_constant` learns constants that start at these slopes, and `channel_learned` is sigmoid(W x). The state is
-    float32, whatever `dtype` is. Decays, rotation rates and angles and the normalizer are float32, or float64 if
+    has a rate per pair of dimensions. The decays `channel_...` are per value channel instead of per head. The state
+    is float32, whatever `dtype` is. Decays, rotation rates and angles and the normalizer are float32, or float64 if
     `dtype` is.
 
     Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. On a
@@ -146,20 +145,13 @@ class Attention(nnx.Module):
         rngs = initializers.as_rngs(rngs)
         self.width, self.kernel = width, kernel
         self.num_heads, self.kv_heads, self.head_dim = kernel.num_heads, kernel.num_kv_heads, kernel.head_dim
-        self.decay_kind = kernel.attention.decay_kind
-
-        def project(
-            size_in: int, size_out: int, names: tuple[str, str], **options: Any
-        ) -> initializers.Linear:
-            options = {"dtype": dtype, "use_bias": use_bias} | options
-            return initializers.linear(size_in, size_out, names=names, rngs=rngs, **options)
-
+        linear = functools.partial(initializers.Linear, dtype=dtype, rngs=rngs)
         query_width, kv_width = self.num_heads * self.head_dim, self.kv_heads * self.head_dim
-        biases = {"use_bias": use_bias or kernel.attention.qkv_biases}
-        self.query = project(width, query_width, ("embed", "heads"), **biases)
-        self.key = project(width, kv_width, ("embed", "kv_heads"), **biases)
-        self.value = project(width, kv_width, ("embed", "kv_heads"), **biases)
-        self.out = project(query_width, width, ("heads", "embed"), scale=out_scale)
+        biases = use_bias or kernel.attention.qkv_biases
+        self.query = linear(width, query_width, names=("embed", "heads"), use_bias=biases)
+        self.key = linear(width, kv_width, names=("embed", "kv_heads"), use_bias=biases)
+        self.value = linear(width, kv_width, names=("embed", "kv_heads"), use_bias=biases)
+        self.out = linear(query_width, width, names=("heads", "embed"), use_bias=use_bias, scale=out_scale)
         if kernel.attention.qk_norm:
             options = {"epsilon": norm_epsilon, "dtype": jnp.dtype(dtype), "rngs": rngs}
             self.query_norm = norms.rms_norm(self.head_dim, **options)
@@ -171,80 +163,39 @@ class Attention(nnx.Module):
             of_features=kernel.rotates_features,
             rngs=rngs,
         )
-        # Decays and rates are computed exactly: in float32 if the dtype is shorter, and without a bias.
-        if self.decay_kind.source is attention_lib.DecaySource.DATA:
-            decays = kv_width if self.decay_kind.per_channel else self.kv_heads
-            self.decay = project(width, decays, ("embed", "gates"), exact=True)
-            if kernel.attention.decay_bias is not None:
-                self.decay_bias = nnx.Param(jnp.full(decays, kernel.attention.decay_bias, jnp.float32))
-        if self.decay_kind.source is attention_lib.DecaySource.PARAMETER:
-            initial = jnp.exp(self._fixed_decays())
-            self.decay_logits = nnx.Param(jnp.log(initial) - jnp.log1p(-initial))
+        # Decays and rates are exact: their products are in float32 if the dtype is shorter.
+        self.decays = decays.make(kernel)
+        if self.decays.num_projected:
+            self.decay = linear(width, self.decays.num_projected, names=("embed", "gates"), exact=True)
+        self.decays.init_parameters(self)
         self.has_rate = bool(rates := positions.num_rates(kernel.attention, kernel.position_dim))
         if self.has_rate:
-            self.rate = project(width, self.kv_heads * rates, ("embed", "gates"), exact=True)
-
-    @overload
-    def __call__(
-        self,
-        x: Float[Array, "B T M"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        initial_state: AttentionState | None = None,
-        return_state: Literal[False] = False,
-    ) -> Float[Array, "B T M"]: ...
-
-    @overload
-    def __call__(
-        self,
-        x: Float[Array, "B T M"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        initial_state: AttentionState | None = None,
-        return_state: Literal[True],
-    ) -> tuple[Float[Array, "B T M"], AttentionState]: ...
+            self.rate = linear(width, self.kv_heads * rates, names=("embed", "gates"), exact=True)
 
     @by_default_rules
     def __call__(
-        self,
-        x: Float[Array, "B T M"],
-        *,
-        segment_ids: Int[Array, "B T"] | None = None,
-        initial_state: AttentionState | None = None,
-        return_state: bool = False,
-    ) -> Float[Array, "B T M"] | tuple[Float[Array, "B T M"], AttentionState]:
-        """Returns the output and, with `return_state`, the state after x.
+        self, x: Float[Array, "B T M"], *, segment_ids: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T M"]:
+        """Returns the output."""
+        x, segment_ids = self._checked(x, segment_ids)
+        return self._attend(x, segment_ids, None)[0]
 
-        `initial_state` is the state after earlier tokens. Consecutive calls, each given the previous state, equal one
-        call.
+    @by_default_rules
+    def extend(
+        self, x: Float[Array, "B T M"], state: AttentionState, *, segment_ids: Int[Array, "B T"] | None = None
+    ) -> tuple[Float[Array, "B T M"], AttentionState]:
+        """Returns the output after the tokens of a state, and the state after x.
+
+        Consecutive calls, the first from `init_state` and each from the state before it, equal one call of the layer.
 
         Raises:
-            ValueError: `return_state` is set without an initial state, but the kernel needs a KV cache that grows,
-                whose capacity only `init_state` can set; or attention is not causal and a state is given or requested.
+            ValueError: attention is not causal, or the state is not one of this layer.
         """
         x, segment_ids = self._checked(x, segment_ids)
-        state = initial_state
-        if (return_state or state is not None) and not self.kernel.attention.causal:
-            raise ValueError(
-                "attention that is not causal has no state; leave out initial_state and return_state"
-            )
-        if state is not None:
-            self._check_state(state, x.shape[0])
-        elif return_state:
-            state = self.init_state(x.shape[0])
-        batch, time, _ = x.shape
-        if segment_ids is not None:
-            segment_ids = partitioning.gather_time(segment_ids)
-        heads, arrays = self._project(x), self.positions.head_arrays()
-        if partitioning.is_divided():
-            mixed, state = self._over_devices(heads, arrays, segment_ids, state)
-        else:
-            mixed, state = self._mix(heads, arrays, segment_ids, state)
-        (out,) = initializers.project(mixed.reshape(batch, time, -1), self.out)
-        if not return_state:
-            return out
-        assert state is not None  # given, or made by `init_state`
-        return out, state
+        if not self.kernel.attention.causal:
+            raise ValueError("attention that is not causal has no state; call the layer, without extend")
+        self._check_state(state, x.shape[0])
+        return self._attend(x, segment_ids, state)
 
     def maps(
         self, x: Float[Array, "B T M"], *, segment_ids: Int[Array, "B T"] | None = None
@@ -252,14 +203,9 @@ class Attention(nnx.Module):
         """Returns the attention weights, decays and rates for x; takes T x T elements per head."""
         x, segment_ids = self._checked(x, segment_ids)
         heads = self._project(x)
+        arrays = self.positions.head_arrays()
         query, key, rotate, _ = self.positions._apply(
-            heads.query,
-            heads.key,
-            rate=heads.rate,
-            head_arrays=self.positions.head_arrays(),
-            segment_ids=segment_ids,
-            state=None,
-            axis_name=None,
+            heads.query, heads.key, rate=heads.rate, head_arrays=arrays, segment_ids=segment_ids
         )
         weights = self.kernel.weights(
             query, key, rotate=rotate, log_decay=heads.log_decay, segment_ids=segment_ids
@@ -285,22 +231,7 @@ class Attention(nnx.Module):
         """
         if max_length is not None:
             max_length = arguments.check_integer("max_length", max_length, 1)
-        if kv_cache is None:
-            required = self.kernel.cache_policy is kernels.CachePolicy.ALWAYS
-            kv_cache = required if max_length is None else self.kernel.prefers_cache(max_length)
-        elif not self.kernel.supports_memory(kv_cache=kv_cache):
-            name = self.kernel.attention.kernel
-            raise ValueError(
-                f"kv_cache is {kv_cache}, which this attention of kernel {name!r} does not support; pass "
-                f"kv_cache={not kv_cache}"
-            )
-        sizes = [size for size in (max_length, self.kernel.cache_limit) if size is not None]
-        if kv_cache and not sizes:
-            raise ValueError(
-                f"attention of kernel {self.kernel.attention.kernel!r} uses a KV cache, whose state needs a length; "
-                f"pass max_length, the longest prompt plus the tokens after it, to init_state"
-            )
-        memory = self.kernel.init_cache(batch, min(sizes)) if kv_cache else self.kernel.init_state(batch)
+        memory = memories.init(self.kernel, batch, max_length=max_length, kv_cache=kv_cache)
         state = AttentionState(memory=memory, position=self.positions.init_state(batch))
         return jax.tree.map(partitioning.constrain, state, _state_specs(state))
 
@@ -322,9 +253,7 @@ class Attention(nnx.Module):
         Raises:
             ValueError: there is no recurrent state.
         """
-        if not isinstance(state.memory, ops.KVCache):
-            return state
-        return dataclasses.replace(state, memory=self.kernel.compress(state.memory))
+        return dataclasses.replace(state, memory=memories.fold(self.kernel, state.memory))
 
     def _checked(self, x, segment_ids):
         """Returns the arguments of a call as arrays.
@@ -349,38 +278,43 @@ class Attention(nnx.Module):
 
     def _check_state(self, state: Any, batch: int) -> None:
         """Raises ValueError unless `state` is one of this layer; ops check the sizes of recurrent states."""
-        kernel, wrong = self.kernel, None
-        if not isinstance(state, AttentionState) or not isinstance(state.memory, kernels.Memory):
-            wrong = f"is a {type(state).__name__}"
-        elif not kernel.supports_memory(kv_cache=isinstance(state.memory, ops.KVCache)):
-            wrong = f"has a {type(state.memory).__name__}, which kernel {kernel.attention.kernel!r} does not support"
-        else:
-            position = self.positions.init_state(batch)
-            shapes: list[Any] = [
-                tuple(tree and jax.tree.leaves(tree)[0].shape for tree in (state.position, position))
-            ]
-            if isinstance(cache := state.memory, ops.KVCache):
-                shapes.append((cache.key.shape, (batch, self.kv_heads, cache.capacity, kernel.encoded_dim)))
-                shapes.append((cache.value.shape, (*shapes[-1][1][:3], self.head_dim)))
-            if type(state.position) is not type(position):
-                wrong = f"has {type(state.position).__name__} as its position, not {type(position).__name__}"
-            for actual, expected in shapes:
-                if wrong is None and actual != expected:
-                    wrong = f"has an array of shape {actual} where this layer needs {expected}"
-        if wrong is not None:
-            raise ValueError(f"the state {wrong}; make it with init_state({batch}) of this layer")
+        kernel = self.kernel
+
+        def require(holds: bool, mistake: str) -> None:
+            if not holds:
+                raise ValueError(f"the state {mistake}; make it with init_state({batch}) of this layer")
+
+        is_state = isinstance(state, AttentionState) and isinstance(state.memory, kernels.Memory)
+        require(is_state, f"is a {type(state).__name__}")
+        memory, position, expected = state.memory, state.position, self.positions.init_state(batch)
+        is_cache, kind, needed = (isinstance(memory, ops.KVCache), type(position), type(expected))
+        name = f"{type(memory).__name__}, which kernel {kernel.attention.kernel!r} does not support"
+        require(kernel.supports_memory(kv_cache=is_cache), f"has a {name}")
+        require(kind is needed, f"has {kind.__name__} as its position, not {needed.__name__}")
+        shapes = [
+            (x.shape, y.shape) for x, y in zip(jax.tree.leaves(position)[:1], jax.tree.leaves(expected))
+        ]
+        if is_cache:
+            slots = batch, self.kv_heads, memory.capacity
+            shapes.append((memory.key.shape, (*slots, kernel.encoded_dim)))
+            shapes.append((memory.value.shape, (*slots, self.head_dim)))
+        for shape, own in shapes:
+            require(shape == own, f"has an array of shape {shape} where this layer needs {own}")
 
     def _project(self, x) -> "_Heads":
         """Returns queries, keys and values per head, and decays and rotation rates per key/value head."""
         projections = [self.query, self.key, self.value]
-        has_decay = self.decay_kind.source is attention_lib.DecaySource.DATA
-        projections += [self.decay] if has_decay else []
+        projections += [self.decay] if self.decays.num_projected else []
         projections += [self.rate] if self.has_rate else []
-        query, key, value, *rest = initializers.project(x, *projections)
-        decay = rest.pop(0) if has_decay else None
-        query, key, value, decay, rate = self._shard_heads(
-            query, key, value, decay, rest[0] if rest else None
-        )
+        projected = initializers.project(x, *projections)
+        if partitioning.is_explicit(projected[0]):
+            # Shard by whole heads: by the axes of the query's heads if they divide the key/value heads. Gather time.
+            rows, _, axes = partitioning.explicit_spec(projected[0])
+            spec = (rows, (), partitioning.explicit_axes(axes, self.kv_heads, projected[0]))
+            projected = tuple(partitioning.reshard(array, spec) for array in projected)
+        query, key, value, *rest = projected
+        decay = rest.pop(0) if self.decays.num_projected else None
+        rate = rest.pop(0) if self.has_rate else None
         shape = (*x.shape[:2], -1, self.head_dim)
         query, key = query.reshape(shape), key.reshape(shape)
         if self.kernel.attention.qk_norm:
@@ -389,45 +323,40 @@ class Attention(nnx.Module):
             query=query,
             key=key,
             value=value.reshape(shape),
-            log_decay=self._log_decay(x, decay),
+            log_decay=self.decays.log_decay(self, x, decay),
             rate=None if rate is None else self.positions.rate(rate),
         )
 
-    def _shard_heads(self, query, *others):
-        """Shards the last dimension of [B, T, heads * size] by whole heads, on a mesh with Explicit axes.
+    def _attend(self, x, segment_ids, state):
+        """Returns the output and the new state, None without a state."""
+        if segment_ids is not None:
+            segment_ids = partitioning.gather_time(segment_ids)
+        heads, arrays = self._project(x), self.positions.head_arrays()
+        if not partitioning.is_divided():
+            mixed, state = self._mix(heads, arrays, segment_ids, state, axis_name=None)
+        else:
+            # Each device has a shard of rows and heads and, without a state, of times.
+            divisible = self.kv_heads % partitioning.size(partitioning.TENSOR) == 0
+            rows, times, tensor = partitioning.HEADS
+            spec = jax.sharding.PartitionSpec(rows, None if state else times, tensor if divisible else None)
+            divided = partitioning.CONTEXT in partitioning.dividing(spec, heads.query.shape)
+            state_specs = _state_specs(state)
+            mixed, state = partitioning.over_devices(
+                functools.partial(self._mix, axis_name=partitioning.CONTEXT if divided else None),
+                (heads, arrays, segment_ids, state),
+                # Key/value heads are the first axis of the positions' arrays.
+                (
+                    spec,
+                    jax.sharding.PartitionSpec(spec[2]),
+                    jax.sharding.PartitionSpec(*spec[:2]),
+                    state_specs,
+                ),
+                (partitioning.fit(spec, heads.query.shape), state_specs),
+            )
+        (out,) = initializers.project(mixed.reshape(*x.shape[:2], -1), self.out)
+        return out, state
 
-        All projections get the axes of the query's heads, if these divide the number of key/value heads, or else none.
-        Time is gathered.
-        """
-        if not partitioning.is_explicit(query):
-            return query, *others
-        rows, _, heads = partitioning.explicit_spec(query)
-        spec = (rows, (), partitioning.explicit_axes(heads, self.kv_heads, query))
-        return tuple(None if x is None else partitioning.reshard(x, spec) for x in (query, *others))
-
-    def _over_devices(self, heads, arrays, segment_ids, state):
-        """Returns as `_mix`, computed per shard of rows and heads and, without a state, of times."""
-        divisible = self.kv_heads % partitioning.size(partitioning.TENSOR) == 0
-        rows, times, tensor = partitioning.HEADS
-        spec = jax.sharding.PartitionSpec(rows, None if state else times, tensor if divisible else None)
-        divided = partitioning.CONTEXT in partitioning.dividing(spec, heads.query.shape)
-
-        def mix(heads, arrays, segment_ids, state):
-            axis_name = partitioning.CONTEXT if divided else None
-            return self._mix(heads, arrays, segment_ids, state, axis_name=axis_name)
-
-        # Key/value heads are the first axis of the positions' arrays.
-        arrays_spec = jax.sharding.PartitionSpec(tensor if divisible else None)
-        tokens_spec = jax.sharding.PartitionSpec(*spec[:2])
-        state_specs = _state_specs(state)
-        return partitioning.over_devices(
-            mix,
-            (heads, arrays, segment_ids, state),
-            (spec, arrays_spec, tokens_spec, state_specs),
-            (partitioning.fit(spec, heads.query.shape), state_specs),
-        )
-
-    def _mix(self, heads, arrays, segment_ids, state=None, axis_name=None):
+    def _mix(self, heads, arrays, segment_ids, state, *, axis_name):
         """Returns the kernel's output [B, T, N, E], and the new state if a state is given.
 
         `arrays` are the `head_arrays` of the positions. `axis_name` is the mesh axis that shards time, if any.
@@ -444,49 +373,5 @@ class Attention(nnx.Module):
         options: dict[str, Any] = {"rotate": rotate, "log_decay": heads.log_decay, "segment_ids": segment_ids}
         if state is None:
             return self.kernel.attend(query, key, heads.value, **options, axis_name=axis_name), None
-        if isinstance(state.memory, ops.KVCache):
-            mixed, memory = self._extend(query, key, heads.value, **options, cache=state.memory)
-        else:
-            mixed, memory = self.kernel.recur(query, key, heads.value, **options, initial_state=state.memory)
+        mixed, memory = memories.extend(self.kernel, query, key, heads.value, **options, memory=state.memory)
         return mixed, AttentionState(memory=memory, position=position)
-
-    def _extend(self, query, key, value, rotate, log_decay, segment_ids, cache):
-        """Returns the kernel's output [B, T, N, E], and the KV cache with these tokens appended."""
-        # The reference has no step.
-        one_token = key.shape[1] == 1 and self.kernel.attention.implementation != "reference"
-        if one_token and self.kernel.weighs_cache:
-            token = jax.tree.map(lambda x: x[:, 0], (query, key, value, log_decay, segment_ids))
-            out, extended, missing = cache.step(*token, weigh=self.kernel.weigh)
-            out, missing = out[:, None], missing[:, None]
-        else:
-            joined, missing = cache.append(key, value, log_decay, segment_ids)
-            tokens = joined.tokens() | ({"log_decay": None} if log_decay is None else {})
-            out = self.kernel.attend_cache(query, **tokens, rotate=rotate)
-            extended = (joined if segment_ids is None else joined.without_gaps()).newest(cache.capacity)
-        # A sliding window needs no more than its own slots.
-        if cache.capacity != self.kernel.cache_limit:
-            out = jnp.where(missing[..., None, None], jnp.nan, out)
-        return out, extended
-
-    def _log_decay(self, x, projected) -> Float[Array, "B T K ..."] | None:
-        """Returns the logarithm of gamma, which is finite where sigmoid itself rounds to 0."""
-        shape = (self.kv_heads, self.head_dim) if self.decay_kind.per_channel else (self.kv_heads,)
-        match self.decay_kind.source:
-            case attention_lib.DecaySource.NONE:
-                return None
-            case attention_lib.DecaySource.DATA:
-                if self.kernel.attention.decay_bias is not None:
-                    projected += self.decay_bias[...]
-                return jax.nn.log_sigmoid(projected.reshape(*x.shape[:2], *shape))
-            case attention_lib.DecaySource.PARAMETER:
-                constant = jax.nn.log_sigmoid(self.decay_logits[...])
-            case attention_lib.DecaySource.FIXED:
-                constant = self._fixed_decays()
-            case attention_lib.DecaySource.RATIO:
-                constant = jax.nn.log_sigmoid(2 + 3 * jnp.arange(self.kv_heads) / self.kv_heads)
-        return jnp.broadcast_to(constant, (*x.shape[:2], *shape))
-
-    def _fixed_decays(self) -> Float[Array, "K ..."]:
-        """Returns ALiBi's slopes as logarithms of decays, per head or per value channel."""
-        shape = (self.kv_heads, self.head_dim) if self.decay_kind.per_channel else (self.kv_heads,)
-        return -jnp.array(ops.alibi_slopes(math.prod(shape)), jnp.float32).reshape(shape)

@@ -18,21 +18,7 @@ __all__ = ["ExpressiveAttention", "LinearAttention", "PowerAttention", "SoftmaxA
 class _PlainAttention(layer.Attention):
     """`Attention` of one kernel, from sizes and from fields of `config.AttentionConfig`.
 
-    A subclass lists its options, which are documented with the fields of the config.
-
-    Args:
-        width: M, the size of the input and of the output.
-        num_heads: number of query heads.
-        num_kv_heads: number of key/value heads; it must divide `num_heads`. If None, `num_heads`.
-        head_dim: size of a head. If None, `width // num_heads`.
-        use_bias: whether the four projections have a bias.
-        dtype: dtype of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
-        rngs: source of initial values, or a seed.
-        **options: the options of the class.
-
-    Raises:
-        ValueError: an argument is out of range, or two of them contradict each other.
-        TypeError: the class has no such option.
+    A subclass lists its options. `SoftmaxAttention` documents the arguments.
     """
 
     defaults: ClassVar[dict[str, Any]]
@@ -100,9 +86,7 @@ class PowerAttention(_PlainAttention):
     The recurrent state has binomial(head_dim + power - 1, power) x head_dim elements per key/value head.
 
     Args:
-        width: M, the size of the input and of the output.
-        num_heads: number of query heads.
-        num_kv_heads, head_dim, use_bias, dtype, rngs: as in `SoftmaxAttention`.
+        width, num_heads, num_kv_heads, head_dim, use_bias, dtype, rngs: as in `SoftmaxAttention`.
         power: degree of the weights, positive and even; 2.
         decay: "none"; per head "alibi" or "permuteformer", fixed, "constant", trained, or "learned", sigmoid(W x), the
             default; or per value channel "channel_fixed", "channel_constant" or "channel_learned".
@@ -113,9 +97,6 @@ class PowerAttention(_PlainAttention):
         chunk_size: tokens per chunk of the chunked form. If None, the op chooses.
         exact_window: minimum number of last keys that every query attends to exactly instead of through the state; 64.
         **options: the others of `SoftmaxAttention`, except `causal` and `window`.
-
-    Raises:
-        ValueError: an argument is out of range, or two of them contradict each other.
 
     Examples:
         >>> import jax
@@ -136,17 +117,12 @@ class LinearAttention(_PlainAttention):
     Positions that rotate vectors are applied to the features.
 
     Args:
-        width: M, the size of the input and of the output.
-        num_heads: number of query heads.
-        num_kv_heads, head_dim, use_bias, dtype, rngs: as in `SoftmaxAttention`.
+        width, num_heads, num_kv_heads, head_dim, use_bias, dtype, rngs: as in `SoftmaxAttention`.
         feature_map: "elu" (elu(x) + 1, the default), "relu", "identity", "symmetric" or "tensor".
         power: degree of the feature maps "symmetric" and "tensor"; 2.
         normalizer: "unrotated" or "rotated", the features that the denominator uses.
         form, chunk_size, exact_window: as in `PowerAttention`.
         **options: the others of `SoftmaxAttention`, except `window`.
-
-    Raises:
-        ValueError: an argument is out of range, or two of them contradict each other.
 
     Examples:
         >>> import jax
@@ -186,6 +162,7 @@ class SoftmaxAttention(_PlainAttention):
 
     Raises:
         ValueError: an argument is out of range, or two of them contradict each other.
+        TypeError: the class has no such option.
 
     Examples:
         >>> import jax
@@ -203,13 +180,8 @@ class ExpressiveAttention(_PlainAttention):
     """Expressive attention, `ops.expressive_attention`; a KV cache is its only memory.
 
     Args:
-        width: M, the size of the input and of the output.
-        num_heads: number of query heads.
-        num_kv_heads, head_dim, use_bias, dtype, rngs: as in `SoftmaxAttention`.
+        width, num_heads, num_kv_heads, head_dim, use_bias, dtype, rngs: as in `SoftmaxAttention`.
         **options: those of `SoftmaxAttention`, except `window`.
-
-    Raises:
-        ValueError: an argument is out of range, or two of them contradict each other.
 
     Examples:
         >>> import jax

@@ -44,10 +44,15 @@ def num_rates(attention: configs.AttentionConfig, size: int) -> int:
     return _CLASSES[attention.position]._num_rates(size)
 
 
-def make(
-    attention: configs.AttentionConfig, *, num_kv_heads: int, size: int, of_features: bool, rngs: nnx.Rngs
-) -> "Positions":
-    """Returns the module for `attention.position`.
+def make(attention: configs.AttentionConfig, **options: Any) -> "Positions":
+    """Returns the module for `attention.position`; `options` are the other arguments of `Positions`."""
+    return _CLASSES[attention.position](attention, **options)
+
+
+class Positions(nnx.Module):
+    """Identity on queries and keys, for no position and for positions that are added to the embedding.
+
+    `nnx.tabulate` compiles every public method that a call uses, so those with other values than arrays are private.
 
     Args:
         attention: the options.
@@ -55,16 +60,6 @@ def make(
         size: size of the vectors that positions are applied to.
         of_features: whether the kernel applies rotations to features, instead of this module to queries and keys.
         rngs: source of initial values.
-    """
-    return _CLASSES[attention.position](
-        attention, num_kv_heads=num_kv_heads, size=size, of_features=of_features, rngs=rngs
-    )
-
-
-class Positions(nnx.Module):
-    """Identity on queries and keys, for no position and for positions that are added to the embedding.
-
-    `nnx.tabulate` compiles every public method that a call uses, so those with other values than arrays are private.
     """
 
     def __init__(
@@ -82,7 +77,6 @@ class Positions(nnx.Module):
 
     @staticmethod
     def _encoded_dim(attention: configs.AttentionConfig, size: int) -> int:
-        """Returns the size of encoded vectors, from the `size` before."""
         return size
 
     def init_parameters(self, rngs: nnx.Rngs) -> None:
@@ -90,7 +84,6 @@ class Positions(nnx.Module):
 
     @staticmethod
     def _num_rates(size: int) -> int:
-        """Returns the number of rotation rates per key/value head that the layer computes from its input."""
         return 0
 
     def rate(self, projected: Float[Array, "B T _"] | None) -> Float[Array, "B T K ..."] | None:
@@ -118,8 +111,8 @@ class Positions(nnx.Module):
         rate: Float[Array, "B T K ..."] | None,
         head_arrays: HeadArrays,
         segment_ids: Int[Array, "B T"] | None,
-        state: PositionState | None,
-        axis_name: str | None,
+        state: PositionState | None = None,
+        axis_name: str | None = None,
     ) -> tuple[Float[Array, "B T N _"], Float[Array, "B T K _"], Rotation | None, PositionState | None]:
         """Returns queries and keys for the kernel, the rotation of their features or None, and the new state.
 
@@ -150,7 +143,7 @@ class _Rotating(Positions, abc.ABC):
     ) -> tuple[Rotation, PositionState]:
         """Returns the rotation of each token's vectors, and the new state."""
 
-    def _apply(self, query, key, *, rate, head_arrays, segment_ids, state, axis_name):
+    def _apply(self, query, key, *, rate, head_arrays, segment_ids, state=None, axis_name=None):
         segment_ids = _continued(query, state) if segment_ids is None else segment_ids
         rotation, state = self._rotation(rate, head_arrays, segment_ids, state, axis_name)
         if self.of_features:
@@ -287,7 +280,7 @@ class Spe(Positions):
     def init_state(self, batch):
         return documents.PositionState.zeros(batch)
 
-    def _apply(self, query, key, *, rate, head_arrays, segment_ids, state, axis_name):
+    def _apply(self, query, key, *, rate, head_arrays, segment_ids, state=None, axis_name=None):
         segment_ids = _continued(query, state) if segment_ids is None else segment_ids
         places, state = _places(segment_ids, state, axis_name)
         kv_heads, head_dim, sines = head_arrays["phases"].shape

@@ -88,16 +88,20 @@ class Reader(nnx.Module):
     def init_state(self, batch, *, max_length):
         return {"tokens": jnp.zeros((batch, max_length), jnp.int32), "length": jnp.zeros((batch,), jnp.int32)}
 
-    def hidden(self, tokens, *, segment_ids, initial_state=None, return_state=False, **_):
+    def hidden(self, tokens, *, segment_ids, initial_state=None, **_):
         batch, size = tokens.shape
         state = self.init_state(batch, max_length=size) if initial_state is None else initial_state
+        return self.extend_hidden(tokens, state, segment_ids=segment_ids)[0]
+
+    def extend_hidden(self, tokens, state, *, segment_ids, **_):
+        batch, size = tokens.shape
         positions = state["length"][:, None] + jnp.arange(size)
         # Padding is at the end, where later tokens replace it.
         history = state["tokens"].at[jnp.arange(batch)[:, None], positions].set(tokens)
         length = state["length"] + (segment_ids >= 0).sum(1)
         shape = jax.ShapeDtypeStruct((batch, size, 256), jnp.float32)
         logits = jax.pure_callback(Reader.predict, shape, history, state["length"], length, np.arange(size))
-        return (logits, {"tokens": history, "length": length}) if return_state else logits
+        return logits, {"tokens": history, "length": length}
 
     def unembed(self, hidden):
         return hidden

@@ -1,6 +1,7 @@
 """Attention kernels, one class each, selected by the config."""
 
 import pkgutil
+from typing import Any
 
 from sympow_jax import config as configs
 from sympow_jax.config import attention as attention_lib
@@ -9,34 +10,15 @@ from sympow_jax.layers.attention.kernels.kernel import CachePolicy, Kernel, Memo
 __all__ = ["CachePolicy", "Kernel", "Memory", "RecurrentKernel", "from_config", "make"]
 
 
-def make(
-    attention: configs.AttentionConfig,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: str = "float32",
-    state_dtype: str = "float32",
-) -> Kernel:
-    """Returns the kernel that `attention.kernel` names, with its options.
+def make(attention: configs.AttentionConfig, **sizes: Any) -> Kernel:
+    """Returns the kernel that `attention.kernel` names, a row of `config.attention.KERNELS`.
 
-    Args:
-        attention: the options; `config.attention.KERNELS` has a row for each kernel.
-        num_heads: number of query heads.
-        num_kv_heads: number of key/value heads.
-        head_dim: size of a head.
-        dtype: name of the dtype of queries, keys and values, and of a KV cache.
-        state_dtype: name of the dtype in which a recurrent state is stored.
+    `sizes` are the other attributes of `Kernel`: the numbers and size of heads, and the dtypes if not float32.
     """
-    kind = pkgutil.resolve_name(attention_lib.KERNELS[attention.kernel].target)
-    return kind(
-        attention=attention,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        state_dtype=state_dtype,
+    kernel: Kernel = pkgutil.resolve_name(attention_lib.KERNELS[attention.kernel].target)(
+        attention=attention, **sizes
     )
+    return kernel
 
 
 def from_config(config: configs.ModelConfig, layer: int = 0) -> Kernel:

@@ -58,7 +58,7 @@ class Kernel(abc.ABC):
     """Positions are applied to features of queries and keys instead of to queries and keys."""
 
     weighs_cache: ClassVar[bool] = False
-    """`weigh` is implemented: a single token leaves a KV cache in place, instead of going through `attend_cache`."""
+    """`weigh` is implemented: a single token leaves a KV cache in place, instead of going through `attend`."""
 
     @abc.abstractmethod
     def attend(
@@ -103,19 +103,6 @@ class Kernel(abc.ABC):
         """Size of the vectors that positions are applied to."""
         return self.head_dim
 
-    def attend_cache(
-        self,
-        query: Float[Array, "B T N D"],
-        key: Float[Array, "B S K D"],
-        value: Float[Array, "B S K E"],
-        *,
-        rotate: positions.Rotation | None,
-        log_decay: Float[Array, "B S K"] | None,
-        segment_ids: Int[Array, "B S"],
-    ) -> Float[Array, "B T N E"]:
-        """Returns the output of the last T of the S tokens of a KV cache; arguments as for `attend`."""
-        return self.attend(query, key, value, rotate=rotate, log_decay=log_decay, segment_ids=segment_ids)
-
     def weigh(
         self, scores: Float[Array, "B K G S"], log_decay: Float[Array, "B K 1 S"]
     ) -> Float[Array, "B K G S"]:
@@ -125,9 +112,7 @@ class Kernel(abc.ABC):
             scores: products of a query and the keys.
             log_decay: logarithms of the decays between the two; minus infinity for masked keys, whose scores are 0.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no weights of a cache's keys; it uses attend_cache"
-        )
+        raise NotImplementedError(f"{type(self).__name__} has no weights of a cache's keys; it uses attend")
 
     def init_cache(self, batch: int, capacity: int) -> ops.KVCache:
         """Returns an empty KV cache with room for `capacity` positions of each row."""
@@ -148,38 +133,9 @@ class Kernel(abc.ABC):
         """
         raise ValueError(f"kernel {self.attention.kernel!r} has no recurrent state; use a KV cache")
 
-    def recur(
-        self,
-        query: Float[Array, "B T N D"],
-        key: Float[Array, "B T K D"],
-        value: Float[Array, "B T K E"],
-        *,
-        rotate: positions.Rotation | None,
-        log_decay: Float[Array, "B T K ..."] | None,
-        segment_ids: Int[Array, "B T"] | None,
-        initial_state: Memory,
-    ) -> tuple[Float[Array, "B T N E"], Memory]:
-        """Returns the output from a recurrent state, and the state after it; arguments as for `attend`."""
-        raise ValueError(f"kernel {self.attention.kernel!r} has no recurrent state; use a KV cache")
-
-    def compress(self, cache: ops.KVCache) -> Memory:
-        """Returns the recurrent state of the positions in a cache; NaN in rows that exceeded its capacity.
-
-        Raises:
-            ValueError: the policy is not `CachePolicy.WHILE_SMALLER`.
-        """
-        raise ValueError(
-            f"this attention of kernel {self.attention.kernel!r} has no recurrent state for its KV cache; keep the "
-            f"cache, with a larger max_length"
-        )
-
     def explain(self, batch: int, time: int) -> tuple[plan.Candidate, ...]:
         """Returns the forms and implementations that the op chooses from for a batch without a state."""
         return ()
-
-    def prefers_cache(self, max_length: int) -> bool:
-        """Returns whether a cache of `max_length` positions is cheaper than the recurrent state, or required."""
-        return self.cache_policy is CachePolicy.ALWAYS
 
     @property
     def max_cache_length(self) -> int | None:
@@ -203,21 +159,22 @@ class Kernel(abc.ABC):
             f"kernel {self.attention.kernel!r} has no recurrent state; its keys and values grow with the context"
         )
 
+    @property
+    def flop_shape(self) -> tuple[int, int, int]:
+        """(D, E, p) of the op whose pairs and features are counted as FLOPs."""
+        return self.encoded_dim, self.head_dim, 1
+
+    def pair_flops(self, pairs: float) -> float:
+        """Returns the FLOPs of a number of pairs per query head."""
+        compared, columns, _ = self.flop_shape
+        return cost.pair_flops(pairs, heads=self.num_heads, head_dim=compared, value_dim=columns)
+
     def flops_per_token(self, context_length: int) -> float:
         """Returns the FLOPs of a forward pass per token, all heads, averaged over a context.
 
         Counts 2 (D + E) for each of the T / 2 causal pairs per token of a query head, or T pairs if bidirectional.
         """
-        return self.pairwise_flops(context_length)
-
-    def pairwise_flops(self, context_length: int) -> float:
-        """Returns the FLOPs per token of the attention form."""
-        return cost.pair_flops(
-            self._pairs(context_length),
-            heads=self.num_heads,
-            head_dim=self.encoded_dim,
-            value_dim=self.head_dim,
-        )
+        return self.pair_flops(self._pairs(context_length))
 
     def _pairs(self, context_length: int) -> float:
         """Returns the mean number of keys that a query attends to in a context."""
@@ -238,19 +195,18 @@ class Kernel(abc.ABC):
         """
         batch, time, kv_heads, _ = key.shape
         one_hot = jnp.broadcast_to(jnp.eye(time, dtype=key.dtype)[:, None], (batch, time, kv_heads, time))
-        kernel = dataclasses.replace(self, attention=self._pairwise_options())
+        # Bidirectional attention does not accept a form.
+        form = "attention" if self.attention.causal else None
+        options = dataclasses.replace(self.attention, implementation="xla", form=form)
+        kernel = dataclasses.replace(self, attention=options)
         return kernel.attend(query, key, one_hot, rotate=rotate, log_decay=log_decay, segment_ids=segment_ids)
-
-    def _pairwise_options(self) -> configs.AttentionConfig:
-        """Returns the options with which `weights` calls `attend`."""
-        return dataclasses.replace(self.attention, implementation="xla")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecurrentKernel(Kernel):
     """A kernel with a recurrent state of a fixed size.
 
-    A subclass implements `op`, `step`, `init_state` and the three sizes.
+    A subclass implements `op`, `step`, `init_state` and `state_sizes`.
     """
 
     @abc.abstractmethod
@@ -261,39 +217,26 @@ class RecurrentKernel(Kernel):
     def step(self, rotate: positions.Rotation | None) -> Callable:
         """Returns the op for one token, its options bound."""
 
-    @property
     @abc.abstractmethod
-    def num_features(self) -> int:
-        """F, the exact number of features of a key in the state."""
+    def state_sizes(self, feature_map: str = "symmetric") -> tuple[int, int]:
+        """Returns F, the exact number of features of a key in the state, and the elements of the normalizer per head.
+
+        `feature_map` is that of a power: `symmetric` or `tensor`.
+        """
 
     @property
-    @abc.abstractmethod
-    def num_normalizer_elements(self) -> int:
-        """Elements of the state's normalizer per key/value head."""
+    def form(self) -> str | None:
+        """Form of the op; None for the cheapest."""
+        return self.attention.form
 
-    @property
-    @abc.abstractmethod
-    def flop_shape(self) -> tuple[int, int, int]:
-        """(D, E, p) of the op whose pairs and features are counted as FLOPs."""
-
-    def recur(self, query, key, value, *, rotate, log_decay, segment_ids, initial_state):
-        """Returns the output from a recurrent state, and the state after it; uses `step` for a single token."""
-        tokens = {"log_decay": log_decay, "segment_ids": segment_ids}
-        # The reference has no step.
-        if query.shape[1] > 1 or self.attention.implementation == "reference":
-            inputs = {**tokens, "initial_state": initial_state}
-            return self.op(rotate)(query, key, value, **inputs, return_state=True)
-        token = {name: None if x is None else x[:, 0] for name, x in tokens.items()}
-        out, state = self.step(rotate)(query[:, 0], key[:, 0], value[:, 0], state=initial_state, **token)
-        return out[:, None], state
+    def attend(self, query, key, value, *, rotate, log_decay, segment_ids, axis_name=None):
+        """Returns the output of `op`."""
+        options = {"log_decay": log_decay, "segment_ids": segment_ids, "axis_name": axis_name}
+        return self.op(rotate)(query, key, value, **options)
 
     def state_bytes(self, *, bytes_per_element=4, feature_map="symmetric", normalizer=True):
         """Returns the bytes of the recurrent state of one row; only powers use `feature_map`."""
-        return self._state_bytes(
-            self.num_features, self.num_normalizer_elements, bytes_per_element, normalizer
-        )
-
-    def _state_bytes(self, features: int, normalizers: int, bytes_per_element: int, normalizer: bool) -> int:
+        features, normalizers = self.state_sizes(feature_map)
         elements = features * self.head_dim + (normalizers if normalizer else 0)
         return self.num_kv_heads * elements * bytes_per_element
 
@@ -304,30 +247,18 @@ class RecurrentKernel(Kernel):
         reads one. If causal, it also takes 2 (D + E) for each of C / 2 + W pairs. The attention form is counted as for
         every kernel. If the options name no form, the cheaper one is counted.
         """
-        form = self.attention.form
-        if form == "attention":
-            return self.pairwise_flops(context_length)
-        by_features = self.feature_flops(form or "chunked")
-        return by_features if form else min(by_features, self.pairwise_flops(context_length))
-
-    def pairwise_flops(self, context_length):
-        """Returns the FLOPs per token of the attention form."""
-        compared, columns, _ = self.flop_shape
-        pairs = self._pairs(context_length)
-        return cost.pair_flops(pairs, heads=self.num_heads, head_dim=compared, value_dim=columns)
+        by_pairs = super().flops_per_token(context_length)
+        if self.form == "attention":
+            return by_pairs
+        return self.feature_flops(self.form) if self.form else min(self.feature_flops("chunked"), by_pairs)
 
     def feature_flops(self, form: str) -> float:
         """Returns the FLOPs per token of a form with a state, "chunked" or "recurrent"."""
         compared, columns, power = self.flop_shape
-        sizes = {"heads": self.num_heads, "head_dim": compared, "value_dim": columns}
-        flops: float = cost.feature_flops(kv_heads=self.num_kv_heads, power=power, **sizes)
+        sizes = {"heads": self.num_heads, "kv_heads": self.num_kv_heads}
+        flops: float = cost.feature_flops(**sizes, head_dim=compared, value_dim=columns, power=power)
         if self.attention.causal:
             # The recurrent form has no chunk size of its own.
             chunk = (form == "chunked" and self.attention.chunk_size) or cost.default_chunk(form)
-            flops += cost.pair_flops(chunk / 2 + self.attention.exact_window, **sizes)
+            flops += self.pair_flops(chunk / 2 + self.attention.exact_window)
         return flops
-
-    def _pairwise_options(self):
-        # Bidirectional attention does not accept a form.
-        form = "attention" if self.attention.causal else None
-        return dataclasses.replace(super()._pairwise_options(), form=form)

@@ -25,17 +25,6 @@ class LinearKernel(kernel.RecurrentKernel):
     def cache_policy(self):
         return kernel.CachePolicy.NEVER
 
-    def attend(self, query, key, value, *, rotate, log_decay, segment_ids, axis_name=None):
-        return self.op(rotate)(
-            query,
-            key,
-            value,
-            log_decay=log_decay,
-            segment_ids=segment_ids,
-            axis_name=axis_name,
-            causal=self.attention.causal,
-        )
-
     def op(self, rotate):
         attention = self.attention
         return functools.partial(
@@ -44,6 +33,7 @@ class LinearKernel(kernel.RecurrentKernel):
             form=attention.form,
             chunk_size=attention.chunk_size,
             exact_window=attention.exact_window,
+            causal=attention.causal,
         )
 
     def step(self, rotate):
@@ -89,13 +79,9 @@ class LinearKernel(kernel.RecurrentKernel):
             return None
         return positions.encoded_dim(self.attention, self.mapped_dim)
 
-    @property
-    def num_features(self):
-        return self.rotated_dim or self.mapped_dim
-
-    @property
-    def num_normalizer_elements(self):
-        return self.num_features if self.attention.normalizer == "rotated" else self.mapped_dim
+    def state_sizes(self, feature_map="symmetric"):
+        features = self.rotated_dim or self.mapped_dim
+        return features, features if self.attention.normalizer == "rotated" else self.mapped_dim
 
     @property
     def flop_shape(self):

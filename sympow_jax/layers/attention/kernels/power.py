@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from sympow_jax import ops
 from sympow_jax.layers.attention.kernels import kernel
-from sympow_jax.ops import cost
 from sympow_jax.ops import state as power_state
 
 __all__ = ["PowerKernel"]
@@ -22,20 +21,14 @@ class PowerKernel(kernel.RecurrentKernel):
     weighs_cache = True
 
     @property
-    def cache_policy(self):
-        if self._per_channel:
-            return kernel.CachePolicy.NEVER
-        match self.attention.form:
-            case "attention":
-                return kernel.CachePolicy.ALWAYS
-            case None:
-                return kernel.CachePolicy.WHILE_SMALLER
-        return kernel.CachePolicy.NEVER
+    def form(self):
+        # Decays per channel have no attention form.
+        return "chunked" if self._per_channel else self.attention.form
 
-    def attend(self, query, key, value, *, rotate, log_decay, segment_ids, axis_name=None):
-        return self.op(rotate)(
-            query, key, value, log_decay=log_decay, segment_ids=segment_ids, axis_name=axis_name
-        )
+    @property
+    def cache_policy(self):
+        policies = {"attention": kernel.CachePolicy.ALWAYS, None: kernel.CachePolicy.WHILE_SMALLER}
+        return policies.get(self.form, kernel.CachePolicy.NEVER)
 
     def weigh(self, scores, log_decay):
         # Decay before taking the power: the largest weight is then 1, whatever the scale of the keys.
@@ -72,23 +65,6 @@ class PowerKernel(kernel.RecurrentKernel):
     def init_state(self, batch):
         return self._zeros(ops.PowerState.zeros, batch)
 
-    def compress(self, cache):
-        if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
-            return super().compress(cache)
-        batch = len(cache.segment)
-        # The output for these queries is discarded. Under `jax.jit`, XLA does not compute it.
-        query = jnp.zeros((batch, cache.capacity, self.num_heads, self.encoded_dim), cache.key.dtype)
-        _, state = self.recur(query, **cache.tokens(), rotate=None, initial_state=self.init_state(batch))
-        kv = jnp.where(cache.complete[:, None, None, None], state.kv, jnp.nan)
-        return dataclasses.replace(state, kv=kv, segment=cache.segment)
-
-    def prefers_cache(self, max_length):
-        if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
-            return super().prefers_cache(max_length)
-        # A decoded token attends to the whole cache, not to half of it.
-        sizes = {"heads": self.num_heads, "head_dim": self.encoded_dim, "value_dim": self.head_dim}
-        return cost.pair_flops(max_length, **sizes) <= self.feature_flops("recurrent")
-
     @property
     def max_cache_length(self):
         if self.cache_policy is not kernel.CachePolicy.WHILE_SMALLER:
@@ -99,30 +75,16 @@ class PowerKernel(kernel.RecurrentKernel):
         growing = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state) if x.ndim > 1)
         return growing // (one - empty)
 
-    @property
-    def num_features(self):
-        return ops.symmetric_power_dim(self.encoded_dim, self.attention.power)
-
-    @property
-    def num_normalizer_elements(self):
-        return self.num_features * self._decays_per_head
+    def state_sizes(self, feature_map="symmetric"):
+        size, power = self.encoded_dim, self.attention.power
+        features = ops.symmetric_power_dim(size, power) if feature_map == "symmetric" else size**power
+        return features, features * self.head_dim if self._per_channel else features
 
     @property
     def flop_shape(self):
         # With decays per channel, the normalizer is as large as kv. Otherwise it is not counted.
         columns = 2 * self.head_dim if self._per_channel else self.head_dim
         return self.encoded_dim, columns, self.attention.power
-
-    def state_bytes(self, *, bytes_per_element=4, feature_map="symmetric", normalizer=True):
-        features = self.num_features if feature_map == "symmetric" else self.encoded_dim**self.attention.power
-        normalizers = features * self._decays_per_head
-        return self._state_bytes(features, normalizers, bytes_per_element, normalizer)
-
-    def flops_per_token(self, context_length):
-        # Decays per channel have no attention form.
-        if self._per_channel:
-            return self.feature_flops("chunked")
-        return super().flops_per_token(context_length)
 
     def weights(self, query, key, *, rotate, log_decay, segment_ids):
         if not self._per_channel:
@@ -155,7 +117,3 @@ class PowerKernel(kernel.RecurrentKernel):
     @property
     def _per_channel(self) -> bool:
         return self.attention.decay_kind.per_channel
-
-    @property
-    def _decays_per_head(self) -> int:
-        return self.head_dim if self._per_channel else 1

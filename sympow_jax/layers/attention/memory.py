@@ -1,0 +1,116 @@
+"""Memory of a layer between calls: whether it is a KV cache or a recurrent state, and what tokens do to it."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sympow_jax import ops
+from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.layers.attention import kernels, positions
+
+__all__ = ["extend", "fold", "init", "is_bounded", "prefers_cache"]
+
+
+def prefers_cache(kernel: kernels.Kernel, max_length: int) -> bool:
+    """Returns whether a cache of `max_length` positions is cheaper than the recurrent state, or required."""
+    if kernel.cache_policy is kernels.CachePolicy.WHILE_SMALLER:
+        assert isinstance(kernel, kernels.RecurrentKernel)
+        # A decoded token attends to the whole cache, not to half of it.
+        return kernel.pair_flops(max_length) <= kernel.feature_flops("recurrent")
+    return kernel.cache_policy is kernels.CachePolicy.ALWAYS
+
+
+def init(
+    kernel: kernels.Kernel, batch: int, *, max_length: int | None, kv_cache: bool | None
+) -> kernels.Memory:
+    """Returns the memory before any token; `Attention.init_state` documents the arguments and errors."""
+    name = kernel.attention.kernel
+    if kv_cache is None:
+        required = kernel.cache_policy is kernels.CachePolicy.ALWAYS
+        kv_cache = required if max_length is None else prefers_cache(kernel, max_length)
+    elif not kernel.supports_memory(kv_cache=kv_cache):
+        raise ValueError(
+            f"kv_cache is {kv_cache}, which this attention of kernel {name!r} does not support; pass "
+            f"kv_cache={not kv_cache}"
+        )
+    if not kv_cache:
+        return kernel.init_state(batch)
+    sizes = [size for size in (max_length, kernel.cache_limit) if size is not None]
+    if not sizes:
+        raise ValueError(
+            f"attention of kernel {name!r} uses a KV cache, whose state needs a length; pass max_length, the longest "
+            f"prompt plus the tokens after it, to init_state"
+        )
+    return kernel.init_cache(batch, min(sizes))
+
+
+def extend(
+    kernel: kernels.Kernel,
+    query: Float[Array, "B T N D"],
+    key: Float[Array, "B T K D"],
+    value: Float[Array, "B T K E"],
+    *,
+    rotate: positions.Rotation | None,
+    log_decay: Float[Array, "B T K ..."] | None,
+    segment_ids: Int[Array, "B T"] | None,
+    memory: kernels.Memory,
+) -> tuple[Float[Array, "B T N E"], kernels.Memory]:
+    """Returns the output after the tokens of a memory, and the memory after these tokens; arguments as for `attend`."""
+    # The reference has no step.
+    one_token = query.shape[1] == 1 and kernel.attention.implementation != "reference"
+    one_token &= kernel.weighs_cache or not isinstance(memory, ops.KVCache)
+    if one_token:
+        arrays = (query, key, value, log_decay, segment_ids)
+        query, key, value, log_decay, segment_ids = jax.tree.map(lambda x: x[:, 0], arrays)
+    options: Any = {"log_decay": log_decay, "segment_ids": segment_ids}
+    if not isinstance(memory, ops.KVCache):
+        assert isinstance(kernel, kernels.RecurrentKernel)
+        if not one_token:
+            return kernel.op(rotate)(query, key, value, **options, initial_state=memory, return_state=True)
+        out, memory = kernel.step(rotate)(query, key, value, **options, state=memory)
+        return out[:, None], memory
+    if one_token:
+        out, extended, missing = memory.step(query, key, value, **options, weigh=kernel.weigh)
+        out, missing = out[:, None], missing[:, None]
+    else:
+        joined, missing = memory.append(key, value, **options)
+        cached: Any = joined.tokens() | ({"log_decay": None} if log_decay is None else {})
+        out = kernel.attend(query, **cached, rotate=rotate)
+        extended = (joined if segment_ids is None else joined.without_gaps()).newest(memory.capacity)
+    # A sliding window needs no more than its own slots.
+    if memory.capacity != kernel.cache_limit:
+        out = jnp.where(missing[..., None, None], jnp.nan, out)
+    return out, extended
+
+
+def is_bounded(kernel: kernels.Kernel) -> bool:
+    """Returns whether there is a memory that does not grow, to which `fold` converts a KV cache."""
+    return kernel.supports_memory(kv_cache=False) or kernel.cache_limit is not None
+
+
+def fold(kernel: kernels.Kernel, memory: kernels.Memory) -> kernels.Memory:
+    """Returns a memory that does not grow, with NaN in rows that exceeded the capacity of a cache.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not isinstance(memory, ops.KVCache) or memory.capacity == kernel.cache_limit:
+        return memory
+    if not is_bounded(kernel):
+        raise ValueError(
+            f"this attention of kernel {kernel.attention.kernel!r} has no recurrent state for its KV cache; keep the "
+            f"cache, with a larger max_length"
+        )
+    batch, complete = len(memory.segment), memory.complete[:, None, None, None]
+    if kernel.cache_limit is not None:
+        filled = dataclasses.replace(memory, value=jnp.where(complete, memory.value, jnp.nan))
+        larger = dataclasses.replace(kernel.init_cache(batch, kernel.cache_limit), segment=memory.segment)
+        joined, _ = larger.append(**filled.tokens())
+        return dataclasses.replace(joined.newest(kernel.cache_limit), segment=memory.segment)
+    # The output for these queries is discarded. Under `jax.jit`, XLA does not compute it.
+    query = jnp.zeros((batch, memory.capacity, kernel.num_heads, kernel.encoded_dim), memory.key.dtype)
+    _, state = extend(kernel, query, **memory.tokens(), rotate=None, memory=kernel.init_state(batch))
+    assert isinstance(state, ops.PowerState)
+    return dataclasses.replace(state, kv=jnp.where(complete, state.kv, jnp.nan), segment=memory.segment)
