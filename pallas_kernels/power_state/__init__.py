@@ -3,7 +3,7 @@
 from pallas_kernels.power_state.backward import Gradients, attend_vjp, fold_vjp, power_state_vjp
 from pallas_kernels.power_state.config import Call, Config
 from pallas_kernels.power_state.degrees import call_for, choose
-from pallas_kernels.power_state.forward import attend, fold, power_state, power_state_fwd
+from pallas_kernels.power_state.forward import attend, fold, power_state_fwd
 from pallas_kernels.power_state.incoming import add_incoming
 from pallas_kernels.power_state.prepare import Arguments, Saved
 
@@ -20,7 +20,6 @@ __all__ = [
     "choose",
     "fold",
     "fold_vjp",
-    "power_state",
     "power_state_fwd",
     "power_state_vjp",
 ]

@@ -22,7 +22,7 @@ __all__ = ["Gradients", "attend_vjp", "fold_vjp", "power_state_vjp"]
 
 
 class Gradients(NamedTuple):
-    """Gradients of the arguments of `power_state` with these names, in their dtypes."""
+    """Gradients of the arguments with these names, in their dtypes."""
 
     query: jax.Array
     key: jax.Array
@@ -39,9 +39,9 @@ def power_state_vjp(
     *,
     call: configs.Call,
 ) -> tuple[Gradients, tuple[jax.Array, jax.Array]]:
-    """Returns the gradients of `power_state` and of its initial state.
+    """Returns the gradients of `power_state_fwd` and of its initial state.
 
-    means: output and denominators of `power_state_fwd`, which does not round the output. dout: bfloat16 [B, T, N, E];
+    means: output and denominators of `power_state_fwd`. dout: bfloat16 [B, T, N, E];
     dfinal: float32, like the final state; None means zero. Sums are float32 in a fixed order, so results are
     deterministic. Memory in addition to arguments and results: the gradients of the states, as large as the saved
     states.

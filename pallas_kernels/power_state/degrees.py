@@ -93,7 +93,7 @@ def call_for(
     exact_window: int = _BLOCK,
     interpret=None,
 ) -> configs.Call:
-    """Returns the static options of a call on keys [B, T, K, D] and values [B, T, K, E], as in `power_state`.
+    """Returns the static options of a call on keys [B, T, K, D] and values [B, T, K, E], as in `power_state_fwd`.
 
     Raises NotImplementedError naming the first constraint that the arguments violate.
     """

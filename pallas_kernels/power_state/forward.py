@@ -8,22 +8,10 @@ from pallas_kernels.power_state import config as configs
 from pallas_kernels.power_state import degrees, recurrence
 from pallas_kernels.power_state import prepare as preparation
 
-__all__ = ["attend", "fold", "power_state", "power_state_fwd", "walk"]
+__all__ = ["attend", "fold", "power_state_fwd", "walk"]
 
 
-def power_state(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    power: int = 2,
-    log_decay: jax.Array | None = None,
-    folds: jax.Array | None = None,
-    initial_state: tuple[jax.Array, jax.Array] | None = None,
-    chunk: int | None = None,
-    exact_window: int = 64,
-    interpret=None,
-) -> tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]:
+def power_state_fwd(arguments: preparation.Arguments, initial_state=None, *, call: configs.Call):
     """Computes the chunked form of power attention: exact near each query, through features for all older tokens.
 
     Query i's output is sum_j w_ij v_j / sum_j w_ij over j <= i with w_ij = exp(G_i - G_j) (q_i . k_j)^p, where G sums
@@ -34,44 +22,19 @@ def power_state(
     2^-12, independent in each entry.
 
     Args:
-        query: bfloat16 [B, T, N, D], N a multiple of K. At p = 2, D is padded with zeros to 32, 64 or 128 and E to 64
-            or 128, at the cost of those sizes; at p = 4 to 16 or 32.
-        key: bfloat16 [B, T, K, D].
-        value: bfloat16 [B, T, K, E].
-        power: p, 2 or 4.
-        log_decay: float32 [B, T, K], at most 0; a value below -87 is a boundary that no pair crosses, which is how a
-            document starts. None means no decay.
-        folds: bool [B, T]; positions where it is False never enter a state, and neither does their decay. Only the last
-            positions of a row may be excluded. None excludes the last `exact_window`.
+        arguments: at p = 2, D is padded with zeros to 32, 64 or 128 and E to 64 or 128, at the cost of those sizes; at
+            p = 4 to 16 or 32.
         initial_state: float32 kv [B, K, F, E] and norm [B, K, F] of the positions before the first. The features phi
             are in canonical order, non-decreasing indices lexicographically, with phi(q) . phi(k) = (q . k)^p. None
             means zero.
-        chunk: positions between states; None uses the result of `choose`.
-        exact_window: positions before each chunk that its queries attend to exactly, at most a chunk.
-        interpret: parameters of the GPU interpreter, or None to run on a GPU.
+        call: from `call_for`, which refuses what is not supported.
 
     Returns:
-        The output, bfloat16 [B, T, N, E]; the denominators sum_j w_ij, float32 [B, T, N], of queries divided by the
-        powers of two that bring their largest entries into [1/2, 1); and the state of the positions where `folds` is
-        True, like `initial_state`.
-
-    Raises:
-        NotImplementedError: for unsupported requests, naming the constraint.
+        (output, denominators, state) and the states before each chunk, of which the backward pass reads both. The
+        output is float32 [B, T, N, E], before its rounding to bfloat16. The denominators sum_j w_ij, float32 [B, T, N],
+        are of queries divided by the powers of two that bring their largest entries into [1/2, 1). The state is that
+        of the positions where `folds` is True, like `initial_state`.
     """
-    if log_decay is None:
-        log_decay = jnp.zeros(key.shape[:3], jnp.float32)
-    if folds is None:
-        folds = jnp.broadcast_to(jnp.arange(key.shape[1]) < key.shape[1] - exact_window, key.shape[:2])
-    call = degrees.call_for(
-        key, value, power=power, chunk=chunk, exact_window=exact_window, interpret=interpret
-    )
-    arguments = preparation.Arguments(query, key, value, log_decay, folds)
-    saved, final = fold(arguments, initial_state, call=call)
-    return *attend(arguments, saved, call=call), final
-
-
-def power_state_fwd(arguments: preparation.Arguments, initial_state=None, *, call: configs.Call):
-    """Returns (results of `power_state`, Saved); its backward pass reads both, and so the output is in float32."""
     saved, final = fold(arguments, initial_state, call=call)
     out, remainder, denominator = attend(arguments, saved, call=call, with_remainder=True)
     return (out.astype(jnp.float32) + remainder.astype(jnp.float32), denominator, final), saved

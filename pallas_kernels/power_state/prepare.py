@@ -54,13 +54,15 @@ _NEVER = -1e5
 
 
 class Arguments(NamedTuple):
-    """Arguments of both passes, as in `forward.power_state`, but log_decay and folds are arrays."""
+    """Arguments of both passes."""
 
     query: jax.Array  # bfloat16 [B, T, N, D], N a multiple of K
     key: jax.Array  # bfloat16 [B, T, K, D]
     value: jax.Array  # bfloat16 [B, T, K, E]
-    log_decay: jax.Array  # float32 [B, T, K]
-    folds: jax.Array  # bool [B, T], which positions enter a state
+    # float32 [B, T, K], at most 0; a value below -87 is a boundary that no pair crosses, as where a document starts
+    log_decay: jax.Array
+    # bool [B, T]; positions where it is False, the last ones of a row, never enter a state, nor does their decay
+    folds: jax.Array
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:

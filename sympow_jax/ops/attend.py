@@ -34,7 +34,10 @@ def attend(plan, tokens, state):
         query, key, value = rounded(tokens[:3])
         tokens = tokens._replace(query=query, key=key, value=value)
         if plan.axis_name is not None and plan.form == "attention":
-            return time_axis.by_heads(lambda x: _attend(plan, x, None)[0], tokens, plan.axis_name), None
+            # Each device has all of the time for some of the heads.
+            of_heads = dataclasses.replace(plan, axis_name=None)
+            return time_axis.by_heads(lambda x: _attend(of_heads, x, None)[0], tokens, plan.axis_name), None
+        # All but lengths and segment ids.
         wide = jax.tree.map(lambda x: x.astype(plan.dtype) if x.ndim > 1 else x, state)
         out, final = _attend(plan, tokens, wide)
         if state is not None and final is not None:
@@ -44,10 +47,11 @@ def attend(plan, tokens, state):
 
 def _attend(plan, tokens, state):
     """Takes bad tokens out, runs prepare, the backend and finish, and marks the outputs that bad tokens reach."""
-    # Containing NaN would copy keys, values and outputs, which takes up to a fifth of the time of the kernels. With
-    # time over devices the bad token may be on an earlier one, and only outputs of this one could be set to NaN. There
-    # only padding is taken out, and a NaN in a token spreads to every sum that includes it.
-    contains = plan.implementation != "mosaic_gpu" and (plan.axis_name is None or plan.form == "attention")
+    # Two cases take out only padding, so that a NaN in a token spreads to every sum that includes it. With kernels,
+    # copies of keys, values and outputs would take up to a fifth of the time. With time over devices, the token may be
+    # on an earlier one, and only outputs of this one could be set to NaN.
+    on_kernels = plan.implementation == "mosaic_gpu"
+    contains = not on_kernels and plan.axis_name is None
     if contains:
         finite = containment.remove(tokens, state=state)
         tokens, state = finite.tokens, finite.state
@@ -57,17 +61,10 @@ def _attend(plan, tokens, state):
     tokens, state = sharding.same_variation((tokens, state))
 
     # Pallas takes a second to import, so import it only if a kernel runs.
-    on_kernels = plan.implementation == "mosaic_gpu"
     backend = importlib.import_module("sympow_jax.ops.backends.hopper") if on_kernels else xla
     # States hold p-th powers of unscaled keys. Shards of the time axis would have scales of their own.
-    stateless = state is None and not plan.return_state
-    of_whole_rows = plan.axis_name is None or plan.form == "attention"
-    if (
-        plan.implementation == "xla"
-        and stateless
-        and of_whole_rows
-        and plan.division is not means.Division.NONE
-    ):
+    unscaled = state is not None or plan.return_state or plan.axis_name is not None
+    if plan.implementation == "xla" and not unscaled and plan.division is not means.Division.NONE:
         tokens = tokens._replace(key=rows.scaled_keys(tokens.key, plan.power))
     if plan.implementation == "reference":
         out, final = reference.FORMS[plan.form](plan, tokens, state)
@@ -80,13 +77,13 @@ def _attend(plan, tokens, state):
             chunked = channels.chunked
         elif plan.axis_name is not None and backend is xla:
             chunked = xla.chunked_over_devices
-        inner = plan
-        if plan.axis_name is None:
+        limited = plan
+        if plan.axis_name is None and not on_kernels:
             # Limit the window to the number of positions: only `enters_state` determines which tokens enter the state.
-            # Over devices the window is the length of a halo.
+            # Over devices the window is the length of a halo, and windows of kernels are whole blocks.
             window = min(plan.exact_window, prepared.rows.query.shape[1])
-            inner = dataclasses.replace(plan, exact_window=window)
-        out, final = rows.finish(plan, prepared, tokens, *chunked(inner, prepared.rows))
+            limited = dataclasses.replace(plan, exact_window=window)
+        out, final = rows.finish(plan, prepared, tokens, *chunked(limited, prepared.rows))
 
     if contains:
         out = containment.restore(out, finite)

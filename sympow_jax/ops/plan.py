@@ -51,7 +51,8 @@ class Plan:
         form: `attention`, `chunked` or `recurrent`; `step` for one token.
         implementation: `reference`, `xla` or `mosaic_gpu`.
         power: the degree p of the weights.
-        chunk: tokens per chunk, or per block of the attention form; None for a step, or if the kernels choose.
+        chunk: tokens per chunk, or per block of the attention form; None for a step, for the reference, or if the
+            kernels choose.
         exact_window: number of recent tokens that every query attends to exactly, if older ones are in a state.
         division: rule for dividing sums of weighted values by sums of weights.
         per_channel: whether decays are one per value channel instead of one per key head.
@@ -60,7 +61,8 @@ class Plan:
         dtype: the dtype of sums and states.
         precision: the precision of products.
         interpret: parameters of the GPU interpreter, or None.
-        candidates: what could have been taken, and what was. Plain JAX is among them only where no kernel is.
+        candidates: the form and implementation that is taken, and those that are not, with the reasons. Where a kernel
+            supports a form, plain JAX is not among them.
     """
 
     form: str
@@ -87,7 +89,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Request:
-    """What is to be computed, by any form and implementation; the fields are those of `make` and `Plan`."""
+    """Checked arguments of a call, without form and implementation; most fields are those of `Plan`."""
 
     tokens: Any
     state: Any
@@ -158,7 +160,7 @@ class _Request:
             # Decays per value channel have a normalizer as large as the values.
             value_dim=self.sizes["value_dim"] * (2 if self.per_channel else 1),
             power=self.power,
-            chunk=self.chunk_size or cost.default_chunk("chunked"),
+            chunk=1 if form == "recurrent" else self.chunk_size or cost.default_chunk("chunked"),
             exact_window=self.exact_window or 0,
         )
         return self.rows * self.time * per_token
@@ -228,10 +230,11 @@ class _Request:
         possible = [candidate for candidate in candidates if candidate.reason is None]
         flops = {candidate.form: candidate.flops or 0 for candidate in candidates}
         if not possible:
-            # Of two implementations the last one is plain JAX.
+            # `min` takes the first of equals: reversed, that is plain JAX.
             raise NotImplementedError(min(reversed(candidates), key=lambda c: flops[c.form]).reason)
         if len(possible) == 1:
             return possible[0], ""
+        # Two: the attention and the chunked form.
         forms = {candidate.form: candidate for candidate in possible}
         # The scan holds the state, its decayed copy and its update.
         state_bytes = cost.state_bytes(**self.state_sizes)
@@ -250,7 +253,7 @@ class _Request:
         """Returns the plan of the candidate that is taken."""
         taken, reason = self.choose(candidates)
         chunk = self.chunk_size
-        if taken.implementation != "mosaic_gpu" and taken.form in FORMS:
+        if taken.implementation == "xla" and taken.form in FORMS:
             chunk = chunk or cost.default_chunk(taken.form)
         return Plan(
             form=taken.form,

@@ -65,9 +65,9 @@ def power_attention(
             fails only for requests that `xla` does not support: per-channel gates in another form, and `axis_name` with
             what is named there. In the chunked form the kernels save their states for the backward pass, unless a
             policy of `jax.checkpoint` saves `power_attention_out` without `power_attention_states`; then the states are
-            recomputed. Outputs and denominators have the first of these names in every form, and the final state of the
-            plain chunked form the second. The kernels have gradients only; forward mode and derivatives of higher order
-            need `xla`. The backward pass of the step is `xla`'s.
+            recomputed. Outputs and denominators have the first of these names in every form of `xla` too, and the final
+            state of its chunked form the second. The kernels have gradients only; forward mode and derivatives of
+            higher order need `xla`. The backward pass of the step is `xla`'s.
         chunk_size: tokens per chunk, or per block of the attention form; None chooses. Changes only speed. Must be None
             in the recurrent form.
         exact_window: every query attends exactly to at least this many of its last keys, and only to older ones through

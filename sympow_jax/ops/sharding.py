@@ -2,7 +2,7 @@
 
 An op is compiled once per plan and shapes. Within a call, no axis of the mesh is Explicit and all floats vary over the
 same manual axes. Code inside is written as for one device, except that a loop carry must start as `zeros_like` of an
-array whose values it will hold.
+array whose values it will hold. Kernels are called by `per_device`, also where no op has made axes Auto.
 """
 
 import functools
@@ -22,7 +22,7 @@ _DIVIDED = frozenset("BTSNK")
 _HEAD_AXES = ("model", "tensor", "heads")
 
 
-def op[**P, R](
+def op[R](
     layouts: dict[str, Any], outputs: Callable[[Any], Any]
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Makes f(plan, **arrays) a function that is compiled once for each hashable plan and set of shapes.

@@ -145,6 +145,17 @@ def test_zero_queries_give_zero_and_finite_gradients(form, power):
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in result.values())
 
 
+def test_by_step_after_a_prompt_that_is_shorter_than_the_window():
+    """The window of kernels is whole blocks, whatever the length."""
+    drawn = cases.cast(cases.arrays(cases.Case(head_dim=32, time=40, decay="gentle"), batch=1), "bfloat16")
+    del drawn["dout"]
+    call = functools.partial(ops.power_attention, **drawn, form="chunked", return_state=True)
+    (out, state), (expected, plain) = (call(implementation=name) for name in ("mosaic_gpu", "xla"))
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, expected)), atol=1e-2)
+    for name in ("kv", "norm", "keys", "length"):
+        np.testing.assert_array_equal(getattr(state, name), getattr(plain, name))
+
+
 def test_none_takes_the_kernels_where_they_can():
     """On a Hopper GPU, for inputs of 16 bits; unsupported requests fall back to the plain form."""
     drawn = cases.arrays(cases.Case(head_dim=32, time=70, decay="gentle"), batch=1)

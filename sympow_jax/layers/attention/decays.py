@@ -1,4 +1,4 @@
-"""Decays of a layer: a class for each source of `config.attention.DECAYS`."""
+"""Decays of a layer: a class for each source of `config.attention.kernels.DECAYS`."""
 
 import dataclasses
 import math
@@ -50,29 +50,29 @@ class Decay:
 class Fixed(Decay):
     """The same decays for all tokens: ALiBi's slopes over all heads, or over all value channels of all heads."""
 
-    def constant(self, layer: Any) -> Float[Array, "K ..."]:
+    def per_head(self, layer: Any) -> Float[Array, "K ..."]:
         """Returns the logarithms of the decays."""
         return -jnp.array(ops.alibi_slopes(math.prod(self.shape)), jnp.float32).reshape(self.shape)
 
     def log_decay(self, layer, x, projected):
-        return jnp.broadcast_to(self.constant(layer), (*x.shape[:2], *self.shape))
+        return jnp.broadcast_to(self.per_head(layer), (*x.shape[:2], *self.shape))
 
 
 class Ratio(Fixed):
     """PermuteFormer's decays, r = sigmoid(2 + 3 h / K) of head h."""
 
-    def constant(self, layer):
-        return jax.nn.log_sigmoid(2 + 3 * jnp.arange(*self.shape) / self.shape[0])
+    def per_head(self, layer):
+        return jax.nn.log_sigmoid(2 + 3 * jnp.arange(self.shape[0]) / self.shape[0])
 
 
-class Constant(Fixed):
+class Trained(Fixed):
     """Trained decays, the same for all tokens, which start at ALiBi's slopes."""
 
     def init_parameters(self, layer):
-        initial = jnp.exp(super().constant(layer))
+        initial = jnp.exp(super().per_head(layer))
         layer.decay_logits = nnx.Param(jnp.log(initial) - jnp.log1p(-initial))
 
-    def constant(self, layer):
+    def per_head(self, layer):
         return jax.nn.log_sigmoid(layer.decay_logits[...])
 
 
@@ -98,7 +98,7 @@ _CLASSES: Mapping[DecaySource, type[Decay]] = {
     DecaySource.NONE: Decay,
     DecaySource.FIXED: Fixed,
     DecaySource.RATIO: Ratio,
-    DecaySource.PARAMETER: Constant,
+    DecaySource.PARAMETER: Trained,
     DecaySource.DATA: Learned,
 }
 

@@ -103,9 +103,9 @@ class Attention(nnx.Module):
 
     Decays gamma = sigmoid(W_gamma x) and rotation rates beta = 1 + tanh(W_beta x), one per key/value head, are from
     "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section 3). `learned_rope_pairs`
-    has a rate per pair of dimensions. The decays `channel_...` are per value channel instead of per head. The state
-    is float32, whatever `dtype` is. Decays, rotation rates and angles and the normalizer are float32, or float64 if
-    `dtype` is.
+    has a rate per pair of dimensions. The decays `channel_...` are per value channel instead of per head. Recurrent
+    states are computed in float32, whatever `dtype` is, and stored in the kernel's `state_dtype`; a KV cache has
+    `dtype`. Decays, rotation rates and angles and the normalizer are float32, or float64 if `dtype` is.
 
     Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. On a
     mesh with Explicit axes, rows keep the sharding of `x`, heads have that of the parameters that produce them, and
@@ -197,6 +197,7 @@ class Attention(nnx.Module):
         self._check_state(state, x.shape[0])
         return self._attend(x, segment_ids, state)
 
+    @by_default_rules
     def maps(
         self, x: Float[Array, "B T M"], *, segment_ids: Int[Array, "B T"] | None = None
     ) -> AttentionMaps:
@@ -251,7 +252,7 @@ class Attention(nnx.Module):
         exceeded the capacity of the cache becomes NaN.
 
         Raises:
-            ValueError: there is no recurrent state.
+            ValueError: there is no memory that does not grow.
         """
         return dataclasses.replace(state, memory=memories.fold(self.kernel, state.memory))
 
@@ -284,8 +285,9 @@ class Attention(nnx.Module):
             if not holds:
                 raise ValueError(f"the state {mistake}; make it with init_state({batch}) of this layer")
 
-        is_state = isinstance(state, AttentionState) and isinstance(state.memory, kernels.Memory)
-        require(is_state, f"is a {type(state).__name__}")
+        require(isinstance(state, AttentionState), f"is a {type(state).__name__}")
+        is_memory = isinstance(state.memory, kernels.Memory)
+        require(is_memory, f"has a {type(state.memory).__name__} as its memory")
         memory, position, expected = state.memory, state.position, self.positions.init_state(batch)
         is_cache, kind, needed = (isinstance(memory, ops.KVCache), type(position), type(expected))
         name = f"{type(memory).__name__}, which kernel {kernel.attention.kernel!r} does not support"

@@ -57,7 +57,7 @@ def extend(
     segment_ids: Int[Array, "B T"] | None,
     memory: kernels.Memory,
 ) -> tuple[Float[Array, "B T N E"], kernels.Memory]:
-    """Returns the output after the tokens of a memory, and the memory after these tokens; arguments as for `attend`."""
+    """Returns the output after the tokens of a memory, and the memory after these; arguments as for `Kernel.attend`."""
     # The reference has no step.
     one_token = query.shape[1] == 1 and kernel.attention.implementation != "reference"
     one_token &= kernel.weighs_cache or not isinstance(memory, ops.KVCache)
@@ -76,6 +76,7 @@ def extend(
         out, missing = out[:, None], missing[:, None]
     else:
         joined, missing = memory.append(key, value, **options)
+        # Without decays the cache holds zeros, with which the op would compute.
         cached: Any = joined.tokens() | ({"log_decay": None} if log_decay is None else {})
         out = kernel.attend(query, **cached, rotate=rotate)
         extended = (joined if segment_ids is None else joined.without_gaps()).newest(memory.capacity)
