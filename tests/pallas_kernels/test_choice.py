@@ -48,7 +48,7 @@ def attend(time, dtype=jnp.bfloat16, **options):
         (65_536, {"power": 4}, "attention_mosaic_gpu"),
         # With a state the plain attention form would compute with features too.
         (1024, {"return_state": True}, "chunked_mosaic_gpu"),
-        (32, {"return_state": True}, "chunked_mosaic_gpu"),  # shorter than the window
+        (32, {"form": "chunked"}, "chunked_mosaic_gpu"),  # shorter than the window
         (1024, {"return_state": True, "implementation": "mosaic_gpu"}, "chunked_mosaic_gpu"),
         # No kernel takes these: FLOPs decide, as on a CPU.
         (4096, {"dtype": jnp.float32}, "attention_xla"),
