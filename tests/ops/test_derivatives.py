@@ -97,6 +97,8 @@ SLOW = (
     "attention_state",
     "bidirectional",
     "channels",
+    "expressive_reference",
+    "softmax",
     "chunked",
     "chunked_state",
     "linear",
@@ -276,7 +278,7 @@ def test_second_derivatives_are_exported_for_any_batch():
     jax.export.export(jax.jit(jax.grad(second)))(arrays)
 
 
-@marked.cases("name", ["gentle chunked", "linear by heads"], slow=["gentle pairs", "expressive", "no window"])
+@marked.cases("name", ["gentle chunked"], slow=["linear by heads", "gentle pairs", "expressive", "no window"])
 def test_forward_mode_over_devices_is_that_of_one(name):
     draw, formula, op, _ = test_time_axis.CASES[name]
     arrays = jax.tree.map(jnp.asarray, draw())

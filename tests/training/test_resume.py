@@ -46,7 +46,7 @@ def _jsonl(settings, folder):
     return _corpus(settings, folder, "a.jsonl.zst")
 
 
-@pytest.mark.parametrize("change", [_encoder, _corpus, pytest.param(_jsonl, marks=pytest.mark.robust)])
+@pytest.mark.parametrize("change", [_encoder, _corpus, pytest.param(_jsonl, marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_whole_one(tmp_path, settings, change):
     of, steps = change(settings, tmp_path), 8
     workers = {"tokenizer_workers": 1} if change in (_corpus, _jsonl) else {}
