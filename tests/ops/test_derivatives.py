@@ -97,13 +97,13 @@ SLOW = (
     "attention_state",
     "bidirectional",
     "channels",
-    "expressive_reference",
-    "softmax",
     "chunked",
     "chunked_state",
+    "expressive_reference",
     "linear",
     "recurrent",
     "reference",
+    "softmax",
     "step",
 )
 
