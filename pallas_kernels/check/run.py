@@ -18,8 +18,8 @@ from pallas_kernels.check import supervisor, verdict
 
 __all__ = ["MOST_JOBS", "run_check"]
 
-# Compilation, nearly all of a case's time, takes longer with more cases at once. With 15 at once on 16 cores, the kernels
-# of a backward pass took 110 s in all.
+# Compilation, nearly all of a case's time, takes longer with more cases at once: with 15 on 16 cores, up to 54 s for
+# one of a pass's kernels, of which there are up to four.
 CASE_SECONDS = 300.0
 # Each process has a few GB of the GPU's memory.
 MOST_JOBS = 16
