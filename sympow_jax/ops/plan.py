@@ -72,12 +72,12 @@ class Plan:
     exact_window: int
     dtype: Any
     precision: jax.lax.Precision
-    division: means.Division = means.Division.POSITIVE
-    per_channel: bool = False
-    return_state: bool = False
-    axis_name: str | None = None
-    interpret: Any = None
-    candidates: tuple[Candidate, ...] = ()
+    division: means.Division
+    per_channel: bool
+    return_state: bool
+    axis_name: str | None
+    interpret: Any
+    candidates: tuple[Candidate, ...]
 
     def __str__(self) -> str:
         lines = [f"{self.form} form by {self.implementation}, chunk {self.chunk}, window {self.exact_window}"]
@@ -95,10 +95,10 @@ class _Request:
     state: Any
     power: int
     sizes: arguments.Sizes
+    dtype: Any
     per_channel: bool
     division: means.Division
-    # None for a step, which has the window of its state.
-    exact_window: int | None = None
+    exact_window: int
     chunk_size: int | None = None
     return_state: bool = True
     axis_name: str | None = None
@@ -110,10 +110,6 @@ class _Request:
     @property
     def more_keys(self) -> bool:
         return self.tokens.key.shape[1] > self.tokens.query.shape[1]
-
-    @property
-    def dtype(self) -> Any:
-        return np.promote_types(self.tokens.query.dtype, jnp.float32)
 
     @property
     def state_sizes(self) -> dict[str, Any]:
@@ -138,9 +134,10 @@ class _Request:
         """Returns these forms by the implementation; if that is None, by kernels, or else by plain JAX."""
         found = []
         for form in forms:
+            flops = self.flops(form)
             for name in (implementation,) if implementation else ("mosaic_gpu", "xla"):
                 reason = self.refusal(form, name, named=implementation is not None)
-                found.append(Candidate(form, name, self.flops(form), reason))
+                found.append(Candidate(form, name, flops, reason))
                 if reason is None:
                     break
         return found
@@ -161,7 +158,7 @@ class _Request:
             value_dim=self.sizes["value_dim"] * (2 if self.per_channel else 1),
             power=self.power,
             chunk=1 if form == "recurrent" else self.chunk_size or cost.default_chunk("chunked"),
-            exact_window=self.exact_window or 0,
+            exact_window=self.exact_window,
         )
         return self.rows * self.time * per_token
 
@@ -249,7 +246,7 @@ class _Request:
             return forms[cost.faster_kernel(flops, self.time, heads)], "its kernels are slower at this length"
         return forms[min(flops, key=flops.__getitem__)], "it takes more FLOPs"
 
-    def plan(self, candidates: list[Candidate], **options) -> Plan:
+    def plan(self, candidates: list[Candidate]) -> Plan:
         """Returns the plan of the candidate that is taken."""
         taken, reason = self.choose(candidates)
         chunk = self.chunk_size
@@ -260,6 +257,7 @@ class _Request:
             implementation=taken.implementation,
             power=self.power,
             chunk=chunk,
+            exact_window=self.exact_window,
             division=self.division,
             per_channel=self.per_channel,
             return_state=self.return_state,
@@ -270,7 +268,6 @@ class _Request:
             candidates=tuple(
                 c if c is taken or c.reason else dataclasses.replace(c, reason=reason) for c in candidates
             ),
-            **options,
         )
 
 
@@ -293,11 +290,7 @@ def make(
         ValueError: as `power_attention`.
         NotImplementedError: as `power_attention`.
     """
-    sizes = arguments.check_attention(
-        *tokens, per_channel=None, may_lack_values=division is means.Division.NONE
-    )
     arguments.check_choice("form", form, (None, *FORMS))
-    arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     exact_window = arguments.check_integer("exact_window", exact_window, 0)
     if chunk_size is not None:
         chunk_size = arguments.check_integer("chunk_size", chunk_size, 1)
@@ -306,28 +299,17 @@ def make(
                 f"chunk_size is {chunk_size} and form 'recurrent', which updates the state one token at a time; leave "
                 f"out chunk_size, or use form='chunked'"
             )
-    request = _Request(
-        tokens=tokens,
-        state=state,
+    request = _request(
+        tokens,
+        state,
+        implementation,
         power=power,
-        sizes=sizes,
-        per_channel=_per_channel(tokens.log_decay, tokens.value, state),
         division=division,
         exact_window=exact_window,
         chunk_size=chunk_size,
         return_state=arguments.check_flag("return_state", return_state),
         axis_name=axis_name,
     )
-    if state is not None:
-        arguments.check_state(
-            state,
-            power_state.PowerState,
-            request.dtype,
-            power=power,
-            exact_window=exact_window,
-            segment_ids=tokens.segment_ids,
-            **sizes,
-        )
     if request.more_keys and (state is not None or form not in (None, "attention")):
         raise ValueError(
             f"key has {tokens.key.shape[1]} tokens and query {tokens.query.shape[1]}; more keys than queries need the "
@@ -336,7 +318,7 @@ def make(
     if axis_name is not None:
         _check_sharded_time(request, implementation)
     forms = (form,) if form else ("attention",) if request.more_keys else ("attention", "chunked")
-    plan = request.plan(request.candidates(forms, implementation), exact_window=exact_window)
+    plan = request.plan(request.candidates(forms, implementation))
     if plan.form != "attention" or return_state:
         cost.require_memory(**request.state_sizes)
     return plan
@@ -344,22 +326,34 @@ def make(
 
 def make_step(tokens, state, *, power, implementation, division=means.Division.POSITIVE) -> Plan:
     """Returns the plan of `power_attention_step`, like `make`."""
+    request = _request(tokens, state, implementation, step=True, power=power, division=division)
+    return request.plan(request.candidates(("step",), implementation))
+
+
+def _request(
+    tokens, state, implementation, *, power, division, step=False, exact_window=None, **options
+) -> _Request:
+    """Checks arrays, state and implementation; a step has the window of its state."""
     sizes = arguments.check_attention(
-        *tokens, step=True, per_channel=None, may_lack_values=division is means.Division.NONE
+        *tokens, step=step, per_channel=None, may_lack_values=division is means.Division.NONE
     )
     arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
-    request = _Request(
+    per_channel = _per_channel(tokens.log_decay, tokens.value, state)
+    dtype = np.promote_types(tokens.query.dtype, jnp.float32)
+    if step or state is not None:
+        window = {"exact_window": exact_window, "segment_ids": tokens.segment_ids}
+        arguments.check_state(state, power_state.PowerState, dtype, power=power, **window, **sizes)
+    return _Request(
         tokens=tokens,
         state=state,
         power=power,
         sizes=sizes,
-        per_channel=_per_channel(tokens.log_decay, tokens.value, state),
+        dtype=dtype,
+        per_channel=per_channel,
         division=division,
+        exact_window=state.exact_window if step else exact_window,
+        **options,
     )
-    arguments.check_state(
-        state, power_state.PowerState, request.dtype, power=power, segment_ids=tokens.segment_ids, **sizes
-    )
-    return request.plan(request.candidates(("step",), implementation), exact_window=state.exact_window)
 
 
 def _per_channel(log_decay, value, state) -> bool:
