@@ -41,10 +41,9 @@ def power_state_vjp(
 ) -> tuple[Gradients, tuple[jax.Array, jax.Array]]:
     """Returns the gradients of `power_state_fwd` and of its initial state.
 
-    means: output and denominators of `power_state_fwd`. dout: bfloat16 [B, T, N, E];
-    dfinal: float32, like the final state; None means zero. Sums are float32 in a fixed order, so results are
-    deterministic. Memory in addition to arguments and results: the gradients of the states, as large as the saved
-    states.
+    means: output and denominators of `power_state_fwd`. dout: bfloat16 [B, T, N, E]; dfinal: float32, like the final
+    state; None means zero. Sums are float32 in a fixed order, so results are deterministic. Memory in addition to
+    arguments and results: the gradients of the states, as large as the saved states.
     """
     dual, dinitial = fold_vjp(arguments, means, dout, dfinal, call=call)
     return attend_vjp(arguments, means, saved, dual, dout, call=call), dinitial
