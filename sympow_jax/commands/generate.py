@@ -16,7 +16,7 @@ import jax
 
 from sympow_jax import config, data, generation, models, training
 from sympow_jax.commands import command_line
-from sympow_jax.config import model as model_settings
+from sympow_jax.config import model as model_lib
 from sympow_jax.process import compile_cache, signals, streams, workdir
 from sympow_jax.training import checkpoint
 
@@ -164,11 +164,11 @@ def main(arguments: Sequence[str], program: str = "sympow generate") -> int:
     )
     parser.add_options(
         (
-            *("weights_dtype", model_settings.DTYPES, None, "float32"),
+            *("weights_dtype", model_lib.DTYPES, None, "float32"),
             "Dtype that matrices are rounded to when they are loaded. Products are in float32.",
         ),
         (
-            *("state_dtype", model_settings.DTYPES, None, "float32"),
+            *("state_dtype", model_lib.DTYPES, None, "float32"),
             "Dtype that recurrent states are stored in between tokens. bfloat16 is for models with decays.",
         ),
         *(

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from sympow_jax import config as configs
+from sympow_jax import config as config_lib
 from sympow_jax import hub, spelling
 from sympow_jax.data import tokenizer
 from sympow_jax.data.sources import zarr
@@ -66,7 +66,7 @@ class Codec:
         return min(self.vocab_size, max(self.tokenizer.vocab_size, end + 1))
 
 
-def codec_of_run(settings: configs.Config, name: str | None = None) -> Codec:
+def codec_of_run(settings: config_lib.Config, name: str | None = None) -> Codec:
     """Returns the codec of a run whose `data.source` has documents.
 
     `name` is that of the tokenizer, as for `prepare`; by default `data.tokenizer`, which a run on prepared tokens

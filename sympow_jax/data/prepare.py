@@ -34,7 +34,7 @@ import numpy as np
 import tensorstore
 
 from sympow_jax.config import checks, serialize
-from sympow_jax.config import data as data_config
+from sympow_jax.config import data as data_lib
 from sympow_jax.data import files
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.corpus import encoding as encoding_lib
@@ -134,8 +134,8 @@ def _find(paths: Sequence[str], text_column: str | None) -> list[tuple[files.Fil
         if not texts:
             raise ValueError(f"every file is empty ({len(found)} found); name files that hold text")
         # A `.json` may be one document.
-        kinds = {"text" if x.path.endswith(".json") else data_config.source_of(x.key) for x in texts}
-        if kinds <= set(data_config.CORPUS_SOURCES):
+        kinds = {"text" if x.path.endswith(".json") else data_lib.source_of(x.key) for x in texts}
+        if kinds <= set(data_lib.CORPUS_SOURCES):
             raise ValueError(
                 f"{texts[0].path} has many documents, one per row or line; name the column that holds their text with "
                 f"--text_column"
@@ -143,14 +143,14 @@ def _find(paths: Sequence[str], text_column: str | None) -> list[tuple[files.Fil
         return [(file, "text") for file in texts]
     columns = []
     for path in paths:
-        source = data_config.source_of(path)
-        if source not in data_config.CORPUS_SOURCES:
+        source = data_lib.source_of(path)
+        if source not in data_lib.CORPUS_SOURCES:
             raise ValueError(
                 f"{path} is neither .parquet nor .jsonl, nor a compressed .jsonl, which --text_column reads; name the "
                 f"files of a folder with a glob, such as {os.path.join(path, '*.parquet')}, and leave others out"
             )
-    for source in data_config.CORPUS_SOURCES:
-        own = [path for path in paths if data_config.source_of(path) == source]
+    for source in data_lib.CORPUS_SOURCES:
+        own = [path for path in paths if data_lib.source_of(path) == source]
         columns += [(file, source) for file in files.find("files", own)]
     columns.sort(key=lambda item: (item[0].key, item[0].path))
     first, source = columns[0]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sympow_jax import config as configs
+from sympow_jax import config as config_lib
 from sympow_jax import models, ops
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import arguments
@@ -55,12 +55,12 @@ class Program:
         self.config = model.config
         self.leaves, self._structure = jax.tree.flatten(model)
 
-    def tree_flatten(self) -> tuple[list[Array], tuple[configs.ModelConfig, Any]]:
+    def tree_flatten(self) -> tuple[list[Array], tuple[config_lib.ModelConfig, Any]]:
         """Returns the parameters, and the settings and structure of the model."""
         return self.leaves, (self.config, self._structure)
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[configs.ModelConfig, Any], leaves: list[Array]) -> Self:
+    def tree_unflatten(cls, static: tuple[config_lib.ModelConfig, Any], leaves: list[Array]) -> Self:
         """Returns the program of a model with these settings, structure and parameters."""
         program = object.__new__(cls)
         program.leaves, (program.config, program._structure) = leaves, static
@@ -239,7 +239,7 @@ def cache_sizes(state: models.DecoderState) -> tuple[int, list[bool]]:
     return max(capacities, default=1), [isinstance(memory, ops.KVCache) for memory in memories]
 
 
-def _check_rows(config: configs.ModelConfig, tokens: Array | np.ndarray, lengths: np.ndarray) -> None:
+def _check_rows(config: config_lib.ModelConfig, tokens: Array | np.ndarray, lengths: np.ndarray) -> None:
     time, vocab_size = tokens.shape[1], config.vocab_size
     for row, length in enumerate(lengths):
         if not 1 <= length <= time:

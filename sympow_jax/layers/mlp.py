@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sympow_jax import config as configs
+from sympow_jax import config as config_lib
 from sympow_jax.array_types import Array, Float
 from sympow_jax.layers import initializers
 from sympow_jax.ops import arguments
@@ -99,7 +99,7 @@ _KINDS: Mapping[str, tuple[type[MLP], Activation]] = {
 }
 
 
-def make_mlp(config: configs.ModelConfig, *, rngs: nnx.Rngs | int) -> MLP:
+def make_mlp(config: config_lib.ModelConfig, *, rngs: nnx.Rngs | int) -> MLP:
     """Returns the feed-forward layer of a model's blocks, of the class that `config.activation` names.
 
     Examples:
@@ -121,7 +121,7 @@ def make_mlp(config: configs.ModelConfig, *, rngs: nnx.Rngs | int) -> MLP:
     )
 
 
-def num_weights(config: configs.ModelConfig) -> int:
+def num_weights(config: config_lib.ModelConfig) -> int:
     """Returns the number of weights in the matrices of a model's feed-forward layer."""
     matrices = 3 if _KINDS[config.activation][0].is_gated else 2
     return matrices * config.width * config.hidden_width

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from sympow_jax import config as configs
+from sympow_jax import config as config_lib
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers
 from sympow_jax.ops.promotion import by_default_rules
@@ -21,7 +21,7 @@ Norm = nnx.LayerNorm | nnx.RMSNorm | nnx.BatchNorm
 """Type of the modules that `make_norm` returns."""
 
 
-def make_norm(config: configs.ModelConfig, dtype: Any, *, rngs: nnx.Rngs | int) -> Norm:
+def make_norm(config: config_lib.ModelConfig, dtype: Any, *, rngs: nnx.Rngs | int) -> Norm:
     """Returns the normalization that `config.norm` names, with float32 statistics and results in `dtype`.
 
     Inputs of `layer` are rounded to `dtype` first. Those of `rms` and `batch` are not.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sympow_jax import config as configs
+from sympow_jax import config as config_lib
 from sympow_jax.layers import partitioning
 from sympow_jax.models import decoder, encoder, image_classifier, matcher
 
@@ -30,7 +30,7 @@ Model = decoder.DecoderLM | encoder.Encoder | image_classifier.ImageClassifier |
 
 
 def make(
-    config: configs.ModelConfig, task: configs.TaskConfig, *, rngs: nnx.Rngs | int, **form: bool
+    config: config_lib.ModelConfig, task: config_lib.TaskConfig, *, rngs: nnx.Rngs | int, **form: bool
 ) -> Model:
     """Returns a new model for a task; `form` has the arguments `stacked` and `scans` of `Trunk`.
 

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from flax import nnx
 
-from sympow_jax import config as configs
+from sympow_jax import config as config_lib
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers
 from sympow_jax.models import head, trunk
@@ -25,8 +25,8 @@ class Encoder(trunk.TokenTrunk):
 
     def __init__(
         self,
-        config: configs.ModelConfig,
-        task: configs.TaskConfig,
+        config: config_lib.ModelConfig,
+        task: config_lib.TaskConfig,
         *,
         rngs: nnx.Rngs | int,
         **form: bool,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sympow_jax import config as configs
+from sympow_jax import config as config_lib
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.layers import initializers
 
@@ -18,7 +18,7 @@ _EXACT: Any = {"dtype": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
 class Head(nnx.Module):
     """Float32 linear layer on the mean over a row's tokens, without padding."""
 
-    def __init__(self, config: configs.ModelConfig, outputs: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: config_lib.ModelConfig, outputs: int, *, rngs: nnx.Rngs):
         self.linear = initializers.replicated(config.width, outputs, **_EXACT, rngs=rngs)
 
     def __call__(
@@ -38,7 +38,7 @@ class PairHead(nnx.Module):
     block's feed-forward layer and half of it.
     """
 
-    def __init__(self, config: configs.ModelConfig, outputs: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: config_lib.ModelConfig, outputs: int, *, rngs: nnx.Rngs):
         width = config.hidden_width
         self.first = initializers.replicated(4 * config.width, width, **_EXACT, rngs=rngs)
         self.second = initializers.replicated(width, width // 2, **_EXACT, rngs=rngs)

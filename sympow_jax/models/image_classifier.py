@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from flax import nnx
 
-from sympow_jax import config as configs
+from sympow_jax import config as config_lib
 from sympow_jax.array_types import Array, Float
 from sympow_jax.config import model as model_lib
 from sympow_jax.layers import initializers
@@ -22,8 +22,8 @@ class ImageClassifier(trunk.Trunk):
 
     def __init__(
         self,
-        config: configs.ModelConfig,
-        task: configs.TaskConfig,
+        config: config_lib.ModelConfig,
+        task: config_lib.TaskConfig,
         *,
         rngs: nnx.Rngs | int,
         **form: bool,

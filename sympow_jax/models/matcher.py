@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sympow_jax import config as configs
+from sympow_jax import config as config_lib
 from sympow_jax import layers
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.models import trunk
@@ -22,7 +22,7 @@ class _MatchedBlock(trunk.Block):
 
     original: layers.Attention | None
 
-    def __init__(self, config: configs.ModelConfig, layer: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: config_lib.ModelConfig, layer: int, *, rngs: nnx.Rngs):
         super().__init__(config, layer, rngs=rngs)
         is_new = layer in config.replaced_layers
         self.original = layers.make_attention(config.original, rngs=rngs) if is_new else None
@@ -63,7 +63,7 @@ class AttentionMatcher(trunk.TokenTrunk):
         return name.replace(".original.", ".attention.")
 
     @classmethod
-    def is_trained(cls, config: configs.ModelConfig, name: str) -> bool:
+    def is_trained(cls, config: config_lib.ModelConfig, name: str) -> bool:
         """Returns whether a parameter belongs to new attention; only these are trained."""
         first, *rest = name.split(".")
         return first == "blocks" and rest[1] == "attention" and int(rest[0]) in config.replaced_layers

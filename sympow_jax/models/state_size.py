@@ -1,6 +1,6 @@
 """Size of a model's recurrent state, as counted in the papers."""
 
-from sympow_jax import config as configs
+from sympow_jax import config as config_lib
 from sympow_jax.layers.attention import kernels
 
 __all__ = ["state_bytes"]
@@ -9,7 +9,7 @@ FEATURE_MAPS = ("symmetric", "tensor")
 
 
 def state_bytes(
-    config: configs.ModelConfig,
+    config: config_lib.ModelConfig,
     *,
     bytes_per_element: int = 2,
     feature_map: str = "symmetric",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sympow_jax import config as configs
+from sympow_jax import config as config_lib
 from sympow_jax import layers
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers, parallel, partitioning
@@ -43,7 +43,7 @@ _LAYER_AXIS = {nnx.PARTITION_NAME: None}
 class Block(nnx.Module):
     """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x)), with x in float32."""
 
-    def __init__(self, config: configs.ModelConfig, layer: int, *, rngs: nnx.Rngs):
+    def __init__(self, config: config_lib.ModelConfig, layer: int, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
         self.attention_norm = layers.make_norm(config, dtype, rngs=rngs)
         self.attention = layers.make_attention(config, layer, rngs=rngs)
@@ -96,7 +96,12 @@ class Trunk(nnx.Module, abc.ABC):
     """Class of the blocks."""
 
     def __init__(
-        self, config: configs.ModelConfig, *, rngs: nnx.Rngs | int, stacked: bool = False, scans: bool = True
+        self,
+        config: config_lib.ModelConfig,
+        *,
+        rngs: nnx.Rngs | int,
+        stacked: bool = False,
+        scans: bool = True,
     ):
         rngs = initializers.as_rngs(rngs)
         self.config, self.scans = config, stacked and scans

@@ -16,14 +16,14 @@ from jaxtyping import Shaped
 from sympow_jax import config, models, spelling
 from sympow_jax.array_types import Array, Float
 from sympow_jax.config import checks, serialize
-from sympow_jax.config import model as model_settings
+from sympow_jax.config import model as model_lib
 from sympow_jax.layers import partitioning
 from sympow_jax.process import atomic, workdir
 from sympow_jax.weights import families, layouts, tensors
 
 __all__ = ["DTYPES", "load", "named_arrays", "read_settings", "save", "settings_path"]
 
-DTYPES = model_settings.DTYPES
+DTYPES = model_lib.DTYPES
 # Dtypes of safetensors that float32 represents exactly.
 _READ = ("F32", "F16", "BF16")
 # Rows of two matrices that are compared at a time.

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from sympow_jax import config, models
-from sympow_jax.config import optimizer as config_optimizer
+from sympow_jax.config import optimizer as optimizer_lib
 from sympow_jax.training import optimizer
 from tests import marked, mistakes
 from tests.training import small
@@ -148,7 +148,7 @@ def _optax(name: str, params) -> optax.GradientTransformation:
     )
 
 
-@pytest.mark.parametrize("name", config_optimizer.OPTIMIZERS)
+@pytest.mark.parametrize("name", optimizer_lib.OPTIMIZERS)
 def test_parameters_are_those_of_optaxs_function(name):
     """Of muon, the matrices: optax's function has Nesterov's momentum in Adam too, and no decay there.
 

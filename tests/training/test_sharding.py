@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import config
-from sympow_jax.config import optimizer as config_optimizer
+from sympow_jax.config import optimizer as optimizer_lib
 from sympow_jax.training import optimizer, sharding
 from tests import marked
 from tests.training import sharded, small
@@ -59,7 +59,7 @@ OPTIMIZED = {"data": 2, "fsdp": 2, "tensor": 2, "layers": 2, "scan_layers": True
 
 
 # Adafactor's means and muon's matrices are of whole parameters, and states are sharded.
-@marked.cases("name", ["adafactor"], slow=sorted({*config_optimizer.OPTIMIZERS} - {"adafactor"}))
+@marked.cases("name", ["adafactor"], slow=sorted({*optimizer_lib.OPTIMIZERS} - {"adafactor"}))
 def test_every_optimizer_over_devices(name, monkeypatch):
     monkeypatch.setattr(optimizer, "FACTORED_SIZE", 32)
     sharded.check_optimizer("sympow_gated", OPTIMIZED, name)

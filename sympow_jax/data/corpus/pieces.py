@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-from sympow_jax.config import data as data_config
+from sympow_jax.config import data as data_lib
 from sympow_jax.data import files
 
 __all__ = ["GROUP_BYTES", "MOST_STREAMS", "Group", "Piece", "compression", "grouped", "name_of"]
@@ -51,7 +51,7 @@ Group = tuple[Piece, ...]
 def compression(path: str) -> str | None:
     """Returns the suffix of a compressed file, such as `.gz`; None for others."""
     name = files.location(path).lower()
-    return next((suffix for suffix in data_config.COMPRESSIONS if name.endswith(suffix)), None)
+    return next((suffix for suffix in data_lib.COMPRESSIONS if name.endswith(suffix)), None)
 
 
 def grouped(found: Iterable[tuple[files.File, str]], text_bytes: int = 0) -> list[Group]:

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from sympow_jax import config as config_lib
-from sympow_jax.config import data as data_config
-from sympow_jax.config import task as task_config
+from sympow_jax.config import data as data_lib
+from sympow_jax.config import task as task_lib
 from sympow_jax.data import files
 
 __all__ = ["ANY_VOCABULARY", "Source", "described", "locations", "open_source"]
@@ -53,7 +53,7 @@ def open_source(
     """Returns the opened source of a config; raises ValueError if it is not for the task, if one is given."""
     fitting = config.kind.predicted
     if task is not None and task.predicted not in fitting:
-        names = " and ".join(name for name, kind in task_config.TASKS.items() if kind.predicted in fitting)
+        names = " and ".join(name for name, kind in task_lib.TASKS.items() if kind.predicted in fitting)
         raise ValueError(
             f"task.name is {task.name!r}, but data.source {config.source!r} is for {names}; change one of them"
         )
@@ -64,7 +64,7 @@ def open_source(
 
 def locations(setting: str, paths: Sequence[str], source: str) -> set[str]:
     """Returns the real path, or the URL, of each file that a setting names."""
-    suffixes = data_config.SOURCES[source].suffixes
+    suffixes = data_lib.SOURCES[source].suffixes
     if not suffixes:
         return set(map(files.location, paths))
     if paths:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sympow_jax import config as configs
+from sympow_jax import config as config_lib
 from sympow_jax import ops
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers, norms, partitioning
@@ -65,7 +65,7 @@ def _state_specs(state: AttentionState | None) -> Any:
     return jax.tree.map(lambda x, spec: partitioning.fit(spec, x.shape), state, specs)
 
 
-def make_attention(config: configs.ModelConfig, layer: int = 0, *, rngs: nnx.Rngs | int) -> "Attention":
+def make_attention(config: config_lib.ModelConfig, layer: int = 0, *, rngs: nnx.Rngs | int) -> "Attention":
     """Returns the attention of a layer of a model, counted from 0.
 
     Examples:

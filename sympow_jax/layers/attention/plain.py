@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from flax import nnx
 
-from sympow_jax import config as configs
+from sympow_jax import config as config_lib
 from sympow_jax.config import attention as attention_lib
 from sympow_jax.config import checks
 from sympow_jax.config import model as model_lib
@@ -67,7 +67,7 @@ class _PlainAttention(layer.Attention):
         # Softmax attention with a window is a kernel of its own.
         if (window := options.pop("window", None)) is not None:
             options |= {"kernel": "sliding_window", "window": window}
-        attention = configs.AttentionConfig(**options)
+        attention = config_lib.AttentionConfig(**options)
         if attention.decay_bias is not None and "learned" not in attention.decay:
             raise ValueError(
                 f"decay_bias is {attention.decay_bias!r}, but decay {attention.decay!r} has no bias"

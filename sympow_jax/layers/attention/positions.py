@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sympow_jax import config as configs
+from sympow_jax import config as config_lib
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import documents, lrpe, rotary, spe
 
@@ -29,22 +29,22 @@ _LOW_FREQUENCIES = 4.0
 _SINES, _REALIZATIONS = 5, 64
 
 
-def rotates(attention: configs.AttentionConfig) -> bool:
+def rotates(attention: config_lib.AttentionConfig) -> bool:
     """Returns whether positions rotate single vectors, so that they can be applied to features too."""
     return issubclass(_CLASSES[attention.position], _Rotating)
 
 
-def encoded_dim(attention: configs.AttentionConfig, size: int) -> int:
+def encoded_dim(attention: config_lib.AttentionConfig, size: int) -> int:
     """Returns the size of encoded vectors, from the `size` before."""
     return _CLASSES[attention.position]._encoded_dim(attention, size)
 
 
-def num_rates(attention: configs.AttentionConfig, size: int) -> int:
+def num_rates(attention: config_lib.AttentionConfig, size: int) -> int:
     """Returns the number of rotation rates per key/value head that a layer computes from its input."""
     return _CLASSES[attention.position]._num_rates(size)
 
 
-def make(attention: configs.AttentionConfig, **options: Any) -> "Positions":
+def make(attention: config_lib.AttentionConfig, **options: Any) -> "Positions":
     """Returns the module for `attention.position`; `options` are the other arguments of `Positions`."""
     return _CLASSES[attention.position](attention, **options)
 
@@ -64,7 +64,7 @@ class Positions(nnx.Module):
 
     def __init__(
         self,
-        attention: configs.AttentionConfig,
+        attention: config_lib.AttentionConfig,
         *,
         num_kv_heads: int,
         size: int,
@@ -76,7 +76,7 @@ class Positions(nnx.Module):
         self.init_parameters(rngs)
 
     @staticmethod
-    def _encoded_dim(attention: configs.AttentionConfig, size: int) -> int:
+    def _encoded_dim(attention: config_lib.AttentionConfig, size: int) -> int:
         return size
 
     def init_parameters(self, rngs: nnx.Rngs) -> None:
@@ -311,7 +311,7 @@ _CLASSES: Mapping[str, type[Positions]] = {
 }
 
 
-def _theta(attention: configs.AttentionConfig, size: int) -> np.ndarray:
+def _theta(attention: config_lib.AttentionConfig, size: int) -> np.ndarray:
     """Returns the rotation rates of all ropes, in radians per position."""
     rope = attention.rope
     theta = rotary.rope_rates(size, max_document_length=attention.max_document_length, base=rope.base)

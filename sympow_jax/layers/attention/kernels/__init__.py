@@ -3,14 +3,14 @@
 import pkgutil
 from typing import Any
 
-from sympow_jax import config as configs
+from sympow_jax import config as config_lib
 from sympow_jax.config import attention as attention_lib
 from sympow_jax.layers.attention.kernels.kernel import CachePolicy, Kernel, Memory, RecurrentKernel
 
 __all__ = ["CachePolicy", "Kernel", "Memory", "RecurrentKernel", "from_config", "make"]
 
 
-def make(attention: configs.AttentionConfig, **sizes: Any) -> Kernel:
+def make(attention: config_lib.AttentionConfig, **sizes: Any) -> Kernel:
     """Returns the kernel that `attention.kernel` names, a row of `config.attention.KERNELS`.
 
     `sizes` are the other attributes of `Kernel`: the numbers and size of heads, and the dtypes if not float32.
@@ -21,7 +21,7 @@ def make(attention: configs.AttentionConfig, **sizes: Any) -> Kernel:
     return kernel
 
 
-def from_config(config: configs.ModelConfig, layer: int = 0) -> Kernel:
+def from_config(config: config_lib.ModelConfig, layer: int = 0) -> Kernel:
     """Returns the kernel of a layer of a model, counted from 0."""
     return make(
         config.attentions[layer],

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from sympow_jax import config as configs
+from sympow_jax import config as config_lib
 from sympow_jax import ops
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers.attention import positions
@@ -47,7 +47,7 @@ class Kernel(abc.ABC):
         state_dtype: name of the dtype in which a recurrent state is stored.
     """
 
-    attention: configs.AttentionConfig
+    attention: config_lib.AttentionConfig
     num_heads: int
     num_kv_heads: int
     head_dim: int
