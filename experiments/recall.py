@@ -226,10 +226,11 @@ def accuracy(
     return right[np.array(list(places(setting, task).values()))]
 
 
-def model_config(setting: Setting, task: str, variant: str, head_dim: int) -> config.ModelConfig:
-    """Returns the config of a variant's model."""
-    attention = ATTENTIONS[variant]
-    if task == "pairs" and variant != "conformal":
+def model_config(
+    setting: Setting, task: str, attention: config.AttentionConfig, head_dim: int
+) -> config.ModelConfig:
+    """Returns the config of a model with this attention; in the task `pairs` with learned positions or none."""
+    if task == "pairs" and attention.position != "learned_rope":
         attention = dataclasses.replace(attention, position="none")
     return config.ModelConfig(
         vocab_size=setting.vocab_size,
@@ -362,7 +363,7 @@ def _experiment(options: _shared.Options) -> None:
             seeds = "-".join(map(str, plan.seeds))
             name = f"{task}, {variant}, heads of {head_dim}, {plan.steps} updates, seeds {seeds}"
             print(name, flush=True)
-            shape = model_config(setting, task, variant, head_dim)
+            shape = model_config(setting, task, ATTENTIONS[variant], head_dim)
             path = folder / f"{name.replace(', ', '_').replace(' ', '_')}.npz"
             found = train(setting, task, shape, plan.seeds, path, steps=plan.steps, series=plan.documents)
             print(f"  accuracy at {list(places(setting, task))[-1]}: {found[:, -1].mean():.3f}", flush=True)

@@ -99,7 +99,7 @@ def test_recalled():
 
 
 def test_state_of_softmax_is_its_cache():
-    shape = recall.model_config(SETTING, "pairs", "softmax", 16)
+    shape = recall.model_config(SETTING, "pairs", recall.ATTENTIONS["softmax"], 16)
     cache = models.DecoderLM(shape, rngs=0).init_state(1, max_length=2 * SETTING.pairs, kv_cache=True)
     (layer,) = cache.layers
     assert recall.state_bytes(SETTING, "pairs", shape) == layer.memory.key.nbytes + layer.memory.value.nbytes
@@ -114,14 +114,16 @@ def test_states_of_the_toy_scale_grow_with_power_and_head_size():
         "p=4": (47_520, 527_136, 6_911_520),
     }
     for variant, sizes in expected.items():
-        shapes = (recall.model_config(setting, "pairs", variant, size) for size in (8, 16, 32))
+        shapes = (
+            recall.model_config(setting, "pairs", recall.ATTENTIONS[variant], size) for size in (8, 16, 32)
+        )
         assert tuple(recall.state_bytes(setting, "pairs", shape) for shape in shapes) == sizes
 
 
 def trained(
     tmp_path, name="run", *, seeds=(0,), variant="softmax", steps=8, setting=TINY, task="pairs", head_dim=8
 ):
-    shape = recall.model_config(setting, task, variant, head_dim)
+    shape = recall.model_config(setting, task, recall.ATTENTIONS[variant], head_dim)
     return recall.train(setting, task, shape, seeds, tmp_path / f"{name}.npz", steps=steps, series=64)
 
 
@@ -156,7 +158,7 @@ def test_a_stopped_training_is_resumed(tmp_path, monkeypatch, capsys):
 
 
 def test_keys_begin_with_the_matrix_of_the_queries():
-    shape = recall.model_config(TINY, "pairs", "p=2", 8)
+    shape = recall.model_config(TINY, "pairs", recall.ATTENTIONS["p=2"], 8)
     attention = recall.initial(shape, jax.random.key(0))["blocks"][0]["attention"]
     np.testing.assert_array_equal(attention["key"]["kernel"][...], attention["query"]["kernel"][...])
     for name in ("query", "value"):

@@ -1,0 +1,152 @@
+"""Where gates begin: the needle of `recall` and language, by the initial bias of the gates.
+
+A gate sigmoid(W x) begins at 1/2 and forgets a token within 20 steps, so that nothing older has a gradient. With an
+initial bias b it is sigmoid(W x + b), with a half-life of about 5 tokens at b = 2, 38 at 4 and 280 at 6. Variants are
+named by their bias; those without a number have none, as in "Conformal Transformations for Symmetric Power
+Transformers" (Kumar et al. 2025).
+
+Each variant learns two tasks: `needle`, as in `recall`, and the language of `rotation_rates`, at the same context,
+updates and tokens.
+"""
+
+import dataclasses
+import itertools
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from experiments import _shared, recall
+from sympow_jax import config
+from sympow_jax.config import loading
+
+PLANS = {
+    "toy": _shared.Plan(seeds=(0, 1, 2), steps=1000, contexts=(256,), lengths=(256, 1024)),
+    "paper": _shared.Plan(
+        seeds=(0, 1, 2), steps=100_000, contexts=(4096,), lengths=(4096, 16_384), documents=64
+    ),
+    "tiny": _shared.Plan(seeds=(0, 1), steps=2, contexts=(16,), lengths=(16, 32), documents=2),
+}
+_GATED = ("gated", "conformal")
+_BIASES = {"": None, " 2": 2.0, " 4": 4.0, " 6": 6.0}
+VARIANTS = ("softmax", "sympow", *(name + bias for name in _GATED for bias in _BIASES))
+_PAIRS = (
+    *((name + bias, name) for name in _GATED for bias in _BIASES if bias),
+    *(("conformal" + bias, "gated" + bias) for bias in _BIASES),
+)
+_HEAD_DIM = 16  # of the models of the needle
+# As in `rotation_rates`.
+_TOY_TOKENS = 1024
+
+
+def attentions(power: int) -> dict[str, config.AttentionConfig]:
+    """Returns the attention of each variant."""
+    plain = _shared.power_variants(power)
+    gated = {
+        name + text: dataclasses.replace(plain[name], decay_bias=bias)
+        for name in _GATED
+        for text, bias in _BIASES.items()
+    }
+    return {name: plain[name] for name in ("softmax", "sympow")} | gated
+
+
+def _needles(options: _shared.Options) -> list[dict[str, Any]]:
+    """Returns the accuracy of each variant and seed at each distance of a needle."""
+    plan, setting = recall.PLANS[options.scale], recall.SETTINGS[options.scale]
+    folder, rows = options.runs / "initial_gates", []
+    folder.mkdir(parents=True, exist_ok=True)
+    for variant in options.variants:
+        seeds = "-".join(map(str, options.plan.seeds))
+        print(f"needle, {variant}, {plan.steps} updates, seeds {seeds}", flush=True)
+        path = folder / f"needle_{variant.replace(' ', '_')}_p{options.power}_{plan.steps}_{seeds}.npz"
+        shape = recall.model_config(setting, "needle", attentions(options.power)[variant], _HEAD_DIM)
+        found = recall.train(
+            setting, "needle", shape, options.plan.seeds, path, steps=plan.steps, series=plan.documents
+        )
+        rows += [
+            {"task": "needle", "variant": variant, "seed": seed, "point": distance, "value": float(right)}
+            for seed, accuracies in zip(options.plan.seeds, found)
+            for distance, right in zip(setting.distances, accuracies)
+        ]
+    return rows
+
+
+def _experiment(options: _shared.Options) -> None:
+    if context := options.more["context"]:
+        plan = dataclasses.replace(options.plan, contexts=(context,), lengths=(context, 4 * context))
+        options = dataclasses.replace(options, plan=plan)
+    plan, setting = options.plan, recall.SETTINGS[options.scale]
+    (context,) = plan.contexts
+    changes: dict[str, Any] = {"data.batch_tokens": _TOY_TOKENS} if options.scale == "toy" else {}
+    runs = {}
+    for seed, variant in itertools.product(plan.seeds, options.variants):
+        attention, label = attentions(options.power)[variant], _shared.power_label(variant, options.power)
+        run = loading.replace(_shared.settings(options, attention, context=context, seed=seed), changes)
+        name = f"{label.replace(' ', '_')}_context{context}_tokens{run.data.batch_tokens}"
+        runs[variant, seed] = f"bias_{name}_steps{plan.steps}_seed{seed}", run
+    rows = _needles(options)
+    folders = _shared.train_all(options, runs)
+    for (variant, seed), folder in folders.items():
+        losses = {row["context_length"]: row["loss"] for row in _shared.evaluation(folder)}
+        losses[0] = _shared.final_loss(folder)
+        rows += [
+            {"task": "language", "variant": variant, "seed": seed, "point": length, "value": losses[length]}
+            for length in (0, *plan.lengths)
+        ]
+    path = options.write(rows, folders.values())
+    needles = [row for row in rows if row["task"] == "needle"]
+    panel = _shared.Panel(
+        lines=_shared.lines(_shared.means(needles, ("variant", "point"), "value")),
+        x_label="distance of a needle, tokens",
+        y_label="accuracy",
+        ticks=[x for x in setting.distances if x & (x - 1) == 0],
+        mark=(setting.context, "training context"),
+    )
+    _shared.draw_lines(
+        path,
+        [panel],
+        title="A needle by the initial bias of the gates",
+        subtitle=f"{plan.average}; numbers are biases, without one a gate begins at 1/2",
+    )
+
+
+def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
+    """Returns the tables of an experiment's JSON."""
+    within, beyond = content["plan"]["lengths"]
+    names = {
+        0: "training",
+        within: f"held-out, positions to {within:,}",
+        beyond: f"{within + 1:,} to {beyond:,}",
+    }
+    needles = [row for row in content["rows"] if row["task"] == "needle"]
+    losses = [row | {"loss of": names[row["point"]]} for row in content["rows"] if row["task"] == "language"]
+    accuracies = _shared.means(needles, ("variant", "point"), "value")
+    shown = [x for x in dict.fromkeys(row["point"] for row in needles) if x & (x - 1) == 0]
+    variants = list(dict.fromkeys(row["variant"] for row in needles))
+    cells = [(name, *(f"{accuracies[name, x].value:.2f}" for x in shown)) for name in variants]
+    pairs = [pair for pair in _PAIRS if set(pair) <= set(variants)]
+    return [
+        _shared.Table("Accuracy against the distance of a needle", ("", *(f"{x:,}" for x in shown)), cells),
+        _shared.loss_table("Final loss, nats per token", losses, "loss of", "value"),
+        _shared.difference_table("Differences, nats per token", losses, "loss of", pairs, "value"),
+    ]
+
+
+main = _shared.Experiment(
+    name="initial_gates",
+    description=__doc__,
+    plans=PLANS,
+    variants=VARIANTS,
+    powers=(2, 4),
+    more={
+        "context": {
+            "type": _shared.positive,
+            "metavar": "T",
+            "help": "Training context of language; held-out losses are of positions to it and to four times it.",
+        }
+    },
+    run=_experiment,
+    tables=tables,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
