@@ -2,8 +2,9 @@
 
 A gate sigmoid(W x) begins at 1/2 and forgets a token within 20 steps, so that nothing older has a gradient. With an
 initial bias b it is sigmoid(W x + b), with a half-life of about 5 tokens at b = 2, 38 at 4 and 280 at 6. Variants are
-named by their bias; those without a number have none, as in "Conformal Transformations for Symmetric Power
-Transformers" (Kumar et al. 2025).
+named by their bias. `alibi` has a bias for each head, from ALiBi's slopes: half-lives of 11 and 177 tokens with two
+heads. Those without a name after theirs have none, as in "Conformal Transformations for Symmetric Power Transformers"
+(Kumar et al. 2025).
 
 Each variant learns two tasks: `needle`, as in `recall`, and the language of `rotation_rates`, at the same context,
 updates and tokens.
@@ -27,11 +28,17 @@ PLANS = {
     "tiny": _shared.Plan(seeds=(0, 1), steps=2, contexts=(16,), lengths=(16, 32), documents=2),
 }
 _GATED = ("gated", "conformal")
-_BIASES = {"": None, " 2": 2.0, " 4": 4.0, " 6": 6.0}
-VARIANTS = ("softmax", "sympow", *(name + bias for name in _GATED for bias in _BIASES))
+_CHANGES: dict[str, dict[str, Any]] = {
+    "": {},
+    " 2": {"decay_bias": 2.0},
+    " 4": {"decay_bias": 4.0},
+    " 6": {"decay_bias": 6.0},
+    " alibi": {"decay": "learned_alibi"},
+}
+VARIANTS = ("softmax", "sympow", *(name + start for name in _GATED for start in _CHANGES))
 _PAIRS = (
-    *((name + bias, name) for name in _GATED for bias in _BIASES if bias),
-    *(("conformal" + bias, "gated" + bias) for bias in _BIASES),
+    *((name + start, name) for name in _GATED for start in _CHANGES if start),
+    *(("conformal" + start, "gated" + start) for start in _CHANGES),
 )
 _HEAD_DIM = 16  # of the models of the needle
 # As in `rotation_rates`.
@@ -42,9 +49,9 @@ def attentions(power: int) -> dict[str, config.AttentionConfig]:
     """Returns the attention of each variant."""
     plain = _shared.power_variants(power)
     gated = {
-        name + text: dataclasses.replace(plain[name], decay_bias=bias)
+        name + start: dataclasses.replace(plain[name], **change)
         for name in _GATED
-        for text, bias in _BIASES.items()
+        for start, change in _CHANGES.items()
     }
     return {name: plain[name] for name in ("softmax", "sympow")} | gated
 

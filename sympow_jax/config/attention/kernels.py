@@ -17,6 +17,7 @@ class DecaySource(enum.Enum):
     RATIO = enum.auto()  # PermuteFormer's r = sigmoid(2 + 3 h / K) of head h = 0 ... K - 1
     PARAMETER = enum.auto()  # learned, the same for all tokens
     DATA = enum.auto()  # sigmoid(W x)
+    DATA_FROM_ALIBI = enum.auto()  # sigmoid(W x + b), where b starts at ALiBi's slopes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ DECAYS: Mapping[str, Decay] = {
     "permuteformer": Decay(DecaySource.RATIO),
     "constant": Decay(DecaySource.PARAMETER),
     "learned": Decay(DecaySource.DATA),
+    "learned_alibi": Decay(DecaySource.DATA_FROM_ALIBI),
     "channel_fixed": Decay(DecaySource.FIXED, per_channel=True),
     "channel_constant": Decay(DecaySource.PARAMETER, per_channel=True),
     "channel_learned": Decay(DecaySource.DATA, per_channel=True),

@@ -23,7 +23,8 @@ class AttentionConfig:
     decay: str = fields.setting(
         "learned",
         "Decay of the weights of older tokens. Per head, `alibi` and `permuteformer` are fixed, `constant` is trained "
-        "and `learned` is computed from each token. `channel_*` are the same per value channel.",
+        "and `learned` is computed from each token, as is `learned_alibi`, which starts at the slopes of `alibi`. "
+        "`channel_*` are the same per value channel.",
         choices=DECAYS,
     )
     decay_bias: float | None = fields.setting(

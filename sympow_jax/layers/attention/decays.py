@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from sympow_jax import ops
@@ -26,11 +27,11 @@ class Decay:
 
     Attributes:
         shape: (K,), or (K, E) with a decay per value channel.
-        initial_bias: `attention.decay_bias`.
+        initial_bias: of the projection, for all outputs or for each; None for no bias.
     """
 
     shape: tuple[int, ...]
-    initial_bias: float | None
+    initial_bias: float | tuple[float, ...] | None
 
     @property
     def num_projected(self) -> int:
@@ -69,8 +70,7 @@ class Trained(Fixed):
     """Trained decays, the same for all tokens, which start at ALiBi's slopes."""
 
     def init_parameters(self, layer):
-        initial = jnp.exp(super().per_head(layer))
-        layer.decay_logits = nnx.Param(jnp.log(initial) - jnp.log1p(-initial))
+        layer.decay_logits = nnx.Param(jnp.array(_alibi_logits(self.shape), jnp.float32))
 
     def per_head(self, layer):
         return jax.nn.log_sigmoid(layer.decay_logits[...])
@@ -85,7 +85,8 @@ class Learned(Decay):
 
     def init_parameters(self, layer):
         if self.initial_bias is not None:
-            layer.decay_bias = nnx.Param(jnp.full(self.num_projected, self.initial_bias, jnp.float32))
+            initial = jnp.array(self.initial_bias, jnp.float32)
+            layer.decay_bias = nnx.Param(jnp.broadcast_to(initial, self.num_projected))
 
     def log_decay(self, layer, x, projected):
         if self.initial_bias is not None:
@@ -100,6 +101,7 @@ _CLASSES: Mapping[DecaySource, type[Decay]] = {
     DecaySource.RATIO: Ratio,
     DecaySource.PARAMETER: Trained,
     DecaySource.DATA: Learned,
+    DecaySource.DATA_FROM_ALIBI: Learned,
 }
 
 
@@ -107,4 +109,13 @@ def make(kernel: kernels.Kernel) -> Decay:
     """Returns the decay that the options of a kernel name."""
     kind = kernel.attention.decay_kind
     shape = (kernel.num_kv_heads, kernel.head_dim) if kind.per_channel else (kernel.num_kv_heads,)
-    return _CLASSES[kind.source](shape, kernel.attention.decay_bias)
+    bias = kernel.attention.decay_bias
+    if kind.source is DecaySource.DATA_FROM_ALIBI:
+        bias = tuple(_alibi_logits(shape))
+    return _CLASSES[kind.source](shape, bias)
+
+
+def _alibi_logits(shape: tuple[int, ...]) -> np.ndarray:
+    """Returns the logits of decays by ALiBi's slopes, of which sigmoid makes these decays."""
+    slopes = np.array(ops.alibi_slopes(math.prod(shape)), np.float64)
+    return -np.log(np.expm1(slopes)).reshape(shape)

@@ -68,7 +68,7 @@ class _PlainAttention(layer.Attention):
         if (window := options.pop("window", None)) is not None:
             options |= {"kernel": "sliding_window", "window": window}
         attention = config_lib.AttentionConfig(**options)
-        if attention.decay_bias is not None and "learned" not in attention.decay:
+        if attention.decay_bias is not None and attention.decay not in ("learned", "channel_learned"):
             raise ValueError(
                 f"decay_bias is {attention.decay_bias!r}, but decay {attention.decay!r} has no bias"
             )
@@ -88,8 +88,9 @@ class PowerAttention(_PlainAttention):
     Args:
         width, num_heads, num_kv_heads, head_dim, use_bias, dtype, rngs: as in `SoftmaxAttention`.
         power: degree of the weights, positive and even; 2.
-        decay: "none"; per head "alibi" or "permuteformer", fixed, "constant", trained, or "learned", sigmoid(W x), the
-            default; or per value channel "channel_fixed", "channel_constant" or "channel_learned".
+        decay: "none"; per head "alibi" or "permuteformer", fixed, "constant", trained, "learned", sigmoid(W x), the
+            default, or "learned_alibi", sigmoid(W x + b), where b starts at ALiBi's slopes; or per value channel
+            "channel_fixed", "channel_constant" or "channel_learned".
         decay_bias: initial value of a bias b of learned decays, which are then sigmoid(W x + b). At 4 a head at first
             forgets 2 % per token, and at None, without a bias, half.
         position: as in `SoftmaxAttention`; "learned_rope".
@@ -147,7 +148,7 @@ class SoftmaxAttention(_PlainAttention):
         use_bias: whether the four projections have a bias.
         dtype: dtype of the matrix products, "float32" or "bfloat16", by name or as a dtype; parameters are float32.
         rngs: source of initial values, or a seed.
-        decay: "none"; "alibi" or "permuteformer", fixed per head; or "learned", sigmoid(W x) per head.
+        decay: "none"; "alibi" or "permuteformer", fixed per head; "learned", sigmoid(W x) per head, or "learned_alibi".
         decay_bias: initial value of a bias b of learned decays, which are then sigmoid(W x + b). None for no bias.
         position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
         rope: rates and layout of positions "rope", "learned_rope" and "learned_rope_pairs", a `config.RopeConfig`.
