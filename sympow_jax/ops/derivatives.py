@@ -30,7 +30,8 @@ class custom_vjp:
         plain: function without loops of a traced length, through which JAX has no reverse mode, and with the same
             derivatives. It is used in place of `fun` where forward mode is differentiated again. None means `fun`.
 
-    Without `defvjp`, the rule is that of `plain`.
+    Without `defvjp`, the rule is that of `plain`. `fun` is an attribute: with an option by which it returns residuals
+    too it can be its own `fwd`, through which JAX then differentiates a second time.
 
     Examples:
         >>> import jax
