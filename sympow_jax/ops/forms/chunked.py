@@ -294,9 +294,8 @@ class _Blocks:
         enters_state = self.enters_state_at(index).astype(self.dtype)
         if self.has_decay:
             coarse, fine = jax.lax.optimization_barrier((self.coarse[index], self.fine[index]))
-            between = (coarse[exact_window:, None] - coarse) + (fine[exact_window:, None] - fine)
-            # Masked before `exp`, which would overflow and make second derivatives NaN.
-            in_window = decays.exp(jnp.where(visible, between, -jnp.inf))
+            queries = coarse[exact_window:, None], fine[exact_window:, None]
+            in_window = decays.between(queries, (coarse, fine), visible)
             to_query, to_state, carry = (
                 self.to_query[index],
                 self.to_state[index] * enters_state,
