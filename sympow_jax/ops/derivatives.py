@@ -160,16 +160,8 @@ def _jvp(fun, plain, fwd, bwd, jvp, primals, tangents):
     return result, of_result(tangent)
 
 
-@_linear.def_impl
-def _evaluate(*operands, forward, **_):
-    return jax.jit(forward)(*operands)
-
-
-@_linear.def_abstract_eval
-def _types(*_, types, **__):
-    return list(types)
-
-
+_linear.def_impl(lambda *operands, forward, **_: jax.jit(forward)(*operands))
+_linear.def_abstract_eval(lambda *_, types, **__: list(types))
 mlir.register_lowering(_linear, mlir.lower_fun(lambda *operands, forward, **_: forward(*operands)))
 
 

@@ -84,14 +84,14 @@ def _mean_fwd(axis, division, numerator, denominator):
     return out, (out, denominator)
 
 
+def _mean_bwd(axis, division, residuals, dout):
+    return mean_vjp(*residuals, dout, axis, division)
+
+
 def _mean_jvp(axis, division, residuals, changes):
     del axis
     (out, denominator), (dnumerator, ddenominator) = residuals, changes
     return _divided(division, dnumerator - out * ddenominator, denominator)
 
 
-_mean.defvjp(
-    _mean_fwd,
-    lambda axis, division, residuals, dout: mean_vjp(*residuals, dout, axis, division),
-    _mean_jvp,
-)
+_mean.defvjp(_mean_fwd, _mean_bwd, _mean_jvp)

@@ -64,7 +64,8 @@ def same_variation(tree):
 
     Integers are unchanged: lengths and segment ids of rows are the same for all heads.
     """
-    axes = frozenset().union(*map(_varying, jax.tree.leaves(tree)))
+    leaves = jax.tree.leaves(tree)
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
     if not axes:
         return tree
 
@@ -76,13 +77,8 @@ def same_variation(tree):
 
 def varying_over(x, axes: frozenset[str]):
     """Returns x varying over these manual mesh axes in addition to its own."""
-    missing = tuple(sorted(axes - _varying(x)))
+    missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-
-def _varying(x):
-    """Returns the manual mesh axes that x varies over."""
-    return jax.typeof(x).manual_axis_type.varying
 
 
 def _axes_of_letters(layouts, arrays) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def chunked(plan, rows: rows_of.Rows):
     # Chunks are at most as long as the rows, which are padded to whole chunks.
     plan = dataclasses.replace(plan, chunk=min(plan.chunk, length))
     rows = rows_of.padded(rows, plan.chunk)
-    if rows.kv is None:
+    if rows.kv is None or rows.norm is None:
         dtype = np.promote_types(rows.query.dtype, jnp.float32)
         state = features.zeros(
             rows.value, (batch, kv_heads), head_dim, rows.value.shape[-1] + 1, plan.power, dtype
@@ -76,11 +76,22 @@ def attention(plan, tokens, state):
     sequence = power_state.Sequence.join(plan, tokens, state)
     time, power, precision = tokens.query.shape[1], plan.power, plan.precision
     query = rows_of.masked_queries(plan, tokens.query, sequence)[:, -time:]
-    key, value, decay = _keys_time_last(sequence)
+    # Keys [B, K, D, X], values with a row of ones [B, K, E+1, X] and decays [B, K, X].
+    key = jnp.moveaxis(sequence.key, 1, 3)
+    value = jnp.moveaxis(sequence.value, 1, 3)
+    value = jnp.pad(value, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=1)
+    decay = jnp.moveaxis(decays.bounded(sequence.log_decay, sequence.start[..., None]), 1, 2)
     query = layout.time_last(query, key.shape[1])
     # Sums of weighted values and, last, of weights for every query, [B, K, G, E+1, T].
     if time == 1:
-        sums = _sums_of_last(query[..., 0], sequence, decay, power, precision)
+        # As in decoding: one product covers all keys, without changing their layout.
+        one, keys, values = (x.astype(decay.dtype) for x in (query[..., 0], sequence.key, sequence.value))
+        scores = jnp.einsum("bkgd,bxkd->bkgx", one, keys, precision=precision)
+        weights = decays.exp(_sums_from_edges(decay)[..., 1:])[:, :, None] * jax.lax.integer_pow(
+            scores, power
+        )
+        weighted = jnp.einsum("bkgx,bxke->bkge", weights, values, precision=precision)
+        sums = jnp.concatenate([weighted, weights.sum(-1, keepdims=True)], -1)[..., None]
     else:
         block = min(plan.chunk, time)
         front = -(key.shape[-1] - time) % block
@@ -117,26 +128,6 @@ def attention(plan, tokens, state):
     return out, rows_of.state_after(plan, sequence, **sums)
 
 
-def _sums_of_last(query, sequence, decay, power, precision):
-    """Returns the sums for the queries [B, K, G, D] of the last position, as in decoding.
-
-    One product covers all keys, without changing their layout.
-    """
-    query, key, value = (x.astype(decay.dtype) for x in (query, sequence.key, sequence.value))
-    scores = jnp.einsum("bkgd,bxkd->bkgx", query, key, precision=precision)
-    weights = decays.exp(_sums_from_edges(decay)[..., 1:])[:, :, None] * jax.lax.integer_pow(scores, power)
-    values = jnp.einsum("bkgx,bxke->bkge", weights, value, precision=precision)
-    return jnp.concatenate([values, weights.sum(-1, keepdims=True)], -1)[..., None]
-
-
 def _sums_from_edges(decay):
     """Returns the sum over the positions after each edge of a position: [B, K, X] -> [B, K, X + 1]."""
     return jnp.pad(jnp.cumsum(decay[..., ::-1], -1)[..., ::-1], [(0, 0), (0, 0), (0, 1)])
-
-
-def _keys_time_last(sequence):
-    """Returns keys [B, K, D, X], values with a row of ones [B, K, E+1, X] and decays [B, K, X]."""
-    value = jnp.moveaxis(sequence.value, 1, 3)
-    value = jnp.pad(value, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=1)
-    decay = decays.bounded(sequence.log_decay, sequence.start[..., None])
-    return jnp.moveaxis(sequence.key, 1, 3), value, jnp.moveaxis(decay, 1, 2)

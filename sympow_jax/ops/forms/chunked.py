@@ -72,7 +72,7 @@ def chunked(
         return state, (means.mean(sums[:, :-1], denominator, 1, plan.division), denominator)
 
     final, results = jax.lax.scan(step, state, blocks.indices)
-    results = tuple(map(_joined, results))
+    results = tuple(map(blocks.join, results))
     if not differentiated:
         return results[0], final
     final = tuple(ad_checkpoint.checkpoint_name(x, means.STATES_SAVED_AS) for x in final)
@@ -121,10 +121,10 @@ def chunked_vjp(plan, residuals, cotangents):
         plan, blocks, dsums, denominator, reads, dfinal, dlog_final
     )
     return (
-        _joined(dquery_from_state + dquery_in_window).astype(query.dtype),
-        _joined(dkey).astype(key.dtype),
-        _joined(dvalue).astype(value.dtype),
-        None if log_decay is None else _joined(ddecay),
+        blocks.join(dquery_from_state + dquery_in_window).astype(query.dtype),
+        blocks.join(dkey).astype(key.dtype),
+        blocks.join(dvalue).astype(value.dtype),
+        None if log_decay is None else blocks.join(ddecay),
         None,
         dstate,
     )
@@ -304,11 +304,11 @@ class _Blocks:
         else:
             in_window = visible.astype(self.dtype)
             to_query, to_state, carry = jnp.ones(chunk, self.dtype), enters_state, jnp.ones((), self.dtype)
-        value = self._cut(self.value, index, chunk + exact_window)
+        value = self.cut(self.value, index, chunk + exact_window)
         return _Block(
             plan=self.plan,
             query=self.cut_queries(self.query, index),
-            key=self._cut(self.key, index, chunk + exact_window),
+            key=self.cut(self.key, index, chunk + exact_window),
             value=jnp.concatenate([value, jnp.ones_like(value, shape=(1, chunk + exact_window))]),
             in_window=in_window,
             to_query=to_query,
@@ -318,27 +318,26 @@ class _Blocks:
 
     def cut_queries(self, stack, index):
         """Returns the chunk's queries, or what belongs to them."""
-        return self._cut(stack, index, self.plan.chunk)
+        return self.cut(stack, index, self.plan.chunk)
 
     def enters_state_at(self, index):
         """Returns which of the first C positions of the block update the state."""
         return jax.lax.dynamic_slice_in_dim(self.enters_state, index * self.plan.chunk, self.plan.chunk)
 
     def stack(self, sequence: Float[Array, "X ..."]) -> Float[Array, "n ... C"]:
-        """Returns the chunks of a sequence; `_joined` is the inverse."""
+        """Returns the chunks of a sequence."""
         chunks = sequence.reshape(len(sequence) // self.plan.chunk, self.plan.chunk, *sequence.shape[1:])
         return jnp.moveaxis(chunks, 1, -1)
 
-    def _cut(self, stack, index, length):
+    def join(self, stack: Float[Array, "n ... C"]) -> Float[Array, "X ..."]:
+        """Inverts `stack`."""
+        chunks = jnp.moveaxis(stack, -1, 1)
+        # A size of -1 fails for empty arrays.
+        return chunks.reshape(chunks.shape[0] * chunks.shape[1], *chunks.shape[2:])
+
+    def cut(self, stack, index, length):
         """Returns `length` positions from the beginning of a chunk, with time last."""
         part = jax.lax.dynamic_slice_in_dim(stack, index, -(-length // self.plan.chunk))
         part = layout.join_chunks(part)[..., :length]
         # Without the barrier XLA repeats the slice in every fusion that reads it, which prevents vectorization on CPUs.
         return jax.lax.optimization_barrier(part.astype(self.dtype))
-
-
-def _joined(stack: Float[Array, "n ... C"]) -> Float[Array, "X ..."]:
-    """Returns the sequence of a stack of chunks."""
-    chunks = jnp.moveaxis(stack, -1, 1)
-    # A size of -1 fails for empty arrays.
-    return chunks.reshape(chunks.shape[0] * chunks.shape[1], *chunks.shape[2:])

@@ -113,7 +113,7 @@ def attend(
             of_block = (reach if s is None else reach * s).max(1, keepdims=True)
             # The output does not depend on m.
             new = jax.lax.stop_gradient(jnp.maximum(largest, of_block))
-            u = size * _over(s, new)
+            u = size * (1 / new if s is None else s * (1 / new))
             weights = u * u / (1 + size * size)
             # 1 for all but a row's first blocks.
             shrink = jnp.square(largest / new)
@@ -158,7 +158,7 @@ def attend_vjp(settings, blocks, out, denominator, largest, dout) -> Blocks:
             dquery, dkeys, dvalues, drow, dcolumns = carry
             z, s = pairs.scores(rows, j, between, diagonal)
             z = jnp.clip(z, -pairs.bound, pairs.bound)
-            factor = _over(s, largest[i])
+            factor = 1 / largest[i] if s is None else s * (1 / largest[i])
             u, h = z * factor, 1 / (1 + z * z)
             weights = u * u * h
             dweights = pairs.product("hek,hegq->hkgq", pairs.value(j), d) - mean
@@ -282,7 +282,3 @@ class _Pairs:
             x[:, None, None, self._places] - x[:, :, None, None] for x in (self._coarse[j], self._fine[j])
         )
         return z, decays.exp(jnp.where(self._earlier, sum(differences), 0))
-
-
-def _over(s, largest):
-    return 1 / largest if s is None else s * (1 / largest)
