@@ -9,7 +9,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float
 
-__all__ = ["bounded", "exp", "prefix_sums", "split", "sums_after", "sums_from"]
+__all__ = ["between", "bounded", "exp", "prefix_sums", "split", "sums_after", "sums_from"]
 
 
 def _floor(dtype) -> int:
@@ -62,6 +62,17 @@ def split(log_decay: Float[Array, "*rest X"]) -> tuple[Float[Array, "*rest X"], 
     grid = 2.0 ** (int(np.ceil(np.log2(largest))) - np.finfo(dtype).nmant - 1)
     coarse = jnp.round(log_decay / grid) * grid
     return prefix_sums(coarse), prefix_sums(log_decay - coarse)
+
+
+def between(later, earlier, visible) -> Float[Array, "*rest"]:
+    """Returns the decay from each earlier position to each later one, zero where `visible` is False.
+
+    Both have the two parts of prefix sums by `split`, with axes that broadcast. The difference is masked before `exp`,
+    which would overflow for pairs in the other order and make second derivatives NaN.
+    """
+    (coarse, fine), (earlier_coarse, earlier_fine) = later, earlier
+    difference = (coarse - earlier_coarse) + (fine - earlier_fine)
+    return exp(jnp.where(visible, difference, -jnp.inf))
 
 
 def _tri(log_decay, diagonal=0):

@@ -180,7 +180,7 @@ def _blockwise(block_size, causal, scale, tokens):
     ranges = _ranges(
         causal, None if document is None else blocks(document, front, block), len(queries), rows, len(keys)
     )
-    out = expressive.attend(
+    out, *_ = expressive.attend(
         settings,
         expressive.Blocks(queries, keys, values, half_decay, query_document, key_document, ranges),
     )

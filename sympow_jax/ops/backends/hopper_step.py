@@ -14,7 +14,7 @@ from sympow_jax.ops import feature_maps, sharding
 from sympow_jax.ops import mean as means
 from sympow_jax.ops.forms import step as xla_step
 
-__all__ = ["family", "require_supported", "step"]
+__all__ = ["family", "fold", "read", "require_supported", "step"]
 
 # Bytes of key features computed at once for an update: they stay within the 50 MB of an H100's cache.
 _FEATURE_BYTES = 32 * 1024**2
@@ -53,25 +53,22 @@ def step(plan, tokens, state):
 
     Only the arguments are saved for the backward pass, which is that of the `xla` step.
     """
-    state_ops = xla_step.StateOps(_read, _fold, xla_step.in_place)
+    state_ops = xla_step.StateOps(read, fold, xla_step.in_place)
     return xla_step.step_by(state_ops, plan, tokens, state)
 
 
-def _step_fwd(plan, *arguments):
-    return step(plan, *arguments), arguments
+step.defvjp(
+    lambda plan, *arguments: (step(plan, *arguments), arguments),
+    lambda plan, arguments, cotangents: jax.vjp(functools.partial(xla_step.step, plan), *arguments)[1](
+        cotangents
+    ),
+)
 
 
-def _step_bwd(plan, arguments, cotangents):
-    return jax.vjp(functools.partial(xla_step.step, plan), *arguments)[1](cotangents)
+def read(plan, query, state):
+    """Computes `xla_step.read`; products are of float32 whatever the requested precision."""
 
-
-step.defvjp(_step_fwd, _step_bwd)
-
-
-def _read(plan, query, state):
-    """Computes `xla_step._read`; products are of float32 whatever the requested precision."""
-
-    def read(arrays):
+    def compute(arrays):
         query, log_decay = arrays["query"], jnp.moveaxis(arrays["log_decay"], 1, 2)
         carry = decays.exp(log_decay.sum(-1))[..., None, None]
         numerator, denominator = kernels.read(
@@ -95,13 +92,13 @@ def _read(plan, query, state):
         "kv": state.kv,
         "norm": state.norm,
     }
-    return sharding.per_device(read, arrays, _LAYOUTS, ("out",))["out"]
+    return sharding.per_device(compute, arrays, _LAYOUTS, ("out",))["out"]
 
 
-def _fold(plan, state, tokens, active):
-    """Computes `xla_step._fold` in place."""
+def fold(plan, state, tokens, active):
+    """Computes `xla_step.fold` in place."""
 
-    def fold(arrays):
+    def compute(arrays):
         key, value, log_decay = arrays["key"], arrays["value"], jnp.moveaxis(arrays["log_decay"], 1, 2)
         carry = decays.exp(log_decay.sum(-1))
         decay = decays.exp(decays.sums_after(log_decay))[..., None]
@@ -133,4 +130,4 @@ def _fold(plan, state, tokens, active):
         "norm": state.norm,
         "active": active,
     }
-    return sharding.per_device(fold, arrays, _LAYOUTS, ("kv", "norm"))
+    return sharding.per_device(compute, arrays, _LAYOUTS, ("kv", "norm"))

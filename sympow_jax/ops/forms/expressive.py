@@ -18,7 +18,7 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import decay as decays
 from sympow_jax.ops import derivatives
 
-__all__ = ["Blocks", "Settings", "attend", "weight"]
+__all__ = ["Blocks", "Settings", "attend", "attend_vjp", "weight"]
 
 
 class Settings(NamedTuple):
@@ -58,8 +58,8 @@ def weight(z: Float[Array, "*rest"]) -> Float[Array, "*rest"]:
     return jnp.where(large, 1 / (1 + large_z**-2), small_z**2 / (1 + small_z**2))
 
 
-def _all_pairs(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
-    """Computes `attend` with a T x S array of weights."""
+def _all_pairs(settings: Settings, blocks: Blocks):
+    """Computes `attend` with a T x S array of weights; zeros in place of its sums of weights and m."""
     query, key, value = (jnp.moveaxis(x, 0, -2) for x in blocks[:3])
     count, rows = query.shape[-2:]
     query, key, value = (x.reshape(*x.shape[:-2], -1) for x in (query, key, value))
@@ -84,28 +84,21 @@ def _all_pairs(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
     total = weights.sum(-1, keepdims=True)
     weights /= jnp.where(total == 0, 1, total)
     out = jnp.einsum("hgts,hes->hegt", weights, value, precision=settings.precision)
-    return jnp.moveaxis(out.reshape(*out.shape[:-1], count, rows), -2, 0)
-
-
-def attend(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
-    """Returns the weighted means of values, zero where all weights are zero.
-
-    Saved for the backward pass, in addition to the arguments: the output, and m and the sum of weights of every row.
-    Reverse mode of a derivative is that of all pairs at once.
-    """
-    return _attend(settings, blocks)[0]
-
-
-def _attend_plain(settings, blocks):
-    out = _all_pairs(settings, blocks)
+    out = jnp.moveaxis(out.reshape(*out.shape[:-1], count, rows), -2, 0)
     # The output does not depend on m, which cancels, and gradients have derivatives of their own, not through the sums.
     empty = jnp.zeros_like(out[:, :, :1])
     return out, empty, empty
 
 
-@functools.partial(derivatives.custom_vjp, static=1, plain=_attend_plain)
-def _attend(settings, blocks):
-    """Returns the output, and the sum of weights and m of every row."""
+@functools.partial(derivatives.custom_vjp, static=1, plain=_all_pairs)
+def attend(
+    settings: Settings, blocks: Blocks
+) -> tuple[Float[Array, "I H E G R"], Float[Array, "I H 1 G R"], Float[Array, "I H 1 G R"]]:
+    """Returns the weighted means of values, zero where all weights are zero; the sum of weights and m of every row.
+
+    These are saved for the backward pass, in addition to the arguments; only the means have a gradient. Reverse mode of
+    a derivative is that of all pairs at once.
+    """
     pairs = _Pairs(settings, blocks)
     tiny = np.finfo(pairs.dtype).tiny
 
@@ -120,7 +113,7 @@ def _attend(settings, blocks):
             of_block = (reach if s is None else reach * s).max(1, keepdims=True)
             # The output does not depend on m.
             new = jax.lax.stop_gradient(jnp.maximum(largest, of_block))
-            u = size * _over(s, new)
+            u = size * (1 / new if s is None else s * (1 / new))
             weights = u * u / (1 + size * size)
             # 1 for all but a row's first blocks.
             shrink = jnp.square(largest / new)
@@ -138,31 +131,19 @@ def _attend(settings, blocks):
     return jax.lax.scan(row, None, jnp.arange(len(blocks.query), dtype=jnp.int32))[1]
 
 
-def _attend_fwd(settings, blocks):
-    results = _attend(settings, blocks)
-    return results, (blocks, *results)
-
-
-def _attend_bwd(settings, residuals, cotangents):
-    return (_gradients(settings, *residuals, cotangents[0]),)
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)
-
-
 def _gradients_of_all_pairs(settings, blocks, out, denominator, largest, dout) -> Blocks:
     del out, denominator, largest
 
     def pairs(query, key, value, half_decay):
         changed = {"query": query, "key": key, "value": value, "half_decay": half_decay}
-        return _all_pairs(settings, blocks._replace(**changed))
+        return _all_pairs(settings, blocks._replace(**changed))[0]
 
     gradients = jax.vjp(pairs, blocks.query, blocks.key, blocks.value, blocks.half_decay)[1](dout)
     return Blocks(*gradients, None, None, None)  # type: ignore[arg-type, call-arg]
 
 
 @functools.partial(derivatives.custom_vjp, static=1, plain=_gradients_of_all_pairs)
-def _gradients(settings, blocks, out, denominator, largest, dout) -> Blocks:
+def attend_vjp(settings, blocks, out, denominator, largest, dout) -> Blocks:
     """Returns the gradients of `attend`."""
     largest = jax.lax.stop_gradient(largest)  # they do not depend on m
     pairs = _Pairs(settings, blocks)
@@ -177,18 +158,18 @@ def _gradients(settings, blocks, out, denominator, largest, dout) -> Blocks:
             dquery, dkeys, dvalues, drow, dcolumns = carry
             z, s = pairs.scores(rows, j, between, diagonal)
             z = jnp.clip(z, -pairs.bound, pairs.bound)
-            factor = _over(s, largest[i])
+            factor = 1 / largest[i] if s is None else s * (1 / largest[i])
             u, h = z * factor, 1 / (1 + z * z)
             weights = u * u * h
             dweights = pairs.product("hek,hegq->hkgq", pairs.value(j), d) - mean
             dz = dweights * (2 * u * h) * (h * factor)
             dquery += pairs.product("hdk,hkgq->hdgq", pairs.key(j), dz)
-            dkeys = _add(dkeys, j, pairs.product("hdgq,hkgq->hdk", rows.query, dz))
-            dvalues = _add(dvalues, j, pairs.product("hegq,hkgq->hek", d, weights))
+            dkeys = dkeys.at[j].add(pairs.product("hdgq,hkgq->hdk", rows.query, dz))
+            dvalues = dvalues.at[j].add(pairs.product("hegq,hkgq->hek", d, weights))
             if dcolumns is not None:
                 dlog = dweights * weights
                 drow += dlog.sum((1, 2))
-                dcolumns = _add(dcolumns, j, dlog.sum((2, 3)))
+                dcolumns = dcolumns.at[j].add(dlog.sum((2, 3)))
             return dquery, dkeys, dvalues, drow, dcolumns
 
         drow = None
@@ -211,6 +192,17 @@ def _gradients(settings, blocks, out, denominator, largest, dout) -> Blocks:
         later = jnp.cumsum(totals[::-1], 0)[::-1] - totals
         dhalf = 2 * (decays.sums_from(dsums) + later[..., None])
     return Blocks(dquery, dkey, dvalue, dhalf, None, None, None)  # type: ignore[arg-type]
+
+
+def _attend_fwd(settings, blocks):
+    results = attend(settings, blocks)
+    return results, (blocks, *results)
+
+
+attend.defvjp(
+    _attend_fwd,
+    lambda settings, residuals, cotangents: (attend_vjp(settings, *residuals, cotangents[0]),),
+)
 
 
 class _Rows(NamedTuple):
@@ -290,11 +282,3 @@ class _Pairs:
             x[:, None, None, self._places] - x[:, :, None, None] for x in (self._coarse[j], self._fine[j])
         )
         return z, decays.exp(jnp.where(self._earlier, sum(differences), 0))
-
-
-def _over(s, largest):
-    return 1 / largest if s is None else s * (1 / largest)
-
-
-def _add(total, index, part):
-    return total.at[index].add(part)
