@@ -235,7 +235,25 @@ def _step(weigh, state, query, key, value, log_decay, segment_ids):
         if log_decay is None
         else _decays_to_end(state.log_decay, state.next) + token["log_decay"][..., None]
     )
-    out = _attend(weigh, query, token, state, old_ids >= 0, decay)
+    # Scores and their decays: cached slots first, then the token's own key.
+    dtype = np.promote_types(state.key.dtype, jnp.float32)
+    exact = {"precision": cost.precision_of(state.key.dtype), "preferred_element_type": dtype}
+    cached = (old_ids >= 0)[:, None, None]
+    query = query.astype(state.key.dtype).reshape(*key.shape[:2], -1, query.shape[-1])
+    scores = jnp.einsum("bkgd,bksd->bkgs", query, state.key, **exact)
+    own = jnp.einsum("bkgd,bkd->bkg", query, token["key"], **exact)[..., None]
+    decay = jnp.zeros((), dtype) if decay is None else decay[:, :, None].astype(dtype)
+    # Scores of empty slots may be NaN.
+    scores = jnp.concatenate([jnp.where(cached, scores, 0), own], axis=-1)
+    decay = jnp.where(cached, decay, -jnp.inf)
+    decay = jnp.pad(decay, [(0, 0)] * 3 + [(0, 1)])
+    weights = weigh(scores, decay)
+    # The mean of the values by weight
+    total = weights.sum(-1, keepdims=True)
+    weights = (weights / jnp.where(total == 0, 1, total)).astype(state.value.dtype)
+    out = jnp.einsum("bkgs,bkse->bkge", weights[..., :-1], state.value, **exact)
+    out += weights[..., -1:].astype(dtype) * token["value"][:, :, None]
+    out = out.astype(state.value.dtype).reshape(out.shape[0], -1, out.shape[-1])
     out = jnp.where(valid[:, None, None], out, 0)
     # Read the cache before it is written: otherwise XLA keeps a copy to read from.
     out, token = jax.lax.optimization_barrier((out, token))
@@ -253,28 +271,6 @@ def _step(weigh, state, query, key, value, log_decay, segment_ids):
         complete=complete & ~(valid & overwritten),
     )
     return out, cache, valid & ~complete
-
-
-def _attend(weigh, query, token, state, cached, decay):
-    """Returns the output [B, N, E] of one token by its own key and those of `cached` slots [B, S]."""
-    key, value = state.key, state.value
-    dtype = np.promote_types(key.dtype, jnp.float32)
-    exact = {"precision": cost.precision_of(key.dtype), "preferred_element_type": dtype}
-    query = query.astype(key.dtype).reshape(*token["key"].shape[:2], -1, query.shape[-1])
-    scores = jnp.einsum("bkgd,bksd->bkgs", query, key, **exact)
-    own = jnp.einsum("bkgd,bkd->bkg", query, token["key"], **exact)[..., None]
-    cached = cached[:, None, None]
-    decay = jnp.zeros((), dtype) if decay is None else decay[:, :, None].astype(dtype)
-    # Scores of empty slots may be NaN.
-    scores = jnp.concatenate([jnp.where(cached, scores, 0), own], axis=-1)
-    decay = jnp.where(cached, decay, -jnp.inf)
-    decay = jnp.pad(decay, [(0, 0)] * 3 + [(0, 1)])
-    weights = weigh(scores, decay)
-    total = weights.sum(-1, keepdims=True)
-    weights = (weights / jnp.where(total == 0, 1, total)).astype(value.dtype)
-    out = jnp.einsum("bkgs,bkse->bkge", weights[..., :-1], value, **exact)
-    out += weights[..., -1:].astype(dtype) * token["value"][:, :, None]
-    return out.astype(value.dtype).reshape(out.shape[0], -1, out.shape[-1])
 
 
 def _in_order(state):
