@@ -9,7 +9,6 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import arguments, cost, documents, fixed_point, sharding
-from sympow_jax.ops.promotion import by_default_rules
 from sympow_jax.ops.pytree import State
 
 __all__ = ["KVCache"]
@@ -304,13 +303,12 @@ def _contained(state, key, value, log_decay):
     }
 
 
-@jax.custom_jvp
 def _decays_to_end(log_decay: Float[Array, "B K S"], start: Int[Array, " B"]) -> Float[Array, "B K S"]:
     """Returns the sum of the log decays after each slot, the order of time beginning at slot `start`.
 
     Sums are exact to 2^-32 per slot; log decays below 1 - 2^31 / S are clipped.
     """
-    steps = -jnp.clip(log_decay, 1 - 2.0**31 / log_decay.shape[-1], 0)
+    steps = -jnp.clip(jax.lax.stop_gradient(log_decay), 1 - 2.0**31 / log_decay.shape[-1], 0)
     flat = steps.reshape(-1, steps.shape[-1], 1)
     total = tuple(x.reshape(steps.shape) for x in fixed_point.running_sum(flat))
     newest, last = (tuple(_before(x, start)[..., None] for x in total), tuple(x[..., -1:] for x in total))
@@ -318,17 +316,14 @@ def _decays_to_end(log_decay: Float[Array, "B K S"], start: Int[Array, " B"]) ->
     both = fixed_point.add(newest, last)
     end = tuple(jnp.where(newer, x, y) for x, y in zip(newest, both))
     whole, fraction = fixed_point.subtract(end, total)
-    return -(whole.astype(jnp.float32) + fraction.astype(jnp.float32) * 2.0**-32)
 
+    def change(dlog_decay, to_end, log_decay, start):
+        total = jnp.cumsum(dlog_decay, axis=-1)
+        newer = jnp.arange(total.shape[-1]) < start[:, None, None]
+        return _before(total, start)[..., None] + jnp.where(newer, 0, total[..., -1:]) - total
 
-@_decays_to_end.defjvp
-@by_default_rules
-def _decays_to_end_jvp(primals, tangents):
-    log_decay, start = primals
-    total = jnp.cumsum(tangents[0], axis=-1)
-    newer = jnp.arange(total.shape[-1]) < start[:, None, None]
-    end = _before(total, start)[..., None] + jnp.where(newer, 0, total[..., -1:])
-    return _decays_to_end(log_decay, start), end - total
+    to_end = -(whole.astype(jnp.float32) + fraction.astype(jnp.float32) * 2.0**-32)
+    return fixed_point.with_derivative(change, to_end, log_decay, start)
 
 
 def _before(total: Array, start: Int[Array, " B"]) -> Array:

@@ -74,7 +74,7 @@ def learned(
     A rate counts as the exact value of its float32, or of its float64 if `dtype` is float64. The derivative with
     respect to the rate is the position (2 pi times the position for turns). A rate that is not finite gives nan angles.
     """
-    return _learned_call(unit, np.dtype(dtype), jnp.asarray(positions), jnp.asarray(rates))
+    return _learned(unit, np.dtype(dtype), jnp.asarray(positions), jnp.asarray(rates))
 
 
 def _words(
@@ -94,30 +94,26 @@ def _words(
     return [np.array(part, f"uint{bits}").reshape(np.shape(rates)) for part in parts]
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+@by_default_rules
 def _learned(unit, dtype, positions, rates):
-    pieces = [rates.astype(jnp.float32)]
+    exact = jax.lax.stop_gradient(rates)
+    pieces = [exact.astype(jnp.float32)]
     if dtype == np.float64:
         # The sum of three float32 holds the 53 bits of a float64.
         for _ in range(2):
-            rest = rates.astype(jnp.float64) - sum(piece.astype(jnp.float64) for piece in pieces)
+            rest = exact.astype(jnp.float64) - sum(piece.astype(jnp.float64) for piece in pieces)
             pieces.append(rest.astype(jnp.float32))
     count = 3 if dtype == np.float64 else 2
     fractions = (_fraction(piece, unit, count) for piece in pieces)
     angles = sum(_angles(positions, fraction, dtype) for fraction in fractions)
-    return jnp.where(jnp.isfinite(rates), angles, jnp.nan)
 
+    def change(drates, angles, rates, positions):
+        slope = layout.with_rank(positions, angles.ndim).astype(dtype)
+        return slope * (2 * np.pi if unit == "turns" else 1) * drates.astype(dtype)
 
-@_learned.defjvp
-@by_default_rules
-def _learned_jvp(unit, dtype, primals, tangents):
-    positions, rates = primals
-    by_rate = layout.with_rank(positions, positions.ndim + rates.ndim)
-    slope = by_rate.astype(dtype) * (2 * np.pi if unit == "turns" else 1)
-    return _learned(unit, dtype, positions, rates), slope * tangents[1].astype(dtype)
-
-
-_learned_call = jax.jit(by_default_rules(_learned), static_argnums=(0, 1))
+    angles = jnp.where(jnp.isfinite(exact), angles, jnp.nan)
+    return fixed_point.with_derivative(change, angles, rates, positions)
 
 
 def _fraction(rates: Float[Array, "*rates"], unit: str, count: int) -> list[UInt32[Array, "*rates"]]:
