@@ -110,7 +110,7 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
         rows, tokens = pl.ds(start, pairs.BLOCK), pl.ds(begin + start, pairs.BLOCK)
 
         def by_column(ref):
-            return pairs.by_column(plgpu.load(ref, layout=pairs.PER_COLUMN, optimized=False))
+            return pairs.by_column(plgpu.load(ref, layout=tensor_core.PER_COLUMN, optimized=False))
 
         # Each warpgroup has half of the values.
         plgpu.copy_gmem_to_smem(values.at[row, tokens, head], value_smem, full)
@@ -162,7 +162,7 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
         decay = by_column(decays.at[rows])
         after = jnp.where(column > token, decay, 0.0).sum(1) + sum(others) * (1 - is_later)
         total = decay.sum(1) + sum(others)
-        own = plgpu.load(exponents.at[rows], layout=pairs.PER_ROW, optimized=False)
+        own = plgpu.load(exponents.at[rows], layout=tensor_core.PER_ROW, optimized=False)
         length = pairs.length_factor(own, power * (own - longest))
         to_end = length * sequence.exp(after)
         vectors = {

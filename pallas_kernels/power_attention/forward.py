@@ -138,7 +138,7 @@ def means(
             weights = jnp.maximum(units.weight, weight_unit)
             values = jnp.maximum(units.sum - weights, value_unit)
             from_start = vectors.at[Vector.FROM_START, pl.ds(diagonal * block + start, pairs.BLOCK)]
-            from_start = plgpu.load(from_start, layout=pairs.PER_ROW, optimized=False)
+            from_start = plgpu.load(from_start, layout=tensor_core.PER_ROW, optimized=False)
             weight = earlier_weight * (from_start * jnp.exp2(units.weight - weights))
             weight = weight + diagonal_weight * jnp.exp2(weight_unit - weights)
             sum_factor = from_start * jnp.exp2(units.sum - weights - values - blocks.VALUE_BITS)
@@ -158,7 +158,7 @@ def means(
                 launch.store(gmem["remainder"].at[batch_row, rows, head], remainder)
                 launch.store(gmem["weight_sum"].at[batch_row, head, rows], weight)
                 lengths = gmem["query_exponent"].at[batch_row, head, rows]
-                lengths = plgpu.load(lengths, layout=pairs.PER_ROW, optimized=False)
+                lengths = plgpu.load(lengths, layout=tensor_core.PER_ROW, optimized=False)
                 exponent = power * (lengths - configs.query_bits(power)) + weights.astype(jnp.int32)
                 launch.store(gmem["weight_exponent"].at[batch_row, head, rows], exponent)
 
@@ -206,11 +206,11 @@ class _Queries:
     def all_earlier(self, steps):
         """Returns the sums over all blocks before the diagonal one, of values and of weights, and their `_Units`."""
         total = plgpu.layout_cast(jnp.zeros((pairs.BLOCK, self.config.value_dim), jnp.float32), pairs.LAYOUT)
-        weight = plgpu.layout_cast(jnp.zeros((pairs.BLOCK,), jnp.float32), pairs.PER_ROW)
+        weight = plgpu.layout_cast(jnp.zeros((pairs.BLOCK,), jnp.float32), tensor_core.PER_ROW)
         units = _Units(*[jnp.float32(_NOTHING)] * 3)
         if not configs.scaled_by_row(self.power):
             return lax.fori_loop(jnp.int32(0), steps, self._earlier, (total, weight, units))
-        largest = plgpu.layout_cast(jnp.full((pairs.BLOCK,), _SMALLEST, jnp.float32), pairs.PER_ROW)
+        largest = plgpu.layout_cast(jnp.full((pairs.BLOCK,), _SMALLEST, jnp.float32), tensor_core.PER_ROW)
         carry = total, weight, units, largest
         total, weight, units, largest = lax.fori_loop(jnp.int32(0), steps, self._earlier_by_row, carry)
         # The sums so far are in units of values over each row's largest weight: multiply that weight back in.
@@ -257,7 +257,7 @@ class _Queries:
         """
         plgpu.barrier_wait(self.smem["column_full"].at[slot])
         columns = self.smem["column_smem"].at[slot]
-        factors = plgpu.load(columns.at[0], layout=pairs.PER_COLUMN, optimized=False)
+        factors = plgpu.load(columns.at[0], layout=tensor_core.PER_COLUMN, optimized=False)
         own = {n: columns[blocks.scalar_at(n, self.config.block)] for n in Scalar}
         decay = own[Scalar.DECAY]
         weight = jnp.maximum(units.weight, own[Scalar.WEIGHT_UNIT])
@@ -287,11 +287,11 @@ class _Queries:
 
         def per_row(index):
             part = vectors.at[index, pl.ds(tokens.start + start, pairs.BLOCK)]
-            return _by_row(plgpu.load(part, layout=pairs.PER_ROW, optimized=False), weights)
+            return _by_row(plgpu.load(part, layout=tensor_core.PER_ROW, optimized=False), weights)
 
         def per_column(index):
             part = vectors.at[index, tokens]
-            return _by_column(plgpu.load(part, layout=pairs.PER_COLUMN, optimized=False), weights)
+            return _by_column(plgpu.load(part, layout=tensor_core.PER_COLUMN, optimized=False), weights)
 
         coarse, fine = (per_row(n) - per_column(n) for n in (Vector.COARSE, Vector.FINE))
         decay = coarse + fine

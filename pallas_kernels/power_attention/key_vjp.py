@@ -117,7 +117,7 @@ def sums(
             def sums_over_queries(*accumulators):
                 by_name = dict(zip(results, accumulators))
                 keys = _Keys(core, by_name, warpgroup, smem, steps, power, config)
-                dlog = plgpu.layout_cast(jnp.zeros((_BLOCK,), jnp.float32), pairs.PER_ROW)
+                dlog = plgpu.layout_cast(jnp.zeros((_BLOCK,), jnp.float32), tensor_core.PER_ROW)
                 dlog = lax.fori_loop(jnp.int32(0), jnp.int32(group), keys.all_queries, dlog)
                 tokens = pl.ds((block + warpgroup) * _BLOCK, _BLOCK)
                 if "dkey" in results:
@@ -228,7 +228,9 @@ class _Keys:
         """Adds one block of queries to the accumulators; returns dlog with sums of P (dP - delta) added."""
         pending = []
         if "dkey" in self.accumulators:
-            delta = plgpu.load(self.smem["delta_smem"].at[slot], layout=pairs.PER_COLUMN, optimized=False)
+            delta = plgpu.load(
+                self.smem["delta_smem"].at[slot], layout=tensor_core.PER_COLUMN, optimized=False
+            )
             dweights = dweights - pairs.by_column(delta)
             # The barrier forces one step after the other, to save registers.
             scores, slopes, dweights = lax.optimization_barrier((scores, slopes, dweights))
@@ -248,11 +250,11 @@ class _Keys:
 
     def _of_keys(self, index):
         vector = self.smem["columns_smem"].at[self.warpgroup, index]
-        return plgpu.load(vector, layout=pairs.PER_ROW, optimized=False)
+        return plgpu.load(vector, layout=tensor_core.PER_ROW, optimized=False)
 
     def _of_queries(self, slot, index):
         vector = self.smem["rows_smem"].at[slot, index]
-        return plgpu.load(vector, layout=pairs.PER_COLUMN, optimized=False)
+        return plgpu.load(vector, layout=tensor_core.PER_COLUMN, optimized=False)
 
     def _full(self, step):
         slot = ring.slot_of(step, self.config.key_stages)

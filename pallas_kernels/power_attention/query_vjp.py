@@ -118,7 +118,7 @@ class _Queries:
 
     def __init__(self, core, acc, rows, delta, warpgroup, smem, power, config):
         self.core, self.acc, self.rows = core, acc, rows
-        self.delta = plgpu.load(delta, layout=pairs.PER_ROW, optimized=False)
+        self.delta = plgpu.load(delta, layout=tensor_core.PER_ROW, optimized=False)
         self.smem, self.power, self.config = smem, power, config
         self.query, self.dout = (smem[name].at[warpgroup] for name in ("query_smem", "dout_smem"))
         if config.operands_in_registers:
@@ -182,11 +182,11 @@ class _Queries:
         return (self.smem[name].at[slot] for name in ("key_smem", "value_smem"))
 
     def _of_queries(self, index):
-        return plgpu.load(self.rows.at[index], layout=pairs.PER_ROW, optimized=False)
+        return plgpu.load(self.rows.at[index], layout=tensor_core.PER_ROW, optimized=False)
 
     def _of_keys(self, slot, index):
         vector = self.smem["column_smem"].at[slot, index]
-        return plgpu.load(vector, layout=pairs.PER_COLUMN, optimized=False)
+        return plgpu.load(vector, layout=tensor_core.PER_COLUMN, optimized=False)
 
     def _full(self, step):
         slot = ring.slot_of(step, self.config.query_stages)

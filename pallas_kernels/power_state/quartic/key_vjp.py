@@ -23,7 +23,6 @@ from pallas_kernels.power_state.quartic import state_vjp
 __all__ = ["Operands", "Rows", "key_vjp"]
 
 _BLOCK = configs.BLOCK
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
 _POWER = 4
 
 

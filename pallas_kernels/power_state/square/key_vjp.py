@@ -32,7 +32,6 @@ __all__ = ["Operands", "Rows", "key_vjp"]
 _BLOCK = configs.BLOCK
 _TILE = layouts.TILE
 _POWER = 2
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
 _GRADIENTS = ("dkey", "dvalue")
 # Columns of a tile of R that are multiplied at a time, limited by registers: all of a narrow tile, or slices.
 _NARROW, _SLICE = 96, 64
@@ -279,7 +278,9 @@ def _read_dual(core, dvalue, own, smem, in_state, with_key):
             width, offset = min(most, columns - begin), part * columns + begin
             pieces = layout.pieces(offset, offset + width)
             scalars = {
-                piece.scalar: plgpu.load(own["scalar_smem"].at[piece.scalar + group], layout=_ROWS)
+                piece.scalar: plgpu.load(
+                    own["scalar_smem"].at[piece.scalar + group], layout=tensor_core.PER_ROW
+                )
                 for piece in pieces
             }
             dual = smem["dual_smem"].at[slot, :, pl.ds(begin, width)]
