@@ -72,17 +72,16 @@ def scalar_at(scalar: Scalar, block: int) -> tuple[int, int]:
     return 1 + row, place
 
 
-def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Config, interpret=None) -> Blocks:
+def prepare(key_exponent, value, log_decay, call: configs.Call[configs.Config]) -> Blocks:
     """Returns the forward kernel's operands by block of keys.
 
     Args:
         key_exponent: [B, K, S] of `units.unit_lengths`.
         value: [B, S, K, E], 16-bit, zero at padding.
         log_decay: [B, K, S], at least `sequence.FLOOR` - 1.
-        power: p.
-        config: of the forward kernel.
-        interpret: `plgpu.InterpretGPUParams` to run on a CPU.
+        call: of the forward kernel.
     """
+    power, config = call.power, call.config
     batch, length, heads, size = value.shape
     block, count = config.block, length // config.block
     halves = block // pairs.BLOCK
@@ -217,7 +216,7 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
         num_threads=_TOGETHER * halves,
         thread_name="warpgroup",
         kernel_name="power_attention_blocks",
-        **launch.interpreted(interpret),
+        **launch.interpreted(call.interpret),
     )(key_exponent, value, log_decay)
     found = dict(zip(types, results))
     return Blocks(**({"decayed_value": found["plain_value"]} | found))

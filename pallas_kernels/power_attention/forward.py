@@ -20,7 +20,7 @@ from pallas_kernels.power_attention import blocks, pairs, sequence
 from pallas_kernels.power_attention import config as configs
 from pallas_kernels.power_attention.blocks import Scalar, Vector
 
-__all__ = ["means"]
+__all__ = ["Operands", "means"]
 
 # Weights of the diagonal block, and all weights of high powers, are scaled per row so that the largest is 2^15.
 _WEIGHT_BITS = 15
@@ -42,34 +42,38 @@ class _Units(NamedTuple):
     bound: jax.Array
 
 
+class Operands(NamedTuple):
+    """Arrays that the kernel reads, besides the values and factors of the keys.
+
+    Queries are float16, as in the backward pass, whose scores must be the same to the bit: a weight that is alone in
+    its sum is 1 in both passes, however small.
+    """
+
+    query: jax.Array  # [B, T, N, D], of length at most 2^h, h of `config.query_bits`
+    key: jax.Array  # float16 [B, S, K, D], of length at most 1
+    query_exponent: jax.Array  # [B, N, T], of the lengths that were taken out of the queries
+    first: jax.Array  # [B, K, T / C], the first block of keys that is visible to any query of a block
+
+
 def means(
-    query,
-    key,
+    operands: Operands,
     of_blocks: blocks.Blocks,
-    query_exponent,
-    first,
     *,
-    power,
-    config: configs.Config,
     dtype,
-    save_residuals,
-    interpret=None,
+    save_residuals: bool,
+    call: configs.Call[configs.Config],
 ):
     """Returns weighted means of values [B, T, N, E], zero where no weight is positive, by name: see `power_attention`.
 
     Args:
-        query: [B, T, N, D], of length at most 2^h, h of `config.query_bits`; float16, as in the backward pass, whose
-            scores must be the same to the bit: a weight that is alone in its sum is 1 in both passes, however small.
-        key: [B, S, K, D], of length at most 1; float16 too.
+        operands: queries and keys.
         of_blocks: values and factors of the keys.
-        query_exponent: [B, N, T], of the lengths that were taken out of the queries.
-        first: [B, K, T / C], the first block of keys that is visible to any query of a block.
-        power: p.
-        config: tile sizes.
         dtype: of the means.
         save_residuals: whether to return `remainder`, `weight_sum` and `weight_exponent`.
-        interpret: `plgpu.InterpretGPUParams` to run on a CPU.
+        call: power and tile sizes.
     """
+    query, key = operands.query, operands.key
+    power, config = call.power, call.config
     batch, time, heads, head_dim = query.shape
     block, count, stages = config.block, config.compute_warpgroups, config.stages
     query_blocks, key_blocks = time // block, key.shape[1] // block
@@ -164,7 +168,6 @@ def means(
 
         return copy, compute
 
-    arrays = {"query": query, "key": key, "query_exponent": query_exponent, "first": first}
     shape, by_head = (batch, time, heads, config.value_dim), (batch, heads, time)
     results = {"out": jax.ShapeDtypeStruct(shape, dtype)}
     if save_residuals:
@@ -175,7 +178,7 @@ def means(
         }
     return launch.launch(
         body,
-        arrays | of_blocks._asdict(),
+        operands._asdict() | of_blocks._asdict(),
         results,
         {
             "query_smem": tensor_core.operand((count,), pairs.BLOCK, head_dim, jnp.float16),
@@ -192,7 +195,7 @@ def means(
         grid=grid,
         warpgroups=count,
         name="power_attention_forward",
-        interpret=interpret,
+        interpret=call.interpret,
     )
 
 

@@ -22,8 +22,8 @@ __all__ = ["Tokens", "fold"]
 class Tokens(NamedTuple):
     """W tokens of some rows of the batch."""
 
-    rows: jax.Array  # int32 [n], rows of the batch, of which the first `count` are updated
-    count: jax.Array  # int32 [1]
+    rows: jax.Array  # int32 [n], rows of the batch, of which the first `updated` are updated
+    updated: jax.Array  # int32 [1]
     features: jax.Array  # float32 [n, K, W, F], phi(k_w) times the decay after token w
     values: jax.Array  # float32 [n, W, K, E]
     carry: jax.Array  # float32 [n, K], the decay over all W tokens
@@ -36,13 +36,13 @@ def fold(kv, norm, tokens: Tokens, *, interpret=None):
     layout = configs.layout(value_dim)
 
     def body(kv, norm, *tokens, full, **smem):
-        rows, count, features, values, carry = Tokens(*tokens)
+        rows, updated, features, values, carry = Tokens(*tokens)
         state_smem, norm_smem, feature_smem, value_smem = (
             smem[name] for name in ("state_smem", "norm_smem", "feature_smem", "value_smem")
         )
         index, head = lax.axis_index("row"), lax.axis_index("head")
 
-        @pl.when(index < count[0])
+        @pl.when(index < updated[0])
         def _fold():
             row, begin = rows[index], lax.axis_index("tile") * tile
             state_gmem, norm_gmem = (ref.at[row, head, pl.ds(begin, tile)] for ref in (kv, norm))
