@@ -138,7 +138,7 @@ def query_states(operands: Operands, *, time: int, with_remainder: bool, call: c
             "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
             **window_keys.scratch(operands, count, call),
         },
-        grid={"head": heads, "chunk": whole // chunk, "rows": chunk // (count * _BLOCK)},
+        grid=call.grid(heads, whole, count),
         warpgroups=count,
         name="power_state_quartic_query",
         interpret=call.interpret,

@@ -135,7 +135,7 @@ def query_vjp(operands: Operands, *, call: configs.Call):
             **window_keys.scratch(operands, count, call),
             **state_vjp.scratch(layout, count, call.config.query_vjp_stages),
         },
-        grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
+        grid=call.grid(heads, time, count),
         warpgroups=count,
         name="power_state_quartic_query_vjp",
         interpret=call.interpret,

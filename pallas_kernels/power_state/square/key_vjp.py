@@ -199,7 +199,7 @@ def _gradients(operands: Operands, outputs, call: configs.Call):
         operands._asdict(),
         outputs,
         scratch,
-        grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
+        grid=call.grid(heads, time, count),
         warpgroups=count,
         name="power_state_key_vjp" if with_key else "power_state_value_vjp",
         interpret=call.interpret,

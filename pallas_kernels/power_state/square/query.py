@@ -144,7 +144,7 @@ def query_states(operands: Operands, *, time: int, with_remainder: bool, call: c
             "denominator": jax.ShapeDtypeStruct((heads, whole), jnp.float32),
         },
         scratch,
-        grid={"head": heads, "chunk": whole // chunk, "rows": chunk // (count * _BLOCK)},
+        grid=call.grid(heads, whole, count),
         warpgroups=count,
         name="power_state_query",
         interpret=call.interpret,

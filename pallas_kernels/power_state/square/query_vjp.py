@@ -195,7 +195,7 @@ def query_vjp(operands: Operands, *, time: int, call: configs.Call):
             "sums": jax.ShapeDtypeStruct((heads, 2, whole), jnp.float32),
         },
         scratch,
-        grid={"head": heads, "chunk": whole // chunk, "rows": chunk // (count * _BLOCK)},
+        grid=call.grid(heads, whole, count),
         warpgroups=count,
         name="power_state_query_vjp",
         interpret=call.interpret,
