@@ -152,8 +152,10 @@ class _Sequence(NamedTuple):
         return {name: getattr(self, name) for name in ("query", "key", "value", "dout")}
 
     @property
-    def decays(self) -> formula.Decays:
-        return formula.Decays.of(self.log_decay)
+    def tokens(self) -> formula.Tokens:
+        """The arguments of the formulas."""
+        decays = formula.Decays.of(self.log_decay)
+        return formula.Tokens(self.query, self.key, self.value, decays, jnp.asarray(self.documents))
 
     @property
     def starts(self) -> np.ndarray:
@@ -168,7 +170,7 @@ class _Sequence(NamedTuple):
     def rows(self, power: int) -> formula.Rows:
         """Returns the expected results of the queries at `positions`."""
         call = jax.jit(functools.partial(formula.attend, power=power))
-        return call(self.query, self.key, self.value, self.decays, self.documents, self.positions)
+        return call(self.tokens, self.positions)
 
     def gradients(self, power: int) -> dict[str, jax.Array]:
         """Returns the expected gradients.
@@ -176,8 +178,7 @@ class _Sequence(NamedTuple):
         The gradient of log_decay is zero at the first token of a document, where a boundary replaces the decay.
         """
         call = jax.jit(functools.partial(formula.gradients, power=power))
-        arrays = self.query, self.key, self.value, self.decays, self.documents, self.positions
-        found = call(*arrays, self.cotangent)
+        found = call(self.tokens, self.positions, self.cotangent)
         return found | {"log_decay": jnp.where(self.starts, 0, found["log_decay"])}
 
 
@@ -295,13 +296,7 @@ def _state_backward(case, interpret, forgets=False):
     arrays, options = _state_arrays(case, drawn, interpret)
     sample = formula.monomials(case.head_dim, case.power, FEATURES, 0)
     state = formula.state_gradient(
-        drawn.query,
-        drawn.rows(case.power),
-        drawn.decays,
-        drawn.documents,
-        drawn.positions,
-        drawn.cotangent,
-        sample,
+        drawn.tokens, drawn.rows(case.power), drawn.positions, drawn.cotangent, sample
     )
     expected = drawn.gradients(case.power)
     expected = {"key": expected["key"]} if forgets else expected | state

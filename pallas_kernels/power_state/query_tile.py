@@ -27,7 +27,7 @@ class QueryTile(NamedTuple):
 
     @classmethod
     def of_thread_block(cls, heads_per_key, chunk, count):
-        """Returns the tile, of a grid of heads, chunks and rows, for `count` warpgroups."""
+        """Returns the tile, of a grid by `configs.Call.grid`, for `count` warpgroups."""
         head, index, block = lax.axis_index("head"), lax.axis_index("chunk"), lax.axis_index("rows") * count
         return cls(
             head, lax.div(head, jnp.int32(heads_per_key)), index, block, index * chunk + block * _BLOCK

@@ -56,9 +56,8 @@ def read(
         power=power,
         dtype=kv.dtype,
     )
-    numerator, denominator = reading.read(
-        features, kv, norm, query, keys, values, decay, power=power, config=config, interpret=interpret
-    )
+    operands = reading.Operands(features, kv, norm, query, keys, values, decay)
+    numerator, denominator = reading.read(operands, power=power, config=config, interpret=interpret)
     return numerator.sum(2), denominator.sum((2, 4))
 
 
@@ -90,6 +89,7 @@ def fold(
     """
     # A kernel updates references in place.
     held = jax.new_ref(kv), jax.new_ref(norm)
-    folding.fold(*held, rows, jnp.reshape(count, 1), features, values, carry, interpret=interpret)
+    tokens = folding.Tokens(rows, jnp.reshape(count, 1), features, values, carry)
+    folding.fold(*held, tokens, interpret=interpret)
     kv, norm = map(jax.freeze, held)
     return kv, norm

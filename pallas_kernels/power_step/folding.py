@@ -5,6 +5,9 @@ and the tokens' values. A thread adds the products of its rows and columns, toke
 then written back to its place. Rows of the batch that are not chosen are neither read nor written.
 """
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -13,38 +16,33 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import launch
 from pallas_kernels.power_step import config as configs
 
-__all__ = ["fold"]
+__all__ = ["Tokens", "fold"]
 
 
-def fold(kv, norm, rows, count, features, values, carry, *, interpret=None):
-    """Updates kv [B, K, F, E] and norm [B, K, F], `jax.Ref`s of float32, with W tokens, in place.
+class Tokens(NamedTuple):
+    """W tokens of some rows of the batch."""
 
-    rows: int32 [n], rows of the batch, of which the first `count` (int32 [1]) are updated. features: float32 [n, K, W,
-    F], phi(k_w) times the decay after token w. values: float32 [n, W, K, E]. carry: float32 [n, K], the decay over all
-    W tokens.
-    """
-    size, kv_heads, exact_window, count_features = features.shape
-    tile, value_dim = configs.FOLD_TILE, values.shape[-1]
+    rows: jax.Array  # int32 [n], rows of the batch, of which the first `updated` are updated
+    updated: jax.Array  # int32 [1]
+    features: jax.Array  # float32 [n, K, W, F], phi(k_w) times the decay after token w
+    values: jax.Array  # float32 [n, W, K, E]
+    carry: jax.Array  # float32 [n, K], the decay over all W tokens
+
+
+def fold(kv, norm, tokens: Tokens, *, interpret=None):
+    """Updates kv [B, K, F, E] and norm [B, K, F], `jax.Ref`s of float32, with the tokens, in place."""
+    size, kv_heads, exact_window, count_features = tokens.features.shape
+    tile, value_dim = configs.FOLD_TILE, tokens.values.shape[-1]
     layout = configs.layout(value_dim)
 
-    def body(
-        kv,
-        norm,
-        rows,
-        count,
-        features,
-        values,
-        carry,
-        *,
-        state_smem,
-        norm_smem,
-        feature_smem,
-        value_smem,
-        full,
-    ):
+    def body(kv, norm, *tokens, full, **smem):
+        rows, updated, features, values, carry = Tokens(*tokens)
+        state_smem, norm_smem, feature_smem, value_smem = (
+            smem[name] for name in ("state_smem", "norm_smem", "feature_smem", "value_smem")
+        )
         index, head = lax.axis_index("row"), lax.axis_index("head")
 
-        @pl.when(index < count[0])
+        @pl.when(index < updated[0])
         def _fold():
             row, begin = rows[index], lax.axis_index("tile") * tile
             state_gmem, norm_gmem = (ref.at[row, head, pl.ds(begin, tile)] for ref in (kv, norm))
@@ -98,4 +96,4 @@ def fold(kv, norm, rows, count, features, values, carry, *, interpret=None):
         kernel_name="power_step_fold",
         compiler_params=configs.COMPILER,
         **launch.interpreted(interpret),
-    )(kv, norm, rows, count, features, values, carry)
+    )(kv, norm, *tokens)

@@ -37,12 +37,12 @@ def exp(log_decay: Float[Array, "*rest"]) -> Float[Array, "*rest"]:
 
 def prefix_sums(log_decay: Float[Array, "*rest X"]) -> Float[Array, "*rest X"]:
     """Returns sums up to and including each position, along the last axis."""
-    return _matmul(log_decay, _tri(log_decay).T)
+    return jnp.matmul(log_decay, _tri(log_decay).T, precision=jax.lax.Precision.HIGHEST)
 
 
 def sums_after(log_decay: Float[Array, "*rest X"]) -> Float[Array, "*rest X"]:
     """Returns sums over the positions after each position, excluding itself, along the last axis."""
-    return _matmul(log_decay, _tri(log_decay, -1))
+    return jnp.matmul(log_decay, _tri(log_decay, -1), precision=jax.lax.Precision.HIGHEST)
 
 
 def sums_from(log_decay: Float[Array, "*rest X"]) -> Float[Array, "*rest X"]:
@@ -81,7 +81,3 @@ def _tri(log_decay, diagonal=0):
     The program computes them, since a constant would be stored in it.
     """
     return jnp.tri(log_decay.shape[-1], k=diagonal, dtype=log_decay.dtype)
-
-
-def _matmul(x, triangle):
-    return jnp.matmul(x, triangle, precision=jax.lax.Precision.HIGHEST)

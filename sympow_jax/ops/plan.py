@@ -338,7 +338,16 @@ def _request(
         *tokens, step=step, per_channel=None, may_lack_values=division is means.Division.NONE
     )
     arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
-    per_channel = _per_channel(tokens.log_decay, tokens.value, state)
+    state_per_channel = state.per_channel if isinstance(state, power_state.PowerState) else None
+    if tokens.log_decay is None:
+        per_channel = bool(state_per_channel)
+    else:
+        per_channel = tokens.log_decay.ndim == tokens.value.ndim
+        if state_per_channel not in (None, per_channel):
+            raise ValueError(
+                f"log_decay has shape {tokens.log_decay.shape} and the state was made with "
+                f"per_channel={state_per_channel}; make it with PowerState.zeros(..., per_channel={per_channel})"
+            )
     dtype = np.promote_types(tokens.query.dtype, jnp.float32)
     if step or state is not None:
         window = {"exact_window": exact_window, "segment_ids": tokens.segment_ids}
@@ -354,19 +363,6 @@ def _request(
         exact_window=state.exact_window if step else exact_window,
         **options,
     )
-
-
-def _per_channel(log_decay, value, state) -> bool:
-    """Returns True if decays are one per value channel; raises ValueError if the state is of the other kind."""
-    if log_decay is None:
-        return isinstance(state, power_state.PowerState) and state.per_channel
-    per_channel = log_decay.ndim == value.ndim
-    if isinstance(state, power_state.PowerState) and state.per_channel != per_channel:
-        raise ValueError(
-            f"log_decay has shape {log_decay.shape} and the state was made with per_channel={state.per_channel}; make "
-            f"it with PowerState.zeros(..., per_channel={per_channel})"
-        )
-    return per_channel
 
 
 def _check_sharded_time(request: _Request, implementation: str | None) -> None:

@@ -40,11 +40,15 @@ def build(case: str):
         window = floats((batch, 2 * _WINDOW, heads, width))
         arrays = floats((batch, heads, group, features)), *state, floats((batch, heads, group, width))
         decay = floats((batch, heads, 2 * _WINDOW))
-        return functools.partial(reading.read, power=power, config=config), (*arrays, window, window, decay)
 
-    def fold(kv, norm, *arrays):
+        def read(*arrays):
+            return reading.read(reading.Operands(*arrays), power=power, config=config)
+
+        return read, (*arrays, window, window, decay)
+
+    def fold(kv, norm, *tokens):
         state = jax.new_ref(kv), jax.new_ref(norm)
-        folding.fold(*state, *arrays)
+        folding.fold(*state, folding.Tokens(*tokens))
         return tuple(map(jax.freeze, state))
 
     rows = (jax.ShapeDtypeStruct((count,), jnp.int32) for count in (_FOLDED, 1))

@@ -23,7 +23,6 @@ from pallas_kernels.power_state.quartic import state_vjp
 __all__ = ["Operands", "Rows", "key_vjp"]
 
 _BLOCK = configs.BLOCK
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
 _POWER = 4
 
 
@@ -163,7 +162,7 @@ def key_vjp(operands: Operands, *, call: configs.Call):
             **window_queries.scratch(head_dim, value_dim, query.dtype, count),
             **state_vjp.scratch(layout, count, call.config.key_vjp_stages),
         },
-        grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
+        grid=call.grid(heads, time, count),
         warpgroups=count,
         copying_registers=24,
         name="power_state_quartic_key_vjp",

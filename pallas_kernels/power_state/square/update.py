@@ -143,7 +143,7 @@ def update(operands: Operands, *, call: configs.Call, reverse: bool = False):
                         value = plgpu.load(smem["value_smem"].at[slot], layout=plgpu.Layout.WGMMA)
                         for n, acc in enumerate(accumulators):
                             for m, tile in enumerate(layout.section):
-                                scalar = plgpu.load(scalar_smem.at[m, n], layout=plgpu.Layout.WGMMA.reduce(0))
+                                scalar = plgpu.load(scalar_smem.at[m, n], layout=tensor_core.PER_COLUMN)
                                 scaled = value * lax.broadcast_in_dim(scalar, value.shape, [1])
                                 columns_of = acc.at[:, tile.offset : tile.offset + tile.width]
                                 keys = key_smem.at[tile.begin : tile.begin + tile.width].T
