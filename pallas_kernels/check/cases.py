@@ -248,7 +248,7 @@ def _state_arrays(case, drawn, interpret):
         chunk=None if case.real else 192,
         interpret=interpret,
     )
-    return drawn.arrays | decays | {"folds": jnp.asarray(included)}, call
+    return drawn.arrays | decays | {"enters_state": jnp.asarray(included)}, call
 
 
 def _arguments(arrays):
@@ -259,7 +259,9 @@ def _state_forward(case, interpret):
     drawn = _Sequence.of(case)
     arrays, options = _state_arrays(case, drawn, interpret)
     sample = formula.monomials(case.head_dim, case.power, FEATURES, 0)
-    state = formula.state(drawn.key, drawn.value, drawn.log_decay, drawn.documents, arrays["folds"], sample)
+    state = formula.state(
+        drawn.key, drawn.value, drawn.log_decay, drawn.documents, arrays["enters_state"], sample
+    )
 
     def call(arrays):
         arguments = _arguments(arrays)

@@ -3,8 +3,16 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.power_attention import blocks, forward, key_vjp, query_vjp, sequence, units, vjp_operands
-from pallas_kernels.power_attention import config as configs
+from pallas_kernels.power_attention import (
+    blocks,
+    configs,
+    forward,
+    key_vjp,
+    query_vjp,
+    sequence,
+    units,
+    vjp_operands,
+)
 
 __all__ = ["choose", "power_attention", "power_attention_vjp"]
 

@@ -15,8 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, numerics, tensor_core
-from pallas_kernels.power_attention import config as configs
-from pallas_kernels.power_attention import pairs, sequence
+from pallas_kernels.power_attention import configs, pairs, sequence
 
 __all__ = ["VALUE_BITS", "Blocks", "Scalar", "Vector", "prepare", "scalar_at"]
 

@@ -16,8 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, ring, tensor_core
-from pallas_kernels.power_attention import blocks, pairs, sequence
-from pallas_kernels.power_attention import config as configs
+from pallas_kernels.power_attention import blocks, configs, pairs, sequence
 from pallas_kernels.power_attention.blocks import Scalar, Vector
 
 __all__ = ["Operands", "means"]
@@ -49,7 +48,7 @@ class Operands(NamedTuple):
     its sum is 1 in both passes, however small.
     """
 
-    query: jax.Array  # [B, T, N, D], of length at most 2^h, h of `config.query_bits`
+    query: jax.Array  # [B, T, N, D], of length at most 2^h, h of `configs.query_bits`
     key: jax.Array  # float16 [B, S, K, D], of length at most 1
     query_exponent: jax.Array  # [B, N, T], of the lengths that were taken out of the queries
     first: jax.Array  # [B, K, T / C], the first block of keys that is visible to any query of a block

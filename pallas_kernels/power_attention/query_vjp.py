@@ -16,8 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, ring, tensor_core
-from pallas_kernels.power_attention import config as configs
-from pallas_kernels.power_attention import pairs
+from pallas_kernels.power_attention import configs, pairs
 from pallas_kernels.power_attention import vjp_operands as inputs
 from pallas_kernels.power_attention.vectors import KeyVector, QueryVector
 

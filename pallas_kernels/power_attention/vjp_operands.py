@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.hopper import numerics, tensor_core
-from pallas_kernels.power_attention import config as configs
-from pallas_kernels.power_attention import sequence, vectors
+from pallas_kernels.power_attention import configs, sequence, vectors
 from pallas_kernels.power_attention.vectors import WEIGHT_BITS
 
 __all__ = ["Units", "VjpOperands", "corrected", "decay_gradient", "prepare"]

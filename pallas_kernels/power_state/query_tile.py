@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import results
-from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import configs
 
 __all__ = ["QueryTile", "store_mean"]
 

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import results, ring, tensor_core
-from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import configs
 
 __all__ = ["COPIES", "STAGES", "Columns", "Queries", "Span", "scratch"]
 

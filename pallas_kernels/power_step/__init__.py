@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.power_step import config as configs
-from pallas_kernels.power_step import folding, reading
+from pallas_kernels.power_step import configs, folding, reading
 
 __all__ = ["choose", "fold", "read"]
 

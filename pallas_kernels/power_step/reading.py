@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch
-from pallas_kernels.power_step import config as configs
+from pallas_kernels.power_step import configs
 
 __all__ = ["Operands", "read"]
 

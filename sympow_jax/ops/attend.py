@@ -5,9 +5,7 @@ import importlib
 
 import jax
 
-from sympow_jax.ops import containment, rows, sharding, time_axis
-from sympow_jax.ops import mean as means
-from sympow_jax.ops import state as power_state
+from sympow_jax.ops import containment, means, power_state, preparation, sharding, time_axis
 from sympow_jax.ops.backends import xla
 from sympow_jax.ops.forms import channels, reference
 from sympow_jax.ops.forms import step as xla_step
@@ -25,7 +23,7 @@ __all__ = ["attend", "attend_step"]
     ),
 )
 def attend(plan, tokens, state=None):
-    """Returns the output of `plan.make`'s plan, and the state after the last token or None.
+    """Returns the output of `plans.make`'s plan, and the state after the last token or None.
 
     Without division the output is sums [B, T, N, E + 1] in the plan's dtype, those of weights last; E may be 0. Tokens
     that are not finite are taken out, and the outputs that they reach are marked.
@@ -59,13 +57,13 @@ def attend(plan, tokens, state=None):
         # States hold p-th powers of unscaled keys. Shards of the time axis would have scales of their own.
         unscaled = state is not None or plan.return_state or plan.axis_name is not None
         if plan.implementation == "xla" and not unscaled and plan.division is not means.Division.NONE:
-            tokens = tokens._replace(key=rows.scaled_keys(tokens.key, plan.power))
+            tokens = tokens._replace(key=preparation.scaled_keys(tokens.key, plan.power))
         if plan.implementation == "reference":
             out, final = reference.FORMS[plan.form](plan, tokens, state)
         elif plan.form == "attention":
             out, final = backend.attention(plan, tokens, state)
         else:
-            prepared = rows.prepare(plan, tokens, state)
+            prepared = preparation.prepare(plan, tokens, state)
             limited = plan
             if plan.axis_name is None and not on_kernels:
                 # Limit the window to the number of positions: only `enters_state` determines which tokens enter the
@@ -73,7 +71,7 @@ def attend(plan, tokens, state=None):
                 window = min(plan.exact_window, prepared.rows.query.shape[1])
                 limited = dataclasses.replace(plan, exact_window=window)
             chunked = channels.chunked if plan.per_channel else backend.chunked
-            out, final = rows.finish(plan, prepared, tokens, *chunked(limited, prepared.rows))
+            out, final = preparation.finish(plan, prepared, tokens, *chunked(limited, prepared.rows))
 
         if contains:
             out = containment.restore(out, finite)
@@ -87,7 +85,7 @@ def attend(plan, tokens, state=None):
     {"tokens": ONE}, lambda plan: ("B N E", power_state.PowerState.layout(per_channel=plan.per_channel))
 )
 def attend_step(plan, tokens, state):
-    """Returns the output of one token by `plan.make_step`'s plan, and the state after it."""
+    """Returns the output of one token by `plans.make_step`'s plan, and the state after it."""
     step = xla_step.step
     if plan.implementation == "mosaic_gpu":
         step = importlib.import_module("sympow_jax.ops.backends.hopper_step").step

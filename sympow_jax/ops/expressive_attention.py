@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import containment, cost, documents, pairwise, sharding, time_axis
-from sympow_jax.ops import decay as decays
+from sympow_jax.ops import containment, cost, decays, documents, pairwise, sharding, time_axis
 from sympow_jax.ops.forms import expressive
 from sympow_jax.ops.tokens import SEQUENCE, Tokens
 

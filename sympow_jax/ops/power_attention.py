@@ -7,13 +7,12 @@ Transformations for Symmetric Power Transformers" (Kumar et al. 2025).
 import inspect
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import arguments, attend, plan
-from sympow_jax.ops import state as power_state
+from sympow_jax.ops import arguments, attend, plans, power_state
 from sympow_jax.ops.tokens import Tokens
 
 __all__ = ["Plan", "PowerState", "explain", "power_attention", "power_attention_step"]
 
-Plan = plan.Plan
+Plan = plans.Plan
 PowerState = power_state.PowerState
 
 
@@ -101,7 +100,7 @@ def power_attention(
         (1, 28, 4, 16)
     """
     tokens = Tokens.of(query, key, value, log_decay, segment_ids)
-    call_plan = plan.make(
+    call_plan = plans.make(
         tokens,
         initial_state,
         power=arguments.check_power(power),
@@ -135,7 +134,7 @@ def explain(query, key, value, **options) -> Plan:
     tokens = Tokens(*arguments.to_shapes(**{name: call.arguments.pop(name) for name in Tokens._fields}))
     state = call.arguments.pop("initial_state")
     call.arguments["power"] = arguments.check_power(call.arguments["power"])
-    return plan.make(tokens, state, **call.arguments)
+    return plans.make(tokens, state, **call.arguments)
 
 
 def power_attention_step(
@@ -166,7 +165,7 @@ def power_attention_step(
         ((1, 4, 16), 1)
     """
     tokens = Tokens.of(query, key, value, log_decay, segment_ids)
-    call_plan = plan.make_step(
+    call_plan = plans.make_step(
         tokens, state, power=arguments.check_power(power), implementation=implementation
     )
     return attend.attend_step(call_plan, tokens=tokens, state=state)

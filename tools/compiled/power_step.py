@@ -6,8 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.power_step import config as configs
-from pallas_kernels.power_step import folding, reading
+from pallas_kernels.power_step import configs, folding, reading
 from tools import h100
 
 # Kernel, power, head size (of keys and values), batch, key heads, query heads for each.

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.hopper import numerics
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import segments
-from pallas_kernels.power_state.quartic import layout as layouts
+from pallas_kernels.power_state import configs, preparation, segments
+from pallas_kernels.power_state.quartic import layouts
 from pallas_kernels.power_state.quartic import query as query_kernel
 from pallas_kernels.power_state.quartic import update as update_kernel
 

@@ -15,10 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, tensor_core
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import window_queries
-from pallas_kernels.power_state.quartic import layout as layouts
-from pallas_kernels.power_state.quartic import state_vjp
+from pallas_kernels.power_state import configs, window_queries
+from pallas_kernels.power_state.quartic import layouts, state_vjp
 
 __all__ = ["Operands", "Rows", "key_vjp"]
 

@@ -19,9 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, results, ring, tensor_core
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import query_tile, window_keys
-from pallas_kernels.power_state.quartic import layout as layouts
+from pallas_kernels.power_state import configs, query_tile, window_keys
+from pallas_kernels.power_state.quartic import layouts
 
 __all__ = ["Operands", "query_states"]
 
@@ -48,7 +47,7 @@ class Operands(NamedTuple):
     denominator: jax.Array  # float32 [HN, X / 64, 64], the state's contribution to the sum of weights
     key: jax.Array  # bfloat16 [B, at least T, K, D]
     value: jax.Array  # bfloat16 [B, at least T, K, E]
-    decay: jax.Array  # float32 [H, n, 3, (W + C) / 64, 64], as in `prepare.Tokens`
+    decay: jax.Array  # float32 [H, n, 3, (W + C) / 64, 64], as in `preparation.Tokens`
     scale: jax.Array  # float32 [H, X / 64, 64], from the state to each query
 
 

@@ -14,10 +14,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, results, tensor_core
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import query_tile, window_keys
-from pallas_kernels.power_state.quartic import layout as layouts
-from pallas_kernels.power_state.quartic import state_vjp
+from pallas_kernels.power_state import configs, query_tile, window_keys
+from pallas_kernels.power_state.quartic import layouts, state_vjp
 
 __all__ = ["Operands", "Rows", "query_vjp"]
 

@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import numerics
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import segments
-from pallas_kernels.power_state.square import layout as layouts
+from pallas_kernels.power_state import configs, preparation, segments
+from pallas_kernels.power_state.square import layouts
 from pallas_kernels.power_state.square import norms as norm_kernel
 from pallas_kernels.power_state.square import query as query_kernel
 from pallas_kernels.power_state.square import update as update_kernel

@@ -23,10 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, results, ring, tensor_core
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import query_tile, window_keys
-from pallas_kernels.power_state.square import layout as layouts
-from pallas_kernels.power_state.square import state_copies
+from pallas_kernels.power_state import configs, query_tile, window_keys
+from pallas_kernels.power_state.square import layouts, state_copies
 
 __all__ = ["Operands", "Rows", "query_vjp"]
 

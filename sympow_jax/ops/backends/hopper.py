@@ -14,9 +14,7 @@ from jax import ad_checkpoint
 
 from pallas_kernels import power_attention as attention_kernel
 from pallas_kernels import power_state as state_kernel
-from sympow_jax.ops import derivatives, sharding, time_axis
-from sympow_jax.ops import mean as means
-from sympow_jax.ops import rows as rows_of
+from sympow_jax.ops import derivatives, means, preparation, sharding, time_axis
 from sympow_jax.ops.forms import context
 from sympow_jax.ops.precision import rounded
 from sympow_jax.ops.tokens import Tokens
@@ -127,7 +125,7 @@ def _named(results):
     }
 
 
-def chunked(plan, rows: rows_of.Rows):
+def chunked(plan, rows: preparation.Rows):
     """Computes the chunked form; returns as `xla.chunked` does.
 
     If `plan.chunk` is None, the kernels choose the chunk.
@@ -205,7 +203,7 @@ def chunked_vjp(plan, residuals, cotangents):
         name for name, x in rows._asdict().items() if x is not None and name != "enters_state"
     )
     gradients = sharding.per_device(compute, arrays, _LAYOUTS, differentiable)
-    return (rows_of.Rows(**dict.fromkeys(rows_of.Rows._fields) | gradients),)
+    return (preparation.Rows(**dict.fromkeys(preparation.Rows._fields) | gradients),)
 
 
 _chunked.defvjp(functools.partial(_chunked.fun, differentiated=True), chunked_vjp)
@@ -216,7 +214,7 @@ def _add_incoming(saved, final, arguments, call, axis_name, reverse=False):
 
     reverse: adds gradients of states, which arrive from later devices.
     """
-    decay = context.log_decay_over(arguments.log_decay, arguments.folds, arguments.key.shape[2])
+    decay = context.log_decay_over(arguments.log_decay, arguments.enters_state, arguments.key.shape[2])
     _, incoming = time_axis.exclusive_prefix(context.combined, (decay, final), axis_name, reverse=reverse)
     return state_kernel.add_incoming(saved, final, incoming, arguments, call=call, reverse=reverse)
 

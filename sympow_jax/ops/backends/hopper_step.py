@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import power_step as kernels
-from sympow_jax.ops import decay as decays
-from sympow_jax.ops import feature_maps, sharding
-from sympow_jax.ops import mean as means
+from sympow_jax.ops import decays, feature_maps, means, sharding
 from sympow_jax.ops.forms import step as xla_step
 
 __all__ = ["family", "fold", "read", "require_supported", "step"]

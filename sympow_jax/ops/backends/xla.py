@@ -11,18 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sympow_jax.ops import decay as decays
-from sympow_jax.ops import layout, time_axis
-from sympow_jax.ops import mean as means
-from sympow_jax.ops import rows as rows_of
-from sympow_jax.ops import state as power_state
+from sympow_jax.ops import decays, layout, means, power_state, preparation, time_axis
 from sympow_jax.ops.forms import chunked as chunked_core
 from sympow_jax.ops.forms import context, features, quadratic
 
 __all__ = ["attention", "chunked"]
 
 
-def chunked(plan, rows: rows_of.Rows):
+def chunked(plan, rows: preparation.Rows):
     """Computes the chunked form; returns (out [B, X, N, E], kv, norm).
 
     With a chunk of 1 this is the recurrence. The rows of a time shard begin with a halo, and no state is returned.
@@ -35,7 +31,7 @@ def chunked(plan, rows: rows_of.Rows):
         decay = context.log_decay_over(rows.log_decay, rows.enters_state, kv_heads)
     # Chunks are at most as long as the rows, which are padded to whole chunks.
     plan = dataclasses.replace(plan, chunk=min(plan.chunk, length))
-    rows = rows_of.padded(rows, plan.chunk)
+    rows = preparation.padded(rows, plan.chunk)
     if rows.kv is None or rows.norm is None:
         dtype = np.promote_types(rows.query.dtype, jnp.float32)
         state = features.zeros(
@@ -75,7 +71,7 @@ def attention(plan, tokens, state):
     """
     sequence = power_state.Sequence.join(plan, tokens, state)
     time, power, precision = tokens.query.shape[1], plan.power, plan.precision
-    query = rows_of.masked_queries(plan, tokens.query, sequence)[:, -time:]
+    query = preparation.masked_queries(plan, tokens.query, sequence)[:, -time:]
     # Keys [B, K, D, X], values with a row of ones [B, K, E+1, X] and decays [B, K, X].
     key = jnp.moveaxis(sequence.key, 1, 3)
     value = jnp.moveaxis(sequence.value, 1, 3)
@@ -125,7 +121,7 @@ def attention(plan, tokens, state):
         carry = decays.exp(from_edges[..., 0])[..., None, None]
         final = tuple(carry * s + n for s, n in zip(groups, final))
     sums = features.to_kv_and_norm(final, key.shape[2], power)
-    return out, rows_of.state_after(plan, sequence, **sums)
+    return out, preparation.state_after(plan, sequence, **sums)
 
 
 def _sums_from_edges(decay):

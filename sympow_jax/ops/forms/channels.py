@@ -15,9 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float
-from sympow_jax.ops import decay as decays
-from sympow_jax.ops import mean as means
-from sympow_jax.ops import rows as rows_of
+from sympow_jax.ops import decays, means, preparation
 from sympow_jax.ops.forms import features
 
 __all__ = ["BLOCK", "chunked"]
@@ -35,14 +33,14 @@ class _Tokens(NamedTuple):
     enters_state: Bool[Array, " X"]
 
 
-def chunked(plan, rows: rows_of.Rows):
+def chunked(plan, rows: preparation.Rows):
     """Computes the chunked form with decays per value channel; returns (out [B, X, N, E], kv, norm).
 
     Chunks are rounded up to whole blocks.
     """
     length, kv_heads, head_dim = rows.query.shape[1], *rows.key.shape[2:]
     plan = dataclasses.replace(plan, chunk=-(-min(plan.chunk, length) // BLOCK) * BLOCK)
-    rows = rows_of.padded(rows, plan.chunk)
+    rows = preparation.padded(rows, plan.chunk)
     log_decay = rows.log_decay
     if log_decay is None:
         log_decay = jnp.zeros_like(rows.value, plan.dtype)
@@ -102,12 +100,12 @@ def _step(plan, carry, inputs):
     at_begin = tuple(jnp.pad(x, [(1, 0), (0, 0)])[exact_window::BLOCK][: len(begins), None] for x in prefix)
     earlier = (np.arange(exact_window + chunk) < begins[:, None])[..., None]
     to_begin = decays.between(at_begin, prefix, earlier)
-    to_query = decays.between(prefix_blocks, at_begin, True)
+    from_start = decays.between(prefix_blocks, at_begin, True)
     scores = jnp.einsum("gid,xd->gix", query, key, precision=precision)
     scores = jax.lax.integer_pow(scores, power).reshape(group, len(begins), BLOCK, -1)
     columns = jnp.concatenate([to_begin * value, to_begin], -1)
     sums = jnp.einsum("gnix,nxe->gnie", scores, columns, precision=precision)
-    sums = (sums * _twice(to_query)).reshape(group, chunk, -1)
+    sums = (sums * _twice(from_start)).reshape(group, chunk, -1)
 
     # Over the pairs with the keys of its block up to itself, one decay each.
     queries, keys = (x[:, :, None] for x in prefix_blocks), (x[:, None] for x in prefix_blocks)
@@ -123,16 +121,16 @@ def _step(plan, carry, inputs):
     weighted = features.weighted(state, features.weights(head_dim, power, dtype))
     from_state = features.query(weighted, query.reshape(-1, head_dim).T, power, precision).T
     coarse, fine = prefix
-    to_query = decays.exp((coarse + fine)[exact_window:])
-    sums += from_state.reshape(group, chunk, -1) * _twice(to_query)
+    from_start = decays.exp((coarse + fine)[exact_window:])
+    sums += from_state.reshape(group, chunk, -1) * _twice(from_start)
     numerator, denominator = jnp.split(sums, 2, axis=-1)
     out = means.mean(numerator[..., None], denominator[..., None], -1)[..., 0]
 
     # Update the state with the oldest C tokens.
     enters_state = tokens.enters_state[:chunk, None]
     log_decay = jnp.where(enters_state, tokens.log_decay[:chunk], 0)
-    to_state = jnp.where(enters_state, decays.exp(decays.sums_after(log_decay.T).T), 0)
-    columns = jnp.concatenate([to_state * value[:chunk], to_state], -1)
+    to_end = jnp.where(enters_state, decays.exp(decays.sums_after(log_decay.T).T), 0)
+    columns = jnp.concatenate([to_end * value[:chunk], to_end], -1)
     folded = features.fold(columns.T, key[:chunk].T, power, precision)
     from_before = _twice(decays.exp(log_decay.sum(0)))
     state = tuple(from_before * s + n for s, n in zip(state, folded))

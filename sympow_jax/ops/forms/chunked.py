@@ -17,10 +17,7 @@ import jax.numpy as jnp
 from jax import ad_checkpoint
 
 from sympow_jax.array_types import Array, Bool, Float
-from sympow_jax.ops import decay as decays
-from sympow_jax.ops import derivatives, layout
-from sympow_jax.ops import mean as means
-from sympow_jax.ops import plan as plans
+from sympow_jax.ops import decays, derivatives, layout, means, plans
 from sympow_jax.ops.forms import features
 
 __all__ = ["chunked"]
@@ -42,7 +39,7 @@ def chunked(
     L is E, in the dtype of the state. With `Division.NONE` it is E + 1, for sums in place of the means, to which other
     sums may be added.
 
-    X is a multiple of the chunk. `log_decay` comes from `decay.bounded`; None means no decay and no document boundary.
+    X is a multiple of the chunk. `log_decay` comes from `decays.bounded`; None means no decay and no document boundary.
     Positions where `enters_state` is False never enter the state. `state` has the layout of `features`; the last column
     is the normalizer.
 
@@ -63,7 +60,7 @@ def chunked(
             plan.power,
             plan.precision,
         )
-        sums += block.to_query * layout.split_heads(from_state, query.shape[1])
+        sums += block.from_start * layout.split_heads(from_state, query.shape[1])
         state = block.updated(state)
         if plan.division is means.Division.NONE:
             return state, (sums,)
@@ -102,7 +99,7 @@ def chunked_vjp(plan, residuals, cotangents):
     def read(state, index):
         """Recomputes the state; returns dq through it, and d/d(log of the state) as each query reads it."""
         block = blocks[index]
-        cotangent = block.to_query * blocks.cut_queries(dsums, index)
+        cotangent = block.from_start * blocks.cut_queries(dsums, index)
         dquery = features.query_vjp(
             features.weighted(state, blocks.feature_weights),
             layout.merge_heads(block.query),
@@ -172,9 +169,9 @@ def _other_gradients(
         dlog_block = (-dlog_key).at[exact_window:].add(dlog_query + read)
 
         # The first C positions of the block enter the state, whose gradient gives theirs.
-        key, value = block.key[:, :chunk], block.value[:, :chunk] * block.to_state
+        key, value = block.key[:, :chunk], block.value[:, :chunk] * block.to_end
         dkey_by_state = features.query_vjp(dstate, key, value, power, precision)
-        dvalue_by_state = features.query(dstate, key, power, precision)[:-1] * block.to_state
+        dvalue_by_state = features.query(dstate, key, power, precision)[:-1] * block.to_end
         dlog_by_state = (key * dkey_by_state).sum(0) / power
         ddecay_by_state = blocks.enters_state_at(index) * (dlog_state - decays.sums_from(dlog_by_state))
         gradients = (
@@ -188,14 +185,14 @@ def _other_gradients(
 
         # The state before the chunk: as it is carried to the next one, and as the queries read it.
         cotangent = features.fold(
-            layout.merge_heads(block.to_query * dsums_block),
+            layout.merge_heads(block.from_start * dsums_block),
             layout.merge_heads(block.query),
             power,
             precision,
         )
         by_queries = features.weighted(cotangent, blocks.feature_weights)
         carry = (
-            tuple(block.carry * r + d for r, d in zip(dstate, by_queries)),
+            tuple(block.across * r + d for r, d in zip(dstate, by_queries)),
             [g[..., :exact_window] for g in gradients],
             dlog_state - dlog_by_state.sum() + read.sum(),
         )
@@ -218,15 +215,16 @@ class _Block(NamedTuple):
     query: Float[Array, "G D C"]
     key: Float[Array, "D C+W"]
     value: Float[Array, "E+1 C+W"]
-    in_window: Float[Array, "C C+W"]  # from each key to each query, zero if the key is masked
-    to_query: Float[Array, " C"]  # from the state to each query
-    to_state: Float[Array, " C"]  # from each of the first C keys to the state after it
-    carry: Float[Array, ""]  # from the state to the next one
+    # Decays, by the names of `ops.decays`.
+    within: Float[Array, "C C+W"]  # from each key to each query, zero if the key is masked
+    from_start: Float[Array, " C"]  # of the state, as each query reads it
+    to_end: Float[Array, " C"]  # of each of the first C keys, as it enters the state
+    across: Float[Array, ""]  # of the state, from this block to the next
 
     def weights_and_scores(self):
         """Returns the weights of the exact part, with their decays, and its scores."""
         scores = jnp.einsum("gdq,dk->gqk", self.query, self.key, precision=self.plan.precision)
-        return self.in_window * jax.lax.integer_pow(scores, self.plan.power), scores
+        return self.within * jax.lax.integer_pow(scores, self.plan.power), scores
 
     def exact_vjp(
         self,
@@ -248,7 +246,7 @@ class _Block(NamedTuple):
         if denominator is not None:
             error = (dweights * weights).sum(-1) + read
             dweights -= means.mean(error[..., None], denominator.swapaxes(1, 2), -1, self.plan.division)
-        dscores = dweights * self.in_window * power * jax.lax.integer_pow(scores, power - 1)
+        dscores = dweights * self.within * power * jax.lax.integer_pow(scores, power - 1)
         # Scores keep their layout, queries first. For dq only the result is transposed.
         dquery = jnp.einsum("gqk,dk->gqd", dscores, self.key, precision=precision).swapaxes(1, 2)
         dkey = jnp.einsum("gqk,gdq->dk", dscores, self.query, precision=precision)
@@ -260,9 +258,9 @@ class _Block(NamedTuple):
         """Returns the state updated with the first C keys."""
         chunk = self.query.shape[-1]
         new = features.fold(
-            self.value[:, :chunk] * self.to_state, self.key[:, :chunk], self.plan.power, self.plan.precision
+            self.value[:, :chunk] * self.to_end, self.key[:, :chunk], self.plan.power, self.plan.precision
         )
-        return tuple(self.carry * s + n for s, n in zip(state, new))
+        return tuple(self.across * s + n for s, n in zip(state, new))
 
 
 class _Blocks:
@@ -284,9 +282,9 @@ class _Blocks:
             block_log_decay = jnp.pad(log_decay, (exact_window, 0))[positions]
             folded = jnp.where(self.enters_state[positions[:, :chunk]], block_log_decay[:, :chunk], 0)
             self.coarse, self.fine = decays.split(block_log_decay)
-            self.to_query = decays.exp((self.coarse + self.fine)[:, exact_window:])
-            self.to_state = decays.exp(decays.sums_after(folded))
-            self.carry = decays.exp(folded.sum(-1))
+            self.from_start = decays.exp((self.coarse + self.fine)[:, exact_window:])
+            self.to_end = decays.exp(decays.sums_after(folded))
+            self.across = decays.exp(folded.sum(-1))
 
     def __getitem__(self, index) -> _Block:
         chunk, exact_window = self.plan.chunk, self.plan.exact_window
@@ -295,25 +293,25 @@ class _Blocks:
         if self.has_decay:
             coarse, fine = jax.lax.optimization_barrier((self.coarse[index], self.fine[index]))
             queries = coarse[exact_window:, None], fine[exact_window:, None]
-            in_window = decays.between(queries, (coarse, fine), visible)
-            to_query, to_state, carry = (
-                self.to_query[index],
-                self.to_state[index] * enters_state,
-                self.carry[index],
+            within = decays.between(queries, (coarse, fine), visible)
+            from_start, to_end, across = (
+                self.from_start[index],
+                self.to_end[index] * enters_state,
+                self.across[index],
             )
         else:
-            in_window = visible.astype(self.dtype)
-            to_query, to_state, carry = jnp.ones(chunk, self.dtype), enters_state, jnp.ones((), self.dtype)
+            within = visible.astype(self.dtype)
+            from_start, to_end, across = jnp.ones(chunk, self.dtype), enters_state, jnp.ones((), self.dtype)
         value = self.cut(self.value, index, chunk + exact_window)
         return _Block(
             plan=self.plan,
             query=self.cut_queries(self.query, index),
             key=self.cut(self.key, index, chunk + exact_window),
             value=jnp.concatenate([value, jnp.ones_like(value, shape=(1, chunk + exact_window))]),
-            in_window=in_window,
-            to_query=to_query,
-            to_state=to_state,
-            carry=carry,
+            within=within,
+            from_start=from_start,
+            to_end=to_end,
+            across=across,
         )
 
     def cut_queries(self, stack, index):

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float
-from sympow_jax.ops import decay as decays
-from sympow_jax.ops import derivatives, layout, time_axis
+from sympow_jax.ops import decays, derivatives, layout, time_axis
 from sympow_jax.ops.forms import features
 
 __all__ = ["combined", "log_decay_over", "sums_from_earlier_state", "with_halo"]

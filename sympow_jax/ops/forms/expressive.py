@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import decay as decays
-from sympow_jax.ops import derivatives
+from sympow_jax.ops import decays, derivatives
 
 __all__ = ["Blocks", "Settings", "attend", "attend_vjp", "weight"]
 
@@ -35,7 +34,7 @@ class Blocks(NamedTuple):
     of keys; R = C unless I = 1.
 
     Attributes:
-        half_decay: halves of the log decays, from `decay.bounded`; None means no decay. Gradients have None in every
+        half_decay: halves of the log decays, from `decays.bounded`; None means no decay. Gradients have None in every
             field without one.
         query_document, key_document: a query attends to a key only if the two are equal; None if all pairs are visible.
         ranges: for each block of queries, the first block of keys it attends to and the end (exclusive) of the range.

@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import decay as decays
-from sympow_jax.ops import derivatives, layout
-from sympow_jax.ops import plan as plans
+from sympow_jax.ops import decays, derivatives, layout, plans
 
 __all__ = ["sums", "sums_vjp"]
 
@@ -44,7 +42,7 @@ def sums(
     """Returns sum_j b_ij (q_i . k_j)^p v_j over the keys up to each query; nothing is divided.
 
     `value` includes the row of ones of the denominator. T and X are multiples of the block, `log_decay` comes from
-    `decay.bounded`, and blocks of keys before block `first` are skipped. Differentiable in all arguments except
+    `decays.bounded`, and blocks of keys before block `first` are skipped. Differentiable in all arguments except
     `first`. Only the arguments are saved for the backward pass. Reverse mode of a derivative is that of all pairs at
     once.
     """
@@ -54,7 +52,7 @@ def sums(
         q = pairs.cut(query, i)
         diagonal = i + pairs.offset
         in_block = pairs.product(
-            pairs.value(diagonal), pairs.weights(q, diagonal)[0] * pairs.in_block(diagonal)
+            pairs.value(diagonal), pairs.weights(q, diagonal)[0] * pairs.within(diagonal)
         )
 
         def column(n, carry):
@@ -93,7 +91,7 @@ def sums_vjp(plan, query, key, value, log_decay, dsums, first):
         q, d = pairs.cut(query, i), pairs.cut(dsums, i)
         diagonal = i + pairs.offset
         dquery, dkey, dvalue, dlog_row, dlog_column = pairs.vjp(
-            q, d, diagonal, pairs.value(diagonal), pairs.in_block(diagonal)
+            q, d, diagonal, pairs.value(diagonal), pairs.within(diagonal)
         )
         dkeys, dvalues = pairs.add(dkeys, dkey, diagonal), pairs.add(dvalues, dvalue, diagonal)
         in_block = decays.sums_from(dlog_row) - decays.sums_from(dlog_column)
@@ -185,7 +183,7 @@ class _Pairs:
         sliced = jax.lax.dynamic_slice_in_dim(total, begin, self.plan.chunk, -1)
         return jax.lax.dynamic_update_slice_in_dim(total, sliced + part, begin, -1)
 
-    def in_block(self, j):
+    def within(self, j):
         """Returns the decay from each key of block j to each query of it, zero where the key is later."""
         coarse, fine = self.coarse[j], self.fine[j]
         visible = jnp.tri(len(coarse), dtype=bool)

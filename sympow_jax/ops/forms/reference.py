@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import feature_maps
-from sympow_jax.ops import mean as means
-from sympow_jax.ops import state as power_state
+from sympow_jax.ops import feature_maps, means, power_state
 
 __all__ = ["FORMS"]
 

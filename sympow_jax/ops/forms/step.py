@@ -8,10 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sympow_jax.ops import decay as decays
-from sympow_jax.ops import derivatives, documents, feature_maps, layout
-from sympow_jax.ops import mean as means
-from sympow_jax.ops import rows as rows_of
+from sympow_jax.ops import decays, derivatives, documents, feature_maps, layout, means, preparation
 from sympow_jax.ops.forms import features
 
 __all__ = [
@@ -82,7 +79,7 @@ def step_by(state_ops: StateOps, plan, tokens, state):
 
     query = query.reshape(batch, kv_heads, -1, head_dim).astype(dtype)
     if plan.division is not means.Division.NONE:
-        query = rows_of.unit_scale(query)
+        query = preparation.unit_scale(query)
     out = jnp.where(valid[:, None, None, None], state_ops.read(plan, query, state.astype(dtype)), 0)
     if exact_window:
         # Read the state before it is updated: otherwise XLA keeps a copy to read from.
@@ -141,11 +138,11 @@ def read_channels(plan, query, state):
     scores = jnp.einsum("bkgd,bwkd->bkgw", query, state.keys, precision=plan.precision)
     scores = jax.lax.integer_pow(scores, plan.power)
     phi = feature_maps.symmetric_power(query, plan.power)
-    to_query = decays.exp(log_decay.sum(-1))[:, :, None]
+    from_start = decays.exp(log_decay.sum(-1))[:, :, None]
 
     def sums(window, state_sums):
         from_window = jnp.einsum("bkgw,bkew->bkge", scores, window, precision=plan.precision)
-        return from_window + to_query * jnp.einsum(
+        return from_window + from_start * jnp.einsum(
             "bkgf,bkfe->bkge", phi, state_sums, precision=plan.precision
         )
 

@@ -13,9 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sympow_jax.ops import arguments, cost, target
-from sympow_jax.ops import mean as means
-from sympow_jax.ops import state as power_state
+from sympow_jax.ops import arguments, cost, means, power_state, target
 
 __all__ = ["FORMS", "IMPLEMENTATIONS", "Candidate", "Plan", "make", "make_step"]
 

@@ -1,6 +1,14 @@
 """Decays that neither overflow nor lose small steps after large ones.
 
 A document boundary is a decay to zero: from here on, segments and gates are handled alike.
+
+The decay b_ij from a key to a query is a product of decays of blocks, whose names are the same in every form and
+kernel (docs/mathematics.md draws them):
+
+    from_start  from the block's first token to a query, both included: of the state as the query reads it
+    to_end      after a key, to the block's last token: of the key as it enters the state
+    across      of all of the block: of the state, from one block to the next
+    within      after a key, to a query in the same block; zero if the key is later
 """
 
 import jax

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import numerics, results
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import window_queries
+from pallas_kernels.power_state import configs, preparation, window_queries
 
 __all__ = [
     "Dual",
@@ -31,7 +29,7 @@ __all__ = [
 class Mean(NamedTuple):
     """Cotangent of the mean o = n / d: dn = do / d, dd = -(do . o) / d.
 
-    H, X and n are as in `prepare.Tokens`.
+    H, X and n are as in `preparation.Tokens`.
     """
 
     dout: jax.Array  # bfloat16 [B, at least T, N, E]
@@ -99,12 +97,12 @@ def dual_of(tokens: preparation.Tokens, mean: Mean, start_size) -> Dual:
     """
     dout = preparation.heads_first(mean.dout).astype(jnp.float32)
     value = mean.inverse[:, : dout.shape[1], None] * dout
-    strength = jnp.tile(jnp.flip(tokens.from_state, 1), (1, 1, len(value) // len(tokens.old_key)))
+    strength = jnp.tile(jnp.flip(tokens.from_start, 1), (1, 1, len(value) // len(tokens.old_key)))
     size = backwards(mean.inverse * mean.size, strength.shape)
     return Dual(
         value=value,
         dnorm=backwards(-mean.delta * mean.inverse, strength.shape),
-        carried=preparation.carry_along(strength, size, jnp.flip(tokens.over_chunk, 1), start_size),
+        carried=preparation.carry_along(strength, size, jnp.flip(tokens.across, 1), start_size),
     )
 
 
@@ -182,7 +180,7 @@ def decay_gradient(tokens: preparation.Tokens, sums: Sums, exact_window) -> jax.
     window = jnp.pad(sums.window_query, [(0, 0), (exact_window, 0)]) - sums.window_key
     reads = jnp.pad(sums.state_query.reshape(heads, chunks, chunk), [(0, 0), (0, 0), (exact_window, 0)])
     before = jnp.cumsum(sums.state_key, -1) - sums.state_key + sums.inner[..., None]
-    folded = jnp.where(tokens.folded, before, 0)
+    folded = jnp.where(tokens.enters_state, before, 0)
     seen = numerics.suffix_sums(reads) + jnp.pad(folded, [(0, 0), (0, 0), (0, exact_window)])
     # The last positions of a chunk and its window are the first of the next chunk.
     own, next_one = seen[..., :chunk], jnp.pad(seen[..., chunk:], [(0, 0), (0, 0), (0, chunk - exact_window)])

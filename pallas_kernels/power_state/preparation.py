@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.hopper import numerics, results
-from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import configs
 
 __all__ = [
     "HEADROOM",
@@ -62,7 +62,7 @@ class Arguments(NamedTuple):
     # float32 [B, T, K], at most 0; a value below -87 is a boundary that no pair crosses, as where a document starts
     log_decay: jax.Array
     # bool [B, T]; positions where it is False, the last ones of a row, never enter a state, nor does their decay
-    folds: jax.Array
+    enters_state: jax.Array
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -111,10 +111,10 @@ class Tokens(NamedTuple):
     # float32 [H, n, 3, (W + C) / 64, 64]: running sums over a chunk's keys, in two parts, and the decay from each key
     # to the last one of its block of 64.
     decay: jax.Array
-    from_state: jax.Array  # float32 [H, n, C], from the state before the chunk to each query
-    to_state: jax.Array  # float32 [H, n, C], from each old key to the state after the chunk
-    over_chunk: jax.Array  # float32 [H, n], from one state to the next
-    folded: jax.Array  # bool [H, n, C], which of the old keys update the state
+    from_start: jax.Array  # float32 [H, n, C], from the state before the chunk to each query
+    to_end: jax.Array  # float32 [H, n, C], from each old key to the state after the chunk
+    across: jax.Array  # float32 [H, n], from one state to the next
+    enters_state: jax.Array  # bool [H, n, C], which of the old keys update the state
 
 
 class Carried(NamedTuple):
@@ -132,9 +132,9 @@ def carried_keys(tokens: Tokens, start_size, power) -> Carried:
     start_size: float32 [H], the largest entry of the state before the first chunk.
     """
     strength = jnp.where(
-        tokens.to_state > _NOTHING, tokens.to_state + power * tokens.old_exponent[..., 0], _NOTHING
+        tokens.to_end > _NOTHING, tokens.to_end + power * tokens.old_exponent[..., 0], _NOTHING
     )
-    return carry_along(strength, tokens.old_size, tokens.over_chunk, start_size)
+    return carry_along(strength, tokens.old_size, tokens.across, start_size)
 
 
 def size_of(state, known):
@@ -148,7 +148,7 @@ def size_of(state, known):
 
 def scale_of(tokens: Tokens, shift):
     """Returns the factor from states divided by 2^shift [H, n] to each query, float32 [H, X / 64, 64]."""
-    scale = scaled_decay(tokens.from_state, shift[..., None])
+    scale = scaled_decay(tokens.from_start, shift[..., None])
     return scale.reshape(len(scale), -1, configs.BLOCK)
 
 
@@ -166,7 +166,7 @@ def queries(query):
 
 def by_chunk(arguments: Arguments, call: configs.Call) -> Tokens:
     """Returns keys and values by chunk, with their decays."""
-    _, key, value, log_decay, folds = arguments
+    _, key, value, log_decay, enters_state = arguments
     chunk, exact_window = call.chunk, call.exact_window
     extra = -key.shape[1] % chunk
     key, value = (
@@ -179,11 +179,11 @@ def by_chunk(arguments: Arguments, call: configs.Call) -> Tokens:
     )
     old_key, old_value = old_key.astype(jnp.float32), old_value.astype(jnp.float32)
     old_exponent = numerics.exponent(key_size)[..., None]
-    block, folded = _decays(log_decay, folds, chunk, exact_window)
+    block, enters_state = _decays(log_decay, enters_state, chunk, exact_window)
     coarse, fine = numerics.running_sums(block, -_FORGET * _LOG2E)
-    block = jnp.where(folded, block[..., :chunk], 0)
+    block = jnp.where(enters_state, block[..., :chunk], 0)
     after = numerics.suffix_sums(block)
-    to_state = jnp.pad(after[..., 1:], [(0, 0), (0, 0), (0, 1)])
+    to_end = jnp.pad(after[..., 1:], [(0, 0), (0, 0), (0, 1)])
     return Tokens(
         key=key,
         value=value,
@@ -192,10 +192,10 @@ def by_chunk(arguments: Arguments, call: configs.Call) -> Tokens:
         old_value=old_value,
         old_size=old_size,
         decay=key_decays(coarse, fine),
-        from_state=_log2((coarse + fine)[..., exact_window:]),
-        to_state=jnp.where(folded, _log2(to_state), _NOTHING),
-        over_chunk=_log2(block.sum(-1)),
-        folded=folded,
+        from_start=_log2((coarse + fine)[..., exact_window:]),
+        to_end=jnp.where(enters_state, _log2(to_end), _NOTHING),
+        across=_log2(block.sum(-1)),
+        enters_state=enters_state,
     )
 
 
@@ -208,25 +208,25 @@ def key_decays(coarse, fine):
 
 def over_chunks(arguments: Arguments, call: configs.Call):
     """Returns log2 of the decay of the state over each chunk, float32 [H, n], as in `Tokens`."""
-    block, folded = _decays(arguments.log_decay, arguments.folds, call.chunk, call.exact_window)
-    return _log2(jnp.where(folded, block[..., : call.chunk], 0).sum(-1))
+    block, enters_state = _decays(arguments.log_decay, arguments.enters_state, call.chunk, call.exact_window)
+    return _log2(jnp.where(enters_state, block[..., : call.chunk], 0).sum(-1))
 
 
-def _decays(log_decay, folds, chunk, exact_window):
+def _decays(log_decay, enters_state, chunk, exact_window):
     """Returns log2 of the decay at each position of a chunk and its window, and a mask of folded positions.
 
     The decays are [H, n, W + C]. The mask is of the first C of these positions.
     """
     heads, extra = log_decay.shape[2], -log_decay.shape[1] % chunk
     log_decay = pad(heads_first(log_decay.astype(jnp.float32)), exact_window, extra)
-    folds = pad(jnp.repeat(folds, heads, 0), exact_window, extra)
+    enters_state = pad(jnp.repeat(enters_state, heads, 0), exact_window, extra)
     log2_decay = jnp.where(log_decay < _FLOOR, _FORGET, log_decay) * _LOG2E
     # A chunk's positions are those that it folds, followed by the first positions that the next chunk folds.
     own = _folded(log2_decay, chunk, exact_window)
     after = jnp.concatenate(
         [own[:, 1:, :exact_window], log2_decay[:, None, log2_decay.shape[1] - exact_window :]], 1
     )
-    return jnp.concatenate([own, after], -1), _folded(folds, chunk, exact_window)
+    return jnp.concatenate([own, after], -1), _folded(enters_state, chunk, exact_window)
 
 
 def _folded(x, chunk, exact_window):
@@ -238,7 +238,7 @@ def _folded(x, chunk, exact_window):
     return x[:, :length].reshape(len(x), -1, chunk, *x.shape[2:])
 
 
-def carry_along(strength, size, over_chunk, start_size) -> Carried:
+def carry_along(strength, size, across, start_size) -> Carried:
     """Returns the growth of states from log2 of token weights [H, n, C] and of decays over chunks.
 
     size: largest entry of each token. start_size: float32 [H], the largest entry of the state before the first chunk.
@@ -248,10 +248,10 @@ def carry_along(strength, size, over_chunk, start_size) -> Carried:
         return jnp.where(x > 0, jnp.log2(jnp.where(x > 0, x, 1)), _NOTHING)
 
     # Exponents whose powers of two bring the states below 2^HEADROOM. An empty state needs no scale.
-    bound = _log2_recurrence(over_chunk, _log2_sum(strength + log2(size)), log2(start_size))
+    bound = _log2_recurrence(across, _log2_sum(strength + log2(size)), log2(start_size))
     shift = jnp.where(bound > _NOTHING / 2, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
-    difference = over_chunk + (shift[:, :-1] - shift[:, 1:])
-    log2_carry = jnp.where(over_chunk > _NOTHING, difference, _NEVER)
+    difference = across + (shift[:, :-1] - shift[:, 1:])
+    log2_carry = jnp.where(across > _NOTHING, difference, _NEVER)
     return Carried(
         strength=jnp.exp2(strength - shift[:, 1:, None]),
         carry=jnp.exp2(log2_carry),
