@@ -342,7 +342,7 @@ def _step(case, interpret, folds=False):
             "count": jnp.int32(chosen),
             "features": normal(batch, kv_heads, tokens, features),
             "values": normal(batch, tokens, kv_heads, width),
-            "carry": uniform(batch, kv_heads),
+            "across": uniform(batch, kv_heads),
         }
     else:
         arrays |= {
@@ -363,7 +363,7 @@ def _step(case, interpret, folds=False):
     @jax.jit
     def plain_fold(arrays):
         place = arrays["rows"][:chosen]
-        phi, values, decay = (arrays[name][:chosen] for name in ("features", "values", "carry"))
+        phi, values, decay = (arrays[name][:chosen] for name in ("features", "values", "across"))
         kv, norm = (arrays[name][place] for name in ("kv", "norm"))
         kv = kv * decay[..., None, None] + exact("nkwf,nwke->nkfe", phi, values)
         norm = norm * decay[..., None] + phi.sum(2)

@@ -30,7 +30,7 @@ _SLACK_BITS = 40
 # The unit of the sums may fall by this much from one block to the next: the factor stays a normal number.
 _FALL_BITS = 120
 # Exponent of the unit of sums over nothing.
-_NOTHING = -30_000
+_NO_UNIT = -30_000
 
 
 class _Units(NamedTuple):
@@ -138,22 +138,26 @@ def means(
             )
 
             # Join both in units of the larger weight and of the larger value.
-            weights = jnp.maximum(units.weight, weight_unit)
-            values = jnp.maximum(units.sum - weights, value_unit)
+            weight_exponent = jnp.maximum(units.weight, weight_unit)
+            value_exponent = jnp.maximum(units.sum - weight_exponent, value_unit)
             from_start = vectors.at[Vector.FROM_START, pl.ds(diagonal * block + start, pairs.BLOCK)]
             from_start = plgpu.load(from_start, layout=tensor_core.PER_ROW, optimized=False)
-            weight = earlier_weight * (from_start * jnp.exp2(units.weight - weights))
-            weight = weight + diagonal_weight * jnp.exp2(weight_unit - weights)
-            sum_factor = from_start * jnp.exp2(units.sum - weights - values - blocks.VALUE_BITS)
+            weight = earlier_weight * (from_start * jnp.exp2(units.weight - weight_exponent))
+            weight = weight + diagonal_weight * jnp.exp2(weight_unit - weight_exponent)
+            sum_factor = from_start * jnp.exp2(
+                units.sum - weight_exponent - value_exponent - blocks.VALUE_BITS
+            )
             total = pairs.in_units(earlier_sum, sum_factor)
-            total = total + diagonal_sum * jnp.exp2(weight_unit - weights + value_unit - values)
+            total = total + diagonal_sum * jnp.exp2(
+                weight_unit - weight_exponent + value_unit - value_exponent
+            )
 
             # A NaN is a weight too: the mean is NaN, not zero.
             none = weight < jnp.finfo(jnp.float32).tiny
             mean = total / _by_row(jnp.where(none, 1.0, weight), total)
             mean = mean * _by_row(jnp.where(none, 0.0, 1.0), total)
             # In two steps, since the power itself might not be a normal number.
-            mean = mean * jnp.exp2(_half(values)) * jnp.exp2(values - _half(values))
+            mean = mean * jnp.exp2(_half(value_exponent)) * jnp.exp2(value_exponent - _half(value_exponent))
             out = mean.astype(dtype)
             launch.store(gmem["out"].at[batch_row, rows, head], out)
             if save_residuals:
@@ -162,7 +166,7 @@ def means(
                 launch.store(gmem["weight_sum"].at[batch_row, head, rows], weight)
                 lengths = gmem["query_exponent"].at[batch_row, head, rows]
                 lengths = plgpu.load(lengths, layout=tensor_core.PER_ROW, optimized=False)
-                exponent = power * (lengths - configs.query_bits(power)) + weights.astype(jnp.int32)
+                exponent = power * (lengths - configs.query_bits(power)) + weight_exponent.astype(jnp.int32)
                 launch.store(gmem["weight_exponent"].at[batch_row, head, rows], exponent)
 
         return copy, compute
@@ -209,7 +213,7 @@ class _Queries:
         """Returns the sums over all blocks before the diagonal one, of values and of weights, and their `_Units`."""
         total = plgpu.layout_cast(jnp.zeros((pairs.BLOCK, self.config.value_dim), jnp.float32), pairs.LAYOUT)
         weight = plgpu.layout_cast(jnp.zeros((pairs.BLOCK,), jnp.float32), tensor_core.PER_ROW)
-        units = _Units(*[jnp.float32(_NOTHING)] * 3)
+        units = _Units(*[jnp.float32(_NO_UNIT)] * 3)
         if not configs.scaled_by_row(self.power):
             return lax.fori_loop(jnp.int32(0), steps, self._earlier, (total, weight, units))
         largest = plgpu.layout_cast(jnp.full((pairs.BLOCK,), _SMALLEST, jnp.float32), tensor_core.PER_ROW)

@@ -82,6 +82,6 @@ def attend_vjp(
 def _prepared(arguments, means, dout, call):
     tokens = preparation.by_chunk(arguments, call)
     unit, exponent = preparation.queries(preparation.fill(arguments.query, call.config.head_dim))
-    length = tokens.from_start[0].size
+    length = tokens.log2_from_start[0].size
     mean = preparation_vjp.mean_of(*means, dout, call.config.value_dim, length)
     return preparation_vjp.Prepared(tokens, unit, exponent, mean)

@@ -1,4 +1,4 @@
-"""In-place update S <- carry S + sum_w phi(k_w) v_w^T for some rows of the batch.
+"""In-place update S <- across S + sum_w phi(k_w) v_w^T for some rows of the batch.
 
 A block of one warpgroup updates a tile of the state of one head. TMA loads the tile, the tokens' features for its rows
 and the tokens' values. A thread adds the products of its rows and columns, token after token, in float32. The tile is
@@ -16,27 +16,27 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import launch
 from pallas_kernels.power_step import configs
 
-__all__ = ["Tokens", "fold"]
+__all__ = ["Window", "fold"]
 
 
-class Tokens(NamedTuple):
+class Window(NamedTuple):
     """W tokens of some rows of the batch."""
 
     rows: jax.Array  # int32 [n], rows of the batch, of which the first `updated` are updated
     updated: jax.Array  # int32 [1]
     features: jax.Array  # float32 [n, K, W, F], phi(k_w) times the decay after token w
     values: jax.Array  # float32 [n, W, K, E]
-    carry: jax.Array  # float32 [n, K], the decay over all W tokens
+    across: jax.Array  # float32 [n, K], the decay over all W tokens
 
 
-def fold(kv, norm, tokens: Tokens, *, interpret=None):
+def fold(kv, norm, tokens: Window, *, interpret=None):
     """Updates kv [B, K, F, E] and norm [B, K, F], `jax.Ref`s of float32, with the tokens, in place."""
     size, kv_heads, exact_window, count_features = tokens.features.shape
     tile, value_dim = configs.FOLD_TILE, tokens.values.shape[-1]
     layout = configs.layout(value_dim)
 
     def body(kv, norm, *tokens, full, **smem):
-        rows, updated, features, values, carry = Tokens(*tokens)
+        rows, updated, features, values, across = Window(*tokens)
         state_smem, norm_smem, feature_smem, value_smem = (
             smem[name] for name in ("state_smem", "norm_smem", "feature_smem", "value_smem")
         )
@@ -52,7 +52,7 @@ def fold(kv, norm, tokens: Tokens, *, interpret=None):
             plgpu.copy_gmem_to_smem(values.at[index, :, head], value_smem, full)
             plgpu.barrier_wait(full)
 
-            decay = carry[index, head]
+            decay = across[index, head]
             state = plgpu.load(state_smem, layout=layout) * decay
             weight = plgpu.load(norm_smem, layout=layout.reduce(1), optimized=False) * decay
 

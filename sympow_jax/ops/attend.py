@@ -1,4 +1,4 @@
-"""Recurrent attention by its plan: prepare, backend, finish, compiled once per plan and shapes."""
+"""Recurrent attention by its plan, compiled once per plan and shapes."""
 
 import dataclasses
 import importlib
@@ -25,8 +25,8 @@ __all__ = ["attend", "attend_step"]
 def attend(plan, tokens, state=None):
     """Returns the output of `plans.make`'s plan, and the state after the last token or None.
 
-    Without division the output is sums [B, T, N, E + 1] in the plan's dtype, those of weights last; E may be 0. Tokens
-    that are not finite are taken out, and the outputs that they reach are marked.
+    Without division the output is sums [B, T, N, E + 1] in the plan's dtype, those of weights last; E may be 0. In
+    plain JAX, tokens that are not finite are taken out, and the outputs that they reach are marked.
     """
     if plan.axis_name is not None and plan.form == "attention":
         # Each device has all of the time for some of the heads.

@@ -5,10 +5,10 @@ A document boundary is a decay to zero: from here on, segments and gates are han
 The decay b_ij from a key to a query is a product of decays of blocks, whose names are the same in every form and
 kernel (docs/mathematics.md draws them):
 
-    from_start  from the block's first token to a query, both included: of the state as the query reads it
-    to_end      after a key, to the block's last token: of the key as it enters the state
-    across      of all of the block: of the state, from one block to the next
-    within      after a key, to a query in the same block; zero if the key is later
+    from_start  of the state before the block, as a query reads it
+    to_end      of a key, as it enters the state after the block
+    across      of the state, from one block to the next
+    within      from a key to a query in the same block
 """
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float
 
-__all__ = ["between", "bounded", "exp", "prefix_sums", "split", "sums_after", "sums_from"]
+__all__ = ["bounded", "exp", "prefix_sums", "split", "sums_after", "sums_from", "within"]
 
 
 def _floor(dtype) -> int:
@@ -72,7 +72,7 @@ def split(log_decay: Float[Array, "*rest X"]) -> tuple[Float[Array, "*rest X"], 
     return prefix_sums(coarse), prefix_sums(log_decay - coarse)
 
 
-def between(later, earlier, visible) -> Float[Array, "*rest"]:
+def within(later, earlier, visible) -> Float[Array, "*rest"]:
     """Returns the decay from each earlier position to each later one, zero where `visible` is False.
 
     Both have the two parts of prefix sums by `split`, with axes that broadcast. The difference is masked before `exp`,

@@ -1,8 +1,8 @@
 """Angles position * rate modulo one turn, right to rounding at every position.
 
 A float32 product of a position and a rate is off by 0.06 radians after 2^20 tokens. Here a rate is a fraction of a turn
-in 32-bit words, 64 bits for float32 angles and 96 for float64, and the product is one of integers: uint32 wraps around
-after a turn, as angles do. The remainder, in [-1/2, 1/2] turns, becomes a float and is then converted to radians. At
+in words, 64 bits for float32 angles and more for float64, and the product is one of integers, which wrap around after a
+turn, as angles do. The remainder, in [-1/2, 1/2] turns, becomes a float and is then converted to radians. At
 positions up to 2^31 the error is at most 3e-7 radians in float32 and 1e-15 in float64.
 """
 

@@ -49,8 +49,8 @@ class Plan:
         form: `attention`, `chunked` or `recurrent`; `step` for one token.
         implementation: `reference`, `xla` or `mosaic_gpu`.
         power: the degree p of the weights.
-        chunk: tokens per chunk, or per block of the attention form; None for a step, for the reference, or if the
-            kernels choose.
+        chunk: tokens per chunk, or per block of the attention form; None for a step, or where the implementation
+            chooses or has none.
         exact_window: number of recent tokens that every query attends to exactly, if older ones are in a state.
         division: rule for dividing sums of weighted values by sums of weights.
         per_channel: whether decays are one per value channel instead of one per key head.

@@ -57,7 +57,8 @@ def power_attention(
             zero, and they leave state and decay unchanged. None continues the document of `initial_state`.
         form: `attention` costs O(T^2) and holds a few blocks of scores. `chunked` costs O(T F E) and, with its backward
             pass, holds memory linear in T. `recurrent` updates the state one token at a time. All agree to rounding.
-            None chooses the one with fewer FLOPs, or the faster kernel; `explain` returns the choice and reasons.
+            None chooses `attention` or `chunked`, the one with fewer FLOPs or the faster kernel; `explain` returns the
+            choice and reasons.
         implementation: `reference` is the unoptimized formula. `xla` runs on any device. `mosaic_gpu` are the kernels
             for Hopper GPUs, for inputs of 16 bits, with further limits in the README's table; under a mesh, batch and
             heads are sharded. None uses a kernel on a Hopper GPU if one supports the request, and `xla` otherwise. It

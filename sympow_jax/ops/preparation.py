@@ -28,7 +28,7 @@ __all__ = [
 class Rows(NamedTuple):
     """Whole rows for a core of the chunked form; positions without a token are last."""
 
-    query: Float[Array, "B X N D"]  # scaled, unless sums are requested; zero where there is no token
+    query: Float[Array, "B X N D"]  # zero where there is no token; scaled as by `masked_queries`
     key: Float[Array, "B X K D"]
     value: Float[Array, "B X K E"]
     log_decay: Float[Array, "B X K *channels"] | None  # from `decays.bounded`; None: no decay, no boundary

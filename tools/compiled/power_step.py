@@ -47,7 +47,7 @@ def build(case: str):
 
     def fold(kv, norm, *tokens):
         state = jax.new_ref(kv), jax.new_ref(norm)
-        folding.fold(*state, folding.Tokens(*tokens))
+        folding.fold(*state, folding.Window(*tokens))
         return tuple(map(jax.freeze, state))
 
     rows = (jax.ShapeDtypeStruct((count,), jnp.int32) for count in (_FOLDED, 1))

@@ -47,7 +47,7 @@ class Operands(NamedTuple):
     denominator: jax.Array  # float32 [HN, X / 64, 64], the state's contribution to the sum of weights
     key: jax.Array  # bfloat16 [B, at least T, K, D]
     value: jax.Array  # bfloat16 [B, at least T, K, E]
-    decay: jax.Array  # float32 [H, n, 3, (W + C) / 64, 64], as in `preparation.Tokens`
+    decay: jax.Array  # float32 [H, n, 3, (W + C) / 64, 64], as in `preparation.Chunks`
     scale: jax.Array  # float32 [H, X / 64, 64], from the state to each query
 
 

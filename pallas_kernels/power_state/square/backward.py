@@ -62,7 +62,7 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
         return preparation_vjp.lengthened(x.reshape(len(x), -1), length)
 
     def met(exponent):
-        return by_token(preparation.scaled_decay(tokens.to_end, shift + exponent))
+        return by_token(preparation.scaled_decay(tokens.log2_to_end, shift + exponent))
 
     def narrow(exponent):
         exponent = by_token(exponent)
@@ -92,7 +92,7 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
     return key_kernel.key_vjp(operands, time=time, call=call)
 
 
-def inner(tokens: preparation.Tokens, saved: preparation.Saved, dual: preparation.Saved):
+def inner(tokens: preparation.Chunks, saved: preparation.Saved, dual: preparation.Saved):
     """Returns <R, S> per chunk, float32 [H, n].
 
     S is the state before the chunk, decayed over it, and R the gradient of the state after it.
@@ -102,4 +102,4 @@ def inner(tokens: preparation.Tokens, saved: preparation.Saved, dual: preparatio
     product = (saved.states.astype(jnp.float32) * dual.states.astype(jnp.float32) * weights).sum((2, 3, 4))
     product += (saved.norms * dual.norms).sum((2, 3))
     shift = (saved.shifts + dual.shifts).astype(jnp.float32)
-    return preparation.scaled_decay(tokens.across, shift) * product
+    return preparation.scaled_decay(tokens.log2_across, shift) * product

@@ -1,7 +1,7 @@
 """Power attention by the Pallas kernels for Hopper GPUs; imported only when they are requested.
 
-Forward and backward, the kernels compute the same functions as the plain forms. `xla` documents how ragged rows are
-padded and states converted.
+Forward and backward, the kernels compute the same functions as the plain forms. `ops.preparation` moves
+positions without a token to the end of the rows, and kernels convert states to their own order of features.
 """
 
 import dataclasses

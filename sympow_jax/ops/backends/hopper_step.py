@@ -68,9 +68,9 @@ def read(plan, query, state):
 
     def compute(arrays):
         query, log_decay = arrays["query"], jnp.moveaxis(arrays["log_decay"], 1, 2)
-        carry = decays.exp(log_decay.sum(-1))[..., None, None]
+        from_start = decays.exp(log_decay.sum(-1))[..., None, None]
         numerator, denominator = kernels.read(
-            feature_maps.symmetric_power(query, plan.power) * carry,
+            feature_maps.symmetric_power(query, plan.power) * from_start,
             arrays["kv"],
             arrays["norm"],
             query,
@@ -98,8 +98,8 @@ def fold(plan, state, tokens, active):
 
     def compute(arrays):
         key, value, log_decay = arrays["key"], arrays["value"], jnp.moveaxis(arrays["log_decay"], 1, 2)
-        carry = decays.exp(log_decay.sum(-1))
-        decay = decays.exp(decays.sums_after(log_decay))[..., None]
+        across = decays.exp(log_decay.sum(-1))
+        to_end = decays.exp(decays.sums_after(log_decay))[..., None]
         active = arrays["active"]
         # Rows per call, limited so that their features fit into the cache.
         size = max(1, min(len(active), _FEATURE_BYTES // (4 * arrays["norm"][0].size * key.shape[1])))
@@ -109,11 +109,11 @@ def fold(plan, state, tokens, active):
         def block_of_rows(block, sums):
             chosen = jax.lax.dynamic_slice_in_dim(chosen_first, block * size, size).astype(jnp.int32)
             features = (
-                feature_maps.symmetric_power(jnp.moveaxis(key[chosen], 1, 2), plan.power) * decay[chosen]
+                feature_maps.symmetric_power(jnp.moveaxis(key[chosen], 1, 2), plan.power) * to_end[chosen]
             )
             left = count - block * size
             return kernels.fold(
-                *sums, chosen, left, features, value[chosen], carry[chosen], interpret=plan.interpret
+                *sums, chosen, left, features, value[chosen], across[chosen], interpret=plan.interpret
             )
 
         blocks = (count + size - 1) // size

@@ -114,12 +114,12 @@ def attention(plan, tokens, state):
     # The state after all tokens of the sequence except its window.
     enters_state = (sequence.after >= plan.exact_window)[:, None]
     from_edges = _sums_from_edges(jnp.where(enters_state, decay, 0))
-    weight = jnp.where(enters_state, decays.exp(from_edges[..., 1:]), 0)
+    to_end = jnp.where(enters_state, decays.exp(from_edges[..., 1:]), 0)
     fold = functools.partial(features.fold_all, power=power, precision=precision)
-    final = jax.vmap(jax.vmap(fold))(value * weight[:, :, None], key)
+    final = jax.vmap(jax.vmap(fold))(value * to_end[:, :, None], key)
     if state is not None:
-        carry = decays.exp(from_edges[..., 0])[..., None, None]
-        final = tuple(carry * s + n for s, n in zip(groups, final))
+        across = decays.exp(from_edges[..., 0])[..., None, None]
+        final = tuple(across * s + n for s, n in zip(groups, final))
     sums = features.to_kv_and_norm(final, key.shape[2], power)
     return out, preparation.state_after(plan, sequence, **sums)
 

@@ -99,22 +99,22 @@ def _step(plan, carry, inputs):
     begins = exact_window + np.arange(0, chunk, BLOCK)
     at_begin = tuple(jnp.pad(x, [(1, 0), (0, 0)])[exact_window::BLOCK][: len(begins), None] for x in prefix)
     earlier = (np.arange(exact_window + chunk) < begins[:, None])[..., None]
-    to_begin = decays.between(at_begin, prefix, earlier)
-    from_start = decays.between(prefix_blocks, at_begin, True)
+    to_begin = decays.within(at_begin, prefix, earlier)
+    from_begin = decays.within(prefix_blocks, at_begin, True)
     scores = jnp.einsum("gid,xd->gix", query, key, precision=precision)
     scores = jax.lax.integer_pow(scores, power).reshape(group, len(begins), BLOCK, -1)
     columns = jnp.concatenate([to_begin * value, to_begin], -1)
     sums = jnp.einsum("gnix,nxe->gnie", scores, columns, precision=precision)
-    sums = (sums * _twice(from_start)).reshape(group, chunk, -1)
+    sums = (sums * _twice(from_begin)).reshape(group, chunk, -1)
 
     # Over the pairs with the keys of its block up to itself, one decay each.
     queries, keys = (x[:, :, None] for x in prefix_blocks), (x[:, None] for x in prefix_blocks)
-    decay = decays.between(queries, keys, np.tri(BLOCK, dtype=bool)[..., None])
+    within = decays.within(queries, keys, np.tri(BLOCK, dtype=bool)[..., None])
     key_blocks, value_blocks = _in_blocks((key, value), exact_window)
     query_blocks = query.reshape(group, -1, BLOCK, head_dim)
     scores = jnp.einsum("gnid,njd->gnij", query_blocks, key_blocks, precision=precision)
     scores = jax.lax.integer_pow(scores, power)[..., None]
-    own_block = [(scores * decay * value_blocks[:, None]).sum(3), (scores * decay).sum(3)]
+    own_block = [(scores * within * value_blocks[:, None]).sum(3), (scores * within).sum(3)]
     sums += jnp.concatenate(own_block, -1).reshape(group, chunk, -1)
 
     # Over the tokens in the state.
@@ -132,8 +132,8 @@ def _step(plan, carry, inputs):
     to_end = jnp.where(enters_state, decays.exp(decays.sums_after(log_decay.T).T), 0)
     columns = jnp.concatenate([to_end * value[:chunk], to_end], -1)
     folded = features.fold(columns.T, key[:chunk].T, power, precision)
-    from_before = _twice(decays.exp(log_decay.sum(0)))
-    state = tuple(from_before * s + n for s, n in zip(state, folded))
+    across = _twice(decays.exp(log_decay.sum(0)))
+    state = tuple(across * s + n for s, n in zip(state, folded))
     return (state, jax.tree.map(lambda x: x[chunk:], tokens)), out
 
 

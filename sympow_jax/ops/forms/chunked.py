@@ -96,7 +96,7 @@ def chunked_vjp(plan, residuals, cotangents):
     dsums = blocks.stack(dsums)
     denominator = None if denominator is None else blocks.stack(denominator)
 
-    def read(state, index):
+    def read_step(state, index):
         """Recomputes the state; returns dq through it, and d/d(log of the state) as each query reads it."""
         block = blocks[index]
         cotangent = block.from_start * blocks.cut_queries(dsums, index)
@@ -111,11 +111,11 @@ def chunked_vjp(plan, residuals, cotangents):
         dlog_read = (block.query * dquery).sum(1) / plan.power
         return block.updated(state), (dquery, dlog_read)
 
-    _, (dquery_from_state, reads) = jax.lax.scan(read, state, blocks.indices)
+    _, (dquery_from_state, dlog_reads) = jax.lax.scan(read_step, state, blocks.indices)
     # The derivative in the log of the final state.
     dlog_final = sum(jnp.vdot(d, s, precision=plan.precision) for d, s in zip(dfinal, final))
     dquery_in_window, (dkey, dvalue, ddecay), dstate = _other_gradients(
-        plan, blocks, dsums, denominator, reads, dfinal, dlog_final
+        plan, blocks, dsums, denominator, dlog_reads, dfinal, dlog_final
     )
     return (
         blocks.join(dquery_from_state + dquery_in_window).astype(query.dtype),
@@ -135,7 +135,7 @@ def _other_gradients(
     blocks: "_Blocks",
     dsums: Float[Array, "n G E+1 C"],
     denominator: Float[Array, "n G 1 C"] | None,
-    reads: Float[Array, "n G C"],
+    dlog_reads: Float[Array, "n G C"],
     dfinal: features.Groups,
     dlog_final: Float[Array, ""],
 ):
@@ -150,7 +150,7 @@ def _other_gradients(
 
         dlog[t] = sum_{i >= t} dlog_query[i] - sum_{j >= t} dlog_key[j]
 
-    over the queries i and keys j of the block, where dlog_query has reads of the state and dlog_key has not. If token t
+    over the queries i, with what they read of the state, and keys j of the block. If token t
     enters the state in this step, <dS, S> - sum_{j >= t} k_j . dk_j / p is added, over the keys that enter it, with
     their gradients through the state.
     """
@@ -158,15 +158,17 @@ def _other_gradients(
 
     def step(carry, inputs):
         dstate, later_gradients, dlog_state = carry
-        index, read = inputs
+        index, dlog_read = inputs
         block = blocks[index]
 
         # The exact part: its queries attend to all keys of the block.
         dsums_block = blocks.cut_queries(dsums, index)
         denominator_block = None if denominator is None else blocks.cut_queries(denominator, index)
-        dquery, dkey, dvalue, dlog_query, dlog_key = block.exact_vjp(dsums_block, denominator_block, read)
-        read = read.sum(0)
-        dlog_block = (-dlog_key).at[exact_window:].add(dlog_query + read)
+        dquery, dkey, dvalue, dlog_query, dlog_key = block.exact_vjp(
+            dsums_block, denominator_block, dlog_read
+        )
+        dlog_read = dlog_read.sum(0)
+        dlog_block = (-dlog_key).at[exact_window:].add(dlog_query + dlog_read)
 
         # The first C positions of the block enter the state, whose gradient gives theirs.
         key, value = block.key[:, :chunk], block.value[:, :chunk] * block.to_end
@@ -194,7 +196,7 @@ def _other_gradients(
         carry = (
             tuple(block.across * r + d for r, d in zip(dstate, by_queries)),
             [g[..., :exact_window] for g in gradients],
-            dlog_state - dlog_by_state.sum() + read.sum(),
+            dlog_state - dlog_by_state.sum() + dlog_read.sum(),
         )
         return carry, (dquery, [g[..., exact_window:] for g in gradients])
 
@@ -203,7 +205,7 @@ def _other_gradients(
     shapes = (width, exact_window), (value_width, exact_window), (exact_window,)
     zeros = [jnp.zeros_like(dsums, dtype, shape=shape) for shape in shapes]
     (dstate, _, _), (dquery, gradients) = jax.lax.scan(
-        step, (dfinal, zeros, dlog_final.astype(dtype)), (blocks.indices, reads), reverse=True
+        step, (dfinal, zeros, dlog_final.astype(dtype)), (blocks.indices, dlog_reads), reverse=True
     )
     return dquery, gradients, dstate
 
@@ -230,21 +232,21 @@ class _Block(NamedTuple):
         self,
         dsums: Float[Array, "G E+1 C"],
         denominator: Float[Array, "G 1 C"] | None,
-        read: Float[Array, "G C"],
+        dlog_read: Float[Array, "G C"],
     ):
         """Returns the gradients of the exact part, and sums of d/d(log weight) by query and by key.
 
         Scaling all weights of a query does not change its mean, so the gradients of their logarithms, including those
-        through the state (`read`), sum to zero. What they sum to in floating point comes from rounding in the gradient
-        of the denominator, a term of every weight's gradient. This sum over the denominator is subtracted from the
-        gradients of the weights here. It matters where one weight outweighs all others: the gradient of its key is then
-        the difference of nearly equal numbers. None as denominator subtracts nothing.
+        through the state (`dlog_read`), sum to zero. What they sum to in floating point comes from rounding in the
+        gradient of the denominator, a term of every weight's gradient. This sum over the denominator is subtracted from
+        the gradients of the weights here. It matters where one weight outweighs all others: the gradient of its key is
+        then the difference of nearly equal numbers. None as denominator subtracts nothing.
         """
         power, precision = self.plan.power, self.plan.precision
         weights, scores = self.weights_and_scores()
         dweights = jnp.einsum("geq,ek->gqk", dsums, self.value, precision=precision)
         if denominator is not None:
-            error = (dweights * weights).sum(-1) + read
+            error = (dweights * weights).sum(-1) + dlog_read
             dweights -= means.mean(error[..., None], denominator.swapaxes(1, 2), -1, self.plan.division)
         dscores = dweights * self.within * power * jax.lax.integer_pow(scores, power - 1)
         # Scores keep their layout, queries first. For dq only the result is transposed.
@@ -293,7 +295,7 @@ class _Blocks:
         if self.has_decay:
             coarse, fine = jax.lax.optimization_barrier((self.coarse[index], self.fine[index]))
             queries = coarse[exact_window:, None], fine[exact_window:, None]
-            within = decays.between(queries, (coarse, fine), visible)
+            within = decays.within(queries, (coarse, fine), visible)
             from_start, to_end, across = (
                 self.from_start[index],
                 self.to_end[index] * enters_state,

@@ -24,7 +24,7 @@ _CHUNK = 128
 def with_halo(
     arrays: dict[str, Array], valid: Bool[Array, "B T"], *, exact_window: int, ragged: bool, axis_name: str
 ) -> tuple[dict[str, Array], Bool[Array, "B W+T"]]:
-    """Prepends the last W tokens before this shard to the arrays of `rows.Rows`; also returns the validity mask.
+    """Prepends the last W tokens before this shard to the arrays of `preparation.Rows`; also returns the validity mask.
 
     Arrays are [B, T, ...].
 

@@ -77,8 +77,8 @@ def _all_pairs(settings: Settings, blocks: Blocks):
     if blocks.half_decay is not None:
         half = jnp.moveaxis(blocks.half_decay, 0, -2)
         coarse, fine = decays.split(half.reshape(half.shape[0], -1))
-        between = (coarse[:, -time:, None] - coarse[:, None]) + (fine[:, -time:, None] - fine[:, None])
-        weights *= decays.exp(jnp.where(visible, 2 * between[:, None], -jnp.inf))
+        within = (coarse[:, -time:, None] - coarse[:, None]) + (fine[:, -time:, None] - fine[:, None])
+        weights *= decays.exp(jnp.where(visible, 2 * within[:, None], -jnp.inf))
     weights = jnp.where(visible, weights, 0)
     total = weights.sum(-1, keepdims=True)
     weights /= jnp.where(total == 0, 1, total)
@@ -104,9 +104,9 @@ def attend(
     def row(_, i):
         rows = pairs.rows(i)
 
-        def add(carry, j, between, diagonal):
+        def add(carry, j, log_across, diagonal):
             numerator, denominator, largest = carry
-            z, s = pairs.scores(rows, j, between, diagonal)
+            z, s = pairs.scores(rows, j, log_across, diagonal)
             size = jnp.minimum(jnp.abs(z), pairs.bound)
             reach = jnp.minimum(size, 1)
             of_block = (reach if s is None else reach * s).max(1, keepdims=True)
@@ -153,9 +153,9 @@ def attend_vjp(settings, blocks, out, denominator, largest, dout) -> Blocks:
         d = jnp.where(some, dout[i] / jnp.where(some, denominator[i], 1), 0)
         mean = (d * out[i]).sum(1, keepdims=True)
 
-        def add(carry, j, between, diagonal):
+        def add(carry, j, log_across, diagonal):
             dquery, dkeys, dvalues, drow, dcolumns = carry
-            z, s = pairs.scores(rows, j, between, diagonal)
+            z, s = pairs.scores(rows, j, log_across, diagonal)
             z = jnp.clip(z, -pairs.bound, pairs.bound)
             factor = 1 / largest[i] if s is None else s * (1 / largest[i])
             u, h = z * factor, 1 / (1 + z * z)
@@ -246,25 +246,25 @@ class _Pairs:
         return jnp.einsum(equation, left, right, precision=self._settings.precision)
 
     def over_keys(self, i, add, carry):
-        """Folds `carry = add(carry, j, between, diagonal)` over the key blocks j visible to query block i.
+        """Folds `carry = add(carry, j, log_across, diagonal)` over the key blocks j visible to query block i.
 
-        `between` is the sum of halved log decays over the blocks between the two.
+        `log_across` is the sum of halved log decays over the blocks between the two.
         """
         start, stop = self._blocks.ranges[i]
         if not self._settings.causal:
             return jax.lax.fori_loop(start, stop, lambda j, carry: add(carry, j, None, False), carry)
         carry = add(carry, stop, None, True)
-        between = None if self._blocks.half_decay is None else jnp.zeros_like(self._totals[0])
+        log_across = None if self._blocks.half_decay is None else jnp.zeros_like(self._totals[0])
 
         def left(n, carry):
-            carry, between = carry
+            carry, log_across = carry
             j = stop - 1 - n
-            carry = add(carry, j, between, False)
-            return carry, None if between is None else between + self._totals[j]
+            carry = add(carry, j, log_across, False)
+            return carry, None if log_across is None else log_across + self._totals[j]
 
-        return jax.lax.fori_loop(0, stop - start, left, (carry, between))[0]
+        return jax.lax.fori_loop(0, stop - start, left, (carry, log_across))[0]
 
-    def scores(self, rows, j, between, diagonal):
+    def scores(self, rows, j, log_across, diagonal):
         """Returns scores [H, C, G, R], zero for masked pairs, and the square roots of decays or None."""
         z = self.product("hdk,hdgq->hkgq", self.key(j), rows.query)
         if rows.document is not None:
@@ -275,7 +275,7 @@ class _Pairs:
         if self._blocks.half_decay is None:
             return z, None
         if not diagonal:
-            to_end = decays.exp(self._after[j] + between[:, None])
+            to_end = decays.exp(self._after[j] + log_across[:, None])
             return z, to_end[:, :, None, None] * rows.from_start[:, None, None]
         differences = (
             x[:, None, None, self._places] - x[:, :, None, None] for x in (self._coarse[j], self._fine[j])

@@ -24,7 +24,7 @@ def _all_pairs(plan, query, key, value, log_decay, first=None):
     coarse, fine = decays.split(log_decay)
     earlier = len(log_decay) - query.shape[-1]
     visible = jnp.tri(query.shape[-1], len(coarse), earlier, dtype=bool)
-    decay = decays.between((coarse[earlier:, None], fine[earlier:, None]), (coarse, fine), visible)
+    decay = decays.within((coarse[earlier:, None], fine[earlier:, None]), (coarse, fine), visible)
     scores = jnp.einsum("gdq,dk->gqk", query, key, precision=plan.precision)
     weights = decay * jax.lax.integer_pow(scores, plan.power)
     return jnp.einsum("ek,gqk->geq", value, weights, precision=plan.precision)
@@ -56,11 +56,11 @@ def sums(
         )
 
         def column(n, carry):
-            earlier, between = carry
+            earlier, log_across = carry
             j = diagonal - 1 - n
             weights, _ = pairs.weights(q, j)
-            earlier += pairs.product(pairs.value(j) * pairs.to_end(j, between), weights)
-            return earlier, between + pairs.total[j]
+            earlier += pairs.product(pairs.value(j) * pairs.to_end(j, log_across), weights)
+            return earlier, log_across + pairs.total[j]
 
         earlier, _ = jax.lax.fori_loop(
             0,
@@ -97,9 +97,9 @@ def sums_vjp(plan, query, key, value, log_decay, dsums, first):
         in_block = decays.sums_from(dlog_row) - decays.sums_from(dlog_column)
 
         def column(n, carry):
-            dquery_earlier, dkeys, dvalues, dlog_rows, dlog_columns, between = carry
+            dquery_earlier, dkeys, dvalues, dlog_rows, dlog_columns, log_across = carry
             j = diagonal - 1 - n
-            scale = pairs.to_end(j, between)
+            scale = pairs.to_end(j, log_across)
             dq, dk, dv, dlog_row, dlog_column = pairs.vjp(
                 q, pairs.from_start[i] * d, j, pairs.value(j) * scale, None
             )
@@ -109,7 +109,7 @@ def sums_vjp(plan, query, key, value, log_decay, dsums, first):
                 pairs.add(dvalues, dv * scale, j),
                 dlog_rows + dlog_row,
                 dlog_columns.at[j].set(dlog_column),
-                between + pairs.total[j],
+                log_across + pairs.total[j],
             )
 
         start = (
@@ -187,11 +187,11 @@ class _Pairs:
         """Returns the decay from each key of block j to each query of it, zero where the key is later."""
         coarse, fine = self.coarse[j], self.fine[j]
         visible = jnp.tri(len(coarse), dtype=bool)
-        return decays.between((coarse[:, None], fine[:, None]), (coarse, fine), visible)
+        return decays.within((coarse[:, None], fine[:, None]), (coarse, fine), visible)
 
-    def to_end(self, j, between):
-        """Returns the decay from each key of block j over the blocks after it, whose log decays sum to `between`."""
-        return decays.exp(self.after[j] + between)
+    def to_end(self, j, log_across):
+        """Returns the decay from each key of block j over the blocks after it, whose sum is `log_across`."""
+        return decays.exp(self.after[j] + log_across)
 
     def weights(self, q, j):
         scores = jnp.einsum("gdq,dk->gqk", q, self.cut(self._key, j), precision=self.plan.precision)

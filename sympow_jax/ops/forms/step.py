@@ -27,7 +27,8 @@ class StateOps(NamedTuple):
     """Operations of a step on the recurrent state; the rest of a step is the same for every implementation.
 
     Attributes:
-        read: (plan, query [B, K, G, D], state) -> outputs [B, K, G, E], of the window and the recurrent state.
+        read: (plan, query [B, K, G, D], state) -> outputs [B, K, G, E], of the window and the recurrent state; sums
+            [B, K, G, E + 1] without division.
         fold: (plan, state, tokens, active) -> `kv` and `norm`, updated with the tokens of a window in the active
             rows of the batch.
         in_place: (f, active, state) -> f(active, state) if any row is active, otherwise the state.
@@ -173,8 +174,8 @@ def fold(plan, state, tokens, active):
     values *= decays.exp(decays.sums_after(log_decay))[:, :, None]
     by_head = functools.partial(features.fold, power=plan.power, precision=plan.precision)
     new = features.to_kv_and_norm(jax.vmap(jax.vmap(by_head))(values, keys), keys.shape[2], plan.power)
-    carry = decays.exp(log_decay.sum(-1))[..., None]
-    kv, norm = carry[..., None] * state.kv + new["kv"], carry * state.norm + new["norm"]
+    across = decays.exp(log_decay.sum(-1))[..., None]
+    kv, norm = across[..., None] * state.kv + new["kv"], across * state.norm + new["norm"]
     return {"kv": _where(active, kv, state.kv), "norm": _where(active, norm, state.norm)}
 
 
@@ -185,9 +186,9 @@ def fold_channels(plan, state, tokens, active):
     by_head = functools.partial(features.fold, power=plan.power, precision=plan.precision)
     new = jax.vmap(jax.vmap(by_head))(jnp.concatenate([decay * values, decay], 2), keys)
     new = jnp.split(features.to_canonical(new, keys.shape[2], plan.power), 2, axis=-1)
-    carry = decays.exp(log_decay.sum(-1))[:, :, None]
+    across = decays.exp(log_decay.sum(-1))[:, :, None]
     return {
-        name: _where(active, carry * getattr(state, name) + added, getattr(state, name))
+        name: _where(active, across * getattr(state, name) + added, getattr(state, name))
         for name, added in zip(("kv", "norm"), new)
     }
 
