@@ -152,8 +152,10 @@ class _Sequence(NamedTuple):
         return {name: getattr(self, name) for name in ("query", "key", "value", "dout")}
 
     @property
-    def decays(self) -> formula.Decays:
-        return formula.Decays.of(self.log_decay)
+    def tokens(self) -> formula.Tokens:
+        """The arguments of the formulas."""
+        decays = formula.Decays.of(self.log_decay)
+        return formula.Tokens(self.query, self.key, self.value, decays, jnp.asarray(self.documents))
 
     @property
     def starts(self) -> np.ndarray:
@@ -168,7 +170,7 @@ class _Sequence(NamedTuple):
     def rows(self, power: int) -> formula.Rows:
         """Returns the expected results of the queries at `positions`."""
         call = jax.jit(functools.partial(formula.attend, power=power))
-        return call(self.query, self.key, self.value, self.decays, self.documents, self.positions)
+        return call(self.tokens, self.positions)
 
     def gradients(self, power: int) -> dict[str, jax.Array]:
         """Returns the expected gradients.
@@ -176,8 +178,7 @@ class _Sequence(NamedTuple):
         The gradient of log_decay is zero at the first token of a document, where a boundary replaces the decay.
         """
         call = jax.jit(functools.partial(formula.gradients, power=power))
-        arrays = self.query, self.key, self.value, self.decays, self.documents, self.positions
-        found = call(*arrays, self.cotangent)
+        found = call(self.tokens, self.positions, self.cotangent)
         return found | {"log_decay": jnp.where(self.starts, 0, found["log_decay"])}
 
 
@@ -247,7 +248,7 @@ def _state_arrays(case, drawn, interpret):
         chunk=None if case.real else 192,
         interpret=interpret,
     )
-    return drawn.arrays | decays | {"folds": jnp.asarray(included)}, call
+    return drawn.arrays | decays | {"enters_state": jnp.asarray(included)}, call
 
 
 def _arguments(arrays):
@@ -258,7 +259,9 @@ def _state_forward(case, interpret):
     drawn = _Sequence.of(case)
     arrays, options = _state_arrays(case, drawn, interpret)
     sample = formula.monomials(case.head_dim, case.power, FEATURES, 0)
-    state = formula.state(drawn.key, drawn.value, drawn.log_decay, drawn.documents, arrays["folds"], sample)
+    state = formula.state(
+        drawn.key, drawn.value, drawn.log_decay, drawn.documents, arrays["enters_state"], sample
+    )
 
     def call(arrays):
         arguments = _arguments(arrays)
@@ -295,13 +298,7 @@ def _state_backward(case, interpret, forgets=False):
     arrays, options = _state_arrays(case, drawn, interpret)
     sample = formula.monomials(case.head_dim, case.power, FEATURES, 0)
     state = formula.state_gradient(
-        drawn.query,
-        drawn.rows(case.power),
-        drawn.decays,
-        drawn.documents,
-        drawn.positions,
-        drawn.cotangent,
-        sample,
+        drawn.tokens, drawn.rows(case.power), drawn.positions, drawn.cotangent, sample
     )
     expected = drawn.gradients(case.power)
     expected = {"key": expected["key"]} if forgets else expected | state
@@ -345,7 +342,7 @@ def _step(case, interpret, folds=False):
             "count": jnp.int32(chosen),
             "features": normal(batch, kv_heads, tokens, features),
             "values": normal(batch, tokens, kv_heads, width),
-            "carry": uniform(batch, kv_heads),
+            "across": uniform(batch, kv_heads),
         }
     else:
         arrays |= {
@@ -366,7 +363,7 @@ def _step(case, interpret, folds=False):
     @jax.jit
     def plain_fold(arrays):
         place = arrays["rows"][:chosen]
-        phi, values, decay = (arrays[name][:chosen] for name in ("features", "values", "carry"))
+        phi, values, decay = (arrays[name][:chosen] for name in ("features", "values", "across"))
         kv, norm = (arrays[name][place] for name in ("kv", "norm"))
         kv = kv * decay[..., None, None] + exact("nkwf,nwke->nkfe", phi, values)
         norm = norm * decay[..., None] + phi.sum(2)

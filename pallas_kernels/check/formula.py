@@ -38,18 +38,19 @@ class Rows(NamedTuple):
     denominator: jax.Array
 
 
-def attend(query, key, value, decays: Decays, documents, positions, *, power: int) -> Rows:
-    """Computes attention of the queries at `positions` over all keys before them.
+class Tokens(NamedTuple):
+    """Arguments of attention."""
 
-    Args:
-        query: [B, T, N, D].
-        key: [B, T, K, D].
-        value: [B, T, K, E].
-        decays: of all T tokens.
-        documents: int32 [B, T], the number of each token's document.
-        positions: int32 [R].
-        power: p.
-    """
+    query: jax.Array  # [B, T, N, D]
+    key: jax.Array  # [B, T, K, D]
+    value: jax.Array  # [B, T, K, E]
+    decays: Decays
+    documents: jax.Array  # int32 [B, T], the number of each token's document
+
+
+def attend(tokens: Tokens, positions, *, power: int) -> Rows:
+    """Computes attention of the queries at `positions`, int32 [R], over all keys before them; p is `power`."""
+    query, key, value, decays, documents = tokens
     batch, _, kv_heads, head_dim = key.shape
     rows = query[:, positions].astype(jnp.float32).reshape(batch, len(positions), kv_heads, -1, head_dim)
     scores = jnp.einsum("brkgd,btkd->bkgrt", rows, key.astype(jnp.float32), precision=_EXACT)
@@ -66,17 +67,11 @@ def attend(query, key, value, decays: Decays, documents, positions, *, power: in
     return Rows(mean.reshape(*mean.shape[:2], -1, mean.shape[-1]), denominator.reshape(*mean.shape[:2], -1))
 
 
-def gradients(
-    query, key, value, decays, documents, positions, cotangent, *, power: int
-) -> dict[str, jax.Array]:
+def gradients(tokens: Tokens, positions, cotangent, *, power: int) -> dict[str, jax.Array]:
     """Gradients of sum(mean * cotangent) over the rows at `positions`: query, key, value and log_decay.
 
     Args:
-        query: as `key`, `value`, `decays`, `documents` and `positions` an argument of `attend`.
-        key: [B, T, K, D].
-        value: [B, T, K, E].
-        decays: of all T tokens.
-        documents: [B, T].
+        tokens: as `positions` and `power` an argument of `attend`.
         positions: [R].
         cotangent: [B, R, N, E].
         power: p.
@@ -86,10 +81,11 @@ def gradients(
     """
 
     def loss(query, key, value, high):
-        mean = attend(query, key, value, Decays(high, decays.low), documents, positions, power=power).mean
+        decays = tokens.decays._replace(high=high)
+        mean = attend(Tokens(query, key, value, decays, tokens.documents), positions, power=power).mean
         return (mean * cotangent).sum()
 
-    arguments = *(x.astype(jnp.float32) for x in (query, key, value)), decays.high
+    arguments = *(x.astype(jnp.float32) for x in tokens[:3]), tokens.decays.high
     found = dict(zip(("query", "key", "value", "log_decay"), jax.grad(loss, (0, 1, 2, 3))(*arguments)))
     found["log_decay"] = jnp.cumsum(found["log_decay"][:, ::-1], 1)[:, ::-1]
     return found
@@ -138,20 +134,17 @@ def state(key, value, log_decay, documents, included, sample) -> dict[str, jax.A
     return {"kv": kv, "norm": features.sum(1)}
 
 
-def state_gradient(
-    query, rows: Rows, decays, documents, positions, cotangent, sample
-) -> dict[str, jax.Array]:
+def state_gradient(tokens: Tokens, rows: Rows, positions, cotangent, sample) -> dict[str, jax.Array]:
     """Computes sampled gradients of sum(mean * cotangent) with respect to the initial state, where that is zero.
 
     Args:
-        query: [B, T, N, D].
+        tokens: arguments of `attend`; the state belongs to document 0.
         rows: results of the queries at `positions`.
-        decays: of all T tokens.
-        documents: int32 [B, T]; the state belongs to document 0.
         positions: int32 [R].
         cotangent: [B, R, N, E].
         sample: result of `monomials`.
     """
+    query, _, _, decays, documents = tokens
     kv_heads = decays.high.shape[2]
     features = _features(query[:, positions], sample)
     factor = jnp.exp(decays.high[:, positions] + decays.low[:, positions])

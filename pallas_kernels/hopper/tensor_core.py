@@ -9,10 +9,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["ROWS", "TensorCore", "along_columns", "operand", "split"]
+__all__ = ["PER_COLUMN", "PER_ROW", "ROWS", "TensorCore", "along_columns", "operand", "split"]
 
 # Rows of an accumulator, 16 for each warp of a warpgroup.
 ROWS = 64
+# Register layouts of a vector with an entry for each row, or each column, of an accumulator.
+PER_ROW, PER_COLUMN = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 _WARPS = 4
 # Columns of shared memory for the interpreted accumulators of a warpgroup.
 _INTERPRETED_COLUMNS = 1024
@@ -106,13 +108,13 @@ class TensorCore:
             return mgpu.FragmentedArray.splat(mgpu.utils.warp_idx(), (), is_signed=True)
 
         part = lax.div(lax.rem(warp_index(), jnp.int32(_WARPS)), jnp.int32(_WARPS // ref.shape[0]))
-        row = plgpu.load(ref.at[part], layout=plgpu.Layout.WGMMA.reduce(0))
+        row = plgpu.load(ref.at[part], layout=PER_COLUMN)
         return lax.broadcast_in_dim(row, shape, [1])
 
 
 def along_columns(vector, shape):
     """Loads a vector [64] from shared memory and broadcasts it along the columns of `shape` [64, columns]."""
-    return lax.broadcast_in_dim(plgpu.load(vector, layout=plgpu.Layout.WGMMA.reduce(1)), shape, [0])
+    return lax.broadcast_in_dim(plgpu.load(vector, layout=PER_ROW), shape, [0])
 
 
 def operand(lead, rows, columns, dtype, slices=None):

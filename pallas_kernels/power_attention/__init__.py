@@ -3,8 +3,16 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.power_attention import blocks, forward, key_vjp, query_vjp, sequence, units, vjp_operands
-from pallas_kernels.power_attention import config as configs
+from pallas_kernels.power_attention import (
+    blocks,
+    configs,
+    forward,
+    key_vjp,
+    query_vjp,
+    sequence,
+    units,
+    vjp_operands,
+)
 
 __all__ = ["choose", "power_attention", "power_attention_vjp"]
 
@@ -59,17 +67,16 @@ def power_attention(
     tokens = sequence.whole_blocks(
         query, key, value, log_decay=log_decay, segment_ids=segment_ids, block=config.block, config=config
     )
-    bits, run = configs.query_bits(power), {"interpret": interpret}
     unit_query, unit_key, query_exponent, key_exponent = units.unit_lengths(
-        tokens.query, tokens.key, bits, **run
+        tokens.query, tokens.key, configs.query_bits(power), interpret=interpret
     )
-    options = run | {"power": power, "config": config}
-    of_blocks = blocks.prepare(key_exponent, tokens.value, tokens.log_decay, **options)
+    call = configs.Call(power=power, config=config, interpret=interpret)
+    of_blocks = blocks.prepare(key_exponent, tokens.value, tokens.log_decay, call)
     by_block = tokens.log_decay.reshape(*tokens.log_decay.shape[:2], -1, config.block)
     first, _ = sequence.visible_blocks(by_block, segment_ids)
     first = first[..., first.shape[-1] - tokens.query.shape[1] // config.block :]
-    options |= {"dtype": value.dtype, "save_residuals": save_residuals}
-    results = forward.means(unit_query, unit_key, of_blocks, query_exponent, first, **options)
+    operands = forward.Operands(unit_query, unit_key, query_exponent, first)
+    results = forward.means(operands, of_blocks, dtype=value.dtype, save_residuals=save_residuals, call=call)
     for name in ("out", "remainder") if save_residuals else ("out",):
         results[name] = results[name][:, : query.shape[1], :, : value.shape[-1]]
     if not save_residuals:
@@ -121,17 +128,17 @@ def power_attention_vjp(
     config = configs.choose_vjp(
         head_dim=query.shape[-1], value_dim=value.shape[-1], power=power, dtype=query.dtype
     )
-    options = {"power": power, "config": config, "interpret": interpret}
+    call = configs.Call(power=power, config=config, interpret=interpret)
     block = config.block * config.compute_warpgroups
     tokens = sequence.whole_blocks(
         query, key, value, log_decay=log_decay, segment_ids=segment_ids, block=block, config=config
     )
-    prepared, scales = vjp_operands.prepare(tokens, dout, saved, segment_ids=segment_ids, **options)
+    prepared, scales = vjp_operands.prepare(tokens, dout, saved, segment_ids, call)
     # The real keys, after the padding in front.
     positions = slice(tokens.front, tokens.front + key.shape[1])
-    dquery, query_dlog = query_vjp.query_vjp(prepared, time=query.shape[1], dtype=query.dtype, **options)
+    dquery, query_dlog = query_vjp.query_vjp(prepared, time=query.shape[1], dtype=query.dtype, call=call)
     prepared = vjp_operands.corrected(prepared, scales, query_dlog)
-    dkey, dvalue, key_dlog = key_vjp.key_vjp(prepared, positions=positions, dtype=key.dtype, **options)
+    dkey, dvalue, key_dlog = key_vjp.key_vjp(prepared, positions=positions, dtype=key.dtype, call=call)
     dquery, dkey, dvalue = (
         x[..., : like.shape[-1]] for x, like in ((dquery, query), (dkey, key), (dvalue, value))
     )

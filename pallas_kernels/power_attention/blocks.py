@@ -15,8 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, numerics, tensor_core
-from pallas_kernels.power_attention import config as configs
-from pallas_kernels.power_attention import pairs, sequence
+from pallas_kernels.power_attention import configs, pairs, sequence
 
 __all__ = ["VALUE_BITS", "Blocks", "Scalar", "Vector", "prepare", "scalar_at"]
 
@@ -72,17 +71,16 @@ def scalar_at(scalar: Scalar, block: int) -> tuple[int, int]:
     return 1 + row, place
 
 
-def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Config, interpret=None) -> Blocks:
+def prepare(key_exponent, value, log_decay, call: configs.Call[configs.Config]) -> Blocks:
     """Returns the forward kernel's operands by block of keys.
 
     Args:
         key_exponent: [B, K, S] of `units.unit_lengths`.
         value: [B, S, K, E], 16-bit, zero at padding.
         log_decay: [B, K, S], at least `sequence.FLOOR` - 1.
-        power: p.
-        config: of the forward kernel.
-        interpret: `plgpu.InterpretGPUParams` to run on a CPU.
+        call: of the forward kernel.
     """
+    power, config = call.power, call.config
     batch, length, heads, size = value.shape
     block, count = config.block, length // config.block
     halves = block // pairs.BLOCK
@@ -110,7 +108,7 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
         rows, tokens = pl.ds(start, pairs.BLOCK), pl.ds(begin + start, pairs.BLOCK)
 
         def by_column(ref):
-            return pairs.by_column(plgpu.load(ref, layout=pairs.PER_COLUMN, optimized=False))
+            return pairs.by_column(plgpu.load(ref, layout=tensor_core.PER_COLUMN, optimized=False))
 
         # Each warpgroup has half of the values.
         plgpu.copy_gmem_to_smem(values.at[row, tokens, head], value_smem, full)
@@ -162,7 +160,7 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
         decay = by_column(decays.at[rows])
         after = jnp.where(column > token, decay, 0.0).sum(1) + sum(others) * (1 - is_later)
         total = decay.sum(1) + sum(others)
-        own = plgpu.load(exponents.at[rows], layout=pairs.PER_ROW, optimized=False)
+        own = plgpu.load(exponents.at[rows], layout=tensor_core.PER_ROW, optimized=False)
         length = pairs.length_factor(own, power * (own - longest))
         to_end = length * sequence.exp(after)
         vectors = {
@@ -217,7 +215,7 @@ def prepare(key_exponent, value, log_decay, *, power: int, config: configs.Confi
         num_threads=_TOGETHER * halves,
         thread_name="warpgroup",
         kernel_name="power_attention_blocks",
-        **launch.interpreted(interpret),
+        **launch.interpreted(call.interpret),
     )(key_exponent, value, log_decay)
     found = dict(zip(types, results))
     return Blocks(**({"decayed_value": found["plain_value"]} | found))

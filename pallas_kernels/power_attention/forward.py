@@ -16,11 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, ring, tensor_core
-from pallas_kernels.power_attention import blocks, pairs, sequence
-from pallas_kernels.power_attention import config as configs
+from pallas_kernels.power_attention import blocks, configs, pairs, sequence
 from pallas_kernels.power_attention.blocks import Scalar, Vector
 
-__all__ = ["means"]
+__all__ = ["Operands", "means"]
 
 # Weights of the diagonal block, and all weights of high powers, are scaled per row so that the largest is 2^15.
 _WEIGHT_BITS = 15
@@ -31,7 +30,7 @@ _SLACK_BITS = 40
 # The unit of the sums may fall by this much from one block to the next: the factor stays a normal number.
 _FALL_BITS = 120
 # Exponent of the unit of sums over nothing.
-_NOTHING = -30_000
+_NO_UNIT = -30_000
 
 
 class _Units(NamedTuple):
@@ -42,34 +41,38 @@ class _Units(NamedTuple):
     bound: jax.Array
 
 
+class Operands(NamedTuple):
+    """Arrays that the kernel reads, besides the values and factors of the keys.
+
+    Queries are float16, as in the backward pass, whose scores must be the same to the bit: a weight that is alone in
+    its sum is 1 in both passes, however small.
+    """
+
+    query: jax.Array  # [B, T, N, D], of length at most 2^h, h of `configs.query_bits`
+    key: jax.Array  # float16 [B, S, K, D], of length at most 1
+    query_exponent: jax.Array  # [B, N, T], of the lengths that were taken out of the queries
+    first: jax.Array  # [B, K, T / C], the first block of keys that is visible to any query of a block
+
+
 def means(
-    query,
-    key,
+    operands: Operands,
     of_blocks: blocks.Blocks,
-    query_exponent,
-    first,
     *,
-    power,
-    config: configs.Config,
     dtype,
-    save_residuals,
-    interpret=None,
+    save_residuals: bool,
+    call: configs.Call[configs.Config],
 ):
     """Returns weighted means of values [B, T, N, E], zero where no weight is positive, by name: see `power_attention`.
 
     Args:
-        query: [B, T, N, D], of length at most 2^h, h of `config.query_bits`; float16, as in the backward pass, whose
-            scores must be the same to the bit: a weight that is alone in its sum is 1 in both passes, however small.
-        key: [B, S, K, D], of length at most 1; float16 too.
+        operands: queries and keys.
         of_blocks: values and factors of the keys.
-        query_exponent: [B, N, T], of the lengths that were taken out of the queries.
-        first: [B, K, T / C], the first block of keys that is visible to any query of a block.
-        power: p.
-        config: tile sizes.
         dtype: of the means.
         save_residuals: whether to return `remainder`, `weight_sum` and `weight_exponent`.
-        interpret: `plgpu.InterpretGPUParams` to run on a CPU.
+        call: power and tile sizes.
     """
+    query, key = operands.query, operands.key
+    power, config = call.power, call.config
     batch, time, heads, head_dim = query.shape
     block, count, stages = config.block, config.compute_warpgroups, config.stages
     query_blocks, key_blocks = time // block, key.shape[1] // block
@@ -135,22 +138,26 @@ def means(
             )
 
             # Join both in units of the larger weight and of the larger value.
-            weights = jnp.maximum(units.weight, weight_unit)
-            values = jnp.maximum(units.sum - weights, value_unit)
+            weight_exponent = jnp.maximum(units.weight, weight_unit)
+            value_exponent = jnp.maximum(units.sum - weight_exponent, value_unit)
             from_start = vectors.at[Vector.FROM_START, pl.ds(diagonal * block + start, pairs.BLOCK)]
-            from_start = plgpu.load(from_start, layout=pairs.PER_ROW, optimized=False)
-            weight = earlier_weight * (from_start * jnp.exp2(units.weight - weights))
-            weight = weight + diagonal_weight * jnp.exp2(weight_unit - weights)
-            sum_factor = from_start * jnp.exp2(units.sum - weights - values - blocks.VALUE_BITS)
+            from_start = plgpu.load(from_start, layout=tensor_core.PER_ROW, optimized=False)
+            weight = earlier_weight * (from_start * jnp.exp2(units.weight - weight_exponent))
+            weight = weight + diagonal_weight * jnp.exp2(weight_unit - weight_exponent)
+            sum_factor = from_start * jnp.exp2(
+                units.sum - weight_exponent - value_exponent - blocks.VALUE_BITS
+            )
             total = pairs.in_units(earlier_sum, sum_factor)
-            total = total + diagonal_sum * jnp.exp2(weight_unit - weights + value_unit - values)
+            total = total + diagonal_sum * jnp.exp2(
+                weight_unit - weight_exponent + value_unit - value_exponent
+            )
 
             # A NaN is a weight too: the mean is NaN, not zero.
             none = weight < jnp.finfo(jnp.float32).tiny
             mean = total / _by_row(jnp.where(none, 1.0, weight), total)
             mean = mean * _by_row(jnp.where(none, 0.0, 1.0), total)
             # In two steps, since the power itself might not be a normal number.
-            mean = mean * jnp.exp2(_half(values)) * jnp.exp2(values - _half(values))
+            mean = mean * jnp.exp2(_half(value_exponent)) * jnp.exp2(value_exponent - _half(value_exponent))
             out = mean.astype(dtype)
             launch.store(gmem["out"].at[batch_row, rows, head], out)
             if save_residuals:
@@ -158,13 +165,12 @@ def means(
                 launch.store(gmem["remainder"].at[batch_row, rows, head], remainder)
                 launch.store(gmem["weight_sum"].at[batch_row, head, rows], weight)
                 lengths = gmem["query_exponent"].at[batch_row, head, rows]
-                lengths = plgpu.load(lengths, layout=pairs.PER_ROW, optimized=False)
-                exponent = power * (lengths - configs.query_bits(power)) + weights.astype(jnp.int32)
+                lengths = plgpu.load(lengths, layout=tensor_core.PER_ROW, optimized=False)
+                exponent = power * (lengths - configs.query_bits(power)) + weight_exponent.astype(jnp.int32)
                 launch.store(gmem["weight_exponent"].at[batch_row, head, rows], exponent)
 
         return copy, compute
 
-    arrays = {"query": query, "key": key, "query_exponent": query_exponent, "first": first}
     shape, by_head = (batch, time, heads, config.value_dim), (batch, heads, time)
     results = {"out": jax.ShapeDtypeStruct(shape, dtype)}
     if save_residuals:
@@ -175,7 +181,7 @@ def means(
         }
     return launch.launch(
         body,
-        arrays | of_blocks._asdict(),
+        operands._asdict() | of_blocks._asdict(),
         results,
         {
             "query_smem": tensor_core.operand((count,), pairs.BLOCK, head_dim, jnp.float16),
@@ -192,7 +198,7 @@ def means(
         grid=grid,
         warpgroups=count,
         name="power_attention_forward",
-        interpret=interpret,
+        interpret=call.interpret,
     )
 
 
@@ -206,11 +212,11 @@ class _Queries:
     def all_earlier(self, steps):
         """Returns the sums over all blocks before the diagonal one, of values and of weights, and their `_Units`."""
         total = plgpu.layout_cast(jnp.zeros((pairs.BLOCK, self.config.value_dim), jnp.float32), pairs.LAYOUT)
-        weight = plgpu.layout_cast(jnp.zeros((pairs.BLOCK,), jnp.float32), pairs.PER_ROW)
-        units = _Units(*[jnp.float32(_NOTHING)] * 3)
+        weight = plgpu.layout_cast(jnp.zeros((pairs.BLOCK,), jnp.float32), tensor_core.PER_ROW)
+        units = _Units(*[jnp.float32(_NO_UNIT)] * 3)
         if not configs.scaled_by_row(self.power):
             return lax.fori_loop(jnp.int32(0), steps, self._earlier, (total, weight, units))
-        largest = plgpu.layout_cast(jnp.full((pairs.BLOCK,), _SMALLEST, jnp.float32), pairs.PER_ROW)
+        largest = plgpu.layout_cast(jnp.full((pairs.BLOCK,), _SMALLEST, jnp.float32), tensor_core.PER_ROW)
         carry = total, weight, units, largest
         total, weight, units, largest = lax.fori_loop(jnp.int32(0), steps, self._earlier_by_row, carry)
         # The sums so far are in units of values over each row's largest weight: multiply that weight back in.
@@ -257,7 +263,7 @@ class _Queries:
         """
         plgpu.barrier_wait(self.smem["column_full"].at[slot])
         columns = self.smem["column_smem"].at[slot]
-        factors = plgpu.load(columns.at[0], layout=pairs.PER_COLUMN, optimized=False)
+        factors = plgpu.load(columns.at[0], layout=tensor_core.PER_COLUMN, optimized=False)
         own = {n: columns[blocks.scalar_at(n, self.config.block)] for n in Scalar}
         decay = own[Scalar.DECAY]
         weight = jnp.maximum(units.weight, own[Scalar.WEIGHT_UNIT])
@@ -287,11 +293,11 @@ class _Queries:
 
         def per_row(index):
             part = vectors.at[index, pl.ds(tokens.start + start, pairs.BLOCK)]
-            return _by_row(plgpu.load(part, layout=pairs.PER_ROW, optimized=False), weights)
+            return _by_row(plgpu.load(part, layout=tensor_core.PER_ROW, optimized=False), weights)
 
         def per_column(index):
             part = vectors.at[index, tokens]
-            return _by_column(plgpu.load(part, layout=pairs.PER_COLUMN, optimized=False), weights)
+            return _by_column(plgpu.load(part, layout=tensor_core.PER_COLUMN, optimized=False), weights)
 
         coarse, fine = (per_row(n) - per_column(n) for n in (Vector.COARSE, Vector.FINE))
         decay = coarse + fine

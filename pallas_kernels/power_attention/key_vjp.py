@@ -18,8 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, ring, tensor_core
-from pallas_kernels.power_attention import config as configs
-from pallas_kernels.power_attention import pairs
+from pallas_kernels.power_attention import configs, pairs
 from pallas_kernels.power_attention import vjp_operands as inputs
 from pallas_kernels.power_attention.vectors import KeyVector, QueryVector
 
@@ -28,27 +27,17 @@ __all__ = ["key_vjp", "sums"]
 _BLOCK = pairs.BLOCK
 
 
-def key_vjp(
-    operands: inputs.VjpOperands,
-    *,
-    positions: slice,
-    power: int,
-    config: configs.VjpConfig,
-    dtype,
-    interpret=None,
-):
+def key_vjp(operands: inputs.VjpOperands, *, positions: slice, dtype, call: configs.Call[configs.VjpConfig]):
     """Returns the gradients of keys [B, S, K, D] and values [B, S, K, E], and sums P (dP - delta).
 
     The sums [B, K, S] are float32, in the scales of the operands, with S padded to whole blocks.
 
     positions: of the keys, without the padding to whole blocks.
     dtype: of both gradients.
-    interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    options = {"power": power, "config": config, "dtype": dtype, "interpret": interpret}
     found: dict[str, jax.Array] = {}
-    for results in config.key_results:
-        found |= sums(operands, results=results, **options)
+    for results in call.config.key_results:
+        found |= sums(operands, results=results, dtype=dtype, call=call)
     dkey, dvalue = (found[name][:, positions] for name in ("dkey", "dvalue"))
     return dkey, dvalue, found["dlog"]
 
@@ -57,16 +46,15 @@ def sums(
     operands: inputs.VjpOperands,
     *,
     results: tuple[str, ...],
-    power: int,
-    config: configs.VjpConfig,
     dtype,
-    interpret=None,
+    call: configs.Call[configs.VjpConfig],
 ):
     """Runs one kernel; returns `dkey` with `dlog` [B, K, S], or `dvalue`, or all of them, by name.
 
     S is padded to whole blocks.
     """
     batch, length, heads, _ = operands.key.shape
+    config = call.config
     count, stages = config.compute_warpgroups, config.key_stages
     group = operands.query.shape[2] // heads
     sizes = {"dkey": config.head_dim, "dvalue": config.value_dim}
@@ -116,8 +104,8 @@ def sums(
 
             def sums_over_queries(*accumulators):
                 by_name = dict(zip(results, accumulators))
-                keys = _Keys(core, by_name, warpgroup, smem, steps, power, config)
-                dlog = plgpu.layout_cast(jnp.zeros((_BLOCK,), jnp.float32), pairs.PER_ROW)
+                keys = _Keys(core, by_name, warpgroup, smem, steps, call)
+                dlog = plgpu.layout_cast(jnp.zeros((_BLOCK,), jnp.float32), tensor_core.PER_ROW)
                 dlog = lax.fori_loop(jnp.int32(0), jnp.int32(group), keys.all_queries, dlog)
                 tokens = pl.ds((block + warpgroup) * _BLOCK, _BLOCK)
                 if "dkey" in results:
@@ -155,16 +143,16 @@ def sums(
         grid=grid,
         warpgroups=count,
         name="power_attention_key_vjp" if "dkey" in results else "power_attention_value_vjp",
-        interpret=interpret,
+        interpret=call.interpret,
     )
 
 
 class _Keys:
     """The 64 keys of one warpgroup, and their products with each block of queries."""
 
-    def __init__(self, core, accumulators, warpgroup, smem, steps, power, config):
+    def __init__(self, core, accumulators, warpgroup, smem, steps, call):
         self.core, self.accumulators, self.warpgroup = core, accumulators, warpgroup
-        self.smem, self.steps, self.power, self.config = smem, steps, power, config
+        self.smem, self.steps, self.power, self.config = smem, steps, call.power, call.config
         self.key = smem["key_smem"].at[warpgroup]
         self.value = smem["value_smem"].at[warpgroup] if "dkey" in accumulators else None
 
@@ -228,7 +216,9 @@ class _Keys:
         """Adds one block of queries to the accumulators; returns dlog with sums of P (dP - delta) added."""
         pending = []
         if "dkey" in self.accumulators:
-            delta = plgpu.load(self.smem["delta_smem"].at[slot], layout=pairs.PER_COLUMN, optimized=False)
+            delta = plgpu.load(
+                self.smem["delta_smem"].at[slot], layout=tensor_core.PER_COLUMN, optimized=False
+            )
             dweights = dweights - pairs.by_column(delta)
             # The barrier forces one step after the other, to save registers.
             scores, slopes, dweights = lax.optimization_barrier((scores, slopes, dweights))
@@ -248,11 +238,11 @@ class _Keys:
 
     def _of_keys(self, index):
         vector = self.smem["columns_smem"].at[self.warpgroup, index]
-        return plgpu.load(vector, layout=pairs.PER_ROW, optimized=False)
+        return plgpu.load(vector, layout=tensor_core.PER_ROW, optimized=False)
 
     def _of_queries(self, slot, index):
         vector = self.smem["rows_smem"].at[slot, index]
-        return plgpu.load(vector, layout=pairs.PER_COLUMN, optimized=False)
+        return plgpu.load(vector, layout=tensor_core.PER_COLUMN, optimized=False)
 
     def _full(self, step):
         slot = ring.slot_of(step, self.config.key_stages)

@@ -10,8 +10,6 @@ from pallas_kernels.power_attention import sequence
 __all__ = [
     "BLOCK",
     "LAYOUT",
-    "PER_COLUMN",
-    "PER_ROW",
     "by_column",
     "by_row",
     "diagonal_factor",
@@ -23,7 +21,6 @@ __all__ = [
 
 BLOCK = tensor_core.ROWS
 LAYOUT = plgpu.Layout.WGMMA
-PER_ROW, PER_COLUMN = LAYOUT.reduce(1), LAYOUT.reduce(0)
 
 
 def by_row(x):

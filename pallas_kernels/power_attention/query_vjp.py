@@ -16,8 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, ring, tensor_core
-from pallas_kernels.power_attention import config as configs
-from pallas_kernels.power_attention import pairs
+from pallas_kernels.power_attention import configs, pairs
 from pallas_kernels.power_attention import vjp_operands as inputs
 from pallas_kernels.power_attention.vectors import KeyVector, QueryVector
 
@@ -26,16 +25,14 @@ __all__ = ["query_vjp"]
 _BLOCK = pairs.BLOCK
 
 
-def query_vjp(
-    operands: inputs.VjpOperands, *, time: int, power: int, config: configs.VjpConfig, dtype, interpret=None
-):
+def query_vjp(operands: inputs.VjpOperands, *, time: int, dtype, call: configs.Call[configs.VjpConfig]):
     """Returns the gradient of the queries [B, T, N, D] and sums of dS S [B, N, T], float32, in the scales of the rows.
 
     dtype: of the gradient.
     time: T, the number of real queries; they come last, except for the padding to whole blocks after them.
-    interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
     batch, _, heads, head_dim = operands.query.shape
+    config = call.config
     count, stages, value_dim = config.compute_warpgroups, config.query_stages, config.value_dim
     whole = -(-time // (count * _BLOCK)) * count * _BLOCK
     blocks, group = whole // (count * _BLOCK), heads // operands.key.shape[2]
@@ -77,7 +74,7 @@ def query_vjp(
 
             def sums(acc):
                 rows, delta = (gmem[name].at[batch_row, head, own] for name in ("rows", "delta"))
-                queries = _Queries(core, acc, rows, delta, warpgroup, smem, power, config)
+                queries = _Queries(core, acc, (rows, delta), warpgroup, smem, call)
                 dlog = queries.all_keys(last - own, steps)
                 tokens = pl.ds((own - offset) * _BLOCK, _BLOCK)
                 launch.store(gmem["dlog"].at[batch_row, head, tokens], dlog)
@@ -108,7 +105,7 @@ def query_vjp(
         grid=grid,
         warpgroups=count,
         name="power_attention_query_vjp",
-        interpret=interpret,
+        interpret=call.interpret,
     )
     return output["dquery"][:, :time], output["dlog"]
 
@@ -116,12 +113,14 @@ def query_vjp(
 class _Queries:
     """The 64 queries of one warpgroup, and their products with each block of keys."""
 
-    def __init__(self, core, acc, rows, delta, warpgroup, smem, power, config):
-        self.core, self.acc, self.rows = core, acc, rows
-        self.delta = plgpu.load(delta, layout=pairs.PER_ROW, optimized=False)
-        self.smem, self.power, self.config = smem, power, config
+    def __init__(self, core, acc, own, warpgroup, smem, call):
+        """own: rows and delta of the queries, in global memory."""
+        self.core, self.acc = core, acc
+        self.rows, delta = own
+        self.delta = plgpu.load(delta, layout=tensor_core.PER_ROW, optimized=False)
+        self.smem, self.power, self.config = smem, call.power, call.config
         self.query, self.dout = (smem[name].at[warpgroup] for name in ("query_smem", "dout_smem"))
-        if config.operands_in_registers:
+        if call.config.operands_in_registers:
             self.query, self.dout = (plgpu.load(x, layout=pairs.LAYOUT) for x in (self.query, self.dout))
 
     def all_keys(self, passed, steps):
@@ -182,11 +181,11 @@ class _Queries:
         return (self.smem[name].at[slot] for name in ("key_smem", "value_smem"))
 
     def _of_queries(self, index):
-        return plgpu.load(self.rows.at[index], layout=pairs.PER_ROW, optimized=False)
+        return plgpu.load(self.rows.at[index], layout=tensor_core.PER_ROW, optimized=False)
 
     def _of_keys(self, slot, index):
         vector = self.smem["column_smem"].at[slot, index]
-        return plgpu.load(vector, layout=pairs.PER_COLUMN, optimized=False)
+        return plgpu.load(vector, layout=tensor_core.PER_COLUMN, optimized=False)
 
     def _full(self, step):
         slot = ring.slot_of(step, self.config.query_stages)

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import launch, numerics
+from pallas_kernels.hopper import launch, numerics, tensor_core
 from pallas_kernels.power_attention import pairs, sequence
 
 __all__ = ["WEIGHT_BITS", "KeyVector", "Operands", "QueryVector", "prepare"]
@@ -90,14 +90,14 @@ def prepare(operands: Operands, *, power: int, interpret=None) -> tuple[jax.Arra
         tokens = pl.ds(index * block, block)
 
         def load(ref, head):
-            return plgpu.load(ref.at[batch_row, head, tokens], layout=pairs.PER_ROW, optimized=False)
+            return plgpu.load(ref.at[batch_row, head, tokens], layout=tensor_core.PER_ROW, optimized=False)
 
         def store(ref, head, vectors):
             for vector, x in vectors.items():
                 launch.store(ref.at[batch_row, head, index, vector], x)
 
         decay = log_decay.at[batch_row, kv_head, tokens]
-        decay = pairs.by_column(plgpu.load(decay, layout=pairs.PER_COLUMN, optimized=False))
+        decay = pairs.by_column(plgpu.load(decay, layout=tensor_core.PER_COLUMN, optimized=False))
         token, column = (
             plgpu.broadcasted_iota(jnp.int32, (block, block), n, layout=pairs.LAYOUT) for n in (0, 1)
         )
@@ -135,7 +135,7 @@ def prepare(operands: Operands, *, power: int, interpret=None) -> tuple[jax.Arra
             after = jnp.where(column > token, decay, 0.0).sum(1)
             key_units = numerics.factors(-(of_keys + exponent))
             value_units = numerics.factors(
-                plgpu.layout_cast(lax.broadcast(-of_values, (block,)), pairs.PER_ROW)
+                plgpu.layout_cast(lax.broadcast(-of_values, (block,)), tensor_core.PER_ROW)
             )
             of_key = {
                 KeyVector.LATER_FACTOR: factor * sequence.exp(after),

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.hopper import numerics, tensor_core
-from pallas_kernels.power_attention import config as configs
-from pallas_kernels.power_attention import sequence, vectors
+from pallas_kernels.power_attention import configs, sequence, vectors
 from pallas_kernels.power_attention.vectors import WEIGHT_BITS
 
 __all__ = ["Units", "VjpOperands", "corrected", "decay_gradient", "prepare"]
@@ -74,12 +73,13 @@ class Units(NamedTuple):
 
 
 def prepare(
-    tokens: sequence.Tokens, dout, saved, *, power, segment_ids, config, interpret=None
+    tokens: sequence.Tokens, dout, saved, segment_ids, call: configs.Call[configs.VjpConfig]
 ) -> tuple[VjpOperands, Units]:
     """Returns the operands and the exponents of scales.
 
     tokens: in blocks of two times 64. Other arguments as in `power_attention_vjp`.
     """
+    power, config = call.power, call.config
     pair = config.block * config.compute_warpgroups
     # Queries and keys are those of the forward pass; from p = 8 on, queries are scaled up less. Those of `tokens` are
     # not used.
@@ -133,7 +133,7 @@ def prepare(
     arrays = vectors.Operands(
         tokens.log_decay, key_exponent, head_exponents, denominator, slope_exponent, by_query
     )
-    rows, columns = vectors.prepare(arrays, power=power, interpret=interpret)
+    rows, columns = vectors.prepare(arrays, power=power, interpret=call.interpret)
     query, unit_query, dout = (jnp.pad(x.astype(jnp.float16), front) for x in (query, unit_query, dout))
     value = value.astype(jnp.float16)
     first, last = sequence.visible_blocks(tokens.log_decay.reshape(*longest.shape, -1, pair), segment_ids)

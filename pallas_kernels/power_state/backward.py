@@ -13,10 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import degrees, forward
-from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import prepare_vjp as preparation_vjp
+from pallas_kernels.power_state import configs, degrees, forward, preparation, preparation_vjp
 
 __all__ = ["Gradients", "attend_vjp", "fold_vjp", "power_state_vjp"]
 
@@ -85,6 +82,6 @@ def attend_vjp(
 def _prepared(arguments, means, dout, call):
     tokens = preparation.by_chunk(arguments, call)
     unit, exponent = preparation.queries(preparation.fill(arguments.query, call.config.head_dim))
-    length = tokens.from_state[0].size
+    length = tokens.log2_from_start[0].size
     mean = preparation_vjp.mean_of(*means, dout, call.config.value_dim, length)
     return preparation_vjp.Prepared(tokens, unit, exponent, mean)

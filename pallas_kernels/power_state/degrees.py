@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import configs
 from pallas_kernels.power_state.quartic import backward as quartic_backward
 from pallas_kernels.power_state.quartic import forward as quartic_forward
 from pallas_kernels.power_state.quartic import tiles as quartic_tiles

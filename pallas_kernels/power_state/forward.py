@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import numerics
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import degrees, recurrence
-from pallas_kernels.power_state import prepare as preparation
+from pallas_kernels.power_state import configs, degrees, preparation, recurrence
 
 __all__ = ["attend", "fold", "power_state_fwd", "walk"]
 
@@ -33,7 +31,7 @@ def power_state_fwd(arguments: preparation.Arguments, initial_state=None, *, cal
         (output, denominators, state) and the states before each chunk, of which the backward pass reads both. The
         output is float32 [B, T, N, E], before its rounding to bfloat16. The denominators sum_j w_ij, float32 [B, T, N],
         are of queries divided by the powers of two that bring their largest entries into [1/2, 1). The state is that
-        of the positions where `folds` is True, like `initial_state`.
+        of the positions where `enters_state` is True, like `initial_state`.
     """
     saved, final = fold(arguments, initial_state, call=call)
     out, remainder, denominator = attend(arguments, saved, call=call, with_remainder=True)

@@ -8,9 +8,7 @@ backward pass, which come from later positions, are handled in the same way.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import degrees
-from pallas_kernels.power_state import prepare as preparation
+from pallas_kernels.power_state import configs, degrees, preparation
 
 __all__ = ["add_incoming"]
 

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import results
-from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import configs
 
 __all__ = ["QueryTile", "store_mean"]
 
@@ -27,7 +27,7 @@ class QueryTile(NamedTuple):
 
     @classmethod
     def of_thread_block(cls, heads_per_key, chunk, count):
-        """Returns the tile, of a grid of heads, chunks and rows, for `count` warpgroups."""
+        """Returns the tile, of a grid by `configs.Call.grid`, for `count` warpgroups."""
         head, index, block = lax.axis_index("head"), lax.axis_index("chunk"), lax.axis_index("rows") * count
         return cls(
             head, lax.div(head, jnp.int32(heads_per_key)), index, block, index * chunk + block * _BLOCK

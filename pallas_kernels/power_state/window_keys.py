@@ -11,13 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import results, ring, tensor_core
-from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import configs
 
 __all__ = ["Keys", "scratch"]
 
 _BLOCK = configs.BLOCK
-_PER_ROW = plgpu.Layout.WGMMA.reduce(1)
-_PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 # Keys whose gradients of weights are computed at a time.
 _SLICE = 16
 
@@ -25,7 +23,7 @@ _SLICE = 16
 def scratch(operands, count, call: configs.Call):
     """Returns the shared memory of the ring of keys by name, for `count` warpgroups.
 
-    operands: with `key`, `value` and `decay`, as in `prepare.Tokens`.
+    operands: with `key`, `value` and `decay`, as in `preparation.Chunks`.
     """
     key, value, stages = operands.key, operands.value, call.config.key_stages
     # Decays are factored (`_Factors`) except at D = 128, where products take longer than exponentials, and where a
@@ -44,7 +42,7 @@ def scratch(operands, count, call: configs.Call):
 class Keys:
     """Ring of the blocks of 64 keys that are visible to the rows of a thread block.
 
-    gmem: "key", "value" and "decay", as in `prepare.Tokens`. smem: as `scratch` returns it.
+    gmem: "key", "value" and "decay", as in `preparation.Chunks`. smem: as `scratch` returns it.
     first: number of other steps that precede the keys in their ring.
     """
 
@@ -134,7 +132,7 @@ class Keys:
             core.add(acc, jnp.concatenate(lows, 1), key_smem)
             return total + sums.sum(1)
 
-        zeros = plgpu.layout_cast(jnp.zeros(delta.shape, jnp.float32), _PER_ROW)
+        zeros = plgpu.layout_cast(jnp.zeros(delta.shape, jnp.float32), tensor_core.PER_ROW)
         return self._fold(step, zeros, warpgroup)
 
     def _fold(self, step, carry, warpgroup):
@@ -145,7 +143,9 @@ class Keys:
         the latter for `width` keys from `begin` on, float32 [64, width].
         """
         smem, last = self._smem, self._visible(warpgroup) - 1
-        rows = [plgpu.load(smem["decay_smem"].at[part, last], layout=_PER_ROW) for part in range(2)]
+        rows = [
+            plgpu.load(smem["decay_smem"].at[part, last], layout=tensor_core.PER_ROW) for part in range(2)
+        ]
 
         def step_of(index, carry, diagonal):
             slot = ring.slot_of(index + self._first, self._stages)
@@ -189,7 +189,9 @@ class _Exponentials:
         shape, columns = (_BLOCK, width), pl.ds(begin, width)
         coarse, fine = (
             lax.broadcast_in_dim(row, shape, [0])
-            - lax.broadcast_in_dim(plgpu.load(self._sums.at[part, columns], layout=_PER_COLUMN), shape, [1])
+            - lax.broadcast_in_dim(
+                plgpu.load(self._sums.at[part, columns], layout=tensor_core.PER_COLUMN), shape, [1]
+            )
             for part, row in enumerate(self._rows)
         )
         if not self._diagonal:
@@ -214,5 +216,5 @@ class _Factors:
         return x * lax.broadcast_in_dim(self._from_last, x.shape, [0])
 
     def of_pairs(self, begin, width):
-        to_last = plgpu.load(self._to_last.at[pl.ds(begin, width)], layout=_PER_COLUMN)
+        to_last = plgpu.load(self._to_last.at[pl.ds(begin, width)], layout=tensor_core.PER_COLUMN)
         return lax.broadcast_in_dim(to_last, (_BLOCK, width), [1])

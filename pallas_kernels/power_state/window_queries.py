@@ -21,13 +21,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import results, ring, tensor_core
-from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import configs
 
 __all__ = ["COPIES", "STAGES", "Columns", "Queries", "Span", "scratch"]
 
 _BLOCK = configs.BLOCK
-_PER_ROW = plgpu.Layout.WGMMA.reduce(1)
-_PER_COLUMN = plgpu.Layout.WGMMA.reduce(0)
 # Columns of an accumulator of which each thread has two next to each other.
 _EIGHT = 8
 # Blocks of 64 queries in flight.
@@ -156,7 +154,9 @@ class Queries:
             slot = ring.slot_of(before + block, STAGES)
             # Running sums of queries of the previous chunk start at another position.
             frame = jnp.where(block < span.chunk, 2, 0)
-            decays = [plgpu.load(own["decay_smem"].at[frame + n], layout=_PER_ROW) for n in range(2)]
+            decays = [
+                plgpu.load(own["decay_smem"].at[frame + n], layout=tensor_core.PER_ROW) for n in range(2)
+            ]
             # Always zero, but computed: with a constant the compiler would keep the mask's indices in registers
             # throughout.
             shift = (block - span.own) * _BLOCK if diagonal else None
@@ -189,7 +189,7 @@ class Queries:
             scores = core.product(own["key_smem"], query)
 
             def along_rows(column):
-                return lax.broadcast_in_dim(plgpu.load(column, layout=_PER_COLUMN), shape, [1])
+                return lax.broadcast_in_dim(plgpu.load(column, layout=tensor_core.PER_COLUMN), shape, [1])
 
             if shift is None:
                 lower = scores * (lax.broadcast_in_dim(decays, shape, [0]) * along_rows(columns.from_first))
@@ -216,7 +216,7 @@ class Queries:
             core.wait()
             return total
 
-        zeros = plgpu.layout_cast(jnp.zeros((_BLOCK,), jnp.float32), _PER_ROW)
+        zeros = plgpu.layout_cast(jnp.zeros((_BLOCK,), jnp.float32), tensor_core.PER_ROW)
         return lax.fori_loop(jnp.int32(0), jnp.int32(self._groups), head, zeros)
 
 

@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.power_step import config as configs
-from pallas_kernels.power_step import folding, reading
+from pallas_kernels.power_step import configs, folding, reading
 
 __all__ = ["choose", "fold", "read"]
 
@@ -56,9 +55,8 @@ def read(
         power=power,
         dtype=kv.dtype,
     )
-    numerator, denominator = reading.read(
-        features, kv, norm, query, keys, values, decay, power=power, config=config, interpret=interpret
-    )
+    operands = reading.Operands(features, kv, norm, query, keys, values, decay)
+    numerator, denominator = reading.read(operands, power=power, config=config, interpret=interpret)
     return numerator.sum(2), denominator.sum((2, 4))
 
 
@@ -69,11 +67,11 @@ def fold(
     count: jax.Array,
     features: jax.Array,
     values: jax.Array,
-    carry: jax.Array,
+    across: jax.Array,
     *,
     interpret=None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Updates kv and norm with W tokens for some rows of the batch: S <- carry S + sum_w phi_w v_w^T.
+    """Updates kv and norm with W tokens for some rows of the batch: S <- across S + sum_w phi_w v_w^T.
 
     The results reuse the memory of kv and norm if these are not needed any more; other rows are not touched. `choose`
     documents the supported sizes. Not differentiable.
@@ -85,11 +83,12 @@ def fold(
         count: int32 [], the number of leading entries of `rows` to update. Each of those occurs once.
         features: [n, K, W, F], phi(k) of each token times the decay after it.
         values: [n, W, K, E].
-        carry: [n, K], the decay over all W tokens.
+        across: [n, K], the decay over all W tokens.
         interpret: `plgpu.InterpretGPUParams` to run on a CPU.
     """
     # A kernel updates references in place.
     held = jax.new_ref(kv), jax.new_ref(norm)
-    folding.fold(*held, rows, jnp.reshape(count, 1), features, values, carry, interpret=interpret)
+    tokens = folding.Window(rows, jnp.reshape(count, 1), features, values, across)
+    folding.fold(*held, tokens, interpret=interpret)
     kv, norm = map(jax.freeze, held)
     return kv, norm

@@ -1,50 +1,48 @@
-"""In-place update S <- carry S + sum_w phi(k_w) v_w^T for some rows of the batch.
+"""In-place update S <- across S + sum_w phi(k_w) v_w^T for some rows of the batch.
 
 A block of one warpgroup updates a tile of the state of one head. TMA loads the tile, the tokens' features for its rows
 and the tokens' values. A thread adds the products of its rows and columns, token after token, in float32. The tile is
 then written back to its place. Rows of the batch that are not chosen are neither read nor written.
 """
 
+from typing import NamedTuple
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch
-from pallas_kernels.power_step import config as configs
+from pallas_kernels.power_step import configs
 
-__all__ = ["fold"]
+__all__ = ["Window", "fold"]
 
 
-def fold(kv, norm, rows, count, features, values, carry, *, interpret=None):
-    """Updates kv [B, K, F, E] and norm [B, K, F], `jax.Ref`s of float32, with W tokens, in place.
+class Window(NamedTuple):
+    """W tokens of some rows of the batch."""
 
-    rows: int32 [n], rows of the batch, of which the first `count` (int32 [1]) are updated. features: float32 [n, K, W,
-    F], phi(k_w) times the decay after token w. values: float32 [n, W, K, E]. carry: float32 [n, K], the decay over all
-    W tokens.
-    """
-    size, kv_heads, exact_window, count_features = features.shape
-    tile, value_dim = configs.FOLD_TILE, values.shape[-1]
+    rows: jax.Array  # int32 [n], rows of the batch, of which the first `updated` are updated
+    updated: jax.Array  # int32 [1]
+    features: jax.Array  # float32 [n, K, W, F], phi(k_w) times the decay after token w
+    values: jax.Array  # float32 [n, W, K, E]
+    across: jax.Array  # float32 [n, K], the decay over all W tokens
+
+
+def fold(kv, norm, tokens: Window, *, interpret=None):
+    """Updates kv [B, K, F, E] and norm [B, K, F], `jax.Ref`s of float32, with the tokens, in place."""
+    size, kv_heads, exact_window, count_features = tokens.features.shape
+    tile, value_dim = configs.FOLD_TILE, tokens.values.shape[-1]
     layout = configs.layout(value_dim)
 
-    def body(
-        kv,
-        norm,
-        rows,
-        count,
-        features,
-        values,
-        carry,
-        *,
-        state_smem,
-        norm_smem,
-        feature_smem,
-        value_smem,
-        full,
-    ):
+    def body(kv, norm, *tokens, full, **smem):
+        rows, updated, features, values, across = Window(*tokens)
+        state_smem, norm_smem, feature_smem, value_smem = (
+            smem[name] for name in ("state_smem", "norm_smem", "feature_smem", "value_smem")
+        )
         index, head = lax.axis_index("row"), lax.axis_index("head")
 
-        @pl.when(index < count[0])
+        @pl.when(index < updated[0])
         def _fold():
             row, begin = rows[index], lax.axis_index("tile") * tile
             state_gmem, norm_gmem = (ref.at[row, head, pl.ds(begin, tile)] for ref in (kv, norm))
@@ -54,7 +52,7 @@ def fold(kv, norm, rows, count, features, values, carry, *, interpret=None):
             plgpu.copy_gmem_to_smem(values.at[index, :, head], value_smem, full)
             plgpu.barrier_wait(full)
 
-            decay = carry[index, head]
+            decay = across[index, head]
             state = plgpu.load(state_smem, layout=layout) * decay
             weight = plgpu.load(norm_smem, layout=layout.reduce(1), optimized=False) * decay
 
@@ -98,4 +96,4 @@ def fold(kv, norm, rows, count, features, values, carry, *, interpret=None):
         kernel_name="power_step_fold",
         compiler_params=configs.COMPILER,
         **launch.interpreted(interpret),
-    )(kv, norm, rows, count, features, values, carry)
+    )(kv, norm, *tokens)

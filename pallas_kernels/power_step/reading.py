@@ -9,6 +9,7 @@ head, while its share of bandwidth takes 1,200 cycles.
 
 import functools
 import operator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,30 +18,42 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch
-from pallas_kernels.power_step import config as configs
+from pallas_kernels.power_step import configs
 
-__all__ = ["read"]
+__all__ = ["Operands", "read"]
 
 # Products of keys and a query that a warpgroup holds at once, 32 per thread.
 _PRODUCTS = 32 * 128
 
 
-def read(features, kv, norm, query, keys, values, decay, *, power, config, interpret=None):
+class Operands(NamedTuple):
+    """Arrays that the kernel reads, float32."""
+
+    features: jax.Array  # [B, K, G, F], of the queries, times the decay since the state
+    kv: jax.Array  # [B, K, F, E]
+    norm: jax.Array  # [B, K, F]
+    query: jax.Array  # [B, K, G, D]
+    keys: jax.Array  # [B, 2W, K, D]
+    values: jax.Array  # [B, 2W, K, E]
+    decay: jax.Array  # [B, K, 2W]
+
+
+def read(operands: Operands, *, power: int, config: configs.Config, interpret=None):
     """Returns sums over rows of the state and of the window.
 
     These are numerators [B, K, P, G, E] and denominators [B, K, P, G, R]. The caller sums over P, the blocks that share
     a head, and over R, since these are small.
-
-    features: [B, K, G, F], of the queries, times the decay since the state; kv: [B, K, F, E]; norm: [B, K, F]. query:
-    [B, K, G, D]; keys: [B, 2W, K, D]; values: [B, 2W, K, E]; decay: [B, K, 2W]. All float32.
     """
-    (batch, kv_heads, group, _), value_dim = features.shape, kv.shape[-1]
+    (batch, kv_heads, group, _), value_dim = operands.features.shape, operands.kv.shape[-1]
     parts = config.parts + 1
     # Weights beyond the window are zero; reads beyond the end of other arrays return zero.
-    decay = jnp.pad(decay, [(0, 0), (0, 0), (0, -decay.shape[-1] % config.tile)])
+    missing = -operands.decay.shape[-1] % config.tile
+    operands = operands._replace(decay=jnp.pad(operands.decay, [(0, 0), (0, 0), (0, missing)]))
     shape = batch, kv_heads, parts, group
 
-    def body(features, kv, norm, query, keys, values, decay, numerator, denominator):
+    def body(*refs):
+        *inputs, numerator, denominator = refs
+        features, kv, norm, query, keys, values, decay = Operands(*inputs)
         batch, head, part = (lax.axis_index(name) for name in ("batch", "head", "part"))
         sums = _Sums(group, value_dim, config.tile)
 
@@ -99,7 +112,7 @@ def read(features, kv, norm, query, keys, values, decay, *, power, config, inter
         compiler_params=configs.COMPILER,
         **launch.interpreted(interpret),
     )
-    return kernel(features, kv, norm, query, keys, values, decay)
+    return kernel(*operands)
 
 
 class _Sums:

@@ -9,13 +9,14 @@ import operator
 import pathlib
 import warnings
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 __all__ = [
+    "Constant",
     "LayoutWarning",
     "Sizes",
     "check_array",
@@ -65,6 +66,22 @@ class Sizes(TypedDict):
     value_dim: int
 
 
+class Constant(NamedTuple):
+    """A NumPy array as a static option of a compiled function, which must be hashable."""
+
+    shape: tuple[int, ...]
+    values: tuple[float, ...]
+
+    @classmethod
+    def of(cls, array: np.ndarray) -> "Constant":
+        """Returns the shape and the values of the array."""
+        return cls(array.shape, tuple(array.ravel().tolist()))
+
+    def array(self) -> np.ndarray:
+        """Returns the array."""
+        return np.array(self.values).reshape(self.shape)
+
+
 _OPTIONAL = ("log_decay", "segment_ids", "key_positions")
 
 
@@ -74,23 +91,21 @@ def to_arrays(**arguments) -> list[Any]:
     Raises:
         ValueError: an argument is not an array, or segment ids do not fit in int32.
     """
-    return [None if _is_left_out(name, x) else to_array(name, x) for name, x in arguments.items()]
+    return [None if x is None and name in _OPTIONAL else to_array(name, x) for name, x in arguments.items()]
 
 
 def to_shapes(**arguments) -> list[Any]:
     """Returns the shapes and dtypes of `to_arrays`, also for abstract arrays; raises the same errors."""
 
     def shape(name, x):
+        if x is None and name in _OPTIONAL:
+            return None
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
         array = to_array(name, x)
         return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
-    return [None if _is_left_out(name, x) else shape(name, x) for name, x in arguments.items()]
-
-
-def _is_left_out(name: str, x) -> bool:
-    return x is None and name in _OPTIONAL
+    return [shape(name, x) for name, x in arguments.items()]
 
 
 def to_array(name: str, x) -> jax.Array:
@@ -101,7 +116,13 @@ def to_array(name: str, x) -> jax.Array:
     """
     check_array(name, x)
     if name == "segment_ids" and x.dtype == np.int64 and not isinstance(x, jax.core.Tracer):
-        _check_int32(name, x)
+        values = np.asarray(x)
+        outside = values[(values < _INT32.min) | (values > _INT32.max)]
+        # Converted, these would wrap around, and distinct ids could become equal.
+        if outside.size:
+            raise ValueError(
+                f"{name} holds {outside[0]}; it must fit in int32, at most {_INT32.max}; number the documents from 0"
+            )
         return jnp.asarray(x, jnp.int32)
     # Calling asarray on a JAX array takes as long as all checks together.
     return x if isinstance(x, jax.Array) else jnp.asarray(x)
@@ -180,7 +201,13 @@ def check_attention(
             raise ValueError(
                 "log_decay is given and causal is False; decays run in one direction; leave one of them out"
             )
-        _check_decay(log_decay, key.shape[:-1], value.shape, per_channel)
+        by_head = f"{key.shape[:-1]}, one per token and key head"
+        by_channel = f"{value.shape}, one per value channel"
+        expected = {key.shape[:-1]: per_channel is not True, value.shape: per_channel is not False}
+        if not expected.get(log_decay.shape):
+            shapes = {False: by_head, True: by_channel, None: f"{by_head}, or {by_channel}"}[per_channel]
+            raise ValueError(f"log_decay has shape {log_decay.shape}; it must be {shapes}")
+        check_floating("log_decay", log_decay)
     if segment_ids is not None:
         check_segment_ids(segment_ids, key.shape[:-2])
     return {
@@ -189,16 +216,6 @@ def check_attention(
         "head_dim": head_dim,
         "value_dim": value.shape[-1],
     }
-
-
-def _check_decay(log_decay, per_head, per_value, per_channel: bool | None) -> None:
-    expected = {per_head: per_channel is not True, per_value: per_channel is not False}
-    if not expected.get(log_decay.shape):
-        by_head = f"{per_head}, one per token and key head"
-        by_channel = f"{per_value}, one per value channel"
-        shapes = {False: by_head, True: by_channel, None: f"{by_head}, or {by_channel}"}[per_channel]
-        raise ValueError(f"log_decay has shape {log_decay.shape}; it must be {shapes}")
-    check_floating("log_decay", log_decay)
 
 
 def _check_layout(query, key, *, step: bool, plain: bool) -> None:
@@ -489,19 +506,6 @@ def check_positions(name: str, positions, axes: str | None = None) -> None:
         check_axes(name, positions, axes)
     if not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ValueError(f"{name} has dtype {positions.dtype}; it must be an integer dtype, such as int32")
-
-
-def _check_int32(name: str, x) -> None:
-    """Raises ValueError for integers that do not fit in int32.
-
-    When converted they would wrap around, and distinct ids could become equal.
-    """
-    values = np.asarray(x)
-    outside = values[(values < _INT32.min) | (values > _INT32.max)]
-    if outside.size:
-        raise ValueError(
-            f"{name} holds {outside[0]}; it must fit in int32, at most {_INT32.max}; number the documents from 0"
-        )
 
 
 def _described(value: jax.Array) -> str:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sympow_jax.array_types import Array, Bool, Float, Int
+from sympow_jax.array_types import Array, Bool, Float
 from sympow_jax.ops import documents, layout
 from sympow_jax.ops.tokens import Tokens
 
@@ -63,8 +63,11 @@ def remove(tokens: Tokens, *, state: Any = None, causal: bool = True, window: in
         reached = position >= first if causal else jnp.broadcast_to(bad.any(1, keepdims=True), bad.shape)
         of_state = jnp.ones_like(bad)
     else:
-        document = _documents(segment_ids, state)[..., None]
-        # Documents are numbered in order, so the newest one with a bad token is the largest so far.
+        nothing = jnp.full_like(segment_ids[:, 0], documents.NO_SEGMENT)
+        starts, _, _ = documents.boundaries(segment_ids, nothing if state is None else state.segment)
+        # Documents are numbered in order, from 0 for that of the state, so the newest one with a bad token is the
+        # largest so far.
+        document = jnp.cumsum(starts, axis=1, dtype=jnp.int32)[..., None]
         reached = jax.lax.cummax(jnp.where(bad, document, -1), axis=1) == document
         if not causal:
             beyond = jnp.iinfo(document.dtype).max
@@ -80,7 +83,15 @@ def remove(tokens: Tokens, *, state: Any = None, causal: bool = True, window: in
     if state is not None:
         bad_state = _is_bad(state)
         reached |= bad_state[:, None] & of_state
-        state = _where_head(bad_state, 0, state)
+        finite = {
+            name: jnp.where(layout.with_rank(bad_state, x.ndim), 0, x)
+            for name, x in (("kv", state.kv), ("norm", state.norm))
+        }
+        finite |= {
+            name: jnp.where(layout.with_rank(bad_state[:, None], x.ndim), 0, x)
+            for name, x in (("keys", state.keys), ("values", state.values), ("log_decays", state.log_decays))
+        }
+        state = dataclasses.replace(state, **finite)
     return Finite(Tokens(query, key, value, log_decay, segment_ids), state, reached)
 
 
@@ -101,18 +112,8 @@ def restore(out: Float[Array, "B T N L"], finite: Finite) -> Float[Array, "B T N
 def restore_state(state: Any, finite: Finite) -> Any:
     """Returns the state after the tokens, with NaN sums if they include a bad token of its document."""
     last = finite.reached[:, -1]
-    sums = {
-        name: jnp.where(layout.with_rank(last, x.ndim), jnp.nan, x)
-        for name, x in _feature_sums(state).items()
-    }
-    return dataclasses.replace(state, **sums)
-
-
-def _documents(segment_ids, state) -> Int[Array, "B S"]:
-    """Numbers documents in order; 0 is the document of the state."""
-    nothing = jnp.full_like(segment_ids[:, 0], documents.NO_SEGMENT)
-    starts, _, _ = documents.boundaries(segment_ids, nothing if state is None else state.segment)
-    return jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+    kv, norm = (jnp.where(layout.with_rank(last, x.ndim), jnp.nan, x) for x in (state.kv, state.norm))
+    return dataclasses.replace(state, kv=kv, norm=norm)
 
 
 def _is_bad(state) -> Bool[Array, "B K"]:
@@ -120,26 +121,8 @@ def _is_bad(state) -> Bool[Array, "B K"]:
 
     A bad key makes some normalizer NaN, and a bad value its whole column of kv.
     """
-    sums, slots = _feature_sums(state), (state.keys, state.values, state.log_decays)
-    norm = sums["norm"]
-    bad = ~jnp.isfinite(norm.reshape(*norm.shape[:2], -1)).all(-1)
-    bad |= ~jnp.isfinite(sums["kv"][:, :, :1]).all((2, 3))
-    for x in slots:
+    bad = ~jnp.isfinite(state.norm.reshape(*state.norm.shape[:2], -1)).all(-1)
+    bad |= ~jnp.isfinite(state.kv[:, :, :1]).all((2, 3))
+    for x in (state.keys, state.values, state.log_decays):
         bad |= ~jnp.isfinite(x).all(tuple(axis for axis in range(x.ndim) if axis not in (0, 2)))
     return bad
-
-
-def _feature_sums(state) -> dict[str, Array]:
-    return {"kv": state.kv, "norm": state.norm}
-
-
-def _where_head(rows: Bool[Array, "B K"], new, state):
-    """Returns the state with new values in all arrays of the chosen heads."""
-    by_head = {
-        name: jnp.where(layout.with_rank(rows, x.ndim), new, x) for name, x in _feature_sums(state).items()
-    }
-    slots = {
-        name: jnp.where(layout.with_rank(rows[:, None], x.ndim), new, x)
-        for name, x in (("keys", state.keys), ("values", state.values), ("log_decays", state.log_decays))
-    }
-    return dataclasses.replace(state, **by_head, **slots)

@@ -16,7 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
-from sympow_jax.ops.promotion import by_default_rules
+from sympow_jax.ops.promotion import by_default_rules, default_rules
 
 __all__ = ["custom_vjp"]
 
@@ -30,7 +30,8 @@ class custom_vjp:
         plain: function without loops of a traced length, through which JAX has no reverse mode, and with the same
             derivatives. It is used in place of `fun` where forward mode is differentiated again. None means `fun`.
 
-    Without `defvjp`, the rule is that of `plain`.
+    Without `defvjp`, the rule is that of `plain`. `fun` is an attribute: with an option by which it returns residuals
+    too it can be its own `fwd`, through which JAX then differentiates a second time.
 
     Examples:
         >>> import jax
@@ -45,7 +46,7 @@ class custom_vjp:
 
     def __init__(self, fun: Callable[..., Any], static: int = 0, plain: Callable[..., Any] | None = None):
         functools.update_wrapper(self, fun)
-        self._fun, self._plain, self._static = by_default_rules(fun), by_default_rules(plain or fun), static
+        self.fun, self._plain, self._static = fun, plain or fun, static
 
         def bwd(*args):
             *static, arrays, cotangents = args
@@ -69,16 +70,16 @@ class custom_vjp:
         def keep(*args):
             return self(*args), args[self._static :]
 
-        self._fwd, self._bwd = by_default_rules(fwd or keep), by_default_rules(bwd)
-        self._jvp = None if jvp is None else by_default_rules(jvp)
+        self._fwd, self._bwd, self._jvp = fwd or keep, bwd, jvp
 
     def __call__(self, *args):
         static, arrays = args[: self._static], args[self._static :]
-        rules = (self._fun, self._plain, self._fwd, self._bwd, self._jvp)
+        rules = (self.fun, self._plain, self._fwd, self._bwd, self._jvp)
         fun, *rest = (rule and functools.partial(rule, *static) for rule in rules)
         call = jax.custom_jvp(fun)
         call.defjvp(functools.partial(_jvp, fun, *rest), symbolic_zeros=True)
-        return call(*arrays)
+        with default_rules():
+            return call(*arrays)
 
 
 # Tangent of integers.
@@ -89,6 +90,7 @@ _linear = jax_core.Primitive("linear_with_transpose")
 _linear.multiple_results = True
 
 
+@by_default_rules
 def _jvp(fun, plain, fwd, bwd, jvp, primals, tangents):
     """Returns the result and its tangent, which is computed by `fun` or, if it is transposed, by `bwd`."""
     result, residuals = fwd(*primals)
@@ -115,6 +117,7 @@ def _jvp(fun, plain, fwd, bwd, jvp, primals, tangents):
         found = jax.tree.leaves(result)
         return [found[i] for i in outputs]
 
+    @by_default_rules
     def forward_by_rule(*operands):
         merged = [jnp.zeros(*shape) for shape in shapes]
         for i, x in zip(inputs, operands[known:], strict=True):
@@ -122,6 +125,7 @@ def _jvp(fun, plain, fwd, bwd, jvp, primals, tangents):
         residuals = jax.tree.unflatten(saved_as, operands[:stored])
         return floats_of(jvp(residuals, jax.tree.unflatten(arguments, merged)))
 
+    @by_default_rules
     def forward_of(differentiated, *operands):
         values = operands[stored:known]
 
@@ -133,6 +137,7 @@ def _jvp(fun, plain, fwd, bwd, jvp, primals, tangents):
 
         return jax.jvp(of_changing, [values[i] for i in inputs], list(operands[known:]))[1]
 
+    @by_default_rules
     def backward(*operands):
         gradients = bwd(jax.tree.unflatten(saved_as, operands[:stored]), of_result(operands[known:]))
         # None is the gradient of an argument that has none, whatever its structure.
@@ -155,16 +160,8 @@ def _jvp(fun, plain, fwd, bwd, jvp, primals, tangents):
     return result, of_result(tangent)
 
 
-@_linear.def_impl
-def _evaluate(*operands, forward, **_):
-    return jax.jit(forward)(*operands)
-
-
-@_linear.def_abstract_eval
-def _types(*_, types, **__):
-    return list(types)
-
-
+_linear.def_impl(lambda *operands, forward, **_: jax.jit(forward)(*operands))
+_linear.def_abstract_eval(lambda *_, types, **__: list(types))
 mlir.register_lowering(_linear, mlir.lower_fun(lambda *operands, forward, **_: forward(*operands)))
 
 

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import containment, cost, documents, pairwise, sharding, time_axis
-from sympow_jax.ops import decay as decays
+from sympow_jax.ops import containment, cost, decays, documents, pairwise, sharding, time_axis
 from sympow_jax.ops.forms import expressive
 from sympow_jax.ops.tokens import SEQUENCE, Tokens
 
@@ -180,7 +179,7 @@ def _blockwise(block_size, causal, scale, tokens):
     ranges = _ranges(
         causal, None if document is None else blocks(document, front, block), len(queries), rows, len(keys)
     )
-    out = expressive.attend(
+    out, *_ = expressive.attend(
         settings,
         expressive.Blocks(queries, keys, values, half_decay, query_document, key_document, ranges),
     )

@@ -5,13 +5,17 @@ int32 for the whole part and a uint32 for the fraction, since JAX has no wider i
 have a uint64 for the fraction, in units of 2^-64.
 """
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int, UInt
+from sympow_jax.ops.promotion import by_default_rules
 
-__all__ = ["add", "bits", "multiply_high", "running_sum", "subtract"]
+__all__ = ["add", "bits", "multiply", "multiply_high", "running_sum", "subtract", "with_derivative"]
 
 
 def bits(x: UInt[Array, "..."]) -> int:
@@ -62,3 +66,35 @@ def multiply_high(a: UInt[Array, "..."], b) -> UInt[Array, "..."]:
     a_high, a_low, b_high, b_low = a >> half, a & low, b >> half, b & low
     middle = a_high * b_low + (a_low * b_low >> half)
     return a_high * b_high + (middle >> half) + (a_low * b_high + (middle & low) >> half)
+
+
+def multiply(fraction: Sequence[UInt[Array, "..."]], factor: UInt[Array, "..."]) -> list[UInt[Array, "..."]]:
+    """Returns a fraction in words, the highest first, times whole numbers, modulo one."""
+    product, carry = [], jnp.uint32(0)
+    for word in reversed(fraction):
+        low = word * factor
+        total = low + carry
+        carry = multiply_high(factor, word) + (total < low)
+        product.append(total)
+    return product[::-1]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def with_derivative(change: Callable[..., Array], value: Array, x: Array, *constants: Array) -> Array:
+    """Returns `value`, made of integers, with the derivative of the function of x that it rounds.
+
+    Args:
+        change: maps a change of x, and `value`, x and the constants, to the change of the function.
+        value: float array; nothing differentiates it.
+        x: the argument of the function.
+        constants: other arrays that `change` uses.
+    """
+    del change, x, constants
+    return value
+
+
+@with_derivative.defjvp
+@by_default_rules
+def _with_derivative_jvp(change, primals, tangents):
+    # Not `primals[0]`, which is constant in x, so that second derivatives are right too.
+    return with_derivative(change, *primals), change(tangents[1], *primals)

@@ -9,7 +9,6 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import arguments, cost, documents, fixed_point, sharding
-from sympow_jax.ops.promotion import by_default_rules
 from sympow_jax.ops.pytree import State
 
 __all__ = ["KVCache"]
@@ -235,7 +234,25 @@ def _step(weigh, state, query, key, value, log_decay, segment_ids):
         if log_decay is None
         else _decays_to_end(state.log_decay, state.next) + token["log_decay"][..., None]
     )
-    out = _attend(weigh, query, token, state, old_ids >= 0, decay)
+    # Scores and their decays: cached slots first, then the token's own key.
+    dtype = np.promote_types(state.key.dtype, jnp.float32)
+    exact = {"precision": cost.precision_of(state.key.dtype), "preferred_element_type": dtype}
+    cached = (old_ids >= 0)[:, None, None]
+    query = query.astype(state.key.dtype).reshape(*key.shape[:2], -1, query.shape[-1])
+    scores = jnp.einsum("bkgd,bksd->bkgs", query, state.key, **exact)
+    own = jnp.einsum("bkgd,bkd->bkg", query, token["key"], **exact)[..., None]
+    decay = jnp.zeros((), dtype) if decay is None else decay[:, :, None].astype(dtype)
+    # Scores of empty slots may be NaN.
+    scores = jnp.concatenate([jnp.where(cached, scores, 0), own], axis=-1)
+    decay = jnp.where(cached, decay, -jnp.inf)
+    decay = jnp.pad(decay, [(0, 0)] * 3 + [(0, 1)])
+    weights = weigh(scores, decay)
+    # The mean of the values by weight
+    total = weights.sum(-1, keepdims=True)
+    weights = (weights / jnp.where(total == 0, 1, total)).astype(state.value.dtype)
+    out = jnp.einsum("bkgs,bkse->bkge", weights[..., :-1], state.value, **exact)
+    out += weights[..., -1:].astype(dtype) * token["value"][:, :, None]
+    out = out.astype(state.value.dtype).reshape(out.shape[0], -1, out.shape[-1])
     out = jnp.where(valid[:, None, None], out, 0)
     # Read the cache before it is written: otherwise XLA keeps a copy to read from.
     out, token = jax.lax.optimization_barrier((out, token))
@@ -253,28 +270,6 @@ def _step(weigh, state, query, key, value, log_decay, segment_ids):
         complete=complete & ~(valid & overwritten),
     )
     return out, cache, valid & ~complete
-
-
-def _attend(weigh, query, token, state, cached, decay):
-    """Returns the output [B, N, E] of one token by its own key and those of `cached` slots [B, S]."""
-    key, value = state.key, state.value
-    dtype = np.promote_types(key.dtype, jnp.float32)
-    exact = {"precision": cost.precision_of(key.dtype), "preferred_element_type": dtype}
-    query = query.astype(key.dtype).reshape(*token["key"].shape[:2], -1, query.shape[-1])
-    scores = jnp.einsum("bkgd,bksd->bkgs", query, key, **exact)
-    own = jnp.einsum("bkgd,bkd->bkg", query, token["key"], **exact)[..., None]
-    cached = cached[:, None, None]
-    decay = jnp.zeros((), dtype) if decay is None else decay[:, :, None].astype(dtype)
-    # Scores of empty slots may be NaN.
-    scores = jnp.concatenate([jnp.where(cached, scores, 0), own], axis=-1)
-    decay = jnp.where(cached, decay, -jnp.inf)
-    decay = jnp.pad(decay, [(0, 0)] * 3 + [(0, 1)])
-    weights = weigh(scores, decay)
-    total = weights.sum(-1, keepdims=True)
-    weights = (weights / jnp.where(total == 0, 1, total)).astype(value.dtype)
-    out = jnp.einsum("bkgs,bkse->bkge", weights[..., :-1], value, **exact)
-    out += weights[..., -1:].astype(dtype) * token["value"][:, :, None]
-    return out.astype(value.dtype).reshape(out.shape[0], -1, out.shape[-1])
 
 
 def _in_order(state):
@@ -308,13 +303,12 @@ def _contained(state, key, value, log_decay):
     }
 
 
-@jax.custom_jvp
 def _decays_to_end(log_decay: Float[Array, "B K S"], start: Int[Array, " B"]) -> Float[Array, "B K S"]:
     """Returns the sum of the log decays after each slot, the order of time beginning at slot `start`.
 
     Sums are exact to 2^-32 per slot; log decays below 1 - 2^31 / S are clipped.
     """
-    steps = -jnp.clip(log_decay, 1 - 2.0**31 / log_decay.shape[-1], 0)
+    steps = -jnp.clip(jax.lax.stop_gradient(log_decay), 1 - 2.0**31 / log_decay.shape[-1], 0)
     flat = steps.reshape(-1, steps.shape[-1], 1)
     total = tuple(x.reshape(steps.shape) for x in fixed_point.running_sum(flat))
     newest, last = (tuple(_before(x, start)[..., None] for x in total), tuple(x[..., -1:] for x in total))
@@ -322,17 +316,14 @@ def _decays_to_end(log_decay: Float[Array, "B K S"], start: Int[Array, " B"]) ->
     both = fixed_point.add(newest, last)
     end = tuple(jnp.where(newer, x, y) for x, y in zip(newest, both))
     whole, fraction = fixed_point.subtract(end, total)
-    return -(whole.astype(jnp.float32) + fraction.astype(jnp.float32) * 2.0**-32)
 
+    def change(dlog_decay, to_end, log_decay, start):
+        total = jnp.cumsum(dlog_decay, axis=-1)
+        newer = jnp.arange(total.shape[-1]) < start[:, None, None]
+        return _before(total, start)[..., None] + jnp.where(newer, 0, total[..., -1:]) - total
 
-@_decays_to_end.defjvp
-@by_default_rules
-def _decays_to_end_jvp(primals, tangents):
-    log_decay, start = primals
-    total = jnp.cumsum(tangents[0], axis=-1)
-    newer = jnp.arange(total.shape[-1]) < start[:, None, None]
-    end = _before(total, start)[..., None] + jnp.where(newer, 0, total[..., -1:])
-    return _decays_to_end(log_decay, start), end - total
+    to_end = -(whole.astype(jnp.float32) + fraction.astype(jnp.float32) * 2.0**-32)
+    return fixed_point.with_derivative(change, to_end, log_decay, start)
 
 
 def _before(total: Array, start: Int[Array, " B"]) -> Array:

@@ -1,13 +1,16 @@
 """Changes of layout: time as the last axis, chunks of time, query heads of a key head."""
 
+import jax
 import jax.numpy as jnp
 
-from sympow_jax.array_types import Array, Shaped
+from sympow_jax.array_types import Array, Int, Shaped
 
 __all__ = [
+    "by_group",
     "join_chunks",
     "merge_heads",
     "pad_last",
+    "reordered",
     "split_chunks",
     "split_heads",
     "time_last",
@@ -26,10 +29,20 @@ def pad_last(x: Shaped[Array, "*rest X"], front: int, back: int) -> Shaped[Array
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(front, back)])
 
 
+def reordered(tree, order: Int[Array, "B X"]):
+    """Returns arrays [B, X, ...] in another order of the second axis."""
+    return jax.tree.map(lambda x: jnp.take_along_axis(x, with_rank(order, x.ndim), axis=1), tree)
+
+
+def by_group(x: Shaped[Array, "B T N D"], groups: int) -> Shaped[Array, "B T K G D"]:
+    """Splits the heads into groups."""
+    batch, time, heads, head_dim = x.shape
+    return x.reshape(batch, time, groups, heads // groups, head_dim)
+
+
 def time_last(query: Shaped[Array, "B X N D"], kv_heads: int) -> Shaped[Array, "B K G D X"]:
     """Splits query heads by key head and moves time to the end."""
-    batch, time, heads, head_dim = query.shape
-    return jnp.moveaxis(query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim), 1, 4)
+    return jnp.moveaxis(by_group(query, kv_heads), 1, 4)
 
 
 def time_second(out: Shaped[Array, "B K G E X"]) -> Shaped[Array, "B X N E"]:

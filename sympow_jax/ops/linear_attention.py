@@ -14,11 +14,18 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import arguments, containment, cost, feature_maps, rows, sharding
+from sympow_jax.ops import (
+    arguments,
+    containment,
+    cost,
+    feature_maps,
+    means,
+    plans,
+    power_state,
+    preparation,
+    sharding,
+)
 from sympow_jax.ops import attend as recurrent
-from sympow_jax.ops import mean as means
-from sympow_jax.ops import plan as plans
-from sympow_jax.ops import state as power_state
 from sympow_jax.ops.forms import bidirectional
 from sympow_jax.ops.promotion import by_default_rules
 from sympow_jax.ops.pytree import State
@@ -345,7 +352,7 @@ def _expanded(plan, x):
     """Returns x after the map, scaled if requested, and its features."""
     kernel, scaled = plan
     mapped = kernel.map(x)
-    mapped = rows.unit_scale(mapped) if scaled else mapped
+    mapped = preparation.unit_scale(mapped) if scaled else mapped
     return mapped, kernel.expand(mapped)
 
 

@@ -6,7 +6,6 @@ product (equation 75). In the basis `identity`, rotary encodings are the core `o
 `permutation` without its decay, and cosFormer the core `unitary` with the rates `cosine`.
 """
 
-import functools
 import statistics
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import arguments, derivatives, phase, rotary, sharding
+from sympow_jax.ops import arguments, derivatives, layout, phase, rotary, sharding
 
 __all__ = ["BASES", "CORES", "KINDS", "encode", "householder", "permutation", "rates"]
 
@@ -101,7 +100,7 @@ def encode(
             raise ValueError("rates are given, but core 'permutation' has none; leave them out")
         rates = None
         if isinstance(permutation, np.ndarray):
-            fixed_permutation, permutation = _static(permutation), None
+            fixed_permutation, permutation = arguments.Constant.of(permutation), None
     else:
         if permutation is not None:
             raise ValueError(
@@ -109,46 +108,57 @@ def encode(
             )
         if rates is None:
             raise ValueError(f"rates is None, but core {core!r} needs rates; make them with lrpe.rates")
-        _check_rates(rates, rotated if core == "unitary" else rotated // 2, x.shape[2])
+        _require_rows("rates", rates, rotated if core == "unitary" else rotated // 2, x.shape[2])
+        arguments.check_floating("rates", rates)
         if isinstance(rates, np.ndarray):
-            fixed_rates, rates = _static(rates), None
+            if not np.isfinite(rates).all():
+                raise ValueError(f"rates are {rates.tolist()}; they must be finite")
+            fixed_rates, rates = arguments.Constant.of(rates), None
     plan = _Plan(core, basis, fixed_rates, fixed_permutation)
     arrays = {"rates": rates, "householder": householder, "permutation": permutation}
     return _encode(plan, x=x, positions=positions, **arrays)
 
 
 class _Plan(NamedTuple):
-    """Static options of an encoding: names, and shape and values of fixed rates and permutations."""
+    """Static options of an encoding: names, and fixed rates and permutations."""
 
     core: str
     basis: str
-    rates: tuple | None
-    permutation: tuple | None
-
-
-def _static(x: np.ndarray) -> tuple:
-    """Returns shape and values, which can be hashed; `_array` is the inverse."""
-    return x.shape, tuple(x.ravel().tolist())
-
-
-def _array(static: tuple) -> np.ndarray:
-    shape, values = static
-    return np.array(values).reshape(shape)
+    rates: arguments.Constant | None
+    permutation: arguments.Constant | None
 
 
 @sharding.op({"x": "B T N D", "positions": "B T"}, lambda plan: "B T N D")
 def _encode(plan, x, positions, rates, householder, permutation):
-    core = plan.core
     parts = _transformed(x.astype(np.promote_types(x.dtype, jnp.float32)), plan.basis, householder)
-    if core == "permutation":
-        cycles = _cycles(permutation if plan.permutation is None else _array(plan.permutation))
+    if plan.core == "permutation":
+        cycles = _Cycles.of(permutation if plan.permutation is None else plan.permutation.array())
         parts = [_permuted(part, positions, cycles) for part in parts]
     else:
-        if plan.rates is not None:
-            rates = _array(plan.rates)
-        angles = _angles(positions, rates, parts[0].dtype)
-        rotate = _multiplied if core == "unitary" else _rotated
-        parts = rotate(parts, angles)
+        # [B, T, K, R], K = 1 if all heads share the rates
+        dtype = parts[0].dtype
+        if plan.rates is None:
+            angles = phase.learned(positions, rates, dtype=dtype)
+        else:
+            rates = plan.rates.array()
+            angles = phase.fixed(positions, rates, dtype)
+        angles = angles if rates.ndim == 2 else angles[:, :, None]
+        if plan.core == "unitary":
+            # Each complex dimension times exp(i angle)
+            grouped = [layout.by_group(part, angles.shape[2]) for part in parts]
+            cos, sin = jnp.cos(angles)[:, :, :, None], jnp.sin(angles)[:, :, :, None]
+            real, imaginary = grouped[0] * cos, grouped[0] * sin
+            if len(parts) > 1:
+                real, imaginary = real - grouped[1] * sin, imaginary + grouped[1] * cos
+            parts = [real.reshape(x.shape), imaginary.reshape(x.shape)]
+        elif rotated := 2 * angles.shape[-1]:
+            # The leading pairs of dimensions rotate, and the rest stays.
+            parts = [
+                jnp.concatenate([rotary.rotate(part[..., :rotated], angles), part[..., rotated:]], axis=-1)
+                if rotated < x.shape[-1]
+                else rotary.rotate(part, angles)
+                for part in parts
+            ]
     return jnp.concatenate(parts, axis=-1).astype(x.dtype) if len(parts) > 1 else parts[0].astype(x.dtype)
 
 
@@ -264,14 +274,6 @@ def _rotated_size(core: str, head_dim: int, identity_dim: int) -> int:
     return head_dim - identity_dim
 
 
-def _check_rates(rates, count: int, heads: int) -> None:
-    """Raises ValueError unless rates are `count` floats for each group of heads, finite if they are a NumPy array."""
-    _require_rows("rates", rates, count, heads)
-    arguments.check_floating("rates", rates)
-    if isinstance(rates, np.ndarray) and not np.isfinite(rates).all():
-        raise ValueError(f"rates are {rates.tolist()}; they must be finite")
-
-
 def _require_rows(name: str, array, width: int, heads: int) -> None:
     """Raises ValueError unless it is an array [width], or [K, width] for K groups of heads."""
     arguments.check_array(name, array)
@@ -283,13 +285,6 @@ def _require_rows(name: str, array, width: int, heads: int) -> None:
         )
 
 
-def _angles(positions, rates, dtype):
-    """Returns positions * rates [B, T, K, R], K = 1 if all heads share them."""
-    known = isinstance(rates, np.ndarray)
-    angles = phase.fixed(positions, rates, dtype) if known else phase.learned(positions, rates, dtype=dtype)
-    return angles if rates.ndim == 2 else angles[:, :, None]
-
-
 def _transformed(x, basis: str, v) -> list:
     """Returns P x as its real part, and its imaginary part if it has one."""
     head_dim = x.shape[-1]
@@ -297,7 +292,7 @@ def _transformed(x, basis: str, v) -> list:
         v = jnp.asarray(householder(head_dim) if v is None else v).astype(x.dtype)
         v = v.reshape(-1, 1, head_dim)
         # x - 2 v (v . x) / (v . v)
-        grouped = _grouped(x, v.shape[0])
+        grouped = layout.by_group(x, v.shape[0])
         share = jnp.sum(grouped * v, axis=-1, keepdims=True) * (2 / jnp.sum(v * v, axis=-1, keepdims=True))
         return [(grouped - share * v).reshape(x.shape)]
     if basis == "odd_even":
@@ -305,57 +300,13 @@ def _transformed(x, basis: str, v) -> list:
         pairs = jnp.stack([x[..., : head_dim // 2], x[..., half:]], axis=-1)
         return [jnp.concatenate([pairs.reshape(*x.shape[:-1], -1), x[..., head_dim // 2 : half]], axis=-1)]
     if basis == "fourier":
-        # A matrix product can be sharded over batch and heads; XLA gathers the operand of an FFT.
-        transform = jnp.asarray(_fourier(head_dim), x.dtype)
+        # The unitary discrete Fourier transform, symmetric, as two real matrices. A matrix product can be sharded over
+        # batch and heads; XLA gathers the operand of an FFT.
+        index = np.arange(head_dim)
+        angles = -2 * np.pi / head_dim * (np.outer(index, index) % head_dim)
+        transform = jnp.asarray(np.stack([np.cos(angles), np.sin(angles)]) / np.sqrt(head_dim), x.dtype)
         return [jnp.matmul(x, part, precision=_HIGHEST) for part in transform]
     return [x]
-
-
-def _grouped(x, groups: int):
-    """Splits the heads of x [B, T, N, D] into groups: [B, T, K, N / K, D]."""
-    batch, time, heads, head_dim = x.shape
-    return x.reshape(batch, time, groups, heads // groups, head_dim)
-
-
-@functools.cache
-def _fourier(head_dim: int) -> np.ndarray:
-    """Returns the real and imaginary part of the unitary discrete Fourier transform, symmetric, float64 [2, D, D]."""
-    index = np.arange(head_dim)
-    angles = -2 * np.pi / head_dim * (np.outer(index, index) % head_dim)
-    return np.stack([np.cos(angles), np.sin(angles)]) / np.sqrt(head_dim)
-
-
-def _rotated(parts: list, angles) -> list:
-    """Rotates the leading pairs of dimensions, one per angle; returns the rest unchanged."""
-    rotated = 2 * angles.shape[-1]
-    if rotated == 0:
-        return parts
-    return [
-        rotary.rotate(part, angles)
-        if rotated == part.shape[-1]
-        else jnp.concatenate([rotary.rotate(part[..., :rotated], angles), part[..., rotated:]], axis=-1)
-        for part in parts
-    ]
-
-
-def _multiplied(parts: list, angles) -> list:
-    """Multiplies each complex dimension by exp(i angle); returns its real and imaginary parts."""
-    shape = parts[0].shape
-    parts = [_grouped(part, angles.shape[2]) for part in parts]
-    cos, sin = jnp.cos(angles)[:, :, :, None], jnp.sin(angles)[:, :, :, None]
-    real, imaginary = parts[0] * cos, parts[0] * sin
-    if len(parts) > 1:
-        real, imaginary = real - parts[1] * sin, imaginary + parts[1] * cos
-    return [real.reshape(shape), imaginary.reshape(shape)]
-
-
-class _Cycles(NamedTuple):
-    """Cycles of each permutation, concatenated, and the place of each dimension in them."""
-
-    order: Int[Array, "K D"] | Int[np.ndarray, "K D"]
-    start: Int[Array, "K D"] | Int[np.ndarray, "K D"]
-    offset: Int[Array, "K D"] | Int[np.ndarray, "K D"]
-    length: Int[Array, "K D"] | Int[np.ndarray, "K D"]
 
 
 def _checked_permutation(pi, head_dim: int, heads: int) -> np.ndarray | Array:
@@ -373,62 +324,60 @@ def _checked_permutation(pi, head_dim: int, heads: int) -> np.ndarray | Array:
     return pi
 
 
-def _cycles(pi) -> _Cycles:
-    """Returns the cycles of permutations [D] or [K, D], NumPy or JAX arrays, in log2(D) steps."""
-    xp: Any = np if isinstance(pi, np.ndarray) else jnp
-    pi = pi.reshape(-1, pi.shape[-1])
-    dimension = xp.broadcast_to(xp.arange(pi.shape[-1]), pi.shape)
+class _Cycles(NamedTuple):
+    """Cycles of each permutation, concatenated, and the place of each dimension in them."""
 
-    def along(combine, x, step):
-        """Combines x of each dimension with that of all dimensions that repeated steps lead to."""
-        for _ in range(pi.shape[-1].bit_length()):
-            x = combine(x, xp.take_along_axis(x, step, -1))
-            step = xp.take_along_axis(step, step, -1)
-        return x
+    order: Int[Array, "K D"] | Int[np.ndarray, "K D"]
+    start: Int[Array, "K D"] | Int[np.ndarray, "K D"]
+    offset: Int[Array, "K D"] | Int[np.ndarray, "K D"]
+    length: Int[Array, "K D"] | Int[np.ndarray, "K D"]
 
-    # A cycle begins at its least dimension. An offset is the number of steps back to there.
-    first = along(xp.minimum, dimension, pi)
-    begins = first == dimension
-    back = xp.where(begins, dimension, xp.argsort(pi, -1))
-    offset = along(xp.add, xp.where(begins, 0, 1), back)
-    length = along(xp.maximum, offset, pi) + 1
-    order = xp.lexsort((offset, first), axis=-1)
-    return _Cycles(order, xp.argsort(order, -1) - offset, offset, length)
+    @classmethod
+    def of(cls, pi) -> "_Cycles":
+        """Returns the cycles of permutations [D] or [K, D], NumPy or JAX arrays, in log2(D) steps."""
+        xp: Any = np if isinstance(pi, np.ndarray) else jnp
+        pi = pi.reshape(-1, pi.shape[-1])
+        dimension = xp.broadcast_to(xp.arange(pi.shape[-1]), pi.shape)
+
+        def along(combine, x, step):
+            """Combines x of each dimension with that of all dimensions that repeated steps lead to."""
+            for _ in range(pi.shape[-1].bit_length()):
+                x = combine(x, xp.take_along_axis(x, step, -1))
+                step = xp.take_along_axis(step, step, -1)
+            return x
+
+        # A cycle begins at its least dimension. An offset is the number of steps back to there.
+        first = along(xp.minimum, dimension, pi)
+        begins = first == dimension
+        back = xp.where(begins, dimension, xp.argsort(pi, -1))
+        offset = along(xp.add, xp.where(begins, 0, 1), back)
+        length = along(xp.maximum, offset, pi) + 1
+        order = xp.lexsort((offset, first), axis=-1)
+        return cls(order, xp.argsort(order, -1) - offset, offset, length)
+
+    def permute(self, x, positions, direction: int):
+        """Returns x with dimension pi^s(i), or pi^-s(i), at place i, by arithmetic within the cycle of i."""
+        order, start, offset, length = (jnp.asarray(part, jnp.int32) for part in self)
+        groups, head_dim = order.shape
+        steps = direction * (positions.astype(jnp.int32)[..., None, None] % length)
+        # Orders of all groups in one vector, because a gather from a vector is the cheapest.
+        row = head_dim * jnp.arange(groups, dtype=jnp.int32)[:, None]
+        index = order.ravel()[row + start + (offset + steps) % length]
+        permuted = jnp.take_along_axis(
+            layout.by_group(x, groups), index[:, :, :, None], axis=-1, mode="promise_in_bounds"
+        )
+        return permuted.reshape(x.shape)
 
 
 @derivatives.custom_vjp
 def _permuted(x, positions, cycles: _Cycles):
     """Returns x with dimension pi^s(i) at place i."""
-    return _gathered(x, positions, cycles, 1)
+    return cycles.permute(x, positions, 1)
 
 
-def _permuted_forward(x, positions, cycles):
-    return _gathered(x, positions, cycles, 1), (positions, cycles)
-
-
-def _permuted_backward(residuals, gradient):
-    # The transpose is the inverse, which is also a gather; JAX's gradient of a gather would be a scatter.
-    positions, cycles = residuals
-    return _gathered(gradient, positions, cycles, -1), None, None
-
-
-def _permuted_changes(residuals, changes):
-    positions, cycles = residuals
-    return _gathered(changes[0], positions, cycles, 1)
-
-
-_permuted.defvjp(_permuted_forward, _permuted_backward, _permuted_changes)
-
-
-def _gathered(x, positions, cycles: _Cycles, direction: int):
-    """Returns x with dimension pi^s(i), or pi^-s(i), at place i, by arithmetic within the cycle of i."""
-    order, start, offset, length = (jnp.asarray(part, jnp.int32) for part in cycles)
-    groups, head_dim = order.shape
-    steps = direction * (positions.astype(jnp.int32)[..., None, None] % length)
-    # Orders of all groups in one vector, because a gather from a vector is the cheapest.
-    row = head_dim * jnp.arange(groups, dtype=jnp.int32)[:, None]
-    index = order.ravel()[row + start + (offset + steps) % length]
-    permuted = jnp.take_along_axis(
-        _grouped(x, groups), index[:, :, :, None], axis=-1, mode="promise_in_bounds"
-    )
-    return permuted.reshape(x.shape)
+# The transpose is the inverse, which is also a gather; JAX's gradient of a gather would be a scatter.
+_permuted.defvjp(
+    lambda x, positions, cycles: (cycles.permute(x, positions, 1), (positions, cycles)),
+    lambda residuals, gradient: (residuals[1].permute(gradient, residuals[0], -1), None, None),
+    lambda residuals, changes: residuals[1].permute(changes[0], residuals[0], 1),
+)

@@ -7,13 +7,12 @@ Transformations for Symmetric Power Transformers" (Kumar et al. 2025).
 import inspect
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import arguments, attend, plan
-from sympow_jax.ops import state as power_state
+from sympow_jax.ops import arguments, attend, plans, power_state
 from sympow_jax.ops.tokens import Tokens
 
 __all__ = ["Plan", "PowerState", "explain", "power_attention", "power_attention_step"]
 
-Plan = plan.Plan
+Plan = plans.Plan
 PowerState = power_state.PowerState
 
 
@@ -58,7 +57,8 @@ def power_attention(
             zero, and they leave state and decay unchanged. None continues the document of `initial_state`.
         form: `attention` costs O(T^2) and holds a few blocks of scores. `chunked` costs O(T F E) and, with its backward
             pass, holds memory linear in T. `recurrent` updates the state one token at a time. All agree to rounding.
-            None chooses the one with fewer FLOPs, or the faster kernel; `explain` returns the choice and reasons.
+            None chooses `attention` or `chunked`, the one with fewer FLOPs or the faster kernel; `explain` returns the
+            choice and reasons.
         implementation: `reference` is the unoptimized formula. `xla` runs on any device. `mosaic_gpu` are the kernels
             for Hopper GPUs, for inputs of 16 bits, with further limits in the README's table; under a mesh, batch and
             heads are sharded. None uses a kernel on a Hopper GPU if one supports the request, and `xla` otherwise. It
@@ -101,7 +101,7 @@ def power_attention(
         (1, 28, 4, 16)
     """
     tokens = Tokens.of(query, key, value, log_decay, segment_ids)
-    call_plan = plan.make(
+    call_plan = plans.make(
         tokens,
         initial_state,
         power=arguments.check_power(power),
@@ -135,7 +135,7 @@ def explain(query, key, value, **options) -> Plan:
     tokens = Tokens(*arguments.to_shapes(**{name: call.arguments.pop(name) for name in Tokens._fields}))
     state = call.arguments.pop("initial_state")
     call.arguments["power"] = arguments.check_power(call.arguments["power"])
-    return plan.make(tokens, state, **call.arguments)
+    return plans.make(tokens, state, **call.arguments)
 
 
 def power_attention_step(
@@ -166,7 +166,7 @@ def power_attention_step(
         ((1, 4, 16), 1)
     """
     tokens = Tokens.of(query, key, value, log_decay, segment_ids)
-    call_plan = plan.make_step(
+    call_plan = plans.make_step(
         tokens, state, power=arguments.check_power(power), implementation=implementation
     )
     return attend.attend_step(call_plan, tokens=tokens, state=state)

@@ -37,6 +37,9 @@ __all__ = [
 LAYOUTS = ("pairs", "halves")
 """Dimensions that rotate together, m from 0: 2m and 2m + 1 in `pairs`, m and m + D/2 in `halves`."""
 
+# (-1, 1) along an axis, the last or the one before, of two axes.
+_SIGNS = {-1: np.array([[-1, 1]], np.float32), -2: np.array([[-1], [1]], np.float32)}
+
 
 class RotaryState(State):
     """Learned position after a prefix of a document, and the document's segment id.
@@ -232,7 +235,20 @@ def learned_angles(
     """
     rates = _checked_rates(theta, head_dim)
     rate, segment_ids = arguments.to_arrays(rate=rate, segment_ids=segment_ids)
-    _require_heads_or_pairs(rate, len(rates), initial_state)
+    if rate.ndim not in (3, 4) or rate.shape[3:] not in ((), (len(rates),)):
+        raise ValueError(
+            f"rate has shape {rate.shape}; it must be [B, T, K], one per head, or [B, T, K, {len(rates)}], one per pair"
+        )
+    expected = (rate.shape[0], *rate.shape[2:])
+    if initial_state is not None and not isinstance(initial_state, RotaryState):
+        raise ValueError(
+            f"the state is a {type(initial_state).__name__}; make it with RotaryState.zeros{expected}"
+        )
+    if initial_state is not None and initial_state.whole.shape != expected:
+        raise ValueError(
+            f"rate has shape {rate.shape} and the state's positions {initial_state.whole.shape}; make the state with "
+            f"RotaryState.zeros{expected}"
+        )
     arguments.check_floating("rate", rate)
     if segment_ids is not None:
         arguments.check_segment_ids(segment_ids, rate.shape[:2])
@@ -240,14 +256,14 @@ def learned_angles(
             arguments.check_ids_fit(segment_ids, initial_state)
     if axis_name is not None:
         arguments.check_axis_name(axis_name)
-    plan = _Angles(tuple(rates.tolist()), rate.ndim == 4, axis_name)
+    plan = _Angles(arguments.Constant.of(rates), rate.ndim == 4, axis_name)
     return _learned_angles(plan, rate=rate, segment_ids=segment_ids, state=initial_state)
 
 
 class _Angles(NamedTuple):
     """Static options of learned angles: rates, whether each pair has a beta of its own, and the time axis."""
 
-    rates: tuple[float, ...]
+    rates: arguments.Constant
     by_pair: bool
     axis_name: str | None
 
@@ -256,7 +272,7 @@ class _Angles(NamedTuple):
     {"rate": "B T K D", "segment_ids": "B T"}, lambda plan: ("B T K D", RotaryState.layout(plan.by_pair))
 )
 def _learned_angles(plan, rate, segment_ids, state):
-    rates, by_pair, axis_name = np.array(plan.rates), plan.by_pair, plan.axis_name
+    rates, by_pair, axis_name = plan.rates.array(), plan.by_pair, plan.axis_name
     batch, time, *heads = rate.shape
     if state is None:
         state = RotaryState.zeros(batch, *heads, dtype=rate.dtype)
@@ -268,22 +284,42 @@ def _learned_angles(plan, rate, segment_ids, state):
         segment_ids = jnp.broadcast_to(documents.continued(state.segment)[:, None], (batch, time))
     valid = (segment_ids >= 0).reshape(batch, time, *[1] * len(heads))
     rate = jnp.where(valid, rate.astype(dtype), 0)
-    steps = _flat(jax.lax.stop_gradient(rate), 2)
+    # Heads and pairs are one axis.
+    steps = jax.lax.stop_gradient(rate).reshape(batch, time, -1)
 
     def reach(state):
         starts, _, last = documents.boundaries(segment_ids, state.segment)
-        reached = _flat(state.whole, 1), _flat(state.fraction, 1)
+        reached = state.whole.reshape(batch, -1), state.fraction.reshape(batch, -1)
         sums = fixed_point.running_sum(steps, reached, dtype=word)
         before = (documents.before_document(x, starts, first) for x, first in zip(sums, reached, strict=True))
         whole, fraction = (x.reshape(rate.shape) for x in fixed_point.subtract(sums, tuple(before)))
         return whole, fraction, starts, RotaryState(whole[:, -1], fraction[:, -1], last)
 
+    def add(before, own):
+        sums = (before.whole, before.fraction), (own.whole, own.fraction)
+        return RotaryState(*fixed_point.add(*sums), own.segment)
+
     if axis_name is not None:
-        state = documents.state_before(lambda state: reach(state)[-1], _add, segment_ids, state, axis_name)
+        state = documents.state_before(lambda state: reach(state)[-1], add, segment_ids, state, axis_name)
     whole, fraction, starts, state = reach(state)
     theta = jnp.asarray(rates, dtype)
     reached = (whole, fraction) if by_pair else (whole[..., None], fraction[..., None])
-    return _with_gradient(axis_name, by_pair, _angles(*reached, rates), rate, starts, theta), state
+
+    def change(drate, angles, rate, starts, theta):
+        """Returns the change of theta times the running sum of the rates before they are rounded."""
+
+        def to_rates(gradient):
+            if by_pair:
+                by_pairs = (gradient * theta).reshape(*gradient.shape[:2], -1)
+                return documents.sums_to_end(by_pairs, starts, axis_name).reshape(rate.shape)
+            by_position = jnp.matmul(gradient, theta, precision=jax.lax.Precision.HIGHEST)
+            return documents.sums_to_end(by_position, starts, axis_name)
+
+        # Sums from the start of a document are the transpose of sums to its end, and reverse mode transposes again.
+        return jax.linear_transpose(to_rates, angles)(drate)[0]
+
+    angles = phase.fractional(*reached, rates)
+    return fixed_point.with_derivative(change, angles, rate, starts, theta), state
 
 
 def rotate(
@@ -336,7 +372,7 @@ def _turned(axis, pairs, angles):
     The signs are those of the angles. XLA for GPUs would write sine and cosine of broadcast angles to memory, and read
     them again, which takes longer than computing them for each entry.
     """
-    angles = angles * _signs(axis)
+    angles = angles * _SIGNS[axis]
     return pairs * jnp.cos(angles) + jnp.flip(pairs, axis) * jnp.sin(angles)
 
 
@@ -350,14 +386,9 @@ def _turned_jvp(axis, primals, tangents):
     """
     (pairs, angles), (dpairs, dangles) = primals, tangents
     cos, sin = jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
-    slope = jnp.flip(pairs, axis) * (_signs(axis) * cos) - pairs * sin
-    tangent = dpairs * cos - jnp.flip(dpairs * (_signs(axis) * sin), axis) + slope * dangles
+    slope = jnp.flip(pairs, axis) * (_SIGNS[axis] * cos) - pairs * sin
+    tangent = dpairs * cos - jnp.flip(dpairs * (_SIGNS[axis] * sin), axis) + slope * dangles
     return _turned(axis, pairs, angles), tangent
-
-
-def _signs(axis: int) -> Float[np.ndarray, "..."]:
-    """Returns (-1, 1) along `axis`, -1 or -2, of two axes."""
-    return np.expand_dims(np.array([-1, 1], np.float32), -3 - axis)
 
 
 def sinusoidal(positions: Int[Array, "B T"], width: int) -> Float[Array, "B T M"]:
@@ -387,78 +418,10 @@ def _checked_rates(
     if theta is None:
         return default
     theta = np.asarray(theta, np.float64)
-    # `_angles` multiplies fractions of a position by rates of less than a turn.
+    # `phase.fractional` multiplies fractions of a position by rates of less than a turn.
     if theta.shape != default.shape or not np.all((theta >= 0) & (theta <= 2 * np.pi)):
         raise ValueError(
             f"theta is {theta.tolist()}; it must be {len(default)} rates from 0 to 2 pi; make it with "
             f"rope_rates({head_dim})"
         )
     return theta
-
-
-def _require_heads_or_pairs(rate, pairs: int, state: RotaryState | None) -> None:
-    if rate.ndim not in (3, 4) or rate.shape[3:] not in ((), (pairs,)):
-        raise ValueError(
-            f"rate has shape {rate.shape}; it must be [B, T, K], one per head, or [B, T, K, {pairs}], one per pair"
-        )
-    expected = (rate.shape[0], *rate.shape[2:])
-    if state is not None and not isinstance(state, RotaryState):
-        raise ValueError(f"the state is a {type(state).__name__}; make it with RotaryState.zeros{expected}")
-    if state is not None and state.whole.shape != expected:
-        raise ValueError(
-            f"rate has shape {rate.shape} and the state's positions {state.whole.shape}; make the state with "
-            f"RotaryState.zeros{expected}"
-        )
-
-
-def _flat(x, lead: int):
-    """Flattens all axes after the first `lead` into one."""
-    return x.reshape(*x.shape[:lead], -1)
-
-
-def _angles(
-    whole: Int[Array, "*batch #R"], fraction: UInt[Array, "*batch #R"], rates: Float[np.ndarray, " R"]
-) -> Float[Array, "*batch R"]:
-    """Returns (whole + fraction / 2^bits) * rates in radians, reduced to [-pi, pi], for rates up to one turn.
-
-    The angles have as many bits as the fraction. A position shared by all rates has a last axis of size 1.
-    """
-    bits = fixed_point.bits(fraction)
-    high, low = phase.words(rates, 2, bits=bits)
-    whole = whole.astype(fraction.dtype)
-    # In units of 2^-bits turns; unsigned integers wrap around modulo one turn.
-    turn = whole * high + fixed_point.multiply_high(whole, low) + fixed_point.multiply_high(fraction, high)
-    signed = jax.lax.bitcast_convert_type(turn, jnp.dtype(f"int{bits}"))
-    dtype = jnp.dtype(f"float{bits}")
-    return signed.astype(dtype) * np.asarray(2 * np.pi / 2**bits, dtype)
-
-
-def _add(a: RotaryState, b: RotaryState) -> RotaryState:
-    """Returns the position of b in its document if the document continues from a."""
-    whole, fraction = fixed_point.add((a.whole, a.fraction), (b.whole, b.fraction))
-    return RotaryState(whole, fraction, b.segment)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _with_gradient(axis_name, by_pair, angles, rate, starts, theta):
-    """Returns `angles`, with the gradient of theta times the running sum of `rate` before rounding to integers."""
-    del axis_name, by_pair, rate, starts, theta
-    return angles
-
-
-@_with_gradient.defjvp
-@by_default_rules
-def _with_gradient_jvp(axis_name, by_pair, primals, tangents):
-    angles, rate, starts, theta = primals
-
-    def to_rates(gradient):
-        if by_pair:
-            by_pairs = _flat(gradient * theta, 2)
-            return documents.sums_to_end(by_pairs, starts, axis_name).reshape(rate.shape)
-        by_position = jnp.matmul(gradient, theta, precision=jax.lax.Precision.HIGHEST)
-        return documents.sums_to_end(by_position, starts, axis_name)
-
-    # Sums from the start of a document are the transpose of sums to its end, and reverse mode transposes again.
-    (change,) = jax.linear_transpose(to_rates, angles)(tangents[1])
-    # Not `angles` itself, which is constant in the rates, so that second derivatives are right too.
-    return _with_gradient(axis_name, by_pair, *primals), change

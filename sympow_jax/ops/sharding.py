@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sympow_jax.ops.promotion import by_default_rules
+from sympow_jax.ops.promotion import default_rules
 
 __all__ = ["op", "per_device", "same_variation", "varying_over"]
 
@@ -36,24 +36,23 @@ def op[R](
     """
 
     def compiled(f):
-        f = by_default_rules(f)
-
         @functools.partial(jax.jit, static_argnums=0)
         @functools.wraps(f)
         def call(plan, **arrays):
             arrays = same_variation(arrays)
             meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays))
             mesh = next((mesh for mesh in meshes if not mesh.empty), None)
-            if mesh is None or not mesh.explicit_axes:
-                return f(plan, **arrays)
-            axes = _axes_of_letters(layouts, arrays)
-            return jax.sharding.auto_axes(
-                lambda arrays: f(plan, **arrays),
-                axes=mesh.explicit_axes,
-                out_sharding=jax.tree.map(
-                    lambda layout: jax.NamedSharding(mesh, _spec(layout, axes)), outputs(plan)
-                ),
-            )(arrays)
+            with default_rules():
+                if mesh is None or not mesh.explicit_axes:
+                    return f(plan, **arrays)
+                axes = _axes_of_letters(layouts, arrays)
+                return jax.sharding.auto_axes(
+                    lambda arrays: f(plan, **arrays),
+                    axes=mesh.explicit_axes,
+                    out_sharding=jax.tree.map(
+                        lambda layout: jax.NamedSharding(mesh, _spec(layout, axes)), outputs(plan)
+                    ),
+                )(arrays)
 
         return call
 
@@ -65,7 +64,8 @@ def same_variation(tree):
 
     Integers are unchanged: lengths and segment ids of rows are the same for all heads.
     """
-    axes = frozenset().union(*map(_varying, jax.tree.leaves(tree)))
+    leaves = jax.tree.leaves(tree)
+    axes = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
     if not axes:
         return tree
 
@@ -77,13 +77,8 @@ def same_variation(tree):
 
 def varying_over(x, axes: frozenset[str]):
     """Returns x varying over these manual mesh axes in addition to its own."""
-    missing = tuple(sorted(axes - _varying(x)))
+    missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-
-def _varying(x):
-    """Returns the manual mesh axes that x varies over."""
-    return jax.typeof(x).manual_axis_type.varying
 
 
 def _axes_of_letters(layouts, arrays) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def _xla(plan, scale: float, tokens: Tokens) -> Float[Array, "B T N E"]:
     if dtype == jnp.float16 and target.device().platform != "gpu":
         # JAX asks for products of float16 that only GPUs have.
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-    rows, valid = _rows(log_decay, segment_ids, key.shape[1], plan.window)
+    rows, valid = _Rows.of(log_decay, segment_ids, key.shape[1], plan.window)
     before = key.shape[1] - query.shape[1]
     queries, keys = (query, _slice_time(rows, before, key.shape[1])), (key, value, rows)
     if plan.window is not None:
@@ -209,22 +209,14 @@ def _xla(plan, scale: float, tokens: Tokens) -> Float[Array, "B T N E"]:
     elif valid is None:
         out = _attend_slices(queries, keys, plan, scale)
     else:
-        # Without padding between tokens, those of a window are neighbors.
-        query_order, key_order = _padding_first(valid[:, before:]), _padding_first(valid)
-        out = _attend_slices(_reordered(queries, query_order), _reordered(keys, key_order), plan, scale)
-        out = _reordered(out, jnp.argsort(query_order, axis=1))
+        # With padding moved to the front, and tokens in order, those of a window are neighbors.
+        query_order, key_order = (
+            jnp.argsort(tokens, axis=1, stable=True) for tokens in (valid[:, before:], valid)
+        )
+        ordered = layout.reordered(queries, query_order), layout.reordered(keys, key_order)
+        out = layout.reordered(_attend_slices(*ordered, plan, scale), jnp.argsort(query_order, axis=1))
     out = out.astype(dtype)
     return out if valid is None else jnp.where(valid[:, before:, None, None], out, 0)
-
-
-def _padding_first(valid: Bool[Array, "B T"]) -> Int[Array, "B T"]:
-    """Returns the order of positions that moves padding to the front and leaves tokens in order."""
-    return jnp.argsort(valid, axis=1, stable=True)
-
-
-def _reordered(tree, order: Int[Array, "B T"]):
-    """Returns arrays [B, T, ...] in another order of positions."""
-    return jax.tree.map(lambda x: jnp.take_along_axis(x, layout.with_rank(order, x.ndim), axis=1), tree)
 
 
 class _Rows(NamedTuple):
@@ -241,21 +233,35 @@ class _Rows(NamedTuple):
     ordinal: Int[Array, "B S"] | None
     decay: tuple[Int[Array, "B S K"], Float[Array, "B S K"]] | None
 
+    @classmethod
+    def of(
+        cls, log_decay, segment_ids, time: int, window: int | None
+    ) -> tuple["_Rows", Bool[Array, "B S"] | None]:
+        """Returns the rows, and a mask of tokens that are not padding, None without segment ids.
 
-def _rows(log_decay, segment_ids, time: int, window: int | None) -> tuple[_Rows, Bool[Array, "B S"] | None]:
-    document = ordinal = decay = valid = None
-    if segment_ids is not None:
-        document = documents.numbered(segment_ids)
-        valid = document >= 0
-    if window is not None:
-        document = jnp.ones((1, time), jnp.int32) if document is None else document
-        ordinal = jnp.cumsum(document >= 0, axis=1, dtype=jnp.int32)
-    if log_decay is not None:
-        log_decay = log_decay.astype(jnp.float32)
-        if valid is not None:
-            log_decay = jnp.where(valid[..., None], log_decay, 0)
-        decay = _decays(log_decay)
-    return _Rows(document, ordinal, decay), valid
+        -G is exact, so that differences are right to rounding: a plain float32 sum above 1e4 loses the small steps
+        after it. The derivative of the fraction stands for that of -G.
+        """
+        document = ordinal = decay = valid = None
+        if segment_ids is not None:
+            document = documents.numbered(segment_ids)
+            valid = document >= 0
+        if window is not None:
+            document = jnp.ones((1, time), jnp.int32) if document is None else document
+            ordinal = jnp.cumsum(document >= 0, axis=1, dtype=jnp.int32)
+        if log_decay is not None:
+            log_decay = log_decay.astype(jnp.float32)
+            if valid is not None:
+                log_decay = jnp.where(valid[..., None], log_decay, 0)
+            least = 1 - 2.0**31 / time
+            whole, fraction = fixed_point.running_sum(-jnp.clip(jax.lax.stop_gradient(log_decay), least, 0))
+            fraction = fixed_point.with_derivative(
+                lambda change, *_: -jax.lax.cumsum(change, axis=1),
+                fraction.astype(jnp.float32) * 2.0**-32,
+                log_decay,
+            )
+            decay = whole, fraction
+        return cls(document, ordinal, decay), valid
 
 
 def _slice_time(tree, start: int, stop: int):
@@ -355,28 +361,3 @@ def _attend(steps: Int[Array, " T"], queries, keys, plan, scale: float) -> Float
     exact = jax.default_matmul_precision("highest")
     with exact if query.dtype == jnp.float32 else contextlib.nullcontext():
         return jax.nn.dot_product_attention(query, key, value, bias, mask, scale=scale)
-
-
-def _decays(log_decay: Float[Array, "B S K"]) -> tuple[Int[Array, "B S K"], Float[Array, "B S K"]]:
-    """Returns -G as a whole part and a fraction, exact, so that differences are right to rounding.
-
-    A plain float32 sum above 1e4 loses the small steps after it. The derivative of the fraction stands for that of -G.
-    """
-    least = -(2.0**31) / log_decay.shape[1]
-    whole, fraction = fixed_point.running_sum(-jnp.clip(jax.lax.stop_gradient(log_decay), least + 1, 0))
-    return whole, _with_derivative(fraction.astype(jnp.float32) * 2.0**-32, log_decay)
-
-
-@jax.custom_jvp
-def _with_derivative(
-    fraction: Float[Array, "B S K"], log_decay: Float[Array, "B S K"]
-) -> Float[Array, "B S K"]:
-    """Returns the fraction, with the derivative of -G."""
-    del log_decay
-    return fraction
-
-
-@_with_derivative.defjvp
-def _with_derivative_jvp(primals, tangents):
-    # Not `primals[0]`, which is constant in the decays, so that second derivatives are right too.
-    return _with_derivative(*primals), -jax.lax.cumsum(tangents[1], axis=1)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import arguments, phase, sharding
+from sympow_jax.ops import arguments, layout, phase, sharding
 
 __all__ = ["encode"]
 
@@ -69,7 +69,26 @@ def encode(
         gains=gains,
         noise=noise,
     )
-    _require_shapes(query, key, frequencies, phases, gains, noise)
+    arguments.check_axes("query", query, "[B, T, N, D]")
+    arguments.check_axes("key", key, "[B, S, K, D]")
+    heads, (kv_heads, head_dim) = query.shape[2], key.shape[2:]
+    if query.shape[-1] != head_dim or heads % kv_heads:
+        raise ValueError(
+            f"query has {heads} heads of size {query.shape[-1]} and key {kv_heads} of size {head_dim}; sizes must "
+            f"agree and the key's heads divide the query's"
+        )
+    shapes = {"frequencies": frequencies.shape, "phases": phases.shape, "gains": gains.shape}
+    sines = frequencies.shape[-1]
+    for name, shape in shapes.items():
+        if shape != (kv_heads, head_dim, sines):
+            raise ValueError(
+                f"{name} has shape {shape}; it must be [{kv_heads}, {head_dim}, {sines}], K by D by sines"
+            )
+    if noise.ndim != 4 or noise.shape[:3] != (kv_heads, head_dim, 2 * sines):
+        raise ValueError(
+            f"noise has shape {noise.shape}; it must be [{kv_heads}, {head_dim}, {2 * sines}, realizations], since "
+            f"each of {sines} sines has a cosine too"
+        )
     of_keys = positions if key_positions is None else key_positions
     for name, array, x in (("positions", positions, query), ("key_positions", of_keys, key)):
         arguments.check_positions(name, array, "[B, T]" if x is query else "[B, S]")
@@ -110,33 +129,9 @@ def _waves(positions, frequencies, dtype):
 
 def _mixed(x, waves, mixing):
     """Returns the sum over d and j of x_d waves_dj mixing_djr, [B, T, N, R]."""
-    batch, time, heads, head_dim = x.shape
-    kv_heads, _, width, realizations = mixing.shape
-    groups = x.reshape(batch, time, kv_heads, heads // kv_heads, head_dim).astype(waves.dtype)
+    kv_heads, head_dim, width, realizations = mixing.shape
+    groups = layout.by_group(x, kv_heads).astype(waves.dtype)
     waving = (groups[..., None] * waves[:, :, :, None]).reshape(*groups.shape[:-1], head_dim * width)
     mixing = mixing.reshape(kv_heads, head_dim * width, realizations)
     mixed = jnp.einsum("BTKGX,KXR->BTKGR", waving, mixing, precision=_HIGHEST)
-    return mixed.reshape(batch, time, heads, realizations).astype(x.dtype)
-
-
-def _require_shapes(query, key, frequencies, phases, gains, noise):
-    arguments.check_axes("query", query, "[B, T, N, D]")
-    arguments.check_axes("key", key, "[B, S, K, D]")
-    heads, (kv_heads, head_dim) = query.shape[2], key.shape[2:]
-    if query.shape[-1] != head_dim or heads % kv_heads:
-        raise ValueError(
-            f"query has {heads} heads of size {query.shape[-1]} and key {kv_heads} of size {head_dim}; sizes must "
-            f"agree and the key's heads divide the query's"
-        )
-    shapes = {"frequencies": frequencies.shape, "phases": phases.shape, "gains": gains.shape}
-    sines = frequencies.shape[-1]
-    for name, shape in shapes.items():
-        if shape != (kv_heads, head_dim, sines):
-            raise ValueError(
-                f"{name} has shape {shape}; it must be [{kv_heads}, {head_dim}, {sines}], K by D by sines"
-            )
-    if noise.ndim != 4 or noise.shape[:3] != (kv_heads, head_dim, 2 * sines):
-        raise ValueError(
-            f"noise has shape {noise.shape}; it must be [{kv_heads}, {head_dim}, {2 * sines}, realizations], since "
-            f"each of {sines} sines has a cosine too"
-        )
+    return mixed.reshape(*x.shape[:3], realizations).astype(x.dtype)

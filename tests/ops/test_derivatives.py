@@ -11,8 +11,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from sympow_jax import ops
-from sympow_jax.ops import lrpe, phase, rotary, target
-from sympow_jax.ops import mean as means
+from sympow_jax.ops import lrpe, means, phase, rotary, target
 from tests import marked
 from tests.ops import cases, every_op, test_time_axis
 

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sympow_jax.ops import decay as decays
-from sympow_jax.ops import fixed_point
+from sympow_jax.ops import decays, fixed_point
 from tests.ops import cases
 
 SCALE = 2**32

@@ -12,14 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import prepare_vjp as preparation_vjp
+from pallas_kernels.power_state import configs, preparation, preparation_vjp, segments, window_queries
 from pallas_kernels.power_state import recurrence as recurrences
-from pallas_kernels.power_state import segments, window_queries
-from pallas_kernels.power_state.square import backward, forward
+from pallas_kernels.power_state.square import backward, forward, layouts
 from pallas_kernels.power_state.square import key_vjp as key_kernel
-from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import query_vjp as query_kernel
 
 __all__ = ["KERNELS", "add_arriving", "kernels", "norms", "query_states", "query_vjp", "recurrence", "update"]

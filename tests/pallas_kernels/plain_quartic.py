@@ -10,12 +10,11 @@ from unittest import mock
 import jax
 import numpy as np
 
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import window_queries
+from pallas_kernels.power_state import configs, window_queries
 from pallas_kernels.power_state.quartic import backward as quartic_vjp
 from pallas_kernels.power_state.quartic import forward as quartic
 from pallas_kernels.power_state.quartic import key_vjp as quartic_key_vjp
-from pallas_kernels.power_state.quartic import layout as layouts
+from pallas_kernels.power_state.quartic import layouts
 from pallas_kernels.power_state.quartic import query_vjp as quartic_query_vjp
 from sympow_jax.ops import sharding
 

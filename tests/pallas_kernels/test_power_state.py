@@ -7,8 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import power_state
 from pallas_kernels.hopper import results
-from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import recurrence
+from pallas_kernels.power_state import preparation, recurrence
 
 SIZES = {"power": 2, "head_dim": 64, "value_dim": 64, "time": 128, "heads": 1, "dtype": jnp.bfloat16}
 

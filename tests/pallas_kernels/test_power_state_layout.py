@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from pallas_kernels.power_state.quartic import layout as quartic
-from pallas_kernels.power_state.square import layout as square
+from pallas_kernels.power_state.quartic import layouts as quartic
+from pallas_kernels.power_state.square import layouts as square
 from sympow_jax.ops import feature_maps
 
 SQUARE = [square.Layout(head_dim) for head_dim in (16, 32, 48, 64, 128)]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import power_attention
-from pallas_kernels.power_attention import config
+from pallas_kernels.power_attention import configs
 from tools import h100
 
 WIDTHS = (16, 32, 64, 96, 128)
@@ -56,7 +56,7 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str] | Non
     if name not in WAITING_CYCLES:
         return None
     forward = name == "forward"
-    choose = config.choose if forward else config.choose_vjp
+    choose = configs.choose if forward else configs.choose_vjp
     dtype = jnp.dtype(case.rpartition("-")[2])
     chosen: Any = choose(power=sizes["p"], head_dim=sizes["d"], value_dim=sizes["e"], dtype=dtype)
     # Sizes of the vectors whose products give weights and slopes, and of those that are summed.

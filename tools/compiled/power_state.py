@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import power_state
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state.quartic import layout as quartic
+from pallas_kernels.power_state import configs
+from pallas_kernels.power_state.quartic import layouts as quartic
 from pallas_kernels.power_state.quartic import state_vjp
-from pallas_kernels.power_state.square import layout as square
+from pallas_kernels.power_state.square import layouts as square
 from tools import h100
 
 # Power, head size, value size and chunk. At p = 2, multiples of 192, 128 and 64 give a query three, two and one

@@ -6,8 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.power_step import config as configs
-from pallas_kernels.power_step import folding, reading
+from pallas_kernels.power_step import configs, folding, reading
 from tools import h100
 
 # Kernel, power, head size (of keys and values), batch, key heads, query heads for each.
@@ -40,11 +39,15 @@ def build(case: str):
         window = floats((batch, 2 * _WINDOW, heads, width))
         arrays = floats((batch, heads, group, features)), *state, floats((batch, heads, group, width))
         decay = floats((batch, heads, 2 * _WINDOW))
-        return functools.partial(reading.read, power=power, config=config), (*arrays, window, window, decay)
 
-    def fold(kv, norm, *arrays):
+        def read(*arrays):
+            return reading.read(reading.Operands(*arrays), power=power, config=config)
+
+        return read, (*arrays, window, window, decay)
+
+    def fold(kv, norm, *tokens):
         state = jax.new_ref(kv), jax.new_ref(norm)
-        folding.fold(*state, *arrays)
+        folding.fold(*state, folding.Window(*tokens))
         return tuple(map(jax.freeze, state))
 
     rows = (jax.ShapeDtypeStruct((count,), jnp.int32) for count in (_FOLDED, 1))

@@ -7,12 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.hopper import numerics
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import prepare_vjp as preparation_vjp
-from pallas_kernels.power_state.quartic import forward
+from pallas_kernels.power_state import configs, preparation, preparation_vjp
+from pallas_kernels.power_state.quartic import forward, layouts
 from pallas_kernels.power_state.quartic import key_vjp as key_kernel
-from pallas_kernels.power_state.quartic import layout as layouts
 from pallas_kernels.power_state.quartic import query_vjp as query_kernel
 
 __all__ = ["inner", "key_vjp", "operands_of_queries", "query_vjp"]
@@ -84,7 +81,7 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
     vector, scalars = forward.products_of_rows(numerics.scaled(key, -exponent[..., None]), layout)
 
     # Factors from keys with largest entries in [1/2, 1) to the gradients of the states.
-    met = tokens.to_state, jnp.flip(dual.shifts, 1)[..., None] + _POWER * tokens.old_exponent[..., 0]
+    met = tokens.log2_to_end, jnp.flip(dual.shifts, 1)[..., None] + _POWER * tokens.old_exponent[..., 0]
     met = preparation_vjp.lengthened(preparation.scaled_decay(*met).reshape(heads, -1), length)
     factor = numerics.scaled(met, jnp.int32(layouts.WEIGHT_BITS))
     rows = key_kernel.Rows(
@@ -133,7 +130,7 @@ def _with_norm(gradient, sums, slopes, x, layout):
     return gradient + share, sums + jnp.stack([jnp.zeros_like(total), total], 1)
 
 
-def inner(tokens: preparation.Tokens, saved: preparation.Saved, dual: preparation.Saved):
+def inner(tokens: preparation.Chunks, saved: preparation.Saved, dual: preparation.Saved):
     """Returns <R, S> per chunk, float32 [H, n], of states that are stored times their weights.
 
     S is the state before the chunk, decayed over it, and R the gradient of the state after it.
@@ -147,4 +144,4 @@ def inner(tokens: preparation.Tokens, saved: preparation.Saved, dual: preparatio
     orders = forward.orders_of_products(layout)
     product += (saved.norms * orders[:, None] * orders * dual.norms).sum((2, 3))
     shift = (saved.shifts + dual.shifts).astype(jnp.float32)
-    return preparation.scaled_decay(tokens.over_chunk, shift) * product
+    return preparation.scaled_decay(tokens.log2_across, shift) * product

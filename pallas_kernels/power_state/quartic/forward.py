@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.hopper import numerics
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import segments
-from pallas_kernels.power_state.quartic import layout as layouts
+from pallas_kernels.power_state import configs, preparation, segments
+from pallas_kernels.power_state.quartic import layouts
 from pallas_kernels.power_state.quartic import query as query_kernel
 from pallas_kernels.power_state.quartic import update as update_kernel
 
@@ -87,7 +85,7 @@ def _weights(layout):
     return jnp.repeat(jnp.asarray(layout.weights) / 2**layouts.WEIGHT_BITS, layout.value_dim, 1)
 
 
-def operands_of_keys(tokens: preparation.Tokens, strength) -> Operands:
+def operands_of_keys(tokens: preparation.Chunks, strength) -> Operands:
     """Returns the operands of the update with keys and values."""
     return operands_of(tokens.old_key, tokens.old_value, strength)
 
@@ -178,7 +176,7 @@ def orders_of_products(layout):
 
 
 def attend(
-    tokens: preparation.Tokens, unit, saved: preparation.Saved, time, with_remainder, call: configs.Call
+    tokens: preparation.Chunks, unit, saved: preparation.Saved, time, with_remainder, call: configs.Call
 ):
     """Returns the results of `query.query_states` for scaled queries [HN, at least T, D]."""
     layout = layouts.Layout(call.config.head_dim, call.config.value_dim)

@@ -15,15 +15,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, tensor_core
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import window_queries
-from pallas_kernels.power_state.quartic import layout as layouts
-from pallas_kernels.power_state.quartic import state_vjp
+from pallas_kernels.power_state import configs, window_queries
+from pallas_kernels.power_state.quartic import layouts, state_vjp
 
 __all__ = ["Operands", "Rows", "key_vjp"]
 
 _BLOCK = configs.BLOCK
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
 _POWER = 4
 
 
@@ -163,7 +160,7 @@ def key_vjp(operands: Operands, *, call: configs.Call):
             **window_queries.scratch(head_dim, value_dim, query.dtype, count),
             **state_vjp.scratch(layout, count, call.config.key_vjp_stages),
         },
-        grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
+        grid=call.grid(heads, time, count),
         warpgroups=count,
         copying_registers=24,
         name="power_state_quartic_key_vjp",

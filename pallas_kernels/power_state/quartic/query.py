@@ -19,14 +19,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, results, ring, tensor_core
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import query_tile, window_keys
-from pallas_kernels.power_state.quartic import layout as layouts
+from pallas_kernels.power_state import configs, query_tile, window_keys
+from pallas_kernels.power_state.quartic import layouts
 
 __all__ = ["Operands", "query_states"]
 
 _BLOCK = configs.BLOCK
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
 # Blocks of y in flight: each is used until all its scalars are processed.
 _VECTOR_STAGES = 2
 
@@ -49,7 +47,7 @@ class Operands(NamedTuple):
     denominator: jax.Array  # float32 [HN, X / 64, 64], the state's contribution to the sum of weights
     key: jax.Array  # bfloat16 [B, at least T, K, D]
     value: jax.Array  # bfloat16 [B, at least T, K, E]
-    decay: jax.Array  # float32 [H, n, 3, (W + C) / 64, 64], as in `prepare.Tokens`
+    decay: jax.Array  # float32 [H, n, 3, (W + C) / 64, 64], as in `preparation.Chunks`
     scale: jax.Array  # float32 [H, X / 64, 64], from the state to each query
 
 
@@ -94,10 +92,10 @@ def query_states(operands: Operands, *, time: int, with_remainder: bool, call: c
                 plgpu.barrier_wait(smem["ready"])
                 # The state before the window.
                 _read_states(core, acc, gmem["steps"], smem, warpgroup, layout)
-                scale = plgpu.load(smem["scale_smem"].at[warpgroup], layout=_ROWS)
+                scale = plgpu.load(smem["scale_smem"].at[warpgroup], layout=tensor_core.PER_ROW)
                 acc[...] = acc[...] * lax.broadcast_in_dim(scale, acc.shape, [0])
                 # The keys from the window on.
-                total = plgpu.load(smem["denominator_smem"].at[warpgroup], layout=_ROWS)
+                total = plgpu.load(smem["denominator_smem"].at[warpgroup], layout=tensor_core.PER_ROW)
                 total = keys.add_values(core, acc, query_smem, total, warpgroup, power=4)
                 # The division.
                 gmem["total"][tile.head, tile.tokens_of(warpgroup)] = total
@@ -139,7 +137,7 @@ def query_states(operands: Operands, *, time: int, with_remainder: bool, call: c
             "state_free": plgpu.Barrier(num_arrivals=count, num_barriers=stages),
             **window_keys.scratch(operands, count, call),
         },
-        grid={"head": heads, "chunk": whole // chunk, "rows": chunk // (count * _BLOCK)},
+        grid=call.grid(heads, whole, count),
         warpgroups=count,
         name="power_state_quartic_query",
         interpret=call.interpret,
@@ -198,7 +196,7 @@ def _read_states(core, acc, steps, smem, warpgroup, layout):
             for stack in range(layouts.STEP):
                 parts = []
                 for n in range(stack * layout.per_stack, (stack + 1) * layout.per_stack):
-                    scalar = plgpu.load(smem["scalar_smem"].at[slot, n, own_rows], layout=_ROWS)
+                    scalar = plgpu.load(smem["scalar_smem"].at[slot, n, own_rows], layout=tensor_core.PER_ROW)
                     parts.append(vector * lax.broadcast_in_dim(scalar, vector.shape, [0]))
                 state = smem["state_smem"].at[slot, stack * value_dim : (stack + 1) * value_dim]
                 # Straight-line code: the operand of the product in flight keeps its registers.

@@ -14,15 +14,12 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, results, tensor_core
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import query_tile, window_keys
-from pallas_kernels.power_state.quartic import layout as layouts
-from pallas_kernels.power_state.quartic import state_vjp
+from pallas_kernels.power_state import configs, query_tile, window_keys
+from pallas_kernels.power_state.quartic import layouts, state_vjp
 
 __all__ = ["Operands", "Rows", "query_vjp"]
 
 _BLOCK = configs.BLOCK
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
 _POWER = 4
 # Number of scalars of a state per step.
 _TOGETHER = 3
@@ -105,10 +102,11 @@ def query_vjp(operands: Operands, *, call: configs.Call):
                 gradient[...] = gradient[...] * tensor_core.along_columns(row.state, gradient.shape) / _POWER
                 state_sum = (state_vjp.load(query_smem) * gradient[...]).sum(1)
                 # The keys from the window on.
-                own_rows = (lambda: query_smem), dout_smem, plgpu.load(row.delta, layout=_ROWS)
+                own_rows = (lambda: query_smem), dout_smem, plgpu.load(row.delta, layout=tensor_core.PER_ROW)
                 window_sum = keys.add_gradient(core, gradient, own_rows, warpgroup, _POWER)
                 # The division.
-                tokens, inverse = tile.tokens_of(warpgroup), plgpu.load(row.inverse, layout=_ROWS)
+                tokens = tile.tokens_of(warpgroup)
+                inverse = plgpu.load(row.inverse, layout=tensor_core.PER_ROW)
                 for n, total in enumerate((window_sum, state_sum)):
                     gmem["sums"][tile.head, n, tokens] = inverse * total
                 factor = lax.broadcast_in_dim(_POWER * inverse, gradient.shape, [0])
@@ -135,7 +133,7 @@ def query_vjp(operands: Operands, *, call: configs.Call):
             **window_keys.scratch(operands, count, call),
             **state_vjp.scratch(layout, count, call.config.query_vjp_stages),
         },
-        grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
+        grid=call.grid(heads, time, count),
         warpgroups=count,
         name="power_state_quartic_query_vjp",
         interpret=call.interpret,

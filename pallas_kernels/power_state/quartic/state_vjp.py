@@ -23,8 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import ring, tensor_core
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state.quartic import layout as layouts
+from pallas_kernels.power_state import configs
+from pallas_kernels.power_state.quartic import layouts
 
 __all__ = [
     "States",
@@ -36,7 +36,6 @@ __all__ = [
 ]
 
 _BLOCK = configs.BLOCK
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
 # Blocks of y in flight: each is used until all its scalars are processed.
 _VECTOR_STAGES = 2
 _SCALARS, _COLUMNS = layouts.SCALARS, layouts.SCALAR_COLUMNS
@@ -186,7 +185,7 @@ class States:
                 for first in range(0, stacks(layout), together):
                     state = states.at[position, first * width : (first + together) * width]
                     indices = [(first + n) * layout.per_stack + position for n in range(together)]
-                    factors = [plgpu.load(scalars.at[index], layout=_ROWS) for index in indices]
+                    factors = [plgpu.load(scalars.at[index], layout=tensor_core.PER_ROW) for index in indices]
                     operands = [
                         narrow * lax.broadcast_in_dim(factor, narrow.shape, [0]) for factor in factors
                     ]

@@ -1,8 +1,8 @@
 """Tile sizes of the kernels at p = 4, chosen by predicted cost."""
 
 from pallas_kernels.hopper import launch
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state.quartic import layout as layouts
+from pallas_kernels.power_state import configs
+from pallas_kernels.power_state.quartic import layouts
 
 __all__ = ["choose", "longest_chunk"]
 

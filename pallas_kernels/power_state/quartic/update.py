@@ -19,8 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, ring, tensor_core
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state.quartic import layout as layouts
+from pallas_kernels.power_state import configs
+from pallas_kernels.power_state.quartic import layouts
 
 __all__ = ["Operands", "update"]
 

@@ -3,12 +3,9 @@
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import numerics
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import prepare_vjp as preparation_vjp
-from pallas_kernels.power_state.square import forward
+from pallas_kernels.power_state import configs, preparation, preparation_vjp
+from pallas_kernels.power_state.square import forward, layouts
 from pallas_kernels.power_state.square import key_vjp as key_kernel
-from pallas_kernels.power_state.square import layout as layouts
 from pallas_kernels.power_state.square import query_vjp as query_kernel
 
 __all__ = ["inner", "key_vjp", "operands_of_queries", "query_vjp"]
@@ -65,7 +62,7 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
         return preparation_vjp.lengthened(x.reshape(len(x), -1), length)
 
     def met(exponent):
-        return by_token(preparation.scaled_decay(tokens.to_state, shift + exponent))
+        return by_token(preparation.scaled_decay(tokens.log2_to_end, shift + exponent))
 
     def narrow(exponent):
         exponent = by_token(exponent)
@@ -95,7 +92,7 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
     return key_kernel.key_vjp(operands, time=time, call=call)
 
 
-def inner(tokens: preparation.Tokens, saved: preparation.Saved, dual: preparation.Saved):
+def inner(tokens: preparation.Chunks, saved: preparation.Saved, dual: preparation.Saved):
     """Returns <R, S> per chunk, float32 [H, n].
 
     S is the state before the chunk, decayed over it, and R the gradient of the state after it.
@@ -105,4 +102,4 @@ def inner(tokens: preparation.Tokens, saved: preparation.Saved, dual: preparatio
     product = (saved.states.astype(jnp.float32) * dual.states.astype(jnp.float32) * weights).sum((2, 3, 4))
     product += (saved.norms * dual.norms).sum((2, 3))
     shift = (saved.shifts + dual.shifts).astype(jnp.float32)
-    return preparation.scaled_decay(tokens.over_chunk, shift) * product
+    return preparation.scaled_decay(tokens.log2_across, shift) * product

@@ -6,10 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import numerics
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import segments
-from pallas_kernels.power_state.square import layout as layouts
+from pallas_kernels.power_state import configs, preparation, segments
+from pallas_kernels.power_state.square import layouts
 from pallas_kernels.power_state.square import norms as norm_kernel
 from pallas_kernels.power_state.square import query as query_kernel
 from pallas_kernels.power_state.square import update as update_kernel
@@ -63,7 +61,7 @@ def returned(state, norm, shift, sizes, config: configs.Config):
     return kv.reshape(batch, kv_heads, *kv.shape[1:]), norm.reshape(batch, kv_heads, -1)
 
 
-def operands_of_keys(tokens: preparation.Tokens, strength) -> Operands:
+def operands_of_keys(tokens: preparation.Chunks, strength) -> Operands:
     """Returns the operands of the update with keys and values."""
     value = (tokens.old_value * strength[..., None]).astype(jnp.float16)
     return Operands(preparation.time_last(tokens.old_key.astype(jnp.float16)), preparation.time_last(value))
@@ -92,7 +90,7 @@ def norms(operands: Operands, weights, interpret):
 
 
 def attend(
-    tokens: preparation.Tokens, unit, saved: preparation.Saved, time, with_remainder, call: configs.Call
+    tokens: preparation.Chunks, unit, saved: preparation.Saved, time, with_remainder, call: configs.Call
 ):
     """Returns the results of `query.query_states` for scaled queries [HN, at least T, D]."""
     operands = query_kernel.Operands(

@@ -22,17 +22,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, results, ring, tensor_core
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import window_queries
-from pallas_kernels.power_state.square import layout as layouts
-from pallas_kernels.power_state.square import state_copies
+from pallas_kernels.power_state import configs, window_queries
+from pallas_kernels.power_state.square import layouts, state_copies
 
 __all__ = ["Operands", "Rows", "key_vjp"]
 
 _BLOCK = configs.BLOCK
 _TILE = layouts.TILE
 _POWER = 2
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
 _GRADIENTS = ("dkey", "dvalue")
 # Columns of a tile of R that are multiplied at a time, limited by registers: all of a narrow tile, or slices.
 _NARROW, _SLICE = 96, 64
@@ -200,7 +197,7 @@ def _gradients(operands: Operands, outputs, call: configs.Call):
         operands._asdict(),
         outputs,
         scratch,
-        grid={"head": heads, "chunk": time // chunk, "rows": chunk // (count * _BLOCK)},
+        grid=call.grid(heads, time, count),
         warpgroups=count,
         name="power_state_key_vjp" if with_key else "power_state_value_vjp",
         interpret=call.interpret,
@@ -279,7 +276,9 @@ def _read_dual(core, dvalue, own, smem, in_state, with_key):
             width, offset = min(most, columns - begin), part * columns + begin
             pieces = layout.pieces(offset, offset + width)
             scalars = {
-                piece.scalar: plgpu.load(own["scalar_smem"].at[piece.scalar + group], layout=_ROWS)
+                piece.scalar: plgpu.load(
+                    own["scalar_smem"].at[piece.scalar + group], layout=tensor_core.PER_ROW
+                )
                 for piece in pieces
             }
             dual = smem["dual_smem"].at[slot, :, pl.ds(begin, width)]

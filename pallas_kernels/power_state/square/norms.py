@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, ring, tensor_core
-from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import configs
 from pallas_kernels.power_state.square import update
 
 __all__ = ["norms"]
@@ -60,7 +60,7 @@ def norms(key, weights, *, reverse=False, interpret=None):
                     slot = ring.slot_of(step, _STAGES)
                     plgpu.barrier_wait(smem["full"].at[slot])
                     own = plgpu.load(smem["key_smem"].at[slot, warpgroup], layout=plgpu.Layout.WGMMA)
-                    weight = plgpu.load(smem["weight_smem"].at[slot], layout=plgpu.Layout.WGMMA.reduce(0))
+                    weight = plgpu.load(smem["weight_smem"].at[slot], layout=tensor_core.PER_COLUMN)
                     weighted = own.astype(jnp.float32) * lax.broadcast_in_dim(weight, own.shape, [1])
                     high = weighted.astype(own.dtype)
                     low = (weighted - high.astype(jnp.float32)).astype(own.dtype)

@@ -28,15 +28,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, results, ring, tensor_core
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import query_tile, window_keys
-from pallas_kernels.power_state.square import layout as layouts
-from pallas_kernels.power_state.square import state_copies
+from pallas_kernels.power_state import configs, query_tile, window_keys
+from pallas_kernels.power_state.square import layouts, state_copies
 
 __all__ = ["Operands", "query_states"]
 
 _BLOCK = configs.BLOCK
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
 class Operands(NamedTuple):
@@ -104,7 +101,7 @@ def query_states(operands: Operands, *, time: int, with_remainder: bool, call: c
             query_smem, scalar_smem = (smem[name].at[warpgroup] for name in ("query_smem", "scalar_smem"))
             out_smem = smem.get("out_smem", smem["query_smem"]).at[warpgroup]
             plgpu.barrier_wait(smem["ready"])
-            scale = plgpu.load(smem["scale_smem"].at[warpgroup], layout=_ROWS)
+            scale = plgpu.load(smem["scale_smem"].at[warpgroup], layout=tensor_core.PER_ROW)
             # The state's part of the sum of weights.
             denominator = scale * _norm_of_queries(core, query_smem, smem, layout)
 
@@ -145,7 +142,7 @@ def query_states(operands: Operands, *, time: int, with_remainder: bool, call: c
             "denominator": jax.ShapeDtypeStruct((heads, whole), jnp.float32),
         },
         scratch,
-        grid={"head": heads, "chunk": whole // chunk, "rows": chunk // (count * _BLOCK)},
+        grid=call.grid(heads, whole, count),
         warpgroups=count,
         name="power_state_query",
         interpret=call.interpret,
@@ -184,7 +181,7 @@ def _read_states(core, acc, query_smem, scalar_smem, smem):
             tiles = []
             for piece in layout.pieces(part * columns, (part + 1) * columns):
                 # Index scalar + group times `width` indices from `vector` on, cyclically.
-                scalar = plgpu.load(scalar_smem.at[piece.scalar + group], layout=_ROWS)
+                scalar = plgpu.load(scalar_smem.at[piece.scalar + group], layout=tensor_core.PER_ROW)
                 # Pairs across tiles represent both orders.
                 scalar = scalar + scalar if piece.weight == 2 else scalar
                 vector = wrapped[:, piece.vector : piece.vector + piece.width]

@@ -23,17 +23,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, results, ring, tensor_core
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import query_tile, window_keys
-from pallas_kernels.power_state.square import layout as layouts
-from pallas_kernels.power_state.square import state_copies
+from pallas_kernels.power_state import configs, query_tile, window_keys
+from pallas_kernels.power_state.square import layouts, state_copies
 
 __all__ = ["Operands", "Rows", "query_vjp"]
 
 _BLOCK = configs.BLOCK
 # Columns of an accumulator of which each thread has two next to each other.
 _HALF = layouts.TILE // 2
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
 _POWER = 2
 
 
@@ -137,7 +134,7 @@ def query_vjp(operands: Operands, *, time: int, call: configs.Call):
             row = Rows(*(rows_smem.at[n] for n in range(rows_smem.shape[0])))
 
             # The normalizer.
-            narrow, delta = (plgpu.load(ref, layout=_ROWS) for ref in (row.narrow, row.delta))
+            narrow, delta = (plgpu.load(ref, layout=tensor_core.PER_ROW) for ref in (row.narrow, row.delta))
             start = _read_norm(core, query(), smem, layout)
             start = start * lax.broadcast_in_dim(-narrow * delta, start.shape, [0])
 
@@ -150,22 +147,22 @@ def query_vjp(operands: Operands, *, time: int, call: configs.Call):
                 plgpu.commit_smem()
                 narrowed = own["narrow_smem"]
             both = _read_states(core, start, narrowed, own, smem, config.query_vjp_groups)
-            scale = plgpu.load(row.state, layout=_ROWS)
+            scale = plgpu.load(row.state, layout=tensor_core.PER_ROW)
             gradient = lax.broadcast_in_dim(scale, both.shape, [0]) * both
             exact = plgpu.load(own["query_smem"], layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-            inverse = plgpu.load(row.inverse, layout=_ROWS)
+            inverse = plgpu.load(row.inverse, layout=tensor_core.PER_ROW)
             gmem["sums"][tile.head, 1, tokens] = inverse * (exact * gradient).sum(1)
 
             def attend(acc):
                 # The keys from the window on.
                 acc[...] = gradient
                 exact_dout = dout() if narrows else dout_ref
-                own_rows = query, exact_dout, plgpu.load(row.delta, layout=_ROWS)
+                own_rows = query, exact_dout, plgpu.load(row.delta, layout=tensor_core.PER_ROW)
                 total = keys.add_gradient(core, acc, own_rows, warpgroup, _POWER)
                 # The division.
-                inverse = plgpu.load(row.inverse, layout=_ROWS)
+                inverse = plgpu.load(row.inverse, layout=tensor_core.PER_ROW)
                 gmem["sums"][tile.head, 0, tokens] = inverse * total
-                unit = (plgpu.load(ref, layout=_ROWS) for ref in (row.unit, row.unit_rest))
+                unit = (plgpu.load(ref, layout=tensor_core.PER_ROW) for ref in (row.unit, row.unit_rest))
                 factors = (_POWER * inverse, *unit)
                 block = results.block(gmem["dquery"], tile.head, tile.token + warpgroup * _BLOCK)
                 _store(acc, factors, own["query_smem"], block)
@@ -196,7 +193,7 @@ def query_vjp(operands: Operands, *, time: int, call: configs.Call):
             "sums": jax.ShapeDtypeStruct((heads, 2, whole), jnp.float32),
         },
         scratch,
-        grid={"head": heads, "chunk": whole // chunk, "rows": chunk // (count * _BLOCK)},
+        grid=call.grid(heads, whole, count),
         warpgroups=count,
         name="power_state_query_vjp",
         interpret=call.interpret,
@@ -267,7 +264,7 @@ def _read_states(core, start, dout, own, smem, round_groups):
             begin = 0
             for piece in layout.pieces(part * columns, (part + 1) * columns):
                 scalar = own["scalar_smem"].at[piece.scalar + first + halves[0] * _HALF + index]
-                scalar = plgpu.load(scalar, layout=_ROWS).astype(jnp.float32)
+                scalar = plgpu.load(scalar, layout=tensor_core.PER_ROW).astype(jnp.float32)
                 scalar = lax.broadcast_in_dim(scalar, shape, [0])
                 for start in range(piece.vector, piece.vector + piece.width, layouts.TILE):
                     vector = vector_of(start, first) if piece.weight == 2 else None

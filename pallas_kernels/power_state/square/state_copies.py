@@ -6,9 +6,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import ring
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import query_tile
-from pallas_kernels.power_state.square import layout as layouts
+from pallas_kernels.power_state import configs, query_tile
+from pallas_kernels.power_state.square import layouts
 
 __all__ = ["NORM_COPIES", "copy_norms", "copy_states", "norm_blocks"]
 

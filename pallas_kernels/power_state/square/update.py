@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch, ring, tensor_core
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state.square import layout as layouts
+from pallas_kernels.power_state import configs
+from pallas_kernels.power_state.square import layouts
 
 __all__ = ["Operands", "Order", "update"]
 
@@ -143,7 +143,7 @@ def update(operands: Operands, *, call: configs.Call, reverse: bool = False):
                         value = plgpu.load(smem["value_smem"].at[slot], layout=plgpu.Layout.WGMMA)
                         for n, acc in enumerate(accumulators):
                             for m, tile in enumerate(layout.section):
-                                scalar = plgpu.load(scalar_smem.at[m, n], layout=plgpu.Layout.WGMMA.reduce(0))
+                                scalar = plgpu.load(scalar_smem.at[m, n], layout=tensor_core.PER_COLUMN)
                                 scaled = value * lax.broadcast_in_dim(scalar, value.shape, [1])
                                 columns_of = acc.at[:, tile.offset : tile.offset + tile.width]
                                 keys = key_smem.at[tile.begin : tile.begin + tile.width].T

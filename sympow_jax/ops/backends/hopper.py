@@ -1,11 +1,12 @@
 """Power attention by the Pallas kernels for Hopper GPUs; imported only when they are requested.
 
-Forward and backward, the kernels compute the same functions as the plain forms. `xla` documents how ragged rows are
-padded and states converted.
+Forward and backward, the kernels compute the same functions as the plain forms. `ops.preparation` moves
+positions without a token to the end of the rows, and kernels convert states to their own order of features.
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,7 @@ from jax import ad_checkpoint
 
 from pallas_kernels import power_attention as attention_kernel
 from pallas_kernels import power_state as state_kernel
-from sympow_jax.ops import derivatives, sharding, time_axis
-from sympow_jax.ops import mean as means
-from sympow_jax.ops import rows as rows_of
+from sympow_jax.ops import derivatives, means, preparation, sharding, time_axis
 from sympow_jax.ops.forms import context
 from sympow_jax.ops.precision import rounded
 from sympow_jax.ops.tokens import Tokens
@@ -71,57 +70,52 @@ def family(*, form, power, **_) -> str:
     return "power_state_quartic" if power == 4 else "power_state_square"
 
 
-def attention(plan, tokens, state):
-    """Computes the attention form as `xla.attention` does, without a state."""
+@functools.partial(derivatives.custom_vjp, static=1)
+def attention(plan, tokens, state, differentiated=False):
+    """Computes the attention form as `xla.attention` does, without a state.
+
+    Saved for the backward pass, and also returned if `differentiated`: the output with what its rounding took, the
+    arguments, and what the kernels computed of them. A rounded output alone would add as much to the error of gradients
+    as their own rounding does.
+    """
     assert state is None  # `require_supported`
-    return _attention(plan.power, plan.interpret, tokens), None
+    names = ("out", *_ATTENTION_RESIDUALS) if differentiated else ("out",)
 
-
-@functools.partial(derivatives.custom_vjp, static=2)
-def _attention(power, interpret, tokens):
-    return _attend(power, interpret, tokens, ("out",))["out"]
-
-
-def _attend(power, interpret, tokens, names):
-    """Returns the results of the kernels with these names."""
-
+    @_differentiable_once
     def compute(arrays):
-        residuals = len(names) > 1
         found = attention_kernel.power_attention(
-            **arrays, power=power, save_residuals=residuals, interpret=interpret
+            **arrays, power=plan.power, save_residuals=differentiated, interpret=plan.interpret
         )
         return {name: found[name] for name in names}
 
-    return _differentiable_once(compute, tokens._asdict(), names)
+    results = sharding.per_device(compute, tokens._asdict(), _LAYOUTS, names)
+    if not differentiated:
+        return results["out"], None
+    results = _named(results)
+    return (results["out"], None), (tokens, results)
 
 
-def _attention_fwd(power, interpret, tokens):
-    """Computes the output; saves it with what its rounding took, the arguments, and what the kernels computed of them.
-
-    A rounded output alone would add as much to the error of gradients as their own rounding does.
-    """
-    results = _named(_attend(power, interpret, tokens, ("out", *_ATTENTION_RESIDUALS)))
-    return results["out"], (tokens, results)
-
-
-def _attention_bwd(power, interpret, residuals, dout):
+def attention_vjp(plan, residuals, cotangents):
+    """Returns the gradients of `attention`."""
     tokens, saved = residuals
+    dout, _ = cotangents
     arguments = tokens._asdict() | {"dout": rounded(dout)}
 
+    @_differentiable_once
     def compute(arrays):
         given = {name: x for name, x in arrays.items() if name in arguments}
         kept = {name: x for name, x in arrays.items() if name in saved}
         gradients = attention_kernel.power_attention_vjp(
-            **given, saved=kept, power=power, interpret=interpret
+            **given, saved=kept, power=plan.power, interpret=plan.interpret
         )
         return {name: g for name, g in zip(_DIFFERENTIABLE, gradients) if g is not None}
 
     differentiable = tuple(name for name in _DIFFERENTIABLE if arguments[name] is not None)
-    gradients = _differentiable_once(compute, arguments | saved, differentiable)
-    return (Tokens(*(gradients.get(name) for name in Tokens._fields)),)
+    gradients = sharding.per_device(compute, arguments | saved, _LAYOUTS, differentiable)
+    return Tokens(*(gradients.get(name) for name in Tokens._fields)), None
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
+attention.defvjp(functools.partial(attention.fun, differentiated=True), attention_vjp)
 
 
 def _named(results):
@@ -131,7 +125,7 @@ def _named(results):
     }
 
 
-def chunked(plan, rows: rows_of.Rows):
+def chunked(plan, rows: preparation.Rows):
     """Computes the chunked form; returns as `xla.chunked` does.
 
     If `plan.chunk` is None, the kernels choose the chunk.
@@ -158,21 +152,19 @@ def chunked(plan, rows: rows_of.Rows):
 
 
 @functools.partial(derivatives.custom_vjp, static=1)
-def _chunked(plan, rows):
-    return _chunked_fwd(plan, rows, differentiated=False)[0]
+def _chunked(plan, rows, differentiated=False):
+    """Computes the output of the kernels and, if the plan has one, the final state.
 
-
-def _chunked_fwd(plan, rows, differentiated=True):
-    """Computes the output; saves the arguments, the output, the denominators and the states before each chunk.
-
-    All have a `checkpoint_name`, so that a policy of `jax.checkpoint` can have the states recomputed instead. Only if
-    the call is differentiated, the kernels return what rounding the output to 16 bits took away, which is saved too.
+    Saved for the backward pass, and also returned if `differentiated`: the arguments, the output with what rounding it
+    to 16 bits took away, the denominators and the states before each chunk. All have a `checkpoint_name`, so that a
+    policy of `jax.checkpoint` can have the states recomputed instead.
     """
     of_mean = ("out", "remainder", "denominator") if differentiated else ("out", "denominator")
 
+    @_differentiable_once
     def compute(arrays):
         initial = (arrays["kv"], arrays["norm"]) if "kv" in arrays else None
-        arguments, call = _arguments(arrays), _call(plan, arrays)
+        arguments, call = _operands(plan, arrays)
         saved, final = state_kernel.fold(arguments, initial, call=call)
         if plan.axis_name is not None:
             saved, final = _add_incoming(saved, final, arguments, call, plan.axis_name)
@@ -181,19 +173,22 @@ def _chunked_fwd(plan, rows, differentiated=True):
         return dict(zip(of_mean, found)) | {"kv": kv, "norm": norm} | saved._asdict()
 
     names = (*of_mean, "kv", "norm", *state_kernel.Saved._fields)
-    results = _differentiable_once(compute, rows._asdict(), names)
+    results = sharding.per_device(compute, rows._asdict(), _LAYOUTS, names)
     kv, norm = results.pop("kv"), results.pop("norm")
     saved = _named(results)
-    return (saved["out"], kv, norm) if plan.return_state else (saved["out"],), (rows, saved)
+    results = (saved["out"], kv, norm) if plan.return_state else (saved["out"],)
+    return (results, (rows, saved)) if differentiated else results
 
 
-def _chunked_bwd(plan, residuals, cotangents):
+def chunked_vjp(plan, residuals, cotangents):
+    """Returns the gradients of `_chunked`."""
     rows, saved = residuals
 
+    @_differentiable_once
     def compute(arrays):
-        call = _call(plan, arrays)
+        arguments, call = _operands(plan, arrays)
         out = arrays["out"].astype(jnp.float32) + arrays["remainder"].astype(jnp.float32)
-        arguments, results = _arguments(arrays), (out, arrays["denominator"])
+        results = (out, arrays["denominator"])
         states = state_kernel.Saved(*(arrays[name] for name in state_kernel.Saved._fields))
         dfinal = (arrays["final_kv"], arrays["final_norm"]) if plan.return_state else None
         dstates, initial = state_kernel.fold_vjp(arguments, results, arrays["dout"], dfinal, call=call)
@@ -207,14 +202,11 @@ def _chunked_bwd(plan, residuals, cotangents):
     differentiable = tuple(
         name for name, x in rows._asdict().items() if x is not None and name != "enters_state"
     )
-    return (
-        rows_of.Rows(
-            **dict.fromkeys(rows_of.Rows._fields) | _differentiable_once(compute, arrays, differentiable)
-        ),
-    )
+    gradients = sharding.per_device(compute, arrays, _LAYOUTS, differentiable)
+    return (preparation.Rows(**dict.fromkeys(preparation.Rows._fields) | gradients),)
 
 
-_chunked.defvjp(_chunked_fwd, _chunked_bwd)
+_chunked.defvjp(functools.partial(_chunked.fun, differentiated=True), chunked_vjp)
 
 
 def _add_incoming(saved, final, arguments, call, axis_name, reverse=False):
@@ -222,34 +214,33 @@ def _add_incoming(saved, final, arguments, call, axis_name, reverse=False):
 
     reverse: adds gradients of states, which arrive from later devices.
     """
-    decay = context.log_decay_over(arguments.log_decay, arguments.folds, arguments.key.shape[2])
+    decay = context.log_decay_over(arguments.log_decay, arguments.enters_state, arguments.key.shape[2])
     _, incoming = time_axis.exclusive_prefix(context.combined, (decay, final), axis_name, reverse=reverse)
     return state_kernel.add_incoming(saved, final, incoming, arguments, call=call, reverse=reverse)
 
 
-def _arguments(arrays):
-    """Returns the arrays that the kernels' forward and backward passes have in common."""
+def _operands(plan, arrays):
+    """Returns the arrays that both passes of the kernels read, and the static options of a call on one device.
+
+    The options have the tiles for its shapes. States are float16.
+    """
+    query, key, value = (arrays[name] for name in ("query", "key", "value"))
     decay = arrays.get("log_decay")
     if decay is None:
-        decay = jnp.zeros(arrays["key"].shape[:3], jnp.float32)
-    query, key, value = (arrays[name] for name in ("query", "key", "value"))
-    return state_kernel.Arguments(query, key, value, decay, arrays["enters_state"])
-
-
-def _call(plan, arrays):
-    """Returns the static options of the kernels on one device, with tiles for its shapes; states are float16."""
-    return state_kernel.call_for(
-        arrays["key"],
-        arrays["value"],
+        decay = jnp.zeros(key.shape[:3], jnp.float32)
+    call = state_kernel.call_for(
+        key,
+        value,
         power=plan.power,
         chunk=plan.chunk,
         exact_window=plan.exact_window,
         interpret=plan.interpret,
     )
+    return state_kernel.Arguments(query, key, value, decay, arrays["enters_state"]), call
 
 
-def _differentiable_once(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
-    """Applies f to each device's shard, with one clear error where JAX would differentiate it."""
+def _differentiable_once(f: Callable[[dict], dict]):
+    """Gives f one clear error where JAX would differentiate it."""
     call = jax.custom_jvp(f)
 
     @call.defjvp
@@ -259,4 +250,4 @@ def _differentiable_once(f, arrays: dict, outputs: tuple[str, ...]) -> dict:
             "implementation='xla'"
         )
 
-    return sharding.per_device(call, arrays, _LAYOUTS, outputs)
+    return call

@@ -9,12 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import power_step as kernels
-from sympow_jax.ops import decay as decays
-from sympow_jax.ops import feature_maps, sharding
-from sympow_jax.ops import mean as means
+from sympow_jax.ops import decays, feature_maps, means, sharding
 from sympow_jax.ops.forms import step as xla_step
 
-__all__ = ["family", "require_supported", "step"]
+__all__ = ["family", "fold", "read", "require_supported", "step"]
 
 # Bytes of key features computed at once for an update: they stay within the 50 MB of an H100's cache.
 _FEATURE_BYTES = 32 * 1024**2
@@ -53,29 +51,26 @@ def step(plan, tokens, state):
 
     Only the arguments are saved for the backward pass, which is that of the `xla` step.
     """
-    state_ops = xla_step.StateOps(_read, _fold, xla_step.in_place)
+    state_ops = xla_step.StateOps(read, fold, xla_step.in_place)
     return xla_step.step_by(state_ops, plan, tokens, state)
 
 
-def _step_fwd(plan, *arguments):
-    return step(plan, *arguments), arguments
+step.defvjp(
+    lambda plan, *arguments: (step(plan, *arguments), arguments),
+    lambda plan, arguments, cotangents: jax.vjp(functools.partial(xla_step.step, plan), *arguments)[1](
+        cotangents
+    ),
+)
 
 
-def _step_bwd(plan, arguments, cotangents):
-    return jax.vjp(functools.partial(xla_step.step, plan), *arguments)[1](cotangents)
+def read(plan, query, state):
+    """Computes `xla_step.read`; products are of float32 whatever the requested precision."""
 
-
-step.defvjp(_step_fwd, _step_bwd)
-
-
-def _read(plan, query, state):
-    """Computes `xla_step._read`; products are of float32 whatever the requested precision."""
-
-    def read(arrays):
+    def compute(arrays):
         query, log_decay = arrays["query"], jnp.moveaxis(arrays["log_decay"], 1, 2)
-        carry = decays.exp(log_decay.sum(-1))[..., None, None]
+        from_start = decays.exp(log_decay.sum(-1))[..., None, None]
         numerator, denominator = kernels.read(
-            feature_maps.symmetric_power(query, plan.power) * carry,
+            feature_maps.symmetric_power(query, plan.power) * from_start,
             arrays["kv"],
             arrays["norm"],
             query,
@@ -95,16 +90,16 @@ def _read(plan, query, state):
         "kv": state.kv,
         "norm": state.norm,
     }
-    return sharding.per_device(read, arrays, _LAYOUTS, ("out",))["out"]
+    return sharding.per_device(compute, arrays, _LAYOUTS, ("out",))["out"]
 
 
-def _fold(plan, state, tokens, active):
-    """Computes `xla_step._fold` in place."""
+def fold(plan, state, tokens, active):
+    """Computes `xla_step.fold` in place."""
 
-    def fold(arrays):
+    def compute(arrays):
         key, value, log_decay = arrays["key"], arrays["value"], jnp.moveaxis(arrays["log_decay"], 1, 2)
-        carry = decays.exp(log_decay.sum(-1))
-        decay = decays.exp(decays.sums_after(log_decay))[..., None]
+        across = decays.exp(log_decay.sum(-1))
+        to_end = decays.exp(decays.sums_after(log_decay))[..., None]
         active = arrays["active"]
         # Rows per call, limited so that their features fit into the cache.
         size = max(1, min(len(active), _FEATURE_BYTES // (4 * arrays["norm"][0].size * key.shape[1])))
@@ -114,11 +109,11 @@ def _fold(plan, state, tokens, active):
         def block_of_rows(block, sums):
             chosen = jax.lax.dynamic_slice_in_dim(chosen_first, block * size, size).astype(jnp.int32)
             features = (
-                feature_maps.symmetric_power(jnp.moveaxis(key[chosen], 1, 2), plan.power) * decay[chosen]
+                feature_maps.symmetric_power(jnp.moveaxis(key[chosen], 1, 2), plan.power) * to_end[chosen]
             )
             left = count - block * size
             return kernels.fold(
-                *sums, chosen, left, features, value[chosen], carry[chosen], interpret=plan.interpret
+                *sums, chosen, left, features, value[chosen], across[chosen], interpret=plan.interpret
             )
 
         blocks = (count + size - 1) // size
@@ -133,4 +128,4 @@ def _fold(plan, state, tokens, active):
         "norm": state.norm,
         "active": active,
     }
-    return sharding.per_device(fold, arrays, _LAYOUTS, ("kv", "norm"))
+    return sharding.per_device(compute, arrays, _LAYOUTS, ("kv", "norm"))

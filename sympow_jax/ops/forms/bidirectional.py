@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array
-from sympow_jax.ops import arguments, containment, cost, documents, layout, rows, sharding
-from sympow_jax.ops import mean as means
+from sympow_jax.ops import arguments, containment, cost, documents, layout, means, preparation, sharding
 from sympow_jax.ops.forms import context, features
 from sympow_jax.ops.tokens import SEQUENCE, Tokens
 
@@ -38,7 +37,7 @@ def require_supported(tokens: Tokens, implementation: str | None, absent: dict) 
 
 
 class Plan(NamedTuple):
-    """Static options of a call, as in `ops.plan`."""
+    """Static options of a call, as in `ops.plans`."""
 
     power: int
     division: means.Division
@@ -54,7 +53,7 @@ def attend(plan, tokens):
     query, key, value, _, segment_ids = finite.tokens
     dtype, kv_heads = np.promote_types(query.dtype, jnp.float32), key.shape[2]
     if division is not means.Division.NONE:
-        query = rows.unit_scale(query)
+        query = preparation.unit_scale(query)
     document = None
     weighed = jnp.pad(value, [(0, 0), (0, 0), (0, 0), (0, 1)], constant_values=1)
     if segment_ids is not None:

@@ -15,9 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float
-from sympow_jax.ops import decay as decays
-from sympow_jax.ops import mean as means
-from sympow_jax.ops import rows as rows_of
+from sympow_jax.ops import decays, means, preparation
 from sympow_jax.ops.forms import features
 
 __all__ = ["BLOCK", "chunked"]
@@ -35,14 +33,14 @@ class _Tokens(NamedTuple):
     enters_state: Bool[Array, " X"]
 
 
-def chunked(plan, rows: rows_of.Rows):
+def chunked(plan, rows: preparation.Rows):
     """Computes the chunked form with decays per value channel; returns (out [B, X, N, E], kv, norm).
 
     Chunks are rounded up to whole blocks.
     """
     length, kv_heads, head_dim = rows.query.shape[1], *rows.key.shape[2:]
     plan = dataclasses.replace(plan, chunk=-(-min(plan.chunk, length) // BLOCK) * BLOCK)
-    rows = rows_of.padded(rows, plan.chunk)
+    rows = preparation.padded(rows, plan.chunk)
     log_decay = rows.log_decay
     if log_decay is None:
         log_decay = jnp.zeros_like(rows.value, plan.dtype)
@@ -54,15 +52,11 @@ def chunked(plan, rows: rows_of.Rows):
         both = jnp.concatenate([rows.kv, rows.norm], -1)
         state = features.from_canonical(both, head_dim, plan.power)
     query = rows.query.reshape(batch, -1, kv_heads, heads // kv_heads, head_dim)
-
-    def row(enters_state, *by_head):
-        def head(query, key, value, log_decay, state):
-            return _head(plan, query, _Tokens(key, value, log_decay, enters_state), state)
-
-        return jax.vmap(head)(*by_head)
-
-    by_head = (jnp.moveaxis(x, 2, 1) for x in (rows.key, rows.value, log_decay))
-    out, final = jax.vmap(row)(rows.enters_state, jnp.moveaxis(query, 1, 3), *by_head, state)
+    key, value, log_decay = (jnp.moveaxis(x, 2, 1) for x in (rows.key, rows.value, log_decay))
+    tokens = _Tokens(key, value, log_decay, rows.enters_state)  # type: ignore[arg-type]
+    # All heads of a row have its `enters_state`.
+    head = jax.vmap(functools.partial(_head, plan), (0, _Tokens(0, 0, 0, None), 0))  # type: ignore[arg-type]
+    out, final = jax.vmap(head)(jnp.moveaxis(query, 1, 3), tokens, state)
     out = jnp.moveaxis(out, 3, 1).reshape(batch, -1, heads, out.shape[-1])[:, :length]
     if not plan.return_state:
         return out, None, None
@@ -91,84 +85,56 @@ def _step(plan, carry, inputs):
     """Processes one chunk: returns the updated state, the last W tokens, and the outputs [G, C, E]."""
     state, window_tokens = carry
     query, new = inputs
+    chunk, exact_window, power, precision = plan.chunk, plan.exact_window, plan.power, plan.precision
     tokens = jax.tree.map(lambda *parts: jnp.concatenate(parts), window_tokens, new)
     dtype = state[0].dtype
-    exact = tokens._replace(key=tokens.key.astype(dtype), value=tokens.value.astype(dtype))
-    query = query.astype(dtype)
+    key, value, query = tokens.key.astype(dtype), tokens.value.astype(dtype), query.astype(dtype)
+    group, _, head_dim = query.shape
     # Prefix sums in two parts, so that their differences are exact to rounding.
     prefix = tuple(x.T for x in decays.split(tokens.log_decay.T))
-    sums = _before_block(plan, query, exact, prefix) + _own_block(plan, query, exact, prefix)
-    sums += _from_state(plan, query, state, prefix)
-    numerator, denominator = jnp.split(sums, 2, axis=-1)
-    out = means.mean(numerator[..., None], denominator[..., None], -1)[..., 0]
-    carried = jax.tree.map(lambda x: x[plan.chunk :], tokens)
-    return (_updated_state(plan, state, exact), carried), out
+    prefix_blocks = _in_blocks(prefix, exact_window)
 
-
-def _before_block(plan, query, tokens, prefix):
-    """Returns sums over the pairs of each query with the keys before its block, [G, C, 2E]."""
-    chunk, exact_window = plan.chunk, plan.exact_window
+    # Sums [G, C, 2E], first over the pairs of each query with the keys before its block. The decay is a product of that
+    # from the key to the beginning of the block, and that from there to the query.
     begins = exact_window + np.arange(0, chunk, BLOCK)
-    # Up to the beginning of each block.
     at_begin = tuple(jnp.pad(x, [(1, 0), (0, 0)])[exact_window::BLOCK][: len(begins), None] for x in prefix)
     earlier = (np.arange(exact_window + chunk) < begins[:, None])[..., None]
-    to_begin = _decay(at_begin, prefix, earlier)
-    to_query = _decay(_in_blocks(prefix, exact_window), at_begin, True)
-    scores = _scores(plan, "gid,xd->gix", query, tokens.key)
-    scores = scores.reshape(len(query), len(begins), BLOCK, -1)
-    columns = jnp.concatenate([to_begin * tokens.value, to_begin], -1)
-    sums = jnp.einsum("gnix,nxe->gnie", scores, columns, precision=plan.precision)
-    return (sums * _twice(to_query)).reshape(len(query), chunk, -1)
+    to_begin = decays.within(at_begin, prefix, earlier)
+    from_begin = decays.within(prefix_blocks, at_begin, True)
+    scores = jnp.einsum("gid,xd->gix", query, key, precision=precision)
+    scores = jax.lax.integer_pow(scores, power).reshape(group, len(begins), BLOCK, -1)
+    columns = jnp.concatenate([to_begin * value, to_begin], -1)
+    sums = jnp.einsum("gnix,nxe->gnie", scores, columns, precision=precision)
+    sums = (sums * _twice(from_begin)).reshape(group, chunk, -1)
 
+    # Over the pairs with the keys of its block up to itself, one decay each.
+    queries, keys = (x[:, :, None] for x in prefix_blocks), (x[:, None] for x in prefix_blocks)
+    within = decays.within(queries, keys, np.tri(BLOCK, dtype=bool)[..., None])
+    key_blocks, value_blocks = _in_blocks((key, value), exact_window)
+    query_blocks = query.reshape(group, -1, BLOCK, head_dim)
+    scores = jnp.einsum("gnid,njd->gnij", query_blocks, key_blocks, precision=precision)
+    scores = jax.lax.integer_pow(scores, power)[..., None]
+    own_block = [(scores * within * value_blocks[:, None]).sum(3), (scores * within).sum(3)]
+    sums += jnp.concatenate(own_block, -1).reshape(group, chunk, -1)
 
-def _own_block(plan, query, tokens, prefix):
-    """Returns sums over the pairs of each query with the keys of its block up to itself, [G, C, 2E]."""
-    prefix = _in_blocks(prefix, plan.exact_window)
-    queries, keys = (x[:, :, None] for x in prefix), (x[:, None] for x in prefix)
-    decay = _decay(queries, keys, np.tri(BLOCK, dtype=bool)[..., None])
-    query_blocks = query.reshape(len(query), -1, BLOCK, query.shape[-1])
-    key, value = _in_blocks((tokens.key, tokens.value), plan.exact_window)
-    scores = _scores(plan, "gnid,njd->gnij", query_blocks, key)[..., None]
-    sums = [(scores * decay * value[:, None]).sum(3), (scores * decay).sum(3)]
-    return jnp.concatenate(sums, -1).reshape(*query.shape[:2], -1)
-
-
-def _from_state(plan, query, state, prefix):
-    """Returns sums over the tokens in the state, [G, C, 2E]."""
-    weights = features.weights(query.shape[-1], plan.power, query.dtype)
-    weighted = features.weighted(state, weights)
-    columns = query.reshape(-1, query.shape[-1]).T
-    sums = features.query(weighted, columns, plan.power, plan.precision).T
+    # Over the tokens in the state.
+    weighted = features.weighted(state, features.weights(head_dim, power, dtype))
+    from_state = features.query(weighted, query.reshape(-1, head_dim).T, power, precision).T
     coarse, fine = prefix
-    to_query = decays.exp((coarse + fine)[plan.exact_window :])
-    return sums.reshape(*query.shape[:2], -1) * _twice(to_query)
+    from_start = decays.exp((coarse + fine)[exact_window:])
+    sums += from_state.reshape(group, chunk, -1) * _twice(from_start)
+    numerator, denominator = jnp.split(sums, 2, axis=-1)
+    out = means.mean(numerator[..., None], denominator[..., None], -1)[..., 0]
 
-
-def _updated_state(plan, state, tokens):
-    """Returns the state updated with the oldest C tokens."""
-    old = jax.tree.map(lambda x: x[: plan.chunk], tokens)
-    log_decay = jnp.where(old.enters_state[:, None], old.log_decay, 0)
-    to_state = decays.exp(decays.sums_after(log_decay.T).T)
-    to_state = jnp.where(old.enters_state[:, None], to_state, 0)
-    columns = jnp.concatenate([to_state * old.value, to_state], -1)
-    new = features.fold(columns.T, old.key.T, plan.power, plan.precision)
-    carry = _twice(decays.exp(log_decay.sum(0)))
-    return tuple(carry * s + n for s, n in zip(state, new))
-
-
-def _scores(plan, axes, query, key):
-    scores = jnp.einsum(axes, query, key, precision=plan.precision)
-    return jax.lax.integer_pow(scores, plan.power)
-
-
-def _decay(later, earlier, where):
-    """Returns exp of the difference of two prefix sums, and zero where the mask is False.
-
-    Coarse and fine parts are subtracted separately.
-    """
-    (coarse, fine), (earlier_coarse, earlier_fine) = later, earlier
-    between = (coarse - earlier_coarse) + (fine - earlier_fine)
-    return decays.exp(jnp.where(where, between, -jnp.inf))
+    # Update the state with the oldest C tokens.
+    enters_state = tokens.enters_state[:chunk, None]
+    log_decay = jnp.where(enters_state, tokens.log_decay[:chunk], 0)
+    to_end = jnp.where(enters_state, decays.exp(decays.sums_after(log_decay.T).T), 0)
+    columns = jnp.concatenate([to_end * value[:chunk], to_end], -1)
+    folded = features.fold(columns.T, key[:chunk].T, power, precision)
+    across = _twice(decays.exp(log_decay.sum(0)))
+    state = tuple(across * s + n for s, n in zip(state, folded))
+    return (state, jax.tree.map(lambda x: x[chunk:], tokens)), out
 
 
 def _in_blocks(arrays, exact_window):

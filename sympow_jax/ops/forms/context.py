@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float
-from sympow_jax.ops import decay as decays
-from sympow_jax.ops import derivatives, layout, time_axis
+from sympow_jax.ops import decays, derivatives, layout, time_axis
 from sympow_jax.ops.forms import features
 
 __all__ = ["combined", "log_decay_over", "sums_from_earlier_state", "with_halo"]
@@ -25,7 +24,7 @@ _CHUNK = 128
 def with_halo(
     arrays: dict[str, Array], valid: Bool[Array, "B T"], *, exact_window: int, ragged: bool, axis_name: str
 ) -> tuple[dict[str, Array], Bool[Array, "B W+T"]]:
-    """Prepends the last W tokens before this shard to the arrays of `rows.Rows`; also returns the validity mask.
+    """Prepends the last W tokens before this shard to the arrays of `preparation.Rows`; also returns the validity mask.
 
     Arrays are [B, T, ...].
 
@@ -122,16 +121,16 @@ def sums_from_earlier_state(
 
     Differentiable in all three arrays. Only the arguments are saved, and neither pass computes a product twice.
     """
-    weighted = features.weighted(state, _weights(state, query, power))
+    weighted = features.weighted(state, features.weights(query.shape[1], power, state[0].dtype))
     parts = _in_chunks(query.astype(state[0].dtype))
     sums = jax.lax.map(lambda q: features.query(weighted, q, power, precision), parts)
     return _since_start(log_decay, query) * _joined(sums, query.shape)
 
 
-def _sums_from_earlier_state_bwd(power, precision, arguments, dsums):
+def sums_from_earlier_state_vjp(power, precision, arguments, dsums):
     """Computes the gradients; as in `chunked`, q . dq / p sums the gradients of the log weights of a query."""
     state, query, log_decay = arguments
-    weights = _weights(state, query, power)
+    weights = features.weights(query.shape[1], power, state[0].dtype)
     weighted = features.weighted(state, weights)
     wide = query.astype(state[0].dtype)
 
@@ -152,11 +151,7 @@ def _sums_from_earlier_state_bwd(power, precision, arguments, dsums):
     return features.weighted(dstate, weights), dquery.astype(query.dtype), dlog
 
 
-sums_from_earlier_state.defvjp(None, _sums_from_earlier_state_bwd)
-
-
-def _weights(state, query, power):
-    return features.weights(query.shape[1], power, state[0].dtype)
+sums_from_earlier_state.defvjp(None, sums_from_earlier_state_vjp)
 
 
 def _since_start(log_decay, query):

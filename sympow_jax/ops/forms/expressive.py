@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import decay as decays
-from sympow_jax.ops import derivatives
+from sympow_jax.ops import decays, derivatives
 
-__all__ = ["Blocks", "Settings", "attend", "weight"]
+__all__ = ["Blocks", "Settings", "attend", "attend_vjp", "weight"]
 
 
 class Settings(NamedTuple):
@@ -35,7 +34,7 @@ class Blocks(NamedTuple):
     of keys; R = C unless I = 1.
 
     Attributes:
-        half_decay: halves of the log decays, from `decay.bounded`; None means no decay. Gradients have None in every
+        half_decay: halves of the log decays, from `decays.bounded`; None means no decay. Gradients have None in every
             field without one.
         query_document, key_document: a query attends to a key only if the two are equal; None if all pairs are visible.
         ranges: for each block of queries, the first block of keys it attends to and the end (exclusive) of the range.
@@ -58,8 +57,8 @@ def weight(z: Float[Array, "*rest"]) -> Float[Array, "*rest"]:
     return jnp.where(large, 1 / (1 + large_z**-2), small_z**2 / (1 + small_z**2))
 
 
-def _all_pairs(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
-    """Computes `attend` with a T x S array of weights."""
+def _all_pairs(settings: Settings, blocks: Blocks):
+    """Computes `attend` with a T x S array of weights; zeros in place of its sums of weights and m."""
     query, key, value = (jnp.moveaxis(x, 0, -2) for x in blocks[:3])
     count, rows = query.shape[-2:]
     query, key, value = (x.reshape(*x.shape[:-2], -1) for x in (query, key, value))
@@ -78,49 +77,42 @@ def _all_pairs(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
     if blocks.half_decay is not None:
         half = jnp.moveaxis(blocks.half_decay, 0, -2)
         coarse, fine = decays.split(half.reshape(half.shape[0], -1))
-        between = (coarse[:, -time:, None] - coarse[:, None]) + (fine[:, -time:, None] - fine[:, None])
-        weights *= decays.exp(jnp.where(visible, 2 * between[:, None], -jnp.inf))
+        within = (coarse[:, -time:, None] - coarse[:, None]) + (fine[:, -time:, None] - fine[:, None])
+        weights *= decays.exp(jnp.where(visible, 2 * within[:, None], -jnp.inf))
     weights = jnp.where(visible, weights, 0)
     total = weights.sum(-1, keepdims=True)
     weights /= jnp.where(total == 0, 1, total)
     out = jnp.einsum("hgts,hes->hegt", weights, value, precision=settings.precision)
-    return jnp.moveaxis(out.reshape(*out.shape[:-1], count, rows), -2, 0)
-
-
-def attend(settings: Settings, blocks: Blocks) -> Float[Array, "I H E G R"]:
-    """Returns the weighted means of values, zero where all weights are zero.
-
-    Saved for the backward pass, in addition to the arguments: the output, and m and the sum of weights of every row.
-    Reverse mode of a derivative is that of all pairs at once.
-    """
-    return _attend(settings, blocks)[0]
-
-
-def _attend_plain(settings, blocks):
-    out = _all_pairs(settings, blocks)
+    out = jnp.moveaxis(out.reshape(*out.shape[:-1], count, rows), -2, 0)
     # The output does not depend on m, which cancels, and gradients have derivatives of their own, not through the sums.
     empty = jnp.zeros_like(out[:, :, :1])
     return out, empty, empty
 
 
-@functools.partial(derivatives.custom_vjp, static=1, plain=_attend_plain)
-def _attend(settings, blocks):
-    """Returns the output, and the sum of weights and m of every row."""
+@functools.partial(derivatives.custom_vjp, static=1, plain=_all_pairs)
+def attend(
+    settings: Settings, blocks: Blocks
+) -> tuple[Float[Array, "I H E G R"], Float[Array, "I H 1 G R"], Float[Array, "I H 1 G R"]]:
+    """Returns the weighted means of values, zero where all weights are zero; the sum of weights and m of every row.
+
+    These are saved for the backward pass, in addition to the arguments; only the means have a gradient. Reverse mode of
+    a derivative is that of all pairs at once.
+    """
     pairs = _Pairs(settings, blocks)
     tiny = np.finfo(pairs.dtype).tiny
 
     def row(_, i):
         rows = pairs.rows(i)
 
-        def add(carry, j, between, diagonal):
+        def add(carry, j, log_across, diagonal):
             numerator, denominator, largest = carry
-            z, s = pairs.scores(rows, j, between, diagonal)
+            z, s = pairs.scores(rows, j, log_across, diagonal)
             size = jnp.minimum(jnp.abs(z), pairs.bound)
             reach = jnp.minimum(size, 1)
             of_block = (reach if s is None else reach * s).max(1, keepdims=True)
             # The output does not depend on m.
             new = jax.lax.stop_gradient(jnp.maximum(largest, of_block))
-            u = size * _over(s, new)
+            u = size * (1 / new if s is None else s * (1 / new))
             weights = u * u / (1 + size * size)
             # 1 for all but a row's first blocks.
             shrink = jnp.square(largest / new)
@@ -138,31 +130,19 @@ def _attend(settings, blocks):
     return jax.lax.scan(row, None, jnp.arange(len(blocks.query), dtype=jnp.int32))[1]
 
 
-def _attend_fwd(settings, blocks):
-    results = _attend(settings, blocks)
-    return results, (blocks, *results)
-
-
-def _attend_bwd(settings, residuals, cotangents):
-    return (_gradients(settings, *residuals, cotangents[0]),)
-
-
-_attend.defvjp(_attend_fwd, _attend_bwd)
-
-
 def _gradients_of_all_pairs(settings, blocks, out, denominator, largest, dout) -> Blocks:
     del out, denominator, largest
 
     def pairs(query, key, value, half_decay):
         changed = {"query": query, "key": key, "value": value, "half_decay": half_decay}
-        return _all_pairs(settings, blocks._replace(**changed))
+        return _all_pairs(settings, blocks._replace(**changed))[0]
 
     gradients = jax.vjp(pairs, blocks.query, blocks.key, blocks.value, blocks.half_decay)[1](dout)
     return Blocks(*gradients, None, None, None)  # type: ignore[arg-type, call-arg]
 
 
 @functools.partial(derivatives.custom_vjp, static=1, plain=_gradients_of_all_pairs)
-def _gradients(settings, blocks, out, denominator, largest, dout) -> Blocks:
+def attend_vjp(settings, blocks, out, denominator, largest, dout) -> Blocks:
     """Returns the gradients of `attend`."""
     largest = jax.lax.stop_gradient(largest)  # they do not depend on m
     pairs = _Pairs(settings, blocks)
@@ -173,22 +153,22 @@ def _gradients(settings, blocks, out, denominator, largest, dout) -> Blocks:
         d = jnp.where(some, dout[i] / jnp.where(some, denominator[i], 1), 0)
         mean = (d * out[i]).sum(1, keepdims=True)
 
-        def add(carry, j, between, diagonal):
+        def add(carry, j, log_across, diagonal):
             dquery, dkeys, dvalues, drow, dcolumns = carry
-            z, s = pairs.scores(rows, j, between, diagonal)
+            z, s = pairs.scores(rows, j, log_across, diagonal)
             z = jnp.clip(z, -pairs.bound, pairs.bound)
-            factor = _over(s, largest[i])
+            factor = 1 / largest[i] if s is None else s * (1 / largest[i])
             u, h = z * factor, 1 / (1 + z * z)
             weights = u * u * h
             dweights = pairs.product("hek,hegq->hkgq", pairs.value(j), d) - mean
             dz = dweights * (2 * u * h) * (h * factor)
             dquery += pairs.product("hdk,hkgq->hdgq", pairs.key(j), dz)
-            dkeys = _add(dkeys, j, pairs.product("hdgq,hkgq->hdk", rows.query, dz))
-            dvalues = _add(dvalues, j, pairs.product("hegq,hkgq->hek", d, weights))
+            dkeys = dkeys.at[j].add(pairs.product("hdgq,hkgq->hdk", rows.query, dz))
+            dvalues = dvalues.at[j].add(pairs.product("hegq,hkgq->hek", d, weights))
             if dcolumns is not None:
                 dlog = dweights * weights
                 drow += dlog.sum((1, 2))
-                dcolumns = _add(dcolumns, j, dlog.sum((2, 3)))
+                dcolumns = dcolumns.at[j].add(dlog.sum((2, 3)))
             return dquery, dkeys, dvalues, drow, dcolumns
 
         drow = None
@@ -211,6 +191,17 @@ def _gradients(settings, blocks, out, denominator, largest, dout) -> Blocks:
         later = jnp.cumsum(totals[::-1], 0)[::-1] - totals
         dhalf = 2 * (decays.sums_from(dsums) + later[..., None])
     return Blocks(dquery, dkey, dvalue, dhalf, None, None, None)  # type: ignore[arg-type]
+
+
+def _attend_fwd(settings, blocks):
+    results = attend(settings, blocks)
+    return results, (blocks, *results)
+
+
+attend.defvjp(
+    _attend_fwd,
+    lambda settings, residuals, cotangents: (attend_vjp(settings, *residuals, cotangents[0]),),
+)
 
 
 class _Rows(NamedTuple):
@@ -255,25 +246,25 @@ class _Pairs:
         return jnp.einsum(equation, left, right, precision=self._settings.precision)
 
     def over_keys(self, i, add, carry):
-        """Folds `carry = add(carry, j, between, diagonal)` over the key blocks j visible to query block i.
+        """Folds `carry = add(carry, j, log_across, diagonal)` over the key blocks j visible to query block i.
 
-        `between` is the sum of halved log decays over the blocks between the two.
+        `log_across` is the sum of halved log decays over the blocks between the two.
         """
         start, stop = self._blocks.ranges[i]
         if not self._settings.causal:
             return jax.lax.fori_loop(start, stop, lambda j, carry: add(carry, j, None, False), carry)
         carry = add(carry, stop, None, True)
-        between = None if self._blocks.half_decay is None else jnp.zeros_like(self._totals[0])
+        log_across = None if self._blocks.half_decay is None else jnp.zeros_like(self._totals[0])
 
         def left(n, carry):
-            carry, between = carry
+            carry, log_across = carry
             j = stop - 1 - n
-            carry = add(carry, j, between, False)
-            return carry, None if between is None else between + self._totals[j]
+            carry = add(carry, j, log_across, False)
+            return carry, None if log_across is None else log_across + self._totals[j]
 
-        return jax.lax.fori_loop(0, stop - start, left, (carry, between))[0]
+        return jax.lax.fori_loop(0, stop - start, left, (carry, log_across))[0]
 
-    def scores(self, rows, j, between, diagonal):
+    def scores(self, rows, j, log_across, diagonal):
         """Returns scores [H, C, G, R], zero for masked pairs, and the square roots of decays or None."""
         z = self.product("hdk,hdgq->hkgq", self.key(j), rows.query)
         if rows.document is not None:
@@ -284,17 +275,9 @@ class _Pairs:
         if self._blocks.half_decay is None:
             return z, None
         if not diagonal:
-            to_end = decays.exp(self._after[j] + between[:, None])
+            to_end = decays.exp(self._after[j] + log_across[:, None])
             return z, to_end[:, :, None, None] * rows.from_start[:, None, None]
         differences = (
             x[:, None, None, self._places] - x[:, :, None, None] for x in (self._coarse[j], self._fine[j])
         )
         return z, decays.exp(jnp.where(self._earlier, sum(differences), 0))
-
-
-def _over(s, largest):
-    return 1 / largest if s is None else s * (1 / largest)
-
-
-def _add(total, index, part):
-    return total.at[index].add(part)

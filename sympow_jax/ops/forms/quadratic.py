@@ -12,11 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import decay as decays
-from sympow_jax.ops import derivatives, layout
-from sympow_jax.ops import plan as plans
+from sympow_jax.ops import decays, derivatives, layout, plans
 
-__all__ = ["sums"]
+__all__ = ["sums", "sums_vjp"]
 
 
 def _all_pairs(plan, query, key, value, log_decay, first=None):
@@ -25,11 +23,11 @@ def _all_pairs(plan, query, key, value, log_decay, first=None):
     query, key, value = (x.astype(log_decay.dtype) for x in (query, key, value))
     coarse, fine = decays.split(log_decay)
     earlier = len(log_decay) - query.shape[-1]
-    between = (coarse[earlier:, None] - coarse) + (fine[earlier:, None] - fine)
-    visible = jnp.tri(*between.shape, earlier, dtype=bool)
+    visible = jnp.tri(query.shape[-1], len(coarse), earlier, dtype=bool)
+    decay = decays.within((coarse[earlier:, None], fine[earlier:, None]), (coarse, fine), visible)
     scores = jnp.einsum("gdq,dk->gqk", query, key, precision=plan.precision)
-    decay = decays.exp(jnp.where(visible, between, -jnp.inf))
-    return _product(plan, value, decay * jax.lax.integer_pow(scores, plan.power))
+    weights = decay * jax.lax.integer_pow(scores, plan.power)
+    return jnp.einsum("ek,gqk->geq", value, weights, precision=plan.precision)
 
 
 @functools.partial(derivatives.custom_vjp, static=1, plain=_all_pairs)
@@ -44,7 +42,7 @@ def sums(
     """Returns sum_j b_ij (q_i . k_j)^p v_j over the keys up to each query; nothing is divided.
 
     `value` includes the row of ones of the denominator. T and X are multiples of the block, `log_decay` comes from
-    `decay.bounded`, and blocks of keys before block `first` are skipped. Differentiable in all arguments except
+    `decays.bounded`, and blocks of keys before block `first` are skipped. Differentiable in all arguments except
     `first`. Only the arguments are saved for the backward pass. Reverse mode of a derivative is that of all pairs at
     once.
     """
@@ -52,20 +50,21 @@ def sums(
 
     def row(_, i):
         q = pairs.cut(query, i)
-        in_block = _product(
-            plan, pairs.value(i + pairs.offset), pairs.weights(q, i + pairs.offset)[0] * pairs.in_block(i)
+        diagonal = i + pairs.offset
+        in_block = pairs.product(
+            pairs.value(diagonal), pairs.weights(q, diagonal)[0] * pairs.within(diagonal)
         )
 
         def column(n, carry):
-            earlier, between = carry
-            j = i + pairs.offset - 1 - n
+            earlier, log_across = carry
+            j = diagonal - 1 - n
             weights, _ = pairs.weights(q, j)
-            earlier += _product(plan, pairs.value(j) * pairs.to_end(j, between), weights)
-            return earlier, between + pairs.total[j]
+            earlier += pairs.product(pairs.value(j) * pairs.to_end(j, log_across), weights)
+            return earlier, log_across + pairs.total[j]
 
         earlier, _ = jax.lax.fori_loop(
             0,
-            jnp.maximum(i + pairs.offset - first, 0),
+            jnp.maximum(diagonal - first, 0),
             column,
             (jnp.zeros_like(in_block), jnp.zeros_like(in_block, shape=())),
         )
@@ -75,49 +74,42 @@ def sums(
     return layout.join_chunks(out)
 
 
-def _sums_bwd(plan, arguments, dsums):
-    *arrays, first = arguments
-    return *_gradients(plan, *arrays, dsums, first), None
-
-
-sums.defvjp(None, _sums_bwd)
-
-
 def _gradients_of_all_pairs(plan, query, key, value, log_decay, dsums, first):
     del first
     return jax.vjp(functools.partial(_all_pairs, plan), query, key, value, log_decay)[1](dsums)
 
 
 @functools.partial(derivatives.custom_vjp, static=1, plain=_gradients_of_all_pairs)
-def _gradients(plan, query, key, value, log_decay, dsums, first):
+def sums_vjp(plan, query, key, value, log_decay, dsums, first):
     """Returns the gradients of `sums`."""
     pairs = _Pairs(plan, query, key, value, log_decay)
     block, dtype = plan.chunk, pairs.dtype
     rows = query.shape[-1] // block
 
     def row(carry, i):
+        dkeys, dvalues, crossing = carry
         q, d = pairs.cut(query, i), pairs.cut(dsums, i)
         diagonal = i + pairs.offset
         dquery, dkey, dvalue, dlog_row, dlog_column = pairs.vjp(
-            q, d, diagonal, pairs.value(diagonal), pairs.in_block(i)
+            q, d, diagonal, pairs.value(diagonal), pairs.within(diagonal)
         )
-        dkeys, dvalues = _add(carry[0], dkey, diagonal, block), _add(carry[1], dvalue, diagonal, block)
+        dkeys, dvalues = pairs.add(dkeys, dkey, diagonal), pairs.add(dvalues, dvalue, diagonal)
         in_block = decays.sums_from(dlog_row) - decays.sums_from(dlog_column)
 
         def column(n, carry):
-            dquery_earlier, dkeys, dvalues, dlog_rows, dlog_columns, between = carry
+            dquery_earlier, dkeys, dvalues, dlog_rows, dlog_columns, log_across = carry
             j = diagonal - 1 - n
-            scale = pairs.to_end(j, between)
+            scale = pairs.to_end(j, log_across)
             dq, dk, dv, dlog_row, dlog_column = pairs.vjp(
                 q, pairs.from_start[i] * d, j, pairs.value(j) * scale, None
             )
             return (
                 dquery_earlier + dq,
-                _add(dkeys, dk, j, block),
-                _add(dvalues, dv * scale, j, block),
+                pairs.add(dkeys, dk, j),
+                pairs.add(dvalues, dv * scale, j),
                 dlog_rows + dlog_row,
                 dlog_columns.at[j].set(dlog_column),
-                between + pairs.total[j],
+                log_across + pairs.total[j],
             )
 
         start = (
@@ -134,10 +126,8 @@ def _gradients(plan, query, key, value, log_decay, dsums, first):
         # Pairs that cross t: in the query's block those with a later query, in the key's block those with an earlier
         # key, and all pairs whose key block is before t and whose query block is after it.
         by_column = dlog_columns.sum(-1)
-        crossing = (
-            carry[2]
-            + jnp.where(jnp.arange(len(by_column)) < diagonal, jnp.cumsum(by_column) - by_column, 0)[:, None]
-        )
+        before = jnp.where(jnp.arange(len(by_column)) < diagonal, jnp.cumsum(by_column) - by_column, 0)
+        crossing += before[:, None]
         crossing += decays.prefix_sums(dlog_columns) - dlog_columns
         crossing = crossing.at[diagonal].add(in_block + decays.sums_from(dlog_rows))
         return (dkeys, dvalues, crossing), dquery + dquery_earlier
@@ -154,6 +144,14 @@ def _gradients(plan, query, key, value, log_decay, dsums, first):
         dvalue.astype(value.dtype),
         ddecay.reshape(-1),
     )
+
+
+def _sums_bwd(plan, arguments, dsums):
+    *arrays, first = arguments
+    return *sums_vjp(plan, *arrays, dsums, first), None
+
+
+sums.defvjp(None, _sums_bwd)
 
 
 class _Pairs:
@@ -179,19 +177,28 @@ class _Pairs:
     def value(self, j):
         return self.cut(self._value, j)
 
-    def in_block(self, i):
-        """Returns the decay from each key to each query of the diagonal block, zero where the key is later."""
-        coarse, fine = self.coarse[i + self.offset], self.fine[i + self.offset]
-        between = (coarse[:, None] - coarse) + (fine[:, None] - fine)
-        return decays.exp(jnp.where(jnp.tri(len(coarse), dtype=bool), between, -jnp.inf))
+    def add(self, total, part, index):
+        """Returns the total with a block's part added to its slice."""
+        begin = index * self.plan.chunk
+        sliced = jax.lax.dynamic_slice_in_dim(total, begin, self.plan.chunk, -1)
+        return jax.lax.dynamic_update_slice_in_dim(total, sliced + part, begin, -1)
 
-    def to_end(self, j, between):
-        """Returns the decay from each key of block j over the blocks after it, whose log decays sum to `between`."""
-        return decays.exp(self.after[j] + between)
+    def within(self, j):
+        """Returns the decay from each key of block j to each query of it, zero where the key is later."""
+        coarse, fine = self.coarse[j], self.fine[j]
+        visible = jnp.tri(len(coarse), dtype=bool)
+        return decays.within((coarse[:, None], fine[:, None]), (coarse, fine), visible)
+
+    def to_end(self, j, log_across):
+        """Returns the decay from each key of block j over the blocks after it, whose sum is `log_across`."""
+        return decays.exp(self.after[j] + log_across)
 
     def weights(self, q, j):
         scores = jnp.einsum("gdq,dk->gqk", q, self.cut(self._key, j), precision=self.plan.precision)
         return jax.lax.integer_pow(scores, self.plan.power), scores
+
+    def product(self, value, weights):
+        return jnp.einsum("ek,gqk->geq", value, weights, precision=self.plan.precision)
 
     def vjp(self, q, d, j, value, decay):
         """Returns gradients of sum(d * value weights^T), and sums over keys and over queries of d/d(log weight)."""
@@ -210,14 +217,3 @@ class _Pairs:
             dlog.sum((0, 2)),
             dlog.sum((0, 1)),
         )
-
-
-def _product(plan, value, weights):
-    return jnp.einsum("ek,gqk->geq", value, weights, precision=plan.precision)
-
-
-def _add(total, part, index, block):
-    """Adds a block's part to its slice of the total."""
-    begin = index * block
-    sliced = jax.lax.dynamic_slice_in_dim(total, begin, block, -1)
-    return jax.lax.dynamic_update_slice_in_dim(total, sliced + part, begin, -1)

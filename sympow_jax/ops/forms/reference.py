@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import feature_maps
-from sympow_jax.ops import mean as means
-from sympow_jax.ops import state as power_state
+from sympow_jax.ops import feature_maps, means, power_state
 
 __all__ = ["FORMS"]
 
@@ -37,7 +35,7 @@ class _Tokens(NamedTuple):
         return self.document >= 0
 
 
-def _attention(plan, arrays, state):
+def attention(plan, arrays, state):
     """Computes Y_i = sum_j B_ij V_j / sum_j B_ij with B_ij = b_ij (Q_i . K_j)^p.
 
     This is the attention formulation of section 3.1, with b_ij = prod_{j < m <= i} gamma_m. Keys already in `state`
@@ -58,7 +56,13 @@ def _attention(plan, arrays, state):
     between_BKTXc = jnp.cumsum(jnp.where(later, log_BKXc[:, :, :, None], 0), 2)[:, :, -time:]
     decay_BKTXc = jnp.where(visible[:, None, :, :, None], jnp.exp(between_BKTXc), 0)
     scores = jnp.einsum("bkgtd,bxkd->bkgtx", q_BKGTD, tokens.key, precision="highest")
-    numerator, denominator = _weighted(scores**plan.power, decay_BKTXc, tokens.value)
+    # Sums over keys: of weighted values [B, K, G, T, E] and of weights [B, K, G, T, c].
+    weights = (scores**plan.power)[..., None] * decay_BKTXc[:, :, None]
+    if weights.shape[-1] == 1:
+        numerator = jnp.einsum("bkgtx,bxke->bkgte", weights[..., 0], tokens.value, precision="highest")
+    else:
+        numerator = jnp.einsum("bkgtxe,bxke->bkgte", weights, tokens.value, precision="highest")
+    denominator = weights.sum(4)
 
     if state is not None:
         features = feature_maps.symmetric_power(q_BKGTD, plan.power)
@@ -72,7 +76,7 @@ def _attention(plan, arrays, state):
     return out, _state_after(plan, tokens, state) if plan.return_state else None
 
 
-def _recurrent(plan, arrays, state):
+def recurrent(plan, arrays, state):
     """Computes equation (2): S_i = gamma_i S_{i-1} + V_i phi(K_i)^T and Y_i = S_i phi(Q_i) / Z_i phi(Q_i).
 
     Z_i is the same sum as S_i without the values. Every token updates the state. There is no window, and the window of
@@ -115,7 +119,7 @@ def _recurrent(plan, arrays, state):
     return out, power_state.PowerState(kv=kv, norm=norm, segment=tokens.last[1], **window)
 
 
-FORMS = {"attention": _attention, "recurrent": _recurrent}
+FORMS = {"attention": attention, "recurrent": recurrent}
 
 
 def _tokens(plan, arrays, state) -> _Tokens:
@@ -194,16 +198,6 @@ def _state_after(plan, tokens, state):
         length=in_window.sum(1, dtype=jnp.int32),
         segment=segment,
     )
-
-
-def _weighted(powers, decay_BKTXc, value):
-    """Returns sums over keys: of weighted values [B, K, G, T, E] and of weights [B, K, G, T, c]."""
-    weights = powers[..., None] * decay_BKTXc[:, :, None]
-    if weights.shape[-1] == 1:
-        numerator = jnp.einsum("bkgtx,bxke->bkgte", weights[..., 0], value, precision="highest")
-    else:
-        numerator = jnp.einsum("bkgtxe,bxke->bkgte", weights, value, precision="highest")
-    return numerator, weights.sum(4)
 
 
 def _result(plan, numerator, denominator, dtype):

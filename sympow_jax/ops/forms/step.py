@@ -8,20 +8,27 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sympow_jax.ops import decay as decays
-from sympow_jax.ops import derivatives, documents, feature_maps, layout
-from sympow_jax.ops import mean as means
-from sympow_jax.ops import rows as rows_of
+from sympow_jax.ops import decays, derivatives, documents, feature_maps, layout, means, preparation
 from sympow_jax.ops.forms import features
 
-__all__ = ["StateOps", "in_place", "step", "step_by"]
+__all__ = [
+    "StateOps",
+    "fold",
+    "fold_channels",
+    "in_place",
+    "read",
+    "read_channels",
+    "step",
+    "step_by",
+]
 
 
 class StateOps(NamedTuple):
     """Operations of a step on the recurrent state; the rest of a step is the same for every implementation.
 
     Attributes:
-        read: (plan, query [B, K, G, D], state) -> outputs [B, K, G, E], of the window and the recurrent state.
+        read: (plan, query [B, K, G, D], state) -> outputs [B, K, G, E], of the window and the recurrent state; sums
+            [B, K, G, E + 1] without division.
         fold: (plan, state, tokens, active) -> `kv` and `norm`, updated with the tokens of a window in the active
             rows of the batch.
         in_place: (f, active, state) -> f(active, state) if any row is active, otherwise the state.
@@ -34,8 +41,8 @@ class StateOps(NamedTuple):
 
 def step(plan, tokens, state):
     """Runs `step_by` in plain JAX."""
-    read, fold = (_read_channels, _fold_channels) if plan.per_channel else (_read, _fold)
-    return step_by(StateOps(read, fold, _differentiable_in_place), plan, tokens, state)
+    by_plan = (read_channels, fold_channels) if plan.per_channel else (read, fold)
+    return step_by(StateOps(*by_plan, _differentiable_in_place), plan, tokens, state)
 
 
 def step_by(state_ops: StateOps, plan, tokens, state):
@@ -46,7 +53,16 @@ def step_by(state_ops: StateOps, plan, tokens, state):
     query, key, value, log_decay, segment_ids = tokens
     dtype, exact_window = plan.dtype, plan.exact_window
     batch, kv_heads, head_dim = key.shape
-    valid, state = _enter_document(state, segment_ids)
+    if segment_ids is None:
+        segment = documents.continued(state.segment)
+        valid = jnp.ones_like(segment, bool)
+        state = dataclasses.replace(state, segment=segment)
+    else:
+        # The state is reset in rows where the token starts a document, which most do not.
+        valid = segment_ids >= 0
+        start = valid & (segment_ids != state.segment)
+        state = _differentiable_in_place(_emptied, start, state)
+        state = _replaced(state, valid, segment=segment_ids)
     # Bounded decays keep the sums over the window finite.
     if log_decay is None:
         log_decay = jnp.zeros_like(value if plan.per_channel else key[..., 0])
@@ -56,11 +72,15 @@ def step_by(state_ops: StateOps, plan, tokens, state):
     if exact_window == 0:
         state = dataclasses.replace(state, **state_ops.fold(plan, state, token, valid))
     else:
-        state = _appended(state, token, valid)
+        # Written in place if the state is donated; writes to a slot beyond the window are dropped.
+        slot = jnp.where(valid, state.length, 2 * exact_window)
+        put = jax.vmap(lambda slots, i, x: slots.at[i].set(x[0].astype(slots.dtype), mode="drop"))
+        window = {name: put(getattr(state, name), slot, x) for name, x in token.items()}
+        state = dataclasses.replace(state, **window, length=state.length + valid)
 
     query = query.reshape(batch, kv_heads, -1, head_dim).astype(dtype)
     if plan.division is not means.Division.NONE:
-        query = rows_of.unit_scale(query)
+        query = preparation.unit_scale(query)
     out = jnp.where(valid[:, None, None, None], state_ops.read(plan, query, state.astype(dtype)), 0)
     if exact_window:
         # Read the state before it is updated: otherwise XLA keeps a copy to read from.
@@ -70,30 +90,6 @@ def step_by(state_ops: StateOps, plan, tokens, state):
         )
     out = out.reshape(batch, -1, out.shape[-1])
     return out if plan.division is means.Division.NONE else out.astype(value.dtype), state
-
-
-def _enter_document(state, segment_ids):
-    """Returns a mask of the rows with a token, and the state.
-
-    The state is reset in rows where the token starts a document.
-    """
-    if segment_ids is None:
-        segment = documents.continued(state.segment)
-        return jnp.ones_like(segment, bool), _replaced(state, True, segment=segment)
-    valid = segment_ids >= 0
-    start = valid & (segment_ids != state.segment)
-    # Most tokens do not start a document.
-    state = _differentiable_in_place(_emptied, start, state)
-    return valid, _replaced(state, valid, segment=segment_ids)
-
-
-def _appended(state, token, active):
-    """Returns the state with a token in the next slot of the window, in the active rows."""
-    # Written in place if the state is donated; writes to a slot beyond the window are dropped.
-    slot = jnp.where(active, state.length, 2 * state.exact_window)
-    put = jax.vmap(lambda slots, i, x: slots.at[i].set(x[0].astype(slots.dtype), mode="drop"))
-    fields = {name: put(getattr(state, name), slot, x) for name, x in token.items()}
-    return dataclasses.replace(state, **fields, length=state.length + active)
 
 
 def in_place(f, active, state):
@@ -109,12 +105,12 @@ def in_place(f, active, state):
     return jax.lax.while_loop(lambda carried: carried[0], once, (active.any(), state))[1]
 
 
-def _conditional(f, active, state):
-    return jax.lax.cond(active.any(), functools.partial(f, active), lambda unchanged: unchanged, state)
-
-
-# A loop has no reverse-mode gradient, so the gradient is that of the conditional.
-_differentiable_in_place = derivatives.custom_vjp(in_place, static=1, plain=_conditional)
+# A loop has no reverse-mode gradient, so the gradient is that of a conditional.
+_differentiable_in_place = derivatives.custom_vjp(
+    in_place,
+    static=1,
+    plain=lambda f, active, state: jax.lax.cond(active.any(), lambda x: f(active, x), lambda x: x, state),
+)
 
 
 def _emptied(active, state):
@@ -122,7 +118,7 @@ def _emptied(active, state):
     return jax.tree.map(lambda x: _where(active, jnp.zeros_like(x), x), state)
 
 
-def _read(plan, query, state):
+def read(plan, query, state):
     """Attends to the window and the recurrent state with one query per head: [B, K, G, D] -> [B, K, G, E]."""
     log_decay = jnp.moveaxis(state.log_decays, 1, 2)
     scores = jnp.einsum("bkgd,bwkd->bkgw", query, state.keys, precision=plan.precision)
@@ -136,18 +132,18 @@ def _read(plan, query, state):
     return means.mean(numerator, denominator[..., None], -1, plan.division)
 
 
-def _read_channels(plan, query, state):
-    """Computes `_read` with decays per value channel."""
+def read_channels(plan, query, state):
+    """Computes `read` with decays per value channel."""
     log_decay = jnp.moveaxis(state.log_decays, 1, 3)
     decay = decays.exp(decays.sums_after(log_decay))
     scores = jnp.einsum("bkgd,bwkd->bkgw", query, state.keys, precision=plan.precision)
     scores = jax.lax.integer_pow(scores, plan.power)
     phi = feature_maps.symmetric_power(query, plan.power)
-    to_query = decays.exp(log_decay.sum(-1))[:, :, None]
+    from_start = decays.exp(log_decay.sum(-1))[:, :, None]
 
     def sums(window, state_sums):
         from_window = jnp.einsum("bkgw,bkew->bkge", scores, window, precision=plan.precision)
-        return from_window + to_query * jnp.einsum(
+        return from_window + from_start * jnp.einsum(
             "bkgf,bkfe->bkge", phi, state_sums, precision=plan.precision
         )
 
@@ -167,7 +163,7 @@ def _fold_window(plan, fold, full, state):
     return dataclasses.replace(state, **updated)
 
 
-def _fold(plan, state, tokens, active):
+def fold(plan, state, tokens, active):
     """Returns kv and norm after S <- gamma S + phi(k) v^T for each of `tokens`, in the active rows.
 
     tokens: fields of a window.
@@ -176,23 +172,23 @@ def _fold(plan, state, tokens, active):
     keys, values = jnp.moveaxis(tokens["keys"], 1, 3), jnp.moveaxis(tokens["values"], 1, 3)
     values = jnp.pad(values, [(0, 0), (0, 0), (0, 1), (0, 0)], constant_values=1)
     values *= decays.exp(decays.sums_after(log_decay))[:, :, None]
-    fold = functools.partial(features.fold, power=plan.power, precision=plan.precision)
-    new = features.to_kv_and_norm(jax.vmap(jax.vmap(fold))(values, keys), keys.shape[2], plan.power)
-    carry = decays.exp(log_decay.sum(-1))[..., None]
-    kv, norm = carry[..., None] * state.kv + new["kv"], carry * state.norm + new["norm"]
+    by_head = functools.partial(features.fold, power=plan.power, precision=plan.precision)
+    new = features.to_kv_and_norm(jax.vmap(jax.vmap(by_head))(values, keys), keys.shape[2], plan.power)
+    across = decays.exp(log_decay.sum(-1))[..., None]
+    kv, norm = across[..., None] * state.kv + new["kv"], across * state.norm + new["norm"]
     return {"kv": _where(active, kv, state.kv), "norm": _where(active, norm, state.norm)}
 
 
-def _fold_channels(plan, state, tokens, active):
-    """Computes `_fold` with decays per value channel."""
+def fold_channels(plan, state, tokens, active):
+    """Computes `fold` with decays per value channel."""
     keys, values, log_decay = (jnp.moveaxis(tokens[name], 1, 3) for name in ("keys", "values", "log_decays"))
     decay = decays.exp(decays.sums_after(log_decay))
-    fold = functools.partial(features.fold, power=plan.power, precision=plan.precision)
-    new = jax.vmap(jax.vmap(fold))(jnp.concatenate([decay * values, decay], 2), keys)
+    by_head = functools.partial(features.fold, power=plan.power, precision=plan.precision)
+    new = jax.vmap(jax.vmap(by_head))(jnp.concatenate([decay * values, decay], 2), keys)
     new = jnp.split(features.to_canonical(new, keys.shape[2], plan.power), 2, axis=-1)
-    carry = decays.exp(log_decay.sum(-1))[:, :, None]
+    across = decays.exp(log_decay.sum(-1))[:, :, None]
     return {
-        name: _where(active, carry * getattr(state, name) + added, getattr(state, name))
+        name: _where(active, across * getattr(state, name) + added, getattr(state, name))
         for name, added in zip(("kv", "norm"), new)
     }
 
@@ -204,6 +200,4 @@ def _replaced(state, active, **fields):
 
 def _where(chosen, new, old):
     """Selects between new and old by a mask of leading axes, in the dtype of the old."""
-    if chosen is True:
-        return new
     return jnp.where(layout.with_rank(chosen, old.ndim), new.astype(old.dtype), old)

@@ -12,7 +12,7 @@ from sympow_jax import config as config_lib
 from sympow_jax import ops
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers.attention import positions
-from sympow_jax.ops import cost, plan
+from sympow_jax.ops import cost, plans
 
 __all__ = ["CachePolicy", "Kernel", "Memory", "RecurrentKernel"]
 
@@ -133,7 +133,7 @@ class Kernel(abc.ABC):
         """
         raise ValueError(f"kernel {self.attention.kernel!r} has no recurrent state; use a KV cache")
 
-    def explain(self, batch: int, time: int) -> tuple[plan.Candidate, ...]:
+    def explain(self, batch: int, time: int) -> tuple[plans.Candidate, ...]:
         """Returns the forms and implementations that the op chooses from for a batch without a state."""
         return ()
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from sympow_jax import ops
 from sympow_jax.layers.attention.kernels import kernel
-from sympow_jax.ops import state as power_state
+from sympow_jax.ops import power_state
 
 __all__ = ["PowerKernel"]
 

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import numerics, results
-from pallas_kernels.power_state import config as configs
-from pallas_kernels.power_state import prepare as preparation
-from pallas_kernels.power_state import window_queries
+from pallas_kernels.power_state import configs, preparation, window_queries
 
 __all__ = [
     "Dual",
@@ -31,7 +29,7 @@ __all__ = [
 class Mean(NamedTuple):
     """Cotangent of the mean o = n / d: dn = do / d, dd = -(do . o) / d.
 
-    H, X and n are as in `prepare.Tokens`.
+    H, X and n are as in `preparation.Chunks`.
     """
 
     dout: jax.Array  # bfloat16 [B, at least T, N, E]
@@ -43,7 +41,7 @@ class Mean(NamedTuple):
 class Prepared(NamedTuple):
     """What both backward passes read: keys, scaled queries, and the mean's cotangent."""
 
-    tokens: preparation.Tokens
+    tokens: preparation.Chunks
     unit: jax.Array  # bfloat16 [B N, at least T, D], queries with largest entries in [1/2, 1)
     exponent: jax.Array  # int32 [B N, at least T, 1], of the powers of two that the queries were divided by
     mean: Mean
@@ -92,19 +90,19 @@ def mean_of(out, denominator, dout, value_dim, length) -> Mean:
     )
 
 
-def dual_of(tokens: preparation.Tokens, mean: Mean, start_size) -> Dual:
+def dual_of(tokens: preparation.Chunks, mean: Mean, start_size) -> Dual:
     """Computes Dual from the mean's cotangent.
 
     start_size: float32 [H], the largest entry of the final state's gradient.
     """
     dout = preparation.heads_first(mean.dout).astype(jnp.float32)
     value = mean.inverse[:, : dout.shape[1], None] * dout
-    strength = jnp.tile(jnp.flip(tokens.from_state, 1), (1, 1, len(value) // len(tokens.old_key)))
-    size = backwards(mean.inverse * mean.size, strength.shape)
+    log2_strength = jnp.tile(jnp.flip(tokens.log2_from_start, 1), (1, 1, len(value) // len(tokens.old_key)))
+    size = backwards(mean.inverse * mean.size, log2_strength.shape)
     return Dual(
         value=value,
-        dnorm=backwards(-mean.delta * mean.inverse, strength.shape),
-        carried=preparation.carry_along(strength, size, jnp.flip(tokens.over_chunk, 1), start_size),
+        dnorm=backwards(-mean.delta * mean.inverse, log2_strength.shape),
+        carried=preparation.carry_along(log2_strength, size, jnp.flip(tokens.log2_across, 1), start_size),
     )
 
 
@@ -121,14 +119,14 @@ def forwards(x, heads):
     return jnp.swapaxes(x, 1, 2).reshape(heads, -1)
 
 
-def columns(tokens: preparation.Tokens, mean: Mean, exact_window):
+def columns(tokens: preparation.Chunks, mean: Mean, exact_window):
     """Returns vectors of queries in the order of `window_queries.Columns`, float32 [B N, X / 64, 5, 64]."""
     group = len(mean.inverse) // len(tokens.decay)
     coarse, fine = (jnp.repeat(x[..., exact_window:].reshape(len(x), -1), group, 0) for x in _frames(tokens))
     return vectors(*window_queries.Columns.of(mean.inverse, mean.delta, coarse, fine))
 
 
-def decays_of_keys(tokens: preparation.Tokens, chunks):
+def decays_of_keys(tokens: preparation.Chunks, chunks):
     """Returns decays of keys in `chunks` chunks, float32 [H, chunks C], in two frames.
 
     The frames are those of their own chunk and of the previous one. There is a coarse and a fine part per frame, zero
@@ -171,7 +169,7 @@ def sums_of(tokens, of_queries, of_keys, inner, exact_window) -> Sums:
     )
 
 
-def decay_gradient(tokens: preparation.Tokens, sums: Sums, exact_window) -> jax.Array:
+def decay_gradient(tokens: preparation.Chunks, sums: Sums, exact_window) -> jax.Array:
     """Returns the gradient of log_decay, float32 [H, W + X].
 
     The decay of position t is in w_ij of j < t <= i. Over exact pairs, the gradient is the sum over queries from t on
@@ -182,7 +180,7 @@ def decay_gradient(tokens: preparation.Tokens, sums: Sums, exact_window) -> jax.
     window = jnp.pad(sums.window_query, [(0, 0), (exact_window, 0)]) - sums.window_key
     reads = jnp.pad(sums.state_query.reshape(heads, chunks, chunk), [(0, 0), (0, 0), (exact_window, 0)])
     before = jnp.cumsum(sums.state_key, -1) - sums.state_key + sums.inner[..., None]
-    folded = jnp.where(tokens.folded, before, 0)
+    folded = jnp.where(tokens.enters_state, before, 0)
     seen = numerics.suffix_sums(reads) + jnp.pad(folded, [(0, 0), (0, 0), (0, exact_window)])
     # The last positions of a chunk and its window are the first of the next chunk.
     own, next_one = seen[..., :chunk], jnp.pad(seen[..., chunk:], [(0, 0), (0, 0), (0, chunk - exact_window)])

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import tensor_core
 
-__all__ = ["BLOCK", "Config", "VjpConfig", "choose", "choose_vjp", "query_bits", "scaled_by_row"]
+__all__ = ["BLOCK", "Call", "Config", "VjpConfig", "choose", "choose_vjp", "query_bits", "scaled_by_row"]
 
 # Two warpgroups of queries share every block of keys; a block of queries is as long as a block of keys, so that
 # exactly one block of keys, the diagonal one, needs a mask.
@@ -109,6 +110,20 @@ class VjpConfig:
         queries = tile + self.block * 2 * self.head_dim + 9 * vector
         own, own_keys = (self.compute_warpgroups * (tile + count * vector) for count in (0, 10))
         return own + self.query_stages * (tile + 6 * vector), own_keys + self.key_stages * queries
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call[C: (Config, VjpConfig)]:
+    """Static options of a call.
+
+    power: p.
+    config: tile sizes.
+    interpret: `plgpu.InterpretGPUParams` to run on a CPU, or None.
+    """
+
+    power: int
+    config: C
+    interpret: Any
 
 
 def choose(*, head_dim: int, value_dim: int, power: int, dtype) -> Config:

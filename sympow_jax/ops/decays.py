@@ -1,6 +1,14 @@
 """Decays that neither overflow nor lose small steps after large ones.
 
 A document boundary is a decay to zero: from here on, segments and gates are handled alike.
+
+The decay b_ij from a key to a query is a product of decays of blocks, whose names are the same in every form and
+kernel (docs/mathematics.md draws them):
+
+    from_start  of the state before the block, as a query reads it
+    to_end      of a key, as it enters the state after the block
+    across      of the state, from one block to the next
+    within      from a key to a query in the same block
 """
 
 import jax
@@ -9,7 +17,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float
 
-__all__ = ["bounded", "exp", "prefix_sums", "split", "sums_after", "sums_from"]
+__all__ = ["bounded", "exp", "prefix_sums", "split", "sums_after", "sums_from", "within"]
 
 
 def _floor(dtype) -> int:
@@ -37,12 +45,12 @@ def exp(log_decay: Float[Array, "*rest"]) -> Float[Array, "*rest"]:
 
 def prefix_sums(log_decay: Float[Array, "*rest X"]) -> Float[Array, "*rest X"]:
     """Returns sums up to and including each position, along the last axis."""
-    return _matmul(log_decay, _tri(log_decay).T)
+    return jnp.matmul(log_decay, _tri(log_decay).T, precision=jax.lax.Precision.HIGHEST)
 
 
 def sums_after(log_decay: Float[Array, "*rest X"]) -> Float[Array, "*rest X"]:
     """Returns sums over the positions after each position, excluding itself, along the last axis."""
-    return _matmul(log_decay, _tri(log_decay, -1))
+    return jnp.matmul(log_decay, _tri(log_decay, -1), precision=jax.lax.Precision.HIGHEST)
 
 
 def sums_from(log_decay: Float[Array, "*rest X"]) -> Float[Array, "*rest X"]:
@@ -64,13 +72,20 @@ def split(log_decay: Float[Array, "*rest X"]) -> tuple[Float[Array, "*rest X"], 
     return prefix_sums(coarse), prefix_sums(log_decay - coarse)
 
 
+def within(later, earlier, visible) -> Float[Array, "*rest"]:
+    """Returns the decay from each earlier position to each later one, zero where `visible` is False.
+
+    Both have the two parts of prefix sums by `split`, with axes that broadcast. The difference is masked before `exp`,
+    which would overflow for pairs in the other order and make second derivatives NaN.
+    """
+    (coarse, fine), (earlier_coarse, earlier_fine) = later, earlier
+    difference = (coarse - earlier_coarse) + (fine - earlier_fine)
+    return exp(jnp.where(visible, difference, -jnp.inf))
+
+
 def _tri(log_decay, diagonal=0):
     """Returns ones on and below a diagonal.
 
     The program computes them, since a constant would be stored in it.
     """
     return jnp.tri(log_decay.shape[-1], k=diagonal, dtype=log_decay.dtype)
-
-
-def _matmul(x, triangle):
-    return jnp.matmul(x, triangle, precision=jax.lax.Precision.HIGHEST)

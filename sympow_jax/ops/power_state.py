@@ -211,7 +211,7 @@ def window_of(sequence: Sequence, exact_window: int, dtype) -> dict[str, Array]:
     in_use = jnp.arange(2 * exact_window) < length[:, None]
 
     def slots(x):
-        x = jnp.take_along_axis(x, layout.with_rank(order, x.ndim), axis=1)
+        x = layout.reordered(x, order)
         x = jnp.pad(x, [(0, 0), (0, 2 * exact_window - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
         return jnp.where(layout.with_rank(in_use, x.ndim), x, 0).astype(dtype)
 

@@ -13,9 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sympow_jax.ops import arguments, cost, target
-from sympow_jax.ops import mean as means
-from sympow_jax.ops import state as power_state
+from sympow_jax.ops import arguments, cost, means, power_state, target
 
 __all__ = ["FORMS", "IMPLEMENTATIONS", "Candidate", "Plan", "make", "make_step"]
 
@@ -51,8 +49,8 @@ class Plan:
         form: `attention`, `chunked` or `recurrent`; `step` for one token.
         implementation: `reference`, `xla` or `mosaic_gpu`.
         power: the degree p of the weights.
-        chunk: tokens per chunk, or per block of the attention form; None for a step, for the reference, or if the
-            kernels choose.
+        chunk: tokens per chunk, or per block of the attention form; None for a step, or where the implementation
+            chooses or has none.
         exact_window: number of recent tokens that every query attends to exactly, if older ones are in a state.
         division: rule for dividing sums of weighted values by sums of weights.
         per_channel: whether decays are one per value channel instead of one per key head.
@@ -338,7 +336,16 @@ def _request(
         *tokens, step=step, per_channel=None, may_lack_values=division is means.Division.NONE
     )
     arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
-    per_channel = _per_channel(tokens.log_decay, tokens.value, state)
+    state_per_channel = state.per_channel if isinstance(state, power_state.PowerState) else None
+    if tokens.log_decay is None:
+        per_channel = bool(state_per_channel)
+    else:
+        per_channel = tokens.log_decay.ndim == tokens.value.ndim
+        if state_per_channel not in (None, per_channel):
+            raise ValueError(
+                f"log_decay has shape {tokens.log_decay.shape} and the state was made with "
+                f"per_channel={state_per_channel}; make it with PowerState.zeros(..., per_channel={per_channel})"
+            )
     dtype = np.promote_types(tokens.query.dtype, jnp.float32)
     if step or state is not None:
         window = {"exact_window": exact_window, "segment_ids": tokens.segment_ids}
@@ -354,19 +361,6 @@ def _request(
         exact_window=state.exact_window if step else exact_window,
         **options,
     )
-
-
-def _per_channel(log_decay, value, state) -> bool:
-    """Returns True if decays are one per value channel; raises ValueError if the state is of the other kind."""
-    if log_decay is None:
-        return isinstance(state, power_state.PowerState) and state.per_channel
-    per_channel = log_decay.ndim == value.ndim
-    if isinstance(state, power_state.PowerState) and state.per_channel != per_channel:
-        raise ValueError(
-            f"log_decay has shape {log_decay.shape} and the state was made with per_channel={state.per_channel}; make "
-            f"it with PowerState.zeros(..., per_channel={per_channel})"
-        )
-    return per_channel
 
 
 def _check_sharded_time(request: _Request, implementation: str | None) -> None:

@@ -9,10 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import decay as decays
-from sympow_jax.ops import derivatives, layout
-from sympow_jax.ops import mean as means
-from sympow_jax.ops import state as power_state
+from sympow_jax.ops import decays, derivatives, layout, means, power_state
 from sympow_jax.ops.forms import context
 
 __all__ = [
@@ -31,10 +28,10 @@ __all__ = [
 class Rows(NamedTuple):
     """Whole rows for a core of the chunked form; positions without a token are last."""
 
-    query: Float[Array, "B X N D"]  # scaled, unless sums are requested; zero where there is no token
+    query: Float[Array, "B X N D"]  # zero where there is no token; scaled as by `masked_queries`
     key: Float[Array, "B X K D"]
     value: Float[Array, "B X K E"]
-    log_decay: Float[Array, "B X K *channels"] | None  # from `decay.bounded`; None: no decay, no boundary
+    log_decay: Float[Array, "B X K *channels"] | None  # from `decays.bounded`; None: no decay, no boundary
     # False where a position never enters the state; None among gradients.
     enters_state: Bool[Array, "B X"] | None
     kv: Float[Array, "B K F E"] | None  # the state before the first position, or None

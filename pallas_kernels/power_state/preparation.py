@@ -13,20 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.hopper import numerics, results
-from pallas_kernels.power_state import config as configs
+from pallas_kernels.power_state import configs
 
 __all__ = [
     "HEADROOM",
     "Arguments",
     "Carried",
+    "Chunks",
     "Saved",
-    "Tokens",
     "by_chunk",
     "carried_keys",
     "carry_along",
     "fill",
     "heads_first",
-    "key_decays",
     "over_chunks",
     "pad",
     "queries",
@@ -62,7 +61,7 @@ class Arguments(NamedTuple):
     # float32 [B, T, K], at most 0; a value below -87 is a boundary that no pair crosses, as where a document starts
     log_decay: jax.Array
     # bool [B, T]; positions where it is False, the last ones of a row, never enter a state, nor does their decay
-    folds: jax.Array
+    enters_state: jax.Array
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -96,7 +95,7 @@ class Saved(NamedTuple):
         return Saved(*(x.reshape(-1, *x.shape[2:]) for x in self))
 
 
-class Tokens(NamedTuple):
+class Chunks(NamedTuple):
     """Keys and values by chunk, and the base-2 logarithms of decays between them; _NOTHING stands for zero.
 
     H = B K heads, n chunks of C, X = n C, and W positions before the first.
@@ -111,10 +110,10 @@ class Tokens(NamedTuple):
     # float32 [H, n, 3, (W + C) / 64, 64]: running sums over a chunk's keys, in two parts, and the decay from each key
     # to the last one of its block of 64.
     decay: jax.Array
-    from_state: jax.Array  # float32 [H, n, C], from the state before the chunk to each query
-    to_state: jax.Array  # float32 [H, n, C], from each old key to the state after the chunk
-    over_chunk: jax.Array  # float32 [H, n], from one state to the next
-    folded: jax.Array  # bool [H, n, C], which of the old keys update the state
+    log2_from_start: jax.Array  # float32 [H, n, C], from the state before the chunk to each query
+    log2_to_end: jax.Array  # float32 [H, n, C], from each old key to the state after the chunk
+    log2_across: jax.Array  # float32 [H, n], from one state to the next
+    enters_state: jax.Array  # bool [H, n, C], which of the old keys update the state
 
 
 class Carried(NamedTuple):
@@ -126,29 +125,29 @@ class Carried(NamedTuple):
     log2_carry: jax.Array  # float32 [H, n], finite
 
 
-def carried_keys(tokens: Tokens, start_size, power) -> Carried:
+def carried_keys(tokens: Chunks, start_size, power) -> Carried:
     """Returns the growth of the states of keys.
 
     start_size: float32 [H], the largest entry of the state before the first chunk.
     """
-    strength = jnp.where(
-        tokens.to_state > _NOTHING, tokens.to_state + power * tokens.old_exponent[..., 0], _NOTHING
+    log2_strength = jnp.where(
+        tokens.log2_to_end > _NOTHING, tokens.log2_to_end + power * tokens.old_exponent[..., 0], _NOTHING
     )
-    return carry_along(strength, tokens.old_size, tokens.over_chunk, start_size)
+    return carry_along(log2_strength, tokens.old_size, tokens.log2_across, start_size)
 
 
-def size_of(state, known):
-    """Returns the largest entry of each head's state, float32 [H]; zero if `known` is None.
+def size_of(state, given):
+    """Returns the largest entry of each head's state, float32 [H]; zero if `given` is None.
 
     state: [H, ...], with three axes after the first at all powers.
     """
     # XLA would constant-fold the maximum of many zeros at compile time, which takes seconds per layer.
-    return jnp.zeros(len(state)) if known is None else jnp.abs(state).max((1, 2, 3))
+    return jnp.zeros(len(state)) if given is None else jnp.abs(state).max((1, 2, 3))
 
 
-def scale_of(tokens: Tokens, shift):
+def scale_of(tokens: Chunks, shift):
     """Returns the factor from states divided by 2^shift [H, n] to each query, float32 [H, X / 64, 64]."""
-    scale = scaled_decay(tokens.from_state, shift[..., None])
+    scale = scaled_decay(tokens.log2_from_start, shift[..., None])
     return scale.reshape(len(scale), -1, configs.BLOCK)
 
 
@@ -164,9 +163,9 @@ def queries(query):
     return numerics.scaled(query, -exponent), exponent
 
 
-def by_chunk(arguments: Arguments, call: configs.Call) -> Tokens:
+def by_chunk(arguments: Arguments, call: configs.Call) -> Chunks:
     """Returns keys and values by chunk, with their decays."""
-    _, key, value, log_decay, folds = arguments
+    _, key, value, log_decay, enters_state = arguments
     chunk, exact_window = call.chunk, call.exact_window
     extra = -key.shape[1] % chunk
     key, value = (
@@ -179,54 +178,49 @@ def by_chunk(arguments: Arguments, call: configs.Call) -> Tokens:
     )
     old_key, old_value = old_key.astype(jnp.float32), old_value.astype(jnp.float32)
     old_exponent = numerics.exponent(key_size)[..., None]
-    block, folded = _decays(log_decay, folds, chunk, exact_window)
+    block, enters_state = _decays(log_decay, enters_state, chunk, exact_window)
     coarse, fine = numerics.running_sums(block, -_FORGET * _LOG2E)
-    block = jnp.where(folded, block[..., :chunk], 0)
+    block = jnp.where(enters_state, block[..., :chunk], 0)
     after = numerics.suffix_sums(block)
-    to_state = jnp.pad(after[..., 1:], [(0, 0), (0, 0), (0, 1)])
-    return Tokens(
+    to_end = jnp.pad(after[..., 1:], [(0, 0), (0, 0), (0, 1)])
+    by_block = [x.reshape(*x.shape[:2], -1, configs.BLOCK) for x in (coarse, fine)]
+    coarse_to_last, fine_to_last = (x[..., -1:] - x for x in by_block)
+    return Chunks(
         key=key,
         value=value,
         old_key=numerics.scaled(old_key, -old_exponent),
         old_exponent=old_exponent,
         old_value=old_value,
         old_size=old_size,
-        decay=key_decays(coarse, fine),
-        from_state=_log2((coarse + fine)[..., exact_window:]),
-        to_state=jnp.where(folded, _log2(to_state), _NOTHING),
-        over_chunk=_log2(block.sum(-1)),
-        folded=folded,
+        decay=jnp.stack([*by_block, jnp.exp2(coarse_to_last + fine_to_last)], 2),
+        log2_from_start=_log2((coarse + fine)[..., exact_window:]),
+        log2_to_end=jnp.where(enters_state, _log2(to_end), _NOTHING),
+        log2_across=_log2(block.sum(-1)),
+        enters_state=enters_state,
     )
 
 
-def key_decays(coarse, fine):
-    """Returns `Tokens.decay` from running sums [H, n, W + C]."""
-    coarse, fine = (x.reshape(*x.shape[:2], -1, configs.BLOCK) for x in (coarse, fine))
-    to_last = jnp.exp2((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine))
-    return jnp.stack([coarse, fine, to_last], 2)
-
-
 def over_chunks(arguments: Arguments, call: configs.Call):
-    """Returns log2 of the decay of the state over each chunk, float32 [H, n], as in `Tokens`."""
-    block, folded = _decays(arguments.log_decay, arguments.folds, call.chunk, call.exact_window)
-    return _log2(jnp.where(folded, block[..., : call.chunk], 0).sum(-1))
+    """Returns log2 of the decay of the state over each chunk, float32 [H, n], as in `Chunks`."""
+    block, enters_state = _decays(arguments.log_decay, arguments.enters_state, call.chunk, call.exact_window)
+    return _log2(jnp.where(enters_state, block[..., : call.chunk], 0).sum(-1))
 
 
-def _decays(log_decay, folds, chunk, exact_window):
+def _decays(log_decay, enters_state, chunk, exact_window):
     """Returns log2 of the decay at each position of a chunk and its window, and a mask of folded positions.
 
     The decays are [H, n, W + C]. The mask is of the first C of these positions.
     """
     heads, extra = log_decay.shape[2], -log_decay.shape[1] % chunk
     log_decay = pad(heads_first(log_decay.astype(jnp.float32)), exact_window, extra)
-    folds = pad(jnp.repeat(folds, heads, 0), exact_window, extra)
+    enters_state = pad(jnp.repeat(enters_state, heads, 0), exact_window, extra)
     log2_decay = jnp.where(log_decay < _FLOOR, _FORGET, log_decay) * _LOG2E
     # A chunk's positions are those that it folds, followed by the first positions that the next chunk folds.
     own = _folded(log2_decay, chunk, exact_window)
     after = jnp.concatenate(
         [own[:, 1:, :exact_window], log2_decay[:, None, log2_decay.shape[1] - exact_window :]], 1
     )
-    return jnp.concatenate([own, after], -1), _folded(folds, chunk, exact_window)
+    return jnp.concatenate([own, after], -1), _folded(enters_state, chunk, exact_window)
 
 
 def _folded(x, chunk, exact_window):
@@ -238,7 +232,7 @@ def _folded(x, chunk, exact_window):
     return x[:, :length].reshape(len(x), -1, chunk, *x.shape[2:])
 
 
-def carry_along(strength, size, over_chunk, start_size) -> Carried:
+def carry_along(log2_strength, size, log2_across, start_size) -> Carried:
     """Returns the growth of states from log2 of token weights [H, n, C] and of decays over chunks.
 
     size: largest entry of each token. start_size: float32 [H], the largest entry of the state before the first chunk.
@@ -248,12 +242,12 @@ def carry_along(strength, size, over_chunk, start_size) -> Carried:
         return jnp.where(x > 0, jnp.log2(jnp.where(x > 0, x, 1)), _NOTHING)
 
     # Exponents whose powers of two bring the states below 2^HEADROOM. An empty state needs no scale.
-    bound = _log2_recurrence(over_chunk, _log2_sum(strength + log2(size)), log2(start_size))
+    bound = _log2_recurrence(log2_across, _log2_sum(log2_strength + log2(size)), log2(start_size))
     shift = jnp.where(bound > _NOTHING / 2, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
-    difference = over_chunk + (shift[:, :-1] - shift[:, 1:])
-    log2_carry = jnp.where(over_chunk > _NOTHING, difference, _NEVER)
+    difference = log2_across + (shift[:, :-1] - shift[:, 1:])
+    log2_carry = jnp.where(log2_across > _NOTHING, difference, _NEVER)
     return Carried(
-        strength=jnp.exp2(strength - shift[:, 1:, None]),
+        strength=jnp.exp2(log2_strength - shift[:, 1:, None]),
         carry=jnp.exp2(log2_carry),
         shift=shift,
         log2_carry=log2_carry,

@@ -82,6 +82,10 @@ class Call:
         """Positions between states."""
         return self.config.chunk
 
+    def grid(self, heads: int, time: int, warpgroups: int) -> dict[str, int]:
+        """Returns the grid with a thread block for each head, chunk and number of `warpgroups` blocks of 64 rows."""
+        return {"head": heads, "chunk": time // self.chunk, "rows": self.chunk // (warpgroups * BLOCK)}
+
 
 def needs_of_rows(dtype, chunk, exact_window) -> dict[str, bool]:
     """Returns the constraints of both powers on rows, in words, and whether each holds."""
