@@ -80,7 +80,7 @@ def _retrofit(model: config.ModelConfig, preset: str, every: int | None) -> conf
         )
     changes = {"implementation": None, "form": None}
     # Gates that the model has are kept.
-    if model.attention.decay not in ("learned", "channel_learned"):
+    if "learned" not in model.attention.decay:
         changes["decay_bias"] = GATE_BIAS
     changed = dataclasses.replace(
         model,

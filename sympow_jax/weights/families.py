@@ -433,5 +433,8 @@ def function(model: config.ModelConfig) -> dict[str, Any]:
     ):
         unused |= {f"attention.{name}" for name in names} if is_unused else set()
     # Only its presence matters to a model that has its parameters.
-    flat["model.attention.decay_bias"] = attention.decay_bias is not None
+    has_bias = attention.decay_bias is not None or attention.decay == "learned_alibi"
+    flat["model.attention.decay_bias"] = has_bias
+    if attention.decay == "learned_alibi":
+        flat["model.attention.decay"] = "learned"
     return {path: value for path, value in flat.items() if path.removeprefix("model.") not in unused}

@@ -96,6 +96,21 @@ def test_rotation_rates(experiment):
     assert list(rows[0]) == ["variant", "seed", "training", "heldout_16", "heldout_32"]
 
 
+@pytest.mark.slow
+def test_initial_gates(experiment):
+    rows, content = experiment("initial_gates", "--variants=gated,conformal 4,gated alibi")
+    names = ("gated", "gated alibi", "conformal 4")
+    for task, points in {"needle": ("2", "16"), "language": ("0", "16", "32")}.items():
+        found = {(row["variant"], row["seed"], row["point"]) for row in rows if row["task"] == task}
+        assert found == {(name, seed, point) for name in names for seed in "01" for point in points}
+    changes = content["runs"]
+    assert (
+        changes["bias_gated_alibi_p2_context16_tokens32_steps2_seed0"]["model.attention.decay"]
+        == "learned_alibi"
+    )
+    assert changes["bias_conformal_4_p2_context16_tokens32_steps2_seed0"]["model.attention.decay_bias"] == 4.0
+
+
 def test_lrpe_has_the_cells_of_the_papers_tables():
     found = lrpe.attentions()
     assert found["type1"] == config.lrpe_method("type1")

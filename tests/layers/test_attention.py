@@ -66,6 +66,10 @@ def test_trained_decays_begin_at_the_fixed_ones_or_at_the_sigmoid_of_their_bias(
         expected = log_decay(make("sympow", decay=fixed))
         np.testing.assert_allclose(log_decay(constant), expected, rtol=1e-5, atol=1e-7)
         assert len(np.unique(expected)) == (8 if per_channel else 2)
+        if not per_channel:
+            gated = make("sympow", decay="learned_alibi")
+            gated.decay.kernel[...] = jnp.zeros_like(gated.decay.kernel[...])
+            np.testing.assert_allclose(log_decay(gated), expected, rtol=1e-5)
         biased = make("sympow", decay=f"{prefix}learned", decay_bias=1.5)
         biased.decay.kernel[...] = jnp.zeros_like(biased.decay.kernel[...])
         np.testing.assert_allclose(log_decay(biased), -np.log1p(np.exp(-1.5)), rtol=1e-6)
