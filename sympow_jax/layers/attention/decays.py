@@ -109,9 +109,8 @@ def make(kernel: kernels.Kernel) -> Decay:
     """Returns the decay that the options of a kernel name."""
     kind = kernel.attention.decay_kind
     shape = (kernel.num_kv_heads, kernel.head_dim) if kind.per_channel else (kernel.num_kv_heads,)
-    bias = kernel.attention.decay_bias
-    if kind.source is DecaySource.DATA_FROM_ALIBI:
-        bias = tuple(_alibi_logits(shape))
+    from_alibi = kind.source is DecaySource.DATA_FROM_ALIBI
+    bias = tuple(_alibi_logits(shape)) if from_alibi else kernel.attention.decay_bias
     return _CLASSES[kind.source](shape, bias)
 
 
