@@ -110,7 +110,7 @@ def test_the_wheel_holds_two_packages_and_the_configs(wheel):
     assert len(top) == 3
     assert {"sympow_jax/py.typed", "pallas_kernels/py.typed"} <= set(names)
     configs = {f"sympow_jax/configs/{path.name}" for path in (ROOT / "configs").glob("*.py")}
-    assert {name for name in names if "configs" in name} == configs
+    assert {name for name in names if "configs/" in name} == configs
 
 
 def test_ops_layers_and_models_need_no_training(python, tmp_path):
