@@ -12,8 +12,9 @@ updates and tokens.
 
 import dataclasses
 import itertools
+import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments import _shared, recall
@@ -100,19 +101,33 @@ def _experiment(options: _shared.Options) -> None:
             for length in (0, *plan.lengths)
         ]
     path = options.write(rows, folders.values())
-    needles = [row for row in rows if row["task"] == "needle"]
-    panel = _shared.Panel(
-        lines=_shared.lines(_shared.means(needles, ("variant", "point"), "value")),
-        x_label="distance of a needle, tokens",
-        y_label="accuracy",
-        ticks=[x for x in setting.distances if x & (x - 1) == 0],
-        mark=(setting.context, "training context"),
-    )
+    _draw(path, setting, rows, plan.average)
+
+
+def _draw(path: pathlib.Path, setting: recall.Setting, rows: Sequence[dict[str, Any]], about: str) -> None:
+    """Draws accuracy against the distance of a needle, with a panel for gated and one for conformal attention."""
+    panels = []
+    for name in _GATED:
+        shown = [
+            row | {"variant": row["variant"].removeprefix(name).strip() or "no bias"}
+            for row in rows
+            if row["task"] == "needle" and row["variant"].startswith((name, "softmax"))
+        ]
+        panels.append(
+            _shared.Panel(
+                lines=_shared.lines(_shared.means(shown, ("variant", "point"), "value")),
+                x_label="distance of a needle, tokens",
+                y_label="accuracy",
+                title=name,
+                ticks=[x for x in setting.distances if x & (x - 1) == 0 and x.bit_length() % 2],
+                mark=(setting.context, "training context"),
+            )
+        )
     _shared.draw_lines(
         path,
-        [panel],
+        panels,
         title="A needle by the initial bias of the gates",
-        subtitle=f"{plan.average}; numbers are biases, without one a gate begins at 1/2",
+        subtitle=f"{about}; without a bias a gate begins at 1/2",
     )
 
 
