@@ -17,17 +17,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments import _shared, recall
+from experiments import _shared, recall, rotation_rates
 from sympow_jax import config
 from sympow_jax.config import loading
 
-PLANS = {
-    "toy": _shared.Plan(seeds=(0, 1, 2), steps=1000, contexts=(256,), lengths=(256, 1024)),
-    "paper": _shared.Plan(
-        seeds=(0, 1, 2), steps=100_000, contexts=(4096,), lengths=(4096, 16_384), documents=64
-    ),
-    "tiny": _shared.Plan(seeds=(0, 1), steps=2, contexts=(16,), lengths=(16, 32), documents=2),
-}
+PLANS = rotation_rates.PLANS
 _GATED = ("gated", "conformal")
 _CHANGES: dict[str, dict[str, Any]] = {
     "": {},
@@ -42,8 +36,6 @@ _PAIRS = (
     *(("conformal" + start, "gated" + start) for start in _CHANGES),
 )
 _HEAD_DIM = 16  # of the models of the needle
-# As in `rotation_rates`.
-_TOY_TOKENS = 1024
 
 
 def attentions(power: int) -> dict[str, config.AttentionConfig]:
@@ -84,7 +76,9 @@ def _experiment(options: _shared.Options) -> None:
         options = dataclasses.replace(options, plan=plan)
     plan, setting = options.plan, recall.SETTINGS[options.scale]
     (context,) = plan.contexts
-    changes: dict[str, Any] = {"data.batch_tokens": _TOY_TOKENS} if options.scale == "toy" else {}
+    changes: dict[str, Any] = (
+        {"data.batch_tokens": rotation_rates.TOY_TOKENS} if options.scale == "toy" else {}
+    )
     runs = {}
     for seed, variant in itertools.product(plan.seeds, options.variants):
         attention, label = attentions(options.power)[variant], _shared.power_label(variant, options.power)

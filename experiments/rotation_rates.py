@@ -36,7 +36,7 @@ _PAIRS = (
     ("conformal 0.1", "conformal"),
 )
 # Half of the other experiments' tokens per update: more updates in the time.
-_TOY_TOKENS = 1024
+TOY_TOKENS = 1024
 
 
 def settings(options: _shared.Options, variant: str, seed: int) -> config.Config:
@@ -46,7 +46,7 @@ def settings(options: _shared.Options, variant: str, seed: int) -> config.Config
     found = _shared.settings(options, attention, context=context, seed=seed)
     factor = _FACTORS.get(variant, 1.0)
     factors = () if factor == 1 else (f"*.attention.rate.kernel={factor}",)
-    changes: dict[str, Any] = {"data.batch_tokens": _TOY_TOKENS} if options.scale == "toy" else {}
+    changes: dict[str, Any] = {"data.batch_tokens": TOY_TOKENS} if options.scale == "toy" else {}
     return loading.replace(found, changes | {"optimizer.learning_rate_factors": factors})
 
 
