@@ -1,4 +1,4 @@
-"""Where gates begin: the needle of `recall` and language, by the initial bias of the gates.
+"""Where gates and rotation rates begin: recall and language, by their initial values.
 
 A gate sigmoid(W x) begins at 1/2 and forgets a token within 20 steps, so that nothing older has a gradient. With an
 initial bias b it is sigmoid(W x + b), with a half-life of about 5 tokens at b = 2, 38 at 4 and 280 at 6. Variants are
@@ -6,8 +6,12 @@ named by their bias. `alibi` has a bias for each head, from ALiBi's slopes: half
 heads. Those without a name after theirs have none, as in "Conformal Transformations for Symmetric Power Transformers"
 (Kumar et al. 2025).
 
-Each variant learns two tasks: `needle`, as in `recall`, and the language of `rotation_rates`, at the same context,
-updates and tokens.
+Its rotation rates are theta_m (1 + tanh(W x)), with theta_m = 2 pi / 65,536^(2m / D). With a small random W the angle
+between two tokens begins as a random walk, in which the fastest pairs turn by several radians within a few tokens.
+In `zero` W begins at 0, and so with the angles of fixed rates, and in `10k` theta_m is 10,000^(-2m / D).
+
+Each variant learns the three tasks of `recall`, and the language of `rotation_rates`, at the same context, updates and
+tokens.
 """
 
 import dataclasses
@@ -22,50 +26,54 @@ from sympow_jax import config
 from sympow_jax.config import loading
 
 PLANS = rotation_rates.PLANS
-_GATED = ("gated", "conformal")
 _CHANGES: dict[str, dict[str, Any]] = {
-    "": {},
-    " 2": {"decay_bias": 2.0},
-    " 4": {"decay_bias": 4.0},
-    " 6": {"decay_bias": 6.0},
-    " alibi": {"decay": "learned_alibi"},
+    "2": {"decay_bias": 2.0},
+    "4": {"decay_bias": 4.0},
+    "6": {"decay_bias": 6.0},
+    "alibi": {"decay": "learned_alibi"},
+    "10k": {"rope.base": 10_000.0},
+    "zero": {"rope.learned_rate_scale": 0.0},
 }
-VARIANTS = ("softmax", "sympow", *(name + start for name in _GATED for start in _CHANGES))
-_PAIRS = (
-    *((name + start, name) for name in _GATED for start in _CHANGES if start),
-    *(("conformal" + start, "gated" + start) for start in _CHANGES),
+_BIASES = ("2", "4", "6", "alibi")
+_RATES = ("alibi zero", "alibi 10k", "alibi 10k zero")
+VARIANTS = (
+    *("softmax", "softmax 10k", "sympow", "sympow 10k", "learned_rope", "learned_rope 10k zero"),
+    *("gated", *(f"gated {bias}" for bias in _BIASES), "gated alibi 10k"),
+    *("conformal", *(f"conformal {start}" for start in (*_BIASES, *_RATES))),
 )
-_HEAD_DIM = 16  # of the models of the needle
+_PAIRS = (
+    *((name, name.split()[0]) for name in VARIANTS if " " in name),
+    *((name, name.replace("conformal", "gated")) for name in VARIANTS if name.startswith("conformal")),
+    *((f"conformal {start}", "conformal alibi") for start in _RATES),
+    *((f"conformal {start}", "gated alibi") for start in _RATES),
+)
+_HEAD_DIM = 16  # of the models of recall
 
 
-def attentions(power: int) -> dict[str, config.AttentionConfig]:
-    """Returns the attention of each variant."""
-    plain = _shared.power_variants(power)
-    gated = {
-        name + start: dataclasses.replace(plain[name], **change)
-        for name in _GATED
-        for start, change in _CHANGES.items()
+def attention(variant: str, power: int) -> config.AttentionConfig:
+    """Returns the attention of a variant: its first word, with the changes that the other words name."""
+    name, *changes = variant.split()
+    plain = _shared.power_variants(power) | {
+        "learned_rope": config.preset("sympow_learned_rope", power=power)
     }
-    return {name: plain[name] for name in ("softmax", "sympow")} | gated
+    return loading.replace(plain[name], {k: v for change in changes for k, v in _CHANGES[change].items()})
 
 
-def _needles(options: _shared.Options) -> list[dict[str, Any]]:
-    """Returns the accuracy of each variant and seed at each distance of a needle."""
+def _recall(options: _shared.Options) -> list[dict[str, Any]]:
+    """Returns the accuracy of each variant and seed at each point of the tasks of recall."""
     plan, setting = recall.PLANS[options.scale], recall.SETTINGS[options.scale]
-    folder, rows = options.runs / "initial_gates", []
+    folder, seeds, rows = options.runs / "initial_gates", options.plan.seeds, []
     folder.mkdir(parents=True, exist_ok=True)
-    for variant in options.variants:
-        seeds = "-".join(map(str, options.plan.seeds))
-        print(f"needle, {variant}, {plan.steps} updates, seeds {seeds}", flush=True)
-        path = folder / f"needle_{variant.replace(' ', '_')}_p{options.power}_{plan.steps}_{seeds}.npz"
-        shape = recall.model_config(setting, "needle", attentions(options.power)[variant], _HEAD_DIM)
-        found = recall.train(
-            setting, "needle", shape, options.plan.seeds, path, steps=plan.steps, series=plan.documents
-        )
+    for task, variant in itertools.product(recall.TASKS, options.variants):
+        label = "-".join(map(str, seeds))
+        print(f"{task}, {variant}, {plan.steps} updates, seeds {label}", flush=True)
+        path = folder / f"{task}_{variant.replace(' ', '_')}_p{options.power}_{plan.steps}_{label}.npz"
+        shape = recall.model_config(setting, task, attention(variant, options.power), _HEAD_DIM)
+        found = recall.train(setting, task, shape, seeds, path, steps=plan.steps, series=plan.documents)
         rows += [
-            {"task": "needle", "variant": variant, "seed": seed, "point": distance, "value": float(right)}
-            for seed, accuracies in zip(options.plan.seeds, found)
-            for distance, right in zip(setting.distances, accuracies)
+            {"task": task, "variant": variant, "seed": seed, "point": point, "value": float(right)}
+            for seed, accuracies in zip(seeds, found)
+            for point, right in zip(recall.places(setting, task), accuracies)
         ]
     return rows
 
@@ -81,11 +89,11 @@ def _experiment(options: _shared.Options) -> None:
     )
     runs = {}
     for seed, variant in itertools.product(plan.seeds, options.variants):
-        attention, label = attentions(options.power)[variant], _shared.power_label(variant, options.power)
-        run = loading.replace(_shared.settings(options, attention, context=context, seed=seed), changes)
+        label, shape = _shared.power_label(variant, options.power), attention(variant, options.power)
+        run = loading.replace(_shared.settings(options, shape, context=context, seed=seed), changes)
         name = f"{label.replace(' ', '_')}_context{context}_tokens{run.data.batch_tokens}"
         runs[variant, seed] = f"bias_{name}_steps{plan.steps}_seed{seed}", run
-    rows = _needles(options)
+    rows = [] if options.more["context"] else _recall(options)
     folders = _shared.train_all(options, runs)
     for (variant, seed), folder in folders.items():
         losses = {row["context_length"]: row["loss"] for row in _shared.evaluation(folder)}
@@ -95,13 +103,14 @@ def _experiment(options: _shared.Options) -> None:
             for length in (0, *plan.lengths)
         ]
     path = options.write(rows, folders.values())
-    _draw(path, setting, rows, plan.average)
+    if not options.more["context"]:
+        _draw(path, setting, rows, plan.average)
 
 
 def _draw(path: pathlib.Path, setting: recall.Setting, rows: Sequence[dict[str, Any]], about: str) -> None:
     """Draws accuracy against the distance of a needle, with a panel for gated and one for conformal attention."""
     panels = []
-    for name in _GATED:
+    for name in ("gated", "conformal"):
         shown = [
             row | {"variant": row["variant"].removeprefix(name).strip() or "no bias"}
             for row in rows
@@ -133,15 +142,20 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
         within: f"held-out, positions to {within:,}",
         beyond: f"{within + 1:,} to {beyond:,}",
     }
-    needles = [row for row in content["rows"] if row["task"] == "needle"]
-    losses = [row | {"loss of": names[row["point"]]} for row in content["rows"] if row["task"] == "language"]
-    accuracies = _shared.means(needles, ("variant", "point"), "value")
-    shown = [x for x in dict.fromkeys(row["point"] for row in needles) if x & (x - 1) == 0]
-    variants = list(dict.fromkeys(row["variant"] for row in needles))
-    cells = [(name, *(f"{accuracies[name, x].value:.2f}" for x in shown)) for name in variants]
+    tasks: dict[str, list[dict[str, Any]]] = {}
+    for row in content["rows"]:
+        tasks.setdefault(row["task"], []).append(row)
+    losses = [row | {"loss of": names[row["point"]]} for row in tasks.pop("language")]
+    variants = list(dict.fromkeys(row["variant"] for row in losses))
+    found = []
+    for task, rows in tasks.items():
+        accuracies = _shared.means(rows, ("variant", "point"), "value")
+        shown = [x for x in dict.fromkeys(row["point"] for row in rows) if x & (x - 1) == 0]
+        cells = [(name, *(f"{accuracies[name, x].value:.2f}" for x in shown)) for name in variants]
+        found.append(_shared.Table(recall.TASKS[task], ("", *(f"{x:,}" for x in shown)), cells))
     pairs = [pair for pair in _PAIRS if set(pair) <= set(variants)]
     return [
-        _shared.Table("Accuracy against the distance of a needle", ("", *(f"{x:,}" for x in shown)), cells),
+        *found,
         _shared.loss_table("Final loss, nats per token", losses, "loss of", "value"),
         _shared.difference_table("Differences, nats per token", losses, "loss of", pairs, "value"),
     ]
@@ -157,7 +171,8 @@ main = _shared.Experiment(
         "context": {
             "type": _shared.positive,
             "metavar": "T",
-            "help": "Training context of language; held-out losses are of positions to it and to four times it.",
+            "help": "Training context of language, which is then the only task; held-out losses are of positions to it "
+            "and to four times it.",
         }
     },
     run=_experiment,

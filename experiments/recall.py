@@ -6,6 +6,9 @@ pairs: multi-query associative recall, MQAR, of "Zoology: Measuring and Improvin
 (Arora et al. 2023). Pairs of a new key and a random value alternate with queries of a random key among those so far.
 Thus a sequence asks at every number of pairs. Keys of a sequence are unique.
 
+overwritten: the same, but only every fourth pair on average has a new key. The others give a new value to a random key
+among those so far, and a query asks for the newest.
+
 needle: pairs among tokens of no use, and queries of a random pair so far. Models are tested with one pair and queries
 at distances within the training context and beyond it.
 
@@ -47,6 +50,7 @@ from sympow_jax.process import compile_cache
 # Titles of the tables of the tasks.
 TASKS = {
     "pairs": "Accuracy against the number of pairs",
+    "overwritten": "Accuracy against the number of pairs, of keys that have several values",
     "needle": "Accuracy against the distance of a needle",
 }
 ATTENTIONS: dict[str, config.AttentionConfig] = {
@@ -64,6 +68,8 @@ _BYTES = 4  # of an element of a state, in float32
 _HEAD_DIM = 16  # of models that have one head size
 _PARTS = 4  # of a training; its state is saved after each
 _TEST_BATCH = 8
+# Fraction of pairs with a new key.
+_NEW_KEYS = {"pairs": 1.0, "overwritten": 1 / 4}
 _RATE = 1 / 8  # fractions of pairs and of queries in training on needles
 
 PLANS = {
@@ -128,27 +134,38 @@ class Series(NamedTuple):
     segment_ids: Int[Array, "B T"]  # document of each token
 
 
-def draw_pairs(setting: Setting, key: Array, batch: int, documents: Sequence[int]) -> Series:
-    """Draws sequences in which each pair is followed by a query of a pair so far in its document.
+def draw_pairs(
+    setting: Setting, key: Array, batch: int, documents: Sequence[int], *, new_keys: float = 1.0
+) -> Series:
+    """Draws sequences in which each pair is followed by a query of a key so far in its document.
 
-    `documents` are pairs per document, for the sequences in turn.
+    `documents` are pairs per document, for the sequences in turn. A fraction `new_keys` of the pairs, and the first of
+    each document, have a new key; the others have one of those so far. Queries ask for a key's last value.
     """
-    key_key, value_key, query_key = jax.random.split(key, 3)
+    key_key, value_key, query_key, new_key, old_key = jax.random.split(key, 5)
     pairs = setting.pairs
     keys = jnp.argsort(jax.random.bits(key_key, (batch, setting.keys)))[:, :pairs]
     values = jax.random.randint(value_key, (batch, pairs), 0, setting.values)
     length = jnp.resize(jnp.array(documents), (batch,))[:, None]
     document, place = jnp.divmod(jnp.arange(pairs), length)
-    asked = document * length + jax.random.randint(query_key, (batch, pairs), 0, place + 1)
+    is_new = (place == 0) | (jax.random.uniform(new_key, (batch, pairs)) < new_keys)
+    # Keys of a document so far. They are numbered from the document's first place, and so differ from those of others.
+    first = document * length
+    count = is_new.cumsum(1)
+    count += 1 - jnp.take_along_axis(count, first, 1)
+    written = first + jnp.where(is_new, count - 1, jax.random.randint(old_key, (batch, pairs), 0, count))
+    asked = first + jax.random.randint(query_key, (batch, pairs), 0, count)
+    earlier = jnp.tril(written[:, None] == asked[:, :, None])
+    last = jnp.where(earlier, jnp.arange(pairs), -1).max(2)
 
     def alternate(pair, query):
         return jnp.stack([pair, query], 2).reshape(batch, 2 * pairs)
 
     none = jnp.full_like(values, -1)
     return Series(
-        tokens=alternate(keys, jnp.take_along_axis(keys, asked, 1)),
+        tokens=alternate(jnp.take_along_axis(keys, written, 1), jnp.take_along_axis(keys, asked, 1)),
         values=alternate(values + setting.keys, none),
-        answers=alternate(none, jnp.take_along_axis(values, asked, 1)),
+        answers=alternate(none, jnp.take_along_axis(values, last, 1)),
         segment_ids=alternate(document, document),
     )
 
@@ -188,9 +205,10 @@ def draw_needles(setting: Setting, key: Array, batch: int, distances: Sequence[i
 
 def draw(setting: Setting, task: str, key: Array, *, test: bool) -> Series:
     """Draws a batch of a task for an update or for a test."""
-    if task == "pairs":
+    if task in _NEW_KEYS:
         documents = (setting.pairs,) if test else (setting.pairs, setting.short)
-        return draw_pairs(setting, key, _TEST_BATCH if test else setting.batch, documents)
+        batch = _TEST_BATCH if test else setting.batch
+        return draw_pairs(setting, key, batch, documents, new_keys=_NEW_KEYS[task])
     if test:
         return draw_needles(setting, key, _TEST_BATCH, setting.distances)
     return draw_needles(setting, key, setting.batch * 2 * setting.pairs // setting.context)
@@ -213,7 +231,7 @@ def loss(setting: Setting, model: models.DecoderLM, series: Series) -> Float[Arr
 
 def places(setting: Setting, task: str) -> dict[int, int]:
     """Returns the place in test sequences of the query of each point: number of pairs, or distance."""
-    if task == "pairs":
+    if task in _NEW_KEYS:
         return {pairs: 2 * pairs - 1 for pairs in setting.points}
     return {distance: setting.needle + distance for distance in setting.distances}
 
@@ -229,8 +247,8 @@ def accuracy(
 def model_config(
     setting: Setting, task: str, attention: config.AttentionConfig, head_dim: int
 ) -> config.ModelConfig:
-    """Returns the config of a model with this attention; in the task `pairs` with learned positions or none."""
-    if task == "pairs" and attention.position != "learned_rope":
+    """Returns the config of a model with this attention; in the tasks of pairs with learned positions or none."""
+    if task in _NEW_KEYS and attention.position != "learned_rope":
         attention = dataclasses.replace(attention, position="none")
     return config.ModelConfig(
         vocab_size=setting.vocab_size,

@@ -17,10 +17,12 @@ SETTING = recall.Setting(keys=40, values=10, noise=7, points=(1, 2, 4, 8, 24), c
 TINY = recall.SETTINGS["tiny"]
 
 
+@pytest.mark.parametrize("new_keys", [1.0, 0.25])
 @pytest.mark.parametrize("documents", [(24,), (24, 5), (8,)])
-def test_pairs(documents):
-    """An exact lookup among the pairs of the document so far has the answer of each query. Keys are unique."""
-    drawn = jax.tree.map(np.asarray, recall.draw_pairs(SETTING, jax.random.key(0), 4, documents))
+def test_pairs(documents, new_keys):
+    """The last value of a key in the document so far is the answer of each query. Documents share no key."""
+    drawn = recall.draw_pairs(SETTING, jax.random.key(0), 4, documents, new_keys=new_keys)
+    drawn, count = jax.tree.map(np.asarray, drawn), 0
     for row in range(4):
         length, seen, keys = documents[row % len(documents)], {}, []
         assert [
@@ -29,17 +31,21 @@ def test_pairs(documents):
         ][:-1] == [2 * length] * ((24 - 1) // length)
         for place, (token, value, answer) in enumerate(zip(*(part[row] for part in drawn[:3]), strict=True)):
             if place % (2 * length) == 0:
+                keys += seen
                 seen = {}
             if place % 2 == 0:
                 assert answer == -1
                 assert 40 <= value < 50
                 seen[token] = value - 40
-                keys.append(token)
             else:
                 assert value == -1
                 assert answer == seen[token]
-        assert len(set(keys)) == 24
+        keys += seen
+        assert len(set(keys)) == len(keys)
         assert set(keys) <= set(range(40))
+        count += len(keys)
+    # With new keys only, each of the 96 pairs has one; else about a quarter and the first of each document.
+    assert count == 96 if new_keys == 1 else 10 < count < 60
 
 
 def test_queries_of_pairs_are_even():

@@ -22,6 +22,12 @@ class RopeConfig:
         "them.",
         above=1,
     )
+    learned_rate_scale: float = fields.setting(
+        1.0,
+        "Factor of the initial matrix W of the learned rates 1 + tanh(W x), whose entries have a standard deviation of "
+        "0.02. With 0, learned rates start at 1, as in `rope`.",
+        least=0,
+    )
     layout: str = fields.setting(
         "pairs",
         "Dimensions that rotate together: 2m and 2m + 1 in `pairs`, m and m + D/2 in `halves`, as in Llama.",

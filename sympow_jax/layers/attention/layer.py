@@ -170,7 +170,10 @@ class Attention(nnx.Module):
         self.decays.init_parameters(self)
         self.has_rate = bool(rates := positions.num_rates(kernel.attention, kernel.position_dim))
         if self.has_rate:
-            self.rate = linear(width, self.kv_heads * rates, names=("embed", "gates"), exact=True)
+            scale = kernel.attention.rope.learned_rate_scale
+            self.rate = linear(
+                width, self.kv_heads * rates, names=("embed", "gates"), scale=scale, exact=True
+            )
 
     @by_default_rules
     def __call__(
