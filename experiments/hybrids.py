@@ -28,11 +28,11 @@ PLANS = {
 # The number of layers is a multiple of four at every scale.
 PATTERNS = {
     "softmax": ("softmax",),
-    "gated": ("sympow_gated",),
-    "conformal": ("conformal",),
-    "gated and softmax": ("3*sympow_gated", "softmax"),
-    "conformal and softmax": ("3*conformal", "softmax"),
-    "conformal and window": ("3*conformal", "sliding_window"),
+    "gated": ("sympow_gated_paper",),
+    "conformal": ("conformal_paper",),
+    "gated and softmax": ("3*sympow_gated_paper", "softmax"),
+    "conformal and softmax": ("3*conformal_paper", "softmax"),
+    "conformal and window": ("3*conformal_paper", "sliding_window"),
     "window and softmax": ("3*sliding_window", "softmax"),
 }
 _LAYERS = 4
@@ -55,7 +55,7 @@ def _experiment(options: _shared.Options) -> None:
         attention = {"model.attention.window": window, "model.attention_pattern": PATTERNS[variant]}
         return loading.replace(found, layers | attention)
 
-    attentions = dict.fromkeys(PATTERNS, config.AttentionConfig())
+    attentions = dict.fromkeys(PATTERNS, config.preset("conformal_paper"))
     folders = _shared.train(options, attentions, lambda variant: f"hybrid {variant}", change)
     evaluation_context.report(options, folders, "Hybrids within and beyond the training context")
 

@@ -1,4 +1,4 @@
-"""Where gates and rotation rates begin: recall and language, by their initial values.
+"""Where gates and rotation rates begin: the needle of `recall` and language, by their initial values.
 
 A gate sigmoid(W x) begins at 1/2 and forgets a token within 20 steps, so that nothing older has a gradient. With an
 initial bias b it is sigmoid(W x + b), with a half-life of about 5 tokens at b = 2, 38 at 4 and 280 at 6. Variants are
@@ -10,8 +10,8 @@ Its rotation rates are theta_m (1 + tanh(W x)), with theta_m = 2 pi / 65,536^(2m
 between two tokens begins as a random walk, in which the fastest pairs turn by several radians within a few tokens.
 In `zero` W begins at 0, and so with the angles of fixed rates, and in `10k` theta_m is 10,000^(-2m / D).
 
-Each variant learns the three tasks of `recall`, and the language of `rotation_rates`, at the same context, updates and
-tokens.
+Each variant learns two tasks: `needle`, as in `recall`, and the language of `rotation_rates`, at the same context,
+updates and tokens.
 """
 
 import dataclasses
@@ -47,33 +47,34 @@ _PAIRS = (
     *((f"conformal {start}", "conformal alibi") for start in _RATES),
     *((f"conformal {start}", "gated alibi") for start in _RATES),
 )
-_HEAD_DIM = 16  # of the models of recall
+_HEAD_DIM = 16  # of the models of the needle
 
 
 def attention(variant: str, power: int) -> config.AttentionConfig:
     """Returns the attention of a variant: its first word, with the changes that the other words name."""
     name, *changes = variant.split()
-    plain = _shared.power_variants(power) | {
-        "learned_rope": config.preset("sympow_learned_rope", power=power)
-    }
+    plain = _shared.power_variants(power)
+    plain["learned_rope"] = dataclasses.replace(plain["conformal"], decay="none")
     return loading.replace(plain[name], {k: v for change in changes for k, v in _CHANGES[change].items()})
 
 
-def _recall(options: _shared.Options) -> list[dict[str, Any]]:
-    """Returns the accuracy of each variant and seed at each point of the tasks of recall."""
+def _needles(options: _shared.Options) -> list[dict[str, Any]]:
+    """Returns the accuracy of each variant and seed at each distance of a needle."""
     plan, setting = recall.PLANS[options.scale], recall.SETTINGS[options.scale]
-    folder, seeds, rows = options.runs / "initial_gates", options.plan.seeds, []
+    folder, rows = options.runs / "initial_gates", []
     folder.mkdir(parents=True, exist_ok=True)
-    for task, variant in itertools.product(recall.TASKS, options.variants):
-        label = "-".join(map(str, seeds))
-        print(f"{task}, {variant}, {plan.steps} updates, seeds {label}", flush=True)
-        path = folder / f"{task}_{variant.replace(' ', '_')}_p{options.power}_{plan.steps}_{label}.npz"
-        shape = recall.model_config(setting, task, attention(variant, options.power), _HEAD_DIM)
-        found = recall.train(setting, task, shape, seeds, path, steps=plan.steps, series=plan.documents)
+    for variant in options.variants:
+        seeds = "-".join(map(str, options.plan.seeds))
+        print(f"needle, {variant}, {plan.steps} updates, seeds {seeds}", flush=True)
+        path = folder / f"needle_{variant.replace(' ', '_')}_p{options.power}_{plan.steps}_{seeds}.npz"
+        shape = recall.model_config(setting, "needle", attention(variant, options.power), _HEAD_DIM)
+        found = recall.train(
+            setting, "needle", shape, options.plan.seeds, path, steps=plan.steps, series=plan.documents
+        )
         rows += [
-            {"task": task, "variant": variant, "seed": seed, "point": point, "value": float(right)}
-            for seed, accuracies in zip(seeds, found)
-            for point, right in zip(recall.places(setting, task), accuracies)
+            {"task": "needle", "variant": variant, "seed": seed, "point": distance, "value": float(right)}
+            for seed, accuracies in zip(options.plan.seeds, found)
+            for distance, right in zip(setting.distances, accuracies)
         ]
     return rows
 
@@ -93,7 +94,7 @@ def _experiment(options: _shared.Options) -> None:
         run = loading.replace(_shared.settings(options, shape, context=context, seed=seed), changes)
         name = f"{label.replace(' ', '_')}_context{context}_tokens{run.data.batch_tokens}"
         runs[variant, seed] = f"bias_{name}_steps{plan.steps}_seed{seed}", run
-    rows = [] if options.more["context"] else _recall(options)
+    rows = [] if options.more["context"] else _needles(options)
     folders = _shared.train_all(options, runs)
     for (variant, seed), folder in folders.items():
         losses = {row["context_length"]: row["loss"] for row in _shared.evaluation(folder)}
@@ -142,23 +143,21 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
         within: f"held-out, positions to {within:,}",
         beyond: f"{within + 1:,} to {beyond:,}",
     }
-    tasks: dict[str, list[dict[str, Any]]] = {}
-    for row in content["rows"]:
-        tasks.setdefault(row["task"], []).append(row)
-    losses = [row | {"loss of": names[row["point"]]} for row in tasks.pop("language")]
+    needles = [row for row in content["rows"] if row["task"] == "needle"]
+    losses = [row | {"loss of": names[row["point"]]} for row in content["rows"] if row["task"] == "language"]
     variants = list(dict.fromkeys(row["variant"] for row in losses))
-    found = []
-    for task, rows in tasks.items():
-        accuracies = _shared.means(rows, ("variant", "point"), "value")
-        shown = [x for x in dict.fromkeys(row["point"] for row in rows) if x & (x - 1) == 0]
-        cells = [(name, *(f"{accuracies[name, x].value:.2f}" for x in shown)) for name in variants]
-        found.append(_shared.Table(recall.TASKS[task], ("", *(f"{x:,}" for x in shown)), cells))
     pairs = [pair for pair in _PAIRS if set(pair) <= set(variants)]
-    return [
-        *found,
+    found = [
         _shared.loss_table("Final loss, nats per token", losses, "loss of", "value"),
         _shared.difference_table("Differences, nats per token", losses, "loss of", pairs, "value"),
     ]
+    if needles:
+        accuracies = _shared.means(needles, ("variant", "point"), "value")
+        shown = [x for x in dict.fromkeys(row["point"] for row in needles) if x & (x - 1) == 0]
+        cells = [(name, *(f"{accuracies[name, x].value:.2f}" for x in shown)) for name in variants]
+        columns = "", *(f"{x:,}" for x in shown)
+        found.insert(0, _shared.Table("Accuracy against the distance of a needle", columns, cells))
+    return found
 
 
 main = _shared.Experiment(

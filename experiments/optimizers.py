@@ -76,7 +76,7 @@ def _train(options: _shared.Options, variant: str, rates: Sequence[float], seed:
 def settings(options: _shared.Options, variant: str, *, rate: float, seed: int) -> config.Config:
     """Returns the config of a run of an optimizer at a learning rate."""
     (context,) = options.plan.contexts
-    base = _shared.settings(options, config.preset("conformal"), context=context, seed=seed)
+    base = _shared.settings(options, config.preset("conformal_paper"), context=context, seed=seed)
     optimizer = config.OptimizerConfig(
         name=variant,
         learning_rate=rate,

@@ -58,7 +58,9 @@ ATTENTIONS: dict[str, config.AttentionConfig] = {
     "p=2": config.preset("sympow", power=2),
     "p=4": config.preset("sympow", power=4),
     "gated": config.preset("sympow_gated", power=2),
+    "gated_paper": config.preset("sympow_gated_paper", power=2),
     "conformal": config.preset("conformal", power=2),
+    "conformal_paper": config.preset("conformal_paper", power=2),
     "softmax": config.preset("softmax"),
 }
 RECALLED = 0.9  # accuracy at which pairs count as recalled

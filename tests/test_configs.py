@@ -65,7 +65,12 @@ def test_a_retrofit_replaces_attention_and_keeps_the_body_and_the_data(tmp_path)
     kinds = [attention.kernel for attention in first.model.attentions]
     assert kinds == ["power", "power", "power", "softmax"] * 7
     new = first.model.attentions[0]
-    assert (new.decay, new.decay_bias, new.qk_norm, new.rope) == ("learned", 6.0, True, model.attention.rope)
+    assert (new.decay, new.decay_bias, new.qk_norm, new.rope) == (
+        "learned_alibi",
+        6.0,
+        True,
+        model.attention.rope,
+    )
     assert dataclasses.replace(first.model, attention=model.attention, attention_pattern=()) == model
     assert first.data.context_length == 64
     second = load(f'retrofit.py:"{_saved(tmp_path / "first", first)}"')

@@ -203,7 +203,7 @@ def positive(text: str) -> int:
 
 def power_variants(power: int) -> dict[str, config.AttentionConfig]:
     """Returns softmax and the symmetric-power variants of the conformal paper."""
-    presets = {"sympow": "sympow", "gated": "sympow_gated", "conformal": "conformal"}
+    presets = {"sympow": "sympow", "gated": "sympow_gated_paper", "conformal": "conformal_paper"}
     return {
         "softmax": config.preset("softmax"),
         **{name: config.preset(preset, power=power) for name, preset in presets.items()},

@@ -67,7 +67,7 @@ A.implementation=cudnn                 | attention.implementation is 'cudnn'; it
 A.window=0                             | attention.window is 0; it must be at least 1
 A.decay_bias=101                       | attention.decay_bias is 101.0; it must be at least -100 and at most 100
 A.rope.base=1                          | attention.rope.base is 1.0; it must be above 1
-A.rope.scaling=llama3                  | attention.rope.base None; set the base
+A.rope.base=none A.rope.scaling=llama3  | attention.rope.base None; set the base
 A.rope.factor=0.5                      | attention.rope.factor is 0.5; it must be at least 1
 A.rope.low_frequency_factor=4          | attention.rope.high_frequency_factor 4.0; the second must be larger
 A.lrpe.reference_length=0              | attention.lrpe.reference_length is 0; it must be at least 1

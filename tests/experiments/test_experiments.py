@@ -147,7 +147,9 @@ def test_gating_keeps_the_other_half_of_its_base():
         "channel constant": "channel_constant",
         "channel learned": "channel_learned",
     }
-    assert found["conformal pairs"] == config.preset("conformal", power=4, position="learned_rope_pairs")
+    assert found["conformal pairs"] == config.preset(
+        "conformal_paper", power=4, position="learned_rope_pairs"
+    )
     assert set(gating.VARIANTS) <= set(found)
 
 
@@ -185,7 +187,7 @@ def test_the_papers_scale_is_its_configuration(monkeypatch, tmp_path, module, co
     assert {run.data.context_length for run in wanted.values()} == set(contexts)
     assert len(wanted) == 4 * len(contexts)
     run = wanted[f"conformal_p4_context{contexts[-1]}_steps100000_seed1"]
-    assert run.model.attention == config.preset("conformal", power=4)
+    assert run.model.attention == config.preset("conformal_paper", power=4)
     assert (run.model.layers, run.model.width, run.model.vocab_size) == (12, 768, 50_304)
     assert (run.data.source, run.data.paths, run.data.batch_tokens) == (
         "longcrawl64",

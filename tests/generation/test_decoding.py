@@ -29,7 +29,7 @@ def keeps(state):
 
 @marked.cases(
     ("preset", "max_length"),
-    [("conformal", None), ("softmax", 200)],
+    [("conformal_paper", None), ("softmax", 200)],
     slow=[("linear_lrpe", None), ("expressive", 200), ("sliding_window", 150)],
 )
 def test_ragged_prompts_and_steps_equal_one_call_of_each_row(preset, max_length):
@@ -61,7 +61,7 @@ def test_padding_takes_no_cache_slots():
 
 
 def test_a_kv_cache_is_folded():
-    model = small.model("conformal")
+    model = small.model("conformal_paper")
     program = generation.Program(model)
     # Two key heads, each with 36 features of 9 elements and 8 slots of 17, against 17 elements per position and its id.
     assert set(model.kv_cache_lengths) == {4 * 2 * (36 * 9 + 8 * 17) // (4 * 2 * 17 + 4)}
@@ -81,7 +81,7 @@ def test_a_kv_cache_is_folded():
 
 
 def test_a_cache_that_lost_tokens_is_not_folded():
-    model = small.model("conformal")
+    model = small.model("conformal_paper")
     program = generation.Program(model)
     logits, state = program.prefill(small.tokens(small.ROWS, 21), np.array([21, 11, 21]), max_length=25)
     for token in small.tokens(5, small.ROWS):  # rows 0 and 2 have room for 4
@@ -91,8 +91,8 @@ def test_a_cache_that_lost_tokens_is_not_folded():
 
 
 def test_a_context_is_continued():
-    model, following = small.model("conformal"), small.tokens(small.ROWS, small.TIME, seed=2)
-    _, state = small.prefilled("conformal")
+    model, following = small.model("conformal_paper"), small.tokens(small.ROWS, small.TIME, seed=2)
+    _, state = small.prefilled("conformal_paper")
     actual, _ = generation.Program(model).prefill(
         following, np.full(small.ROWS, small.TIME), initial_state=state
     )
@@ -102,27 +102,30 @@ def test_a_context_is_continued():
 
 
 def test_a_token_outside_the_vocabulary_on_the_device():
-    program, (_, state) = generation.Program(small.model("conformal")), small.prefilled("conformal")
+    program, (_, state) = (
+        generation.Program(small.model("conformal_paper")),
+        small.prefilled("conformal_paper"),
+    )
     logits, _ = program.decode(state, jnp.array([3, 64, -1]))
     np.testing.assert_array_equal(np.isnan(logits).all(-1), [False, True, True])
 
 
 def test_a_program_is_an_argument_of_a_jitted_function():
     """It has the parameters that the model had when it was made."""
-    model = nnx.clone(small.model("conformal"))
+    model = nnx.clone(small.model("conformal_paper"))
     program, token = generation.Program(model), small.tokens(small.ROWS, 1)[:, 0]
     model.final_norm.scale[...] *= 2
     (_, state), step = (
-        small.prefilled("conformal"),
+        small.prefilled("conformal_paper"),
         jax.jit(lambda program, *inputs: program.decode(*inputs)[0]),
     )
-    expected, _ = generation.Program(small.model("conformal")).decode(state, token)
+    expected, _ = generation.Program(small.model("conformal_paper")).decode(state, token)
     assert cases.error(step(program, state, token), expected) < BOUND
     assert cases.error(step(generation.Program(model), state, token), expected) > 0.1
 
 
 def test_mistakes():
-    model, softmax = small.model("conformal"), small.model("softmax")
+    model, softmax = small.model("conformal_paper"), small.model("softmax")
     program = generation.Program(model)
     tokens = small.tokens(2, 8)
     beyond = tokens.copy()
@@ -138,10 +141,10 @@ def test_mistakes():
         "2 rows and there are tokens for 1": lambda: program.decode(state, tokens[:1, 0]),
         "another model: .layers[0].memory.": lambda: generation.Program(softmax).decode(state, tokens[:, 0]),
         "another model: it has 1 layers, this one 2": lambda: generation.Program(
-            small.model("conformal", layers=2)
+            small.model("conformal_paper", layers=2)
         ).decode(state, tokens[:, 0]),
         "another model: .layers[0].memory.keys": lambda: generation.Program(
-            small.model("conformal", exact_window=8)
+            small.model("conformal_paper", exact_window=8)
         ).decode(state, tokens[:, 0]),
         "another model: .layers[0].position": lambda: generation.Program(small.model("sympow")).fold(state),
         "no recurrent state for its KV cache; keep the cache, with a larger max_length": lambda: (

@@ -31,7 +31,7 @@ def generated(model, rows, *, max_tokens, sampling, block=8, **settings):
     return np.concatenate(blocks, axis=1)
 
 
-@pytest.mark.parametrize(("preset", "block", "folds"), [("conformal", 4, 1), ("sliding_window", 8, 0)])
+@pytest.mark.parametrize(("preset", "block", "folds"), [("conformal_paper", 4, 1), ("sliding_window", 8, 0)])
 def test_greedy_tokens_are_those_of_the_model_without_a_state(monkeypatch, preset, block, folds):
     """Positions of the first stay in the KV cache (`test_decoding`) until it is folded; a window bounds the other's."""
     folded = []
@@ -88,7 +88,9 @@ def test_repeated_tokens_are_penalized():
 
 
 def test_the_first_token_compiles_two_kinds_of_blocks_once_each():
-    model = small.model("conformal", layers=6, attention_pattern=("conformal", "conformal", "softmax"))
+    model = small.model(
+        "conformal_paper", layers=6, attention_pattern=("conformal_paper", "conformal_paper", "softmax")
+    )
     before = decoder._compiled_in_place._cache_size()
     next(generation.generate(model, prompts(9), max_tokens=20, sampling=SAMPLED))
     assert decoder._compiled_in_place._cache_size() == before + 2
@@ -107,7 +109,7 @@ def test_logits_that_are_not_finite():
 
 
 def test_mistakes():
-    model = small.model("conformal")
+    model = small.model("conformal_paper")
     for message, changes in {
         "there is no prompt": {"prompts": []},
         "seed is -1": {"seed": -1},

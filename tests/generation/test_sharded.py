@@ -59,10 +59,10 @@ def axes(rows, heads):
 @pytest.mark.parametrize(
     ("preset", "kv_heads", "rows", "sizes", "row_axis", "head_axis"),
     [
-        ("conformal", 2, 4, {D: 4, T: 2}, D, T),
+        ("conformal_paper", 2, 4, {D: 4, T: 2}, D, T),
         ("softmax", 4, 4, {D: 2, T: 4}, D, T),
         # Axes that do not divide: every device has all rows, and all heads.
-        ("conformal", 2, 3, {D: 2, T: 4}, None, None),
+        ("conformal_paper", 2, 3, {D: 2, T: 4}, None, None),
     ],
 )
 def test_tokens_are_those_of_one_device(preset, kv_heads, rows, sizes, row_axis, head_axis):

@@ -15,7 +15,7 @@ from tests.generation import small
 
 @pytest.fixture(
     scope="module",
-    params=[("conformal", None), ("softmax", 200), ("sliding_window", None)],
+    params=[("conformal_paper", None), ("softmax", 200), ("sliding_window", None)],
     ids=["recurrent", "kv_cache", "window"],
 )
 def prefilled(request):
@@ -104,18 +104,18 @@ def test_bfloat16_keys_are_saved_and_restored(tmp_path):
 
 
 def test_recurrent_states_in_bfloat16_are_saved_and_restored(tmp_path):
-    model = small.model("conformal", state_dtype="bfloat16")
+    model = small.model("conformal_paper", state_dtype="bfloat16")
     program = generation.Program(model)
     state = filled(model, 2)
     assert state.layers[0].memory.kv.dtype == "bfloat16"
     generation.save_state(tmp_path / "context", model, state)
     same(generation.restore_state(tmp_path / "context", model), state)
     # A KV cache is used while it is smaller, and is folded into a state of this dtype.
-    assert model.kv_cache_lengths < small.model("conformal").kv_cache_lengths
+    assert model.kv_cache_lengths < small.model("conformal_paper").kv_cache_lengths
     folded = jax.eval_shape(program.fold, program.init_state(2, max_length=9))
     assert folded.layers[0].memory.kv.dtype == "bfloat16"
     with pytest.raises(ValueError, match=r"another model: state_dtype is 'bfloat16' there and 'float32'"):
-        generation.restore_state(tmp_path / "context", small.model("conformal"))
+        generation.restore_state(tmp_path / "context", small.model("conformal_paper"))
 
 
 def test_a_state_of_another_model(prefilled, tmp_path):

@@ -43,7 +43,7 @@ def sizes(layer):
     }
 
 
-def test_parameters_are_projections_gates_and_rates_without_bias():
+def test_parameters_are_projections_gates_and_rates():
     projections = {
         "query/kernel": WIDTH * 16,
         "key/kernel": WIDTH * 8,
@@ -52,8 +52,9 @@ def test_parameters_are_projections_gates_and_rates_without_bias():
     }
     gate, rate = {"decay/kernel": WIDTH * 2}, {"rate/kernel": WIDTH * 2}
     assert sizes(make("sympow")) == projections
-    assert sizes(make("sympow_gated")) == projections | gate
-    assert sizes(make("conformal")) == projections | gate | rate
+    assert sizes(make("sympow_gated_paper")) == projections | gate
+    assert sizes(make("conformal_paper")) == projections | gate | rate
+    assert sizes(make("conformal")) == projections | gate | rate | {"decay_bias": 2}
     assert sizes(make("softmax_alibi")) == projections
 
 
@@ -67,9 +68,10 @@ def test_trained_decays_begin_at_the_fixed_ones_or_at_the_sigmoid_of_their_bias(
         np.testing.assert_allclose(log_decay(constant), expected, rtol=1e-5, atol=1e-7)
         assert len(np.unique(expected)) == (8 if per_channel else 2)
         if not per_channel:
-            gated = make("sympow", decay="learned_alibi")
+            gated = make("sympow_gated")
             gated.decay.kernel[...] = jnp.zeros_like(gated.decay.kernel[...])
             np.testing.assert_allclose(log_decay(gated), expected, rtol=1e-5)
+            assert make("sympow_gated", decay_bias=1.5).decay_bias[...].tolist() == [1.5, 1.5]
         biased = make("sympow", decay=f"{prefix}learned", decay_bias=1.5)
         biased.decay.kernel[...] = jnp.zeros_like(biased.decay.kernel[...])
         np.testing.assert_allclose(log_decay(biased), -np.log1p(np.exp(-1.5)), rtol=1e-6)
@@ -79,8 +81,18 @@ def test_trained_decays_begin_at_the_fixed_ones_or_at_the_sigmoid_of_their_bias(
         np.testing.assert_allclose(log_decay(biased).reshape(TIME, -1)[:, 0], -np.log1p(np.e), rtol=1e-6)
 
 
+def test_learned_rates_begin_at_random_in_the_paper_and_at_those_of_rope_by_default():
+    papers, ours = make("conformal_paper"), make("conformal")
+    assert papers.rate.kernel[...].std() == pytest.approx(0.02, rel=0.3)
+    np.testing.assert_allclose(
+        papers.positions.theta, 2 * np.pi * 65_536.0 ** np.array([0, -1 / 2]), rtol=1e-14
+    )
+    assert not ours.rate.kernel[...].any()
+    np.testing.assert_allclose(ours.positions.theta, [1.0, 0.01], rtol=1e-14)
+
+
 def test_bfloat16_is_for_matrix_products_only():
-    layer = make("conformal", dtype="bfloat16", exact_window=4)
+    layer = make("conformal_paper", dtype="bfloat16", exact_window=4)
     assert all(p.dtype == jnp.float32 for p in jax.tree.leaves(nnx.state(layer, nnx.Param)))
     x = X.astype(jnp.bfloat16)
     out, state = run_on(layer, x, layer.init_state(1, max_length=10_000))
@@ -88,7 +100,7 @@ def test_bfloat16_is_for_matrix_products_only():
     assert layer.decay(x).dtype == layer.rate(x).dtype == jnp.float32
     assert state.memory.kv.dtype == state.memory.norm.dtype == jnp.float32
     assert state.position.whole.dtype == jnp.int32
-    exact = run(make("conformal", exact_window=4), x.astype(np.float32))
+    exact = run(make("conformal_paper", exact_window=4), x.astype(np.float32))
     error = out.astype(jnp.float32) - exact
     assert np.sqrt((error**2).mean() / (exact**2).mean()) < 2e-2
     cache = make("softmax_alibi", dtype="bfloat16").init_state(1, max_length=10_000).memory
@@ -99,7 +111,7 @@ def test_float64_is_right_to_float64():
     x = np.random.default_rng(0).standard_normal((1, TIME, WIDTH))
     with jax.enable_x64(True):
         kernel = kernels.make(
-            config.preset("conformal"), num_heads=4, num_kv_heads=2, head_dim=4, dtype="float64"
+            config.preset("conformal_paper"), num_heads=4, num_kv_heads=2, head_dim=4, dtype="float64"
         )
         layer = layers.Attention(WIDTH, kernel, dtype=jnp.float64, rngs=0)
         names = ("query", "key", "value", "out", "decay", "rate")
@@ -134,7 +146,7 @@ def test_state_is_what_costs_less():
         ("sympow", 10**6, {}, True),
         ("sympow", 8, {}, False),
         ("sympow", 8, {"form": "chunked"}, True),
-        ("conformal", 1024, {"power": 8}, True),  # F = 165 at head size 4
+        ("conformal_paper", 1024, {"power": 8}, True),  # F = 165 at head size 4
     ):
         layer = nnx.eval_shape(lambda preset=preset, changes=changes: make(preset, **changes))
         state = jax.eval_shape(lambda layer=layer, length=max_length: layer.init_state(1, max_length=length))
@@ -156,7 +168,7 @@ def test_outgrowing_the_kv_cache_is_not_silent():
 
 
 def test_the_reference_takes_one_token_from_a_state():
-    layer = make("conformal", implementation="reference", exact_window=4)
+    layer = make("conformal_paper", implementation="reference", exact_window=4)
     state, parts = layer.init_state(1, max_length=1, kv_cache=False), []
     for time in range(TIME):
         out, state = run_on(layer, X[:, time : time + 1], state)

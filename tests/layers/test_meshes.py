@@ -31,8 +31,8 @@ RULES = (
 BATCH, TIME, WIDTH, VOCABULARY = 4, 22, 16, 32
 
 ATTENTION = {
-    "power": {"preset": "conformal", "form": "chunked", "exact_window": 4, "chunk_size": 8},
-    "power by pairs": {"preset": "conformal", "form": "attention"},
+    "power": {"preset": "conformal_paper", "form": "chunked", "exact_window": 4, "chunk_size": 8},
+    "power by pairs": {"preset": "conformal_paper", "form": "attention"},
     "channels": {"preset": "sympow", "decay": "channel_learned", "exact_window": 4, "chunk_size": 8},
     "linear": {"preset": "linear_lrpe", "exact_window": 4, "chunk_size": 8},
     "permutations": {

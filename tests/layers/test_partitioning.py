@@ -14,7 +14,7 @@ from sympow_jax.layers import partitioning
 def test_a_mesh_that_does_not_divide_every_size():
     # Three heads of keys, which tensor = 2 does not divide.
     sizes = {"vocab_size": 64, "layers": 1, "width": 48, "heads": 6, "kv_heads": 3, "head_dim": 8}
-    attention = config.preset("conformal", exact_window=4, form="chunked")
+    attention = config.preset("conformal_paper", exact_window=4, form="chunked")
     settings = config.ModelConfig(**sizes, dtype="float32", attention=attention)
     graph, params = nnx.split(layers.make_attention(settings, rngs=nnx.Rngs(0)))
     auto = (jax.sharding.AxisType.Auto,) * 4

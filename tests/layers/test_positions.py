@@ -1,5 +1,7 @@
 """Tests of every position encoding and gate in the layer: streamed, packed, differentiated, and bidirectional."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -35,12 +37,12 @@ VARIANTS = {
     "stochastic": ("linear", {"position": "spe"}),
     "stochastic in softmax": ("softmax", {"position": "spe"}),
     "of Llama": ("softmax", {"rope": LLAMA}),
-    "learned, of Llama": ("conformal", {"rope": LLAMA}),
-    "rates of pairs": ("conformal", {"position": "learned_rope_pairs"}),
+    "learned, of Llama": ("conformal_paper", {"rope": dataclasses.replace(LLAMA, learned_rate_scale=1.0)}),
+    "rates of pairs": ("conformal_paper", {"position": "learned_rope_pairs"}),
     "constant gates": ("sympow", {"decay": "constant"}),
     "fixed channel gates": ("sympow", {"decay": "channel_fixed"}),
     "constant channel gates": ("sympow", {"decay": "channel_constant"}),
-    "learned channel gates": ("conformal", {"decay": "channel_learned"}),
+    "learned channel gates": ("conformal_paper", {"decay": "channel_learned"}),
 }
 # A default run has one of each kind.
 OFTEN = {"permuteformer", "expressive", "stochastic in softmax", "learned channel gates"}

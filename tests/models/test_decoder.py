@@ -23,8 +23,8 @@ def small(preset=None, *, scale=20, **changes):
     """Returns a model in which attention matters; by default of two layers, with a state of powers and a linear one."""
     options = {"exact_window": 4, "form": "chunked"} if preset is None else changes
     sizes = {"vocab_size": 32, "layers": 1 if preset else 2, "width": 16, "heads": 4, "kv_heads": 2}
-    kinds = {"attention": config.preset(preset or "conformal", **options)}
-    kinds["attention_pattern"] = () if preset else ("conformal", "linear")
+    kinds = {"attention": config.preset(preset or "conformal_paper", **options)}
+    kinds["attention_pattern"] = () if preset else ("conformal_paper", "linear")
     model = models.DecoderLM(config.ModelConfig(**sizes, **kinds, dtype="float32"), rngs=nnx.Rngs(0))
     for block in model.blocks:
         for name in ("query", "key", "value", "out"):
@@ -54,8 +54,8 @@ def test_parameters_as_the_papers_count_them():
 
     sympow = parameters("sympow")
     assert round(sympow / 1e6) == 124
-    assert parameters("sympow_gated") - sympow == 12 * 12 * 768
-    assert parameters("conformal") - sympow == 2 * 12 * 12 * 768
+    assert parameters("sympow_gated_paper") - sympow == 12 * 12 * 768
+    assert parameters("conformal_paper") - sympow == 2 * 12 * 12 * 768
 
 
 def test_state_bytes_of_the_papers():

@@ -12,7 +12,7 @@ from sympow_jax import config, generation, models, ops
 from sympow_jax.tasks import flops
 from tests.generation import small
 
-PATTERN = ("2*conformal", "softmax")
+PATTERN = ("2*conformal_paper", "softmax")
 KERNELS = ["power", "power", "softmax", "power", "power"]
 
 
@@ -23,14 +23,14 @@ def settings(pattern=PATTERN, *, layers=5, **changes):
 
 @pytest.fixture(scope="module")
 def model():
-    return small.model("conformal", layers=2, attention_pattern=("conformal", "softmax"))
+    return small.model("conformal_paper", layers=2, attention_pattern=("conformal_paper", "softmax"))
 
 
 def test_a_pattern_is_repeated_and_cut_off():
     assert [attention.kernel for attention in settings().attentions] == KERNELS
-    assert settings().attention_name == "2*conformal,softmax"
+    assert settings().attention_name == "2*conformal_paper,softmax"
     written = config.load("quickstart")
-    written = config.override(written, {"model.attention_pattern": "softmax, 1*conformal"})
+    written = config.override(written, {"model.attention_pattern": "softmax, 1*conformal_paper"})
     assert [x.kernel for x in written.model.attentions] == ["softmax", "power"]
 
 
@@ -80,7 +80,7 @@ def test_positions_that_one_layer_adds_are_added_once():
 
 
 def test_a_pattern_of_one_preset_is_that_preset():
-    one = models.DecoderLM(settings(("conformal",), layers=2), rngs=0)
+    one = models.DecoderLM(settings(("conformal_paper",), layers=2), rngs=0)
     other = models.DecoderLM(settings((), layers=2), rngs=0)
     assert one.config.attentions == other.config.attentions
     jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
@@ -123,7 +123,7 @@ def test_ragged_prompts_and_rows_and_files_of_their_states(model, tmp_path):
     token = np.array([1, 2, 3], np.int32)
     moved = generation.insert(generation.fork(first, 2), 1, generation.take(first, 2))
     jax.tree.map(np.testing.assert_array_equal, generation.take(moved, 1), generation.take(moved, 4))
-    other = small.model("conformal", layers=2, attention_pattern=("softmax", "conformal"))
+    other = small.model("conformal_paper", layers=2, attention_pattern=("softmax", "conformal_paper"))
     with pytest.raises(ValueError, match="the state is of another model"):
         generation.Program(other).decode(first, token)
     with pytest.raises(ValueError, match="state of another model: attention_pattern is"):
@@ -134,8 +134,8 @@ def test_flops_and_states_are_those_of_the_layers():
     def counted(**changes):
         return flops.model_flops_per_token(settings(**changes), 4096)
 
-    both = counted(pattern=("conformal", "softmax"), layers=2)
-    alone = [counted(pattern=(name,), layers=2) for name in ("conformal", "softmax")]
+    both = counted(pattern=("conformal_paper", "softmax"), layers=2)
+    alone = [counted(pattern=(name,), layers=2) for name in ("conformal_paper", "softmax")]
     assert both == pytest.approx(sum(alone) / 2)
     assert alone[0] != alone[1]
     powers = models.state_bytes(settings(("sympow", "linear"), layers=2))

@@ -20,7 +20,7 @@ from sympow_jax.tasks import flops
 from sympow_jax.training import checkpoint, restore, sharding, summary
 from tests.models import families
 
-PATTERN = ("conformal", "shared")
+PATTERN = ("conformal_paper", "shared")
 TIME = 24
 
 
@@ -50,7 +50,7 @@ def batch(**more):
 def test_errors_are_those_of_new_layers_on_hidden_states_of_the_original_and_train_these_alone():
     run = settings()
     model = models.make(
-        dataclasses.replace(run.model, layers=2, attention_pattern=("conformal",)), run.task, rngs=1
+        dataclasses.replace(run.model, layers=2, attention_pattern=("conformal_paper",)), run.task, rngs=1
     )
     generator = np.random.default_rng(0)
     noisy = jax.tree.map(
@@ -209,7 +209,7 @@ def test_flops_are_a_forward_pass_of_the_original_and_both_of_the_new_layers():
         return tasks.make(run).flops_per_token()
 
     unembedding = 6 * settings().model.width
-    original, new = (counted(pattern) - unembedding for pattern in ((), ("conformal",)))
+    original, new = (counted(pattern) - unembedding for pattern in ((), ("conformal_paper",)))
     mlp_flops = 6 * 4 * mlp.num_weights(settings().model)
     expected = original / 3 + (new - mlp_flops) / 2  # two of four layers are new
     assert counted(PATTERN, "match_attention") == pytest.approx(expected)
@@ -248,7 +248,7 @@ def test_an_original_of_other_attention_is_not_matched(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(found)))
         with pytest.raises(ValueError, match=message):
             restore.read_initial_config(tmp_path, tasks.make(run))
-    hybrid = dataclasses.replace(run.model, attention_pattern=("softmax", "conformal"))
+    hybrid = dataclasses.replace(run.model, attention_pattern=("softmax", "conformal_paper"))
     found = dataclasses.replace(run, model=hybrid, task=config.TaskConfig())
     (tmp_path / "config.json").write_text(json.dumps(dataclasses.asdict(found)))
     with pytest.raises(ValueError, match="has layers of different attention"):

@@ -26,7 +26,7 @@ def encoder(**changes):
 
 
 def matcher():
-    settings = families.settings("qwen3", layers=2, attention_pattern=("conformal", "shared"))
+    settings = families.settings("qwen3", layers=2, attention_pattern=("conformal_paper", "shared"))
     return models.AttentionMatcher(dataclasses.replace(settings, dtype="float32"), rngs=0)
 
 
@@ -44,7 +44,7 @@ RARE = [
     (lambda: decoder("linear", stacked=True), "__call__", TOKENS),
     (lambda: encoder(dual=True), "classify", TOKENS),
     (lambda: encoder(patch_size=4, vocab_size=0), "classify", IMAGES),
-    (lambda: decoder("conformal", remat="full", stacked=True), "hidden", TOKENS),
+    (lambda: decoder("conformal_paper", remat="full", stacked=True), "hidden", TOKENS),
     (lambda: decoder("sliding_window", activation="swiglu"), "__call__", TOKENS),
     (lambda: decoder("qwen3", norm="rms"), "__call__", TOKENS),
 ]

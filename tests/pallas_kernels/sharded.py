@@ -67,7 +67,7 @@ def training(form: str):
     """Returns an update of one layer of the papers' model by the kernels of a form, sharded over eight devices."""
     context, rows = {"attention": 4096, "chunked": 16_384}[form], 8
     attention = dataclasses.replace(
-        config.preset("conformal", power=2), form=form, implementation="mosaic_gpu"
+        config.preset("conformal_paper", power=2), form=form, implementation="mosaic_gpu"
     )
     model = config.ModelConfig(
         **config.MODEL_SIZES["gpt2_124m"] | {"layers": 1, "vocab_size": 512}, attention=attention

@@ -38,7 +38,7 @@ def _matrices(model: config.ModelConfig) -> int:
     ("name", "changes"),
     [
         *((name, {}) for name in config.PRESETS),
-        *(("conformal", x) for x in ({"kv_heads": 3}, {"head_dim": 32, "mlp_width": 2304}, GATED)),
+        *(("conformal_paper", x) for x in ({"kv_heads": 3}, {"head_dim": 32, "mlp_width": 2304}, GATED)),
     ],
 )
 def test_products_with_weights_are_6_flops_a_weight(name, changes):
@@ -59,15 +59,15 @@ def test_products_with_weights_are_6_flops_a_weight(name, changes):
         ("sliding_window", {}, 4096, 256 * (1024 - 128)),
         ("sliding_window", {"window": 512}, 256, 256 * 128),
         ("even_power", {"power": 4}, 4096, 256 * 2048),
-        ("conformal", {}, 1024, 256 * 512),
+        ("conformal_paper", {}, 1024, 256 * 512),
         # 4,096 tokens cost 524,288 by pairs, and 532,480 by features with 32,768 by the pairs of a chunk.
-        ("conformal", {}, 4096, 256 * 2048),
-        ("conformal", {}, 65_536, 4 * FEATURES * 64 + 256 * (64 + 64)),
+        ("conformal_paper", {}, 4096, 256 * 2048),
+        ("conformal_paper", {}, 65_536, 4 * FEATURES * 64 + 256 * (64 + 64)),
         ("sympow", {"chunk_size": 1024, "exact_window": 128}, 65_536, 4 * FEATURES * 64 + 256 * (512 + 128)),
-        ("conformal", {"form": "chunked"}, 1024, 4 * FEATURES * 64 + 256 * (64 + 64)),
-        ("conformal", {"form": "recurrent", "exact_window": 0}, 1024, 4 * FEATURES * 64 + 128),
+        ("conformal_paper", {"form": "chunked"}, 1024, 4 * FEATURES * 64 + 256 * (64 + 64)),
+        ("conformal_paper", {"form": "recurrent", "exact_window": 0}, 1024, 4 * FEATURES * 64 + 128),
         # 766,480 features cost more than 2^20 pairs.
-        ("conformal", {"power": 4}, 2**20, 256 * 2**19),
+        ("conformal_paper", {"power": 4}, 2**20, 256 * 2**19),
         ("linear", {}, 4096, 4 * 64 * 64 + 256 * (64 + 64)),
         # Complex features count as two real ones each, in pairs too.
         ("linear_lrpe", {"lrpe": UNITARY}, 65_536, 4 * 128 * 64 + 2 * (128 + 64) * (64 + 64)),
@@ -98,7 +98,11 @@ def test_gpt2_at_1024_tokens():
 
 @marked.cases(
     ("name", "form", "chunk", "context"),
-    [("softmax", None, None, 128), ("conformal", "attention", None, 128), ("conformal", "chunked", 256, 256)],
+    [
+        ("softmax", None, None, 128),
+        ("conformal_paper", "attention", None, 128),
+        ("conformal_paper", "chunked", 256, 256),
+    ],
     slow=[("linear", "attention", None, 128), ("linear", "chunked", 128, 128)],
 )
 def test_xla_counts_as_many(name, form, chunk, context):

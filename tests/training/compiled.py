@@ -49,7 +49,7 @@ class Case:
                 **config.MODEL_SIZES[self.size],
                 remat=self.remat,
                 attention=dataclasses.replace(
-                    config.preset("conformal", power=self.power), implementation="mosaic_gpu"
+                    config.preset("conformal_paper", power=self.power), implementation="mosaic_gpu"
                 ),
             ),
             data=config.DataConfig(context_length=self.context, batch_tokens=self.tokens),

@@ -56,7 +56,7 @@ def masked(tmp_path_factory):
 
 def test_a_decoder_starts_from_another_with_other_attention(settings, first, capsys):
     folder, params = first
-    changed = _decoder(settings, "sympow_gated", folder, biases=True)
+    changed = _decoder(settings, "sympow_gated_paper", folder, biases=True)
     program = small.program(small.changed(changed, optimizer={"ema_decay": 0.9}))
     state, new = restore.begin(program), program.init_state()
     small.assert_same(state.average, state.params)
@@ -74,7 +74,7 @@ def test_a_decoder_starts_from_another_with_other_attention(settings, first, cap
 
 def test_the_beginning_is_placed_as_the_update_takes_it(settings, first):
     with devices.seen(4):
-        changed = _decoder(settings, "sympow_gated", first[0], biases=True)
+        changed = _decoder(settings, "sympow_gated_paper", first[0], biases=True)
         changed = dataclasses.replace(changed, sharding=config.ShardingConfig(fsdp=2, tensor=2))
         program = training.Program(changed, sharding.make_mesh(changed))
         state = restore.begin(program)
@@ -126,7 +126,7 @@ def test_what_does_not_fit(settings, first, masked, tmp_path):
     (tmp_path / "new").mkdir()
     workdir.open_workdir(tmp_path / "new", longer)
     for changed, message in (
-        (_decoder(settings, "conformal", decoder), "model.biases was True and is False; use the same"),
+        (_decoder(settings, "conformal_paper", decoder), "model.biases was True and is False; use the same"),
         (small.changed(longer, model={"attention": attention}), "position_embedding was [1024, 16] and is"),
         (_encoder("masked_token", decoder), "'next_token', whose attention is causal; name a run of an"),
         (_encoder(initial_run=encoder, width=8), "model.head_dim was 8 and is 4, "),

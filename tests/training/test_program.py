@@ -137,7 +137,7 @@ def test_rematerialization_keeps_less_for_the_backward_pass(settings):
     """
     layers, batch = 3, {name: jnp.tile(x, (1, 16)) for name, x in small.tokens(settings).items()}
     rows, time = batch["inputs"].shape
-    attention = config.preset("conformal", form="chunked", chunk_size=64)
+    attention = config.preset("conformal_paper", form="chunked", chunk_size=64)
     kept = {}
     for remat in (*REMATS, "stacked"):
         stacked = remat == "stacked"

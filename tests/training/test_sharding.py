@@ -34,17 +34,22 @@ MIXES = [
     ("preset", "arrangement"),
     [
         ("softmax_alibi", {"data": 2}),
-        ("conformal", {"fsdp": 2, "remat": "full", "layers": 2, "scan_layers": True}),
+        ("conformal_paper", {"fsdp": 2, "remat": "full", "layers": 2, "scan_layers": True}),
         # A hybrid.
         (
-            "conformal",
-            {"fsdp": 2, "layers": 4, "scan_layers": True, "attention_pattern": ["conformal", "softmax"]},
+            "conformal_paper",
+            {
+                "fsdp": 2,
+                "layers": 4,
+                "scan_layers": True,
+                "attention_pattern": ["conformal_paper", "softmax"],
+            },
         ),
         (
             "softmax",
             {
                 **{"fsdp": 2, "layers": 2, "scan_layers": True, "task": "match_attention"},
-                "attention_pattern": ["sympow_gated", "shared"],
+                "attention_pattern": ["sympow_gated_paper", "shared"],
             },
         ),
         # RMSNorm, SwiGLU, norms of queries and keys, and an untied head.
@@ -62,7 +67,7 @@ OPTIMIZED = {"data": 2, "fsdp": 2, "tensor": 2, "layers": 2, "scan_layers": True
 @marked.cases("name", ["adafactor"], slow=sorted({*optimizer_lib.OPTIMIZERS} - {"adafactor"}))
 def test_every_optimizer_over_devices(name, monkeypatch):
     monkeypatch.setattr(optimizer, "FACTORED_SIZE", 32)
-    sharded.check_optimizer("sympow_gated", OPTIMIZED, name)
+    sharded.check_optimizer("sympow_gated_paper", OPTIMIZED, name)
 
 
 @pytest.mark.slow
@@ -85,8 +90,8 @@ def test_a_mesh_that_does_not_fit(monkeypatch, settings):
 
 
 def test_sizes_that_an_axis_does_not_divide(settings):
-    reference = config.preset("conformal", implementation="reference")
-    by_channel = config.preset("conformal", decay="channel_learned")
+    reference = config.preset("conformal_paper", implementation="reference")
+    by_channel = config.preset("conformal_paper", decay="channel_learned")
     for sizes, model, message in (
         ({"tensor": 4}, {}, "sharding.tensor is 4 and does not divide model.kv_heads, 2; use a divisor of"),
         ({"tensor": 2}, {"vocab_size": 255}, "does not divide model.vocab_size, 255"),
@@ -120,12 +125,12 @@ def test_the_parts_of_a_batch_that_a_process_reads(monkeypatch):
 @pytest.mark.timeout(1800)
 def test_conformal_over_every_factorization():
     assert len({tuple(x.items()) for x in FACTORIZATIONS}) == 20
-    sharded.check("conformal", [{"layers": 2} | x for x in FACTORIZATIONS + MIXES[1:]])
+    sharded.check("conformal_paper", [{"layers": 2} | x for x in FACTORIZATIONS + MIXES[1:]])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("preset", [name for name in config.PRESETS if name != "conformal"])
+@pytest.mark.parametrize("preset", [name for name in config.PRESETS if name != "conformal_paper"])
 def test_presets_over_devices(preset):
     sharded.check(preset, [{"layers": 2} | x for x in PURE + MIXES])
 
@@ -137,7 +142,7 @@ ACTIVATIONS = (sharded.ROWS // 4, sharded.CONTEXT // 2, 64)
 QUERY, OUT, KEY = ((32, 32), (64, 32)), ((32, 32), (32, 64)), ((32, 16), (64, 16))
 UP, DOWN, PER_HEAD = ((32, 128), (64, 128)), ((128, 32), (128, 64)), ((32, 2), (64, 2))
 KERNELS = {"softmax": [QUERY, KEY, KEY, OUT, UP, DOWN]}
-KERNELS["conformal"] = [*KERNELS["softmax"], PER_HEAD, PER_HEAD]
+KERNELS["conformal_paper"] = [*KERNELS["softmax"], PER_HEAD, PER_HEAD]
 EMBEDDING = (128, 32)
 SMALL = 256  # bytes: summaries of documents, positions and gradients by head
 
@@ -147,7 +152,7 @@ def over(found, kind, *axes):
     return collections.Counter(x.shape for x in found if x.kind == kind and x.axes == axes and x.shape)
 
 
-@pytest.mark.parametrize("preset", ["conformal", "softmax"])
+@pytest.mark.parametrize("preset", ["conformal_paper", "softmax"])
 def test_what_devices_exchange(preset):
     found = sharded.exchanged(preset, dict.fromkeys(AXES, 2))
     parts, wholes = (LAYERS * list(shapes) for shapes in zip(*KERNELS[preset]))
@@ -177,7 +182,7 @@ def check_context(found, preset):
     moved = over(found, "collective-permute", "context")
     exchanged = over(found, "all-to-all", "context")
     rows = ACTIVATIONS[0]
-    if preset == "conformal":
+    if preset == "conformal_paper":
         assert max(x.nbytes for x in gathered) <= SMALL
         state, exact_window = (rows, 2, 36, 9), (rows, sharded.WINDOW, 2, 8)
         # Both passes of each layer: one state, keys and values of one window.

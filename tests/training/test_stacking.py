@@ -17,7 +17,7 @@ HYBRID = {
 
 
 def _deep(settings: config.Config, *, scan_layers: bool | None, **model) -> config.Config:
-    model = {"attention": config.preset("sympow_gated", exact_window=4), "layers": 3, **model}
+    model = {"attention": config.preset("sympow_gated_paper", exact_window=4), "layers": 3, **model}
     # Weights decay so much that decaying norms too would show.
     made = config.OptimizerConfig(name="adamw", learning_rate=1e-2, weight_decay=1.0)
     return small.changed(settings, model=model, optimizer=made, training={"scan_layers": scan_layers})

@@ -26,7 +26,7 @@ def _with_attention(settings: config.Config, preset: str, **changes) -> config.C
 
 
 def test_a_fact_a_line(settings):
-    settings = _with_attention(settings, "conformal", form="chunked", chunk_size=8)
+    settings = _with_attention(settings, "conformal_paper", form="chunked", chunk_size=8)
     lines = _describe(settings)
     assert lines[0].startswith("model: conformal, 1 layer of width 16, ")
     assert lines[1] == "attention of 1 layer: chunked by xla"
@@ -68,7 +68,7 @@ def test_a_state_larger_than_memory_does_not_prevent_training(settings):
 
 
 def test_reasons_are_those_of_a_shard(settings, monkeypatch):
-    settings = _with_attention(settings, "conformal", form="chunked", chunk_size=8)
+    settings = _with_attention(settings, "conformal_paper", form="chunked", chunk_size=8)
     program = small.program(settings)
     tokens = np.zeros(settings.data.context_length, np.int32)
     traced = program.trace({"inputs": tokens, "targets": tokens})

@@ -16,7 +16,7 @@ from tests.models import families
 DECODER = {"vocab_size": 32, "layers": 2, "width": 16, "heads": 4, "kv_heads": 2, "dtype": "float32"}
 
 
-def decoder(name="conformal", *, layers=2, biases=False, **attention) -> config.Config:
+def decoder(name="conformal_paper", *, layers=2, biases=False, **attention) -> config.Config:
     chosen = config.preset(name, **{"exact_window": 4, **attention})
     return config.Config(
         model=config.ModelConfig(**DECODER | {"layers": layers, "biases": biases}, attention=chosen),
@@ -35,10 +35,10 @@ def encoder(task="masked_token", **model) -> config.Config:
 
 
 RUNS = {
-    "conformal": decoder(),
+    "conformal_paper": decoder(),
     "qwen3": dataclasses.replace(decoder(), model=families.settings("qwen3")),
     "gpt2": decoder("gpt2", biases=True, max_document_length=8),
-    "channels": decoder("conformal", decay="channel_constant", position="learned_rope_pairs"),
+    "channels": decoder("conformal_paper", decay="channel_constant", position="learned_rope_pairs"),
     "lrpe": decoder("linear_lrpe", lrpe=config.LrpeConfig(basis="householder", learned_rates=True)),
     "spe": decoder("linear", position="spe"),
     "batch norm": encoder(norm="batch"),
@@ -80,7 +80,7 @@ def test_a_round_trip_is_exact(tmp_path, name):
 
 def test_names(tmp_path):
     """Compares with the names in the documentation."""
-    settings = decoder("conformal", layers=1, biases=True)
+    settings = decoder("conformal_paper", layers=1, biases=True)
     path = tmp_path / "model.safetensors"
     weights.save(path, settings, make_model(settings))
     actual = {name: x.shape for name, x in safetensors.numpy.load_file(path).items()}
@@ -106,7 +106,7 @@ def test_names(tmp_path):
 
 
 def test_bfloat16_rounds(tmp_path):
-    settings, path = RUNS["conformal"], tmp_path / "model.safetensors"
+    settings, path = RUNS["conformal_paper"], tmp_path / "model.safetensors"
     model = make_model(settings)
     weights.save(path, settings, model, dtype="bfloat16")
     actual = variables(weights.load(path, settings))
@@ -147,7 +147,7 @@ def test_missing_and_existing_files(tmp_path):
 
 
 def test_weights_that_are_not_finite(tmp_path):
-    settings, path = RUNS["conformal"], tmp_path / "model.safetensors"
+    settings, path = RUNS["conformal_paper"], tmp_path / "model.safetensors"
     weights.save(path, settings, make_model(settings))
     tensors = safetensors.numpy.load_file(path)
     tensors["blocks.1.mlp.up.kernel"][3, :2] = np.nan, np.inf
@@ -157,7 +157,7 @@ def test_weights_that_are_not_finite(tmp_path):
 
 
 def test_an_export_that_was_stopped_before_its_weights_is_repeated(tmp_path):
-    settings, path = RUNS["conformal"], tmp_path / "model.safetensors"
+    settings, path = RUNS["conformal_paper"], tmp_path / "model.safetensors"
     model = make_model(settings)
     weights.save(path, settings, model)
     path.unlink()

@@ -405,7 +405,7 @@ def test_models_that_no_family_describes(tmp_path):
     for changes, message in (
         ({"embedding_norm": True}, "llama, but model.embedding_norm is True and not False; write it in the"),
         ({"activation": "geglu"}, "llama, but model.activation is 'geglu' and not 'swiglu'; "),
-        ({"attention": config.preset("conformal")}, ""),
+        ({"attention": config.preset("conformal_paper")}, ""),
     ):
         other = dataclasses.replace(settings, model=dataclasses.replace(settings.model, **changes))
         with pytest.raises(ValueError, match=f"^{re.escape(nearest + message)}") as raised:

@@ -23,9 +23,9 @@ class RopeConfig:
         above=1,
     )
     learned_rate_scale: float = fields.setting(
-        1.0,
-        "Factor of the initial matrix W of the learned rates 1 + tanh(W x), whose entries have a standard deviation of "
-        "0.02. With 0, learned rates start at 1, as in `rope`.",
+        0.0,
+        "Initial standard deviation of the matrix W of learned rates 1 + tanh(W x), over 0.02. At 0 they start as "
+        "those of `rope`; at 1 all angles start as random walks.",
         least=0,
     )
     layout: str = fields.setting(

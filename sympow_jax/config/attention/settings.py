@@ -21,7 +21,7 @@ class AttentionConfig:
         "power", "Weight of a value, as a function of its key and the query.", choices=KERNELS
     )
     decay: str = fields.setting(
-        "learned",
+        "learned_alibi",
         "Decay of the weights of older tokens. Per head, `alibi` and `permuteformer` are fixed, `constant` is trained "
         "and `learned` is computed from each token, as is `learned_alibi`, which starts at the slopes of `alibi`. "
         "`channel_*` are the same per value channel.",
@@ -29,8 +29,9 @@ class AttentionConfig:
     )
     decay_bias: float | None = fields.setting(
         None,
-        "Initial bias of the decays `learned` and `channel_learned` before their sigmoid. If none, there is no bias, "
-        "and decays start at about 1/2. From 4 on they start near 1, so that replaced layers forget little at first.",
+        "Initial bias of the decays `learned`, `learned_alibi` and `channel_learned` before their sigmoid. If none, "
+        "`learned_alibi` starts at the slopes, and the others have no bias and start at about 1/2. From 4 on decays "
+        "start near 1, so that replaced layers forget little at first.",
         least=-100,
         most=100,
     )

@@ -109,8 +109,9 @@ def make(kernel: kernels.Kernel) -> Decay:
     """Returns the decay that the options of a kernel name."""
     kind = kernel.attention.decay_kind
     shape = (kernel.num_kv_heads, kernel.head_dim) if kind.per_channel else (kernel.num_kv_heads,)
-    from_alibi = kind.source is DecaySource.DATA_FROM_ALIBI
-    bias = tuple(_alibi_logits(shape)) if from_alibi else kernel.attention.decay_bias
+    bias: Any = kernel.attention.decay_bias
+    if bias is None and kind.source is DecaySource.DATA_FROM_ALIBI:
+        bias = tuple(_alibi_logits(shape))
     return _CLASSES[kind.source](shape, bias)
 
 

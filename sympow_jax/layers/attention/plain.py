@@ -68,7 +68,8 @@ class _PlainAttention(layer.Attention):
         if (window := options.pop("window", None)) is not None:
             options |= {"kernel": "sliding_window", "window": window}
         attention = config_lib.AttentionConfig(**options)
-        if attention.decay_bias is not None and attention.decay not in ("learned", "channel_learned"):
+        has_bias = attention.decay in ("learned", "learned_alibi", "channel_learned")
+        if attention.decay_bias is not None and not has_bias:
             raise ValueError(
                 f"decay_bias is {attention.decay_bias!r}, but decay {attention.decay!r} has no bias"
             )
@@ -108,7 +109,7 @@ class PowerAttention(_PlainAttention):
         (2, 128, 64)
     """
 
-    defaults: ClassVar = {"kernel": "power"}
+    defaults: ClassVar = {"kernel": "power", "rope": config_lib.RopeConfig(base=10_000.0)}
     options = (*_PlainAttention.options, "power", "form", "chunk_size", "exact_window")
 
 
