@@ -60,6 +60,11 @@ def select(rows: Iterable[dict], wanted: Mapping[str, Sequence]) -> list[dict]:
     return [row for row in rows if all(row.get(name) in values for name, values in wanted.items())]
 
 
+def ratio(first: float | None, second: float | None, digits: int = 1) -> str:
+    """Returns the first measurement over the second, or nothing if one is missing."""
+    return f"{first / second:.{digits}f}x" if first and second else ""
+
+
 def gpu_rows(gpu: str, files: Iterable[str]) -> list[dict]:
     """Returns the rows of files, each with its commit or else its file as `source`."""
     return [
@@ -123,7 +128,7 @@ def training_steps(gpu: str, **wanted: Sequence) -> str:
                     f"{speed:,.0f}" if speed else "NaN" if row["note"] else ""
                     for row, speed in zip(both, speeds)
                 ),
-                f"{speeds[0] / speeds[1]:.2f}x" if all(speeds) else "",
+                ratio(speeds[0], speeds[1], digits=2),
                 ", ".join(f"{row['mfu']:.0%}" for row in measured),
                 ", ".join(f"{row['peak_bytes'] / 1e9:.0f} GB" for row in measured),
                 source,
@@ -137,9 +142,8 @@ def cpu_times() -> str:
     """Returns the speed of power attention on CPUs, relative to softmax attention."""
     rows = []
     for row in read("attention.json")["rows"]:
-        seconds, ratios = row["seconds"], ["", ""]
-        if "softmax" in seconds:
-            ratios = [f"{seconds['softmax' + way] / seconds['power' + way]:.1f}x" for way in ("", "_grad")]
+        seconds = row["seconds"]
+        ratios = [ratio(seconds.get("softmax" + way), seconds["power" + way]) for way in ("", "_grad")]
         per_token = f"{1e6 * seconds['power_grad'] / row['length']:.0f}"
         rows.append((f"{row['length']:,}", str(row["head_dim"]), *ratios, per_token))
     columns = (
@@ -157,20 +161,14 @@ def cpu_times_of_other_kernels() -> str:
     }
     rows = []
     for row in read("attention-linear.json")["rows"]:
-        shape, seconds = (row["length"], row["head_dim"]), row["seconds"]
-        rows.append(
-            (
-                f"{shape[0]:,}",
-                str(shape[1]),
-                f"{seconds['softmax_grad'] / seconds['linear_grad']:.1f}x"
-                if "softmax_grad" in seconds
-                else "",
-                f"{1e6 * seconds['linear_grad'] / shape[0]:.0f}",
-                f"{other['softmax_grad'] / other['expressive_grad']:.1f}x"
-                if (other := expressive.get(shape))
-                else "",
-            )
+        length, size, seconds = row["length"], row["head_dim"], row["seconds"]
+        other = expressive.get((length, size), {})
+        ratios = (
+            ratio(seconds.get("softmax_grad"), seconds["linear_grad"]),
+            ratio(other.get("softmax_grad"), other.get("expressive_grad")),
         )
+        per_token = f"{1e6 * seconds['linear_grad'] / length:.0f}"
+        rows.append((f"{length:,}", str(size), ratios[0], per_token, ratios[1]))
     return markdown(("T", "D", "softmax / linear", "linear, us/token", "softmax / expressive"), rows)
 
 
@@ -227,20 +225,11 @@ def both_passes() -> str:
     calls = kernel_calls("h100")
     ours, cudnn = (1e3 * calls["training", 2, 64, 65536, name]["kernel_seconds"] for name in (CHUNKED, CUDNN))
     columns = ("", "GPU", "time", "flash attention on the same GPU", "ratio")
-    retention = ("one H100", "16.8 ms", "49.7 ms (FlashAttention-2)", "3.0x")
-    return markdown(
-        columns,
-        [
-            (
-                "sympow-jax, chunked",
-                "one H100",
-                f"{ours:.1f} ms",
-                f"{cudnn:.0f} ms (cuDNN)",
-                f"{cudnn / ours:.1f}x",
-            ),
-            ("`retention` 1.0.7, reported", *retention),
-        ],
-    )
+    rows = [
+        ("sympow-jax, chunked", "one H100", f"{ours:.1f} ms", f"{cudnn:.0f} ms (cuDNN)", ratio(cudnn, ours)),
+        ("`retention` 1.0.7, reported", "one H100", "16.8 ms", "49.7 ms (FlashAttention-2)", "3.0x"),
+    ]
+    return markdown(columns, rows)
 
 
 def main() -> None:
