@@ -17,7 +17,17 @@ from tests.pallas_kernels import marks
 from tools import h100
 
 
-@pytest.mark.parametrize(("name", "count"), [("h200/kernels-brief", 10), ("h100/kernels", 8)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("h200/kernels-brief", 10),
+        ("h200/kernels-forward", 2),
+        ("h200/kernels-both-passes", 2),
+        ("h200/kernels-128", 2),
+        ("h100/kernels-brief", 2),
+        ("h100/kernels", 8),
+    ],
+)
 def test_the_faster_form_is_chosen_wherever_both_were_measured(name, count):
     """Chooses from FLOPs at a chunk of 128, whatever the kernels choose, as the op does."""
     seconds: dict[tuple, dict[str, float]] = {}
