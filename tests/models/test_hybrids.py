@@ -17,8 +17,10 @@ KERNELS = ["power", "power", "softmax", "power", "power"]
 
 
 def settings(pattern=PATTERN, *, layers=5, **changes):
-    sizes = {"vocab_size": 8, "layers": layers, "width": 32, "heads": 2, **changes}
-    return config.ModelConfig(**sizes, attention_pattern=pattern)
+    own = {"attention": config.preset("conformal_paper")} | changes
+    return config.ModelConfig(
+        vocab_size=8, layers=layers, width=32, heads=2, attention_pattern=pattern, **own
+    )
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def _with_attention(settings: config.Config, preset: str, **changes) -> config.C
 def test_a_fact_a_line(settings):
     settings = _with_attention(settings, "conformal_paper", form="chunked", chunk_size=8)
     lines = _describe(settings)
-    assert lines[0].startswith("model: conformal, 1 layer of width 16, ")
+    assert lines[0].startswith("model: conformal_paper, 1 layer of width 16, ")
     assert lines[1] == "attention of 1 layer: chunked by xla"
     assert lines[2].startswith("state while generating: ")
     assert lines[3:] == [
