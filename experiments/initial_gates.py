@@ -32,10 +32,10 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "6": {"decay_bias": 6.0},
     "alibi": {"decay": "learned_alibi"},
     "10k": {"rope.base": 10_000.0},
-    "zero": {"rope.learned_rate_scale": 0.0},
+    "zero": {"learned_rope_start": "rope"},
 }
 _BIASES = ("2", "4", "6", "alibi")
-_RATES = ("alibi zero", "alibi 10k", "alibi 10k zero")
+_RATES = ("alibi 10k", "alibi 10k zero")
 VARIANTS = (
     *("softmax", "softmax 10k", "sympow", "sympow 10k", "learned_rope", "learned_rope 10k zero"),
     *("gated", *(f"gated {bias}" for bias in _BIASES), "gated alibi 10k"),

@@ -429,7 +429,7 @@ def function(model: config.ModelConfig) -> dict[str, Any]:
         (attention.position == "rope" and rope.base is not None, "max_document_length"),
         (attention.position != "lrpe", *(f"lrpe.{x.name}" for x in dataclasses.fields(attention.lrpe))),
         (attention.position != "rope", *(f"rope.{x.name}" for x in dataclasses.fields(rope))),
-        (True, "rope.learned_rate_scale"),
+        (attention.position != "learned_rope", "learned_rope_start"),
         (rope.scaling == "none", *(f"rope.{x}" for x in _LLAMA3)),
     ):
         unused |= {f"attention.{name}" for name in names} if is_unused else set()

@@ -1,7 +1,5 @@
 """Tests of every position encoding and gate in the layer: streamed, packed, differentiated, and bidirectional."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -37,7 +35,7 @@ VARIANTS = {
     "stochastic": ("linear", {"position": "spe"}),
     "stochastic in softmax": ("softmax", {"position": "spe"}),
     "of Llama": ("softmax", {"rope": LLAMA}),
-    "learned, of Llama": ("conformal_paper", {"rope": dataclasses.replace(LLAMA, learned_rate_scale=1.0)}),
+    "learned, of Llama": ("conformal_paper", {"rope": LLAMA}),
     "rates of pairs": ("conformal_paper", {"position": "learned_rope_pairs"}),
     "constant gates": ("sympow", {"decay": "constant"}),
     "fixed channel gates": ("sympow", {"decay": "channel_fixed"}),

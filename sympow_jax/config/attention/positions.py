@@ -18,15 +18,9 @@ class RopeConfig:
 
     base: float | None = fields.setting(
         None,
-        "Base b of the rates theta_m = b^(-2m/D), m from 0, in radians per token. If none, `max_document_length` sets "
-        "them.",
+        "Base b of the rates theta_m = b^(-2m/D), m from 0, in radians per token. If none, it is 10,000 where "
+        "`learned_rope_start` is `rope`; otherwise `max_document_length` sets the rates.",
         above=1,
-    )
-    learned_rate_scale: float = fields.setting(
-        0.0,
-        "Initial standard deviation of the matrix W of learned rates 1 + tanh(W x), over 0.02. At 0 they start as "
-        "those of `rope`; at 1 all angles start as random walks.",
-        least=0,
     )
     layout: str = fields.setting(
         "pairs",

@@ -42,7 +42,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sympow_gated_paper": _fields("power", "learned", "rope"),
     "sympow_learned_rope": _fields("power", "none", "learned_rope"),
     "conformal": _fields("power", "learned_alibi", "learned_rope"),
-    "conformal_paper": _fields("power", "learned", "learned_rope"),
+    "conformal_paper": _fields("power", "learned", "learned_rope", learned_rope_start="paper"),
     "llama3": _fields("softmax", "none", "rope", rope=_LLAMA3_ROPE),
     "llama31": _fields("softmax", "none", "rope", rope=dataclasses.replace(_LLAMA3_ROPE, scaling="llama3")),
     "llama32": _fields(
@@ -55,13 +55,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Fields of `AttentionConfig` by the names that papers and published models use; `preset` makes one."""
 
-_ROPES = {
-    "sympow_learned_rope": RopeConfig(base=10_000.0),
-    "conformal": RopeConfig(base=10_000.0),
-    "conformal_paper": RopeConfig(learned_rate_scale=1.0),
-}
-# Rotation rates of models with one preset. Layers of a pattern have those of their model, such as a published one's.
-
 SHARED = "shared"
 """Word of a pattern for layers that have `model.attention` itself."""
 
@@ -69,8 +62,7 @@ SHARED = "shared"
 def preset(name: str, **changes) -> AttentionConfig:
     """Returns the attention that papers or published models call `name`, with `changes` to its fields."""
     checks.require_choice("preset", name, tuple(PRESETS))
-    ropes = {"rope": _ROPES[name]} if name in _ROPES else {}
-    return AttentionConfig(**{**PRESETS[name], **ropes, **changes})
+    return AttentionConfig(**{**PRESETS[name], **changes})
 
 
 def with_preset(attention: AttentionConfig, name: str) -> AttentionConfig:

@@ -40,6 +40,12 @@ class AttentionConfig:
         "Position encoding. The kernel `linear` applies it to features instead of to queries and keys.",
         choices=POSITIONS,
     )
+    learned_rope_start: str = fields.setting(
+        "rope",
+        "Initial rates beta = 1 + tanh(W x) of the positions `learned_rope` and `learned_rope_pairs`. With `rope`, W "
+        "is 0, and angles start as those of `rope`. With `paper`, W is random, and they start as random walks.",
+        choices=("rope", "paper"),
+    )
     qk_norm: bool = fields.setting(
         False,
         "Whether queries and keys of each head are RMS-normalized before positions, each with a scale, as in Qwen3.",
@@ -93,7 +99,7 @@ class AttentionConfig:
     )
     max_document_length: int = fields.setting(
         65_536,
-        "M in theta_m = 2 pi / M^(2m/D), m from 0, the rotation rates of all ropes without `rope.base`. Also the "
+        "M in theta_m = 2 pi / M^(2m/D), m from 0, the rotation rates of ropes without `rope.base`. Also the "
         "longest document that position `learned_absolute` supports.",
         least=2,
     )

@@ -170,7 +170,7 @@ class Attention(nnx.Module):
         self.decays.init_parameters(self)
         self.has_rate = bool(rates := positions.num_rates(kernel.attention, kernel.position_dim))
         if self.has_rate:
-            scale = kernel.attention.rope.learned_rate_scale
+            scale = float(kernel.attention.learned_rope_start == "paper")
             self.rate = linear(
                 width, self.kv_heads * rates, names=("embed", "gates"), scale=scale, exact=True
             )

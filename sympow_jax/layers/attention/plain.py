@@ -27,6 +27,7 @@ class _PlainAttention(layer.Attention):
         "decay",
         "decay_bias",
         "position",
+        "learned_rope_start",
         "rope",
         "lrpe",
         "max_document_length",
@@ -109,7 +110,7 @@ class PowerAttention(_PlainAttention):
         (2, 128, 64)
     """
 
-    defaults: ClassVar = {"kernel": "power", "rope": config_lib.RopeConfig(base=10_000.0)}
+    defaults: ClassVar = {"kernel": "power"}
     options = (*_PlainAttention.options, "power", "form", "chunk_size", "exact_window")
 
 
@@ -152,6 +153,7 @@ class SoftmaxAttention(_PlainAttention):
         decay: "none"; "alibi" or "permuteformer", fixed per head; "learned", sigmoid(W x) per head, or "learned_alibi".
         decay_bias: initial value of a bias b of learned decays, which are then sigmoid(W x + b). None for no bias.
         position: "none", "rope", "learned_rope", "learned_rope_pairs", "lrpe" or "spe".
+        learned_rope_start: "rope", whose angles learned rotations begin with, or "paper", random ones.
         rope: rates and layout of positions "rope", "learned_rope" and "learned_rope_pairs", a `config.RopeConfig`.
         lrpe: options of position "lrpe", a `config.LrpeConfig`.
         max_document_length: longest document in tokens, which sets the rotation rates; 65,536.

@@ -22,6 +22,8 @@ Rotation = Callable[[Float[Array, "B T N _"]], Float[Array, "B T N _"]]
 """Rotates vectors by the positions of their tokens."""
 HeadArrays = Mapping[str, Float[Array, "K ..."] | Int[Array, "K ..."]]
 
+# Base of learned rotations, unless they start as in their paper.
+_ROPE_BASE = 10_000.0
 # Initial frequencies of SPE are low: the logistic of a normal variable minus this (code of Liutkus et al. 2021).
 _LOW_FREQUENCIES = 4.0
 # Sines per dimension, of which the authors' configs have 8 or 10, and realizations of the noise, of which all of these
@@ -159,7 +161,8 @@ class Rope(_Rotating):
 
     def _rotation(self, rate, head_arrays, segment_ids, state, axis_name):
         places, state = _places(segment_ids, state, axis_name)
-        theta, layout = _theta(self.attention, self.size), self.attention.rope.layout
+        rope = self.attention.rope
+        theta, layout = _theta(self.attention, self.size, rope.base), rope.layout
         return functools.partial(rotary.rope, positions=places, theta=theta, layout=layout), state
 
 
@@ -175,7 +178,10 @@ class LearnedRope(_Rotating):
 
     @property
     def theta(self):
-        return _theta(self.attention, self.size)
+        base = self.attention.rope.base
+        if base is None and self.attention.learned_rope_start == "rope":
+            base = _ROPE_BASE
+        return _theta(self.attention, self.size, base)
 
     def init_state(self, batch):
         return rotary.RotaryState.zeros(batch, self.num_kv_heads)
@@ -311,10 +317,10 @@ _CLASSES: Mapping[str, type[Positions]] = {
 }
 
 
-def _theta(attention: config_lib.AttentionConfig, size: int) -> np.ndarray:
-    """Returns the rotation rates of all ropes, in radians per position."""
+def _theta(attention: config_lib.AttentionConfig, size: int, base: float | None) -> np.ndarray:
+    """Returns the rotation rates of all ropes, in radians per position; without a base, the papers'."""
     rope = attention.rope
-    theta = rotary.rope_rates(size, max_document_length=attention.max_document_length, base=rope.base)
+    theta = rotary.rope_rates(size, max_document_length=attention.max_document_length, base=base)
     if rope.scaling == "none":
         return theta
     return rotary.llama3_rates(
