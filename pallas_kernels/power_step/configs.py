@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch
 
-__all__ = ["COMPILER", "FOLD_TILE", "Config", "choose", "chunk_rows", "layout", "line", "spread"]
+__all__ = ["COMPILER", "Config", "choose", "chunk_rows", "layout", "line", "spread"]
 
 # Threads of a warpgroup, and floats that one of them loads at once.
 _THREADS, _VECTOR = 128, 4
@@ -30,8 +30,6 @@ _GROUP, _SUMS = 16, 128
 _WINDOW = 128
 # Products of keys and a query that a warpgroup holds at once, 32 per thread.
 _PRODUCTS = 32 * 128
-# Rows of the state that a block of the fold updates, limited by its registers; those of `squares.ROWS`.
-FOLD_TILE = 64
 # Tiles are not swizzled in shared memory: inferred layouts swizzle rows in groups of 8, and F may not be a multiple.
 COMPILER = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 

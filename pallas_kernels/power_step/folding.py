@@ -49,7 +49,7 @@ def fold(kv, norm, tokens: Window, *, interpret=None):
         flat = tokens.keys.reshape(size, kv_heads, -1)
         ends = squares.ROWS, squares.ROWS + -flat.shape[-1] % 128
         tokens = tokens._replace(keys=jnp.pad(flat, [(0, 0), (0, 0), ends]))
-    tile, value_dim = configs.FOLD_TILE, tokens.values.shape[-1]
+    tile, value_dim = squares.ROWS, tokens.values.shape[-1]
     layout = configs.layout(value_dim)
 
     def body(kv, norm, *tokens, full, state_smem, norm_smem, feature_smem, value_smem, key_smem):
@@ -62,10 +62,10 @@ def fold(kv, norm, tokens: Window, *, interpret=None):
             state_gmem, norm_gmem = (ref.at[row, head, pl.ds(begin, tile)] for ref in (kv, norm))
             plgpu.copy_gmem_to_smem(state_gmem, state_smem, full)
             plgpu.copy_gmem_to_smem(norm_gmem, norm_smem, full)
+            plgpu.copy_gmem_to_smem(values.at[index, :, head], value_smem, full)
             if not computes:
                 plgpu.copy_gmem_to_smem(keys.at[index, head, :, pl.ds(begin, tile)], feature_smem, full)
-            plgpu.copy_gmem_to_smem(values.at[index, :, head], value_smem, full)
-            if computes:
+            else:
                 for first in range(0, key_smem.shape[0], _COPIED):
                     part = pl.ds(first, min(_COPIED, key_smem.shape[0] - first))
                     key_smem[part] = keys[index, head, part]

@@ -48,14 +48,11 @@ def read(operands: Operands, *, power: int, interpret=None):
 
     The token is written to the window, whose memory the new window reuses if it is not needed any more. The state and
     the window are read once for all query heads of a key head. Queries are rescaled by a power of two, which cancels in
-    the quotient of the sums. Not differentiable.
+    the quotient of the sums. `choose` documents the supported sizes. Not differentiable.
 
     Returns:
         numerator and denominator [B, K, G, E], of which the second is the same in every column, and the new `keys`,
         `values` and `log_decays`.
-
-    Raises:
-        NotImplementedError: for unsupported requests, naming the constraint.
     """
     (batch, kv_heads, group, head_dim), value_dim = operands.query.shape, operands.kv.shape[-1]
     slots = operands.keys.shape[1]
@@ -63,7 +60,7 @@ def read(operands: Operands, *, power: int, interpret=None):
     parts, window_tile, padded = config.parts + 1, config.window_tile, head_dim + 2 * squares.ROWS
     offsets = [g * padded + squares.ROWS for g in range(group)]
 
-    def body(*refs, queries, features, decays):
+    def body(*refs, queries, features):
         *inputs, totals, across = refs
         x = Operands(*inputs)
         batch, head, part = (lax.axis_index(name) for name in ("batch", "head", "part"))
@@ -110,8 +107,7 @@ def read(operands: Operands, *, power: int, interpret=None):
             count = jnp.minimum(-(-x.kv.shape[2] // config.tile) - first, config.tiles)
             store(_through_ring(copies, shapes, count, config.stages, prepare, add, sums.zeros()))
 
-        @pl.when(part == config.parts)
-        def _window():
+        def attend_to_window(decays):
             slot = x.slot[batch]
             key, value = (_row(token.at[batch, head]) for token in (x.key, x.value))
             new = jnp.maximum(x.log_decay[batch, head], numerics.FLOOR - 1)
@@ -163,16 +159,16 @@ def read(operands: Operands, *, power: int, interpret=None):
                 launch.store(x.values.at[batch, slot, head], value)
                 x.log_decays[batch, slot, head] = new
 
+        @pl.when(part == config.parts)
+        def _window():
+            most = max(window_tile, configs.chunk_rows(slots, 1))
+            pl.run_scoped(attend_to_window, plgpu.SMEM((-(-slots // most) * most,), jnp.float32))
+
     # A kernel updates references in place.
     window = {name: jax.new_ref(getattr(operands, name)) for name in ("keys", "values", "log_decays")}
     # Features of all rows of a block, or weights of a tile of the window.
     rows = max(config.tiles * config.tile if operands.features is None else 0, window_tile)
-    most = max(window_tile, configs.chunk_rows(slots, 1))
-    memory = {
-        "queries": (group * padded,),
-        "features": (group, -(-rows // squares.ROWS) * squares.ROWS),
-        "decays": (-(-slots // most) * most,),
-    }
+    memory = {"queries": (group * padded,), "features": (group, -(-rows // squares.ROWS) * squares.ROWS)}
     # Numerators and denominators of each block of a head, of which the last has the window; and the decay from the
     # state to the query.
     results = (batch, kv_heads, parts, group, 2, value_dim), (batch, kv_heads)
