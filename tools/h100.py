@@ -119,8 +119,11 @@ def mesh(shape=(1,), axis_names=("data",)):
     return jax.sharding.Mesh(devices, axis_names, axis_types=auto)
 
 
-def compile_for(on, f, *arguments, specs=None, options=None):
-    """Compiles f for the mesh `on`; arguments are ShapeDtypeStructs, replicated or sharded as in `specs`."""
+def compile_for(on, f, *arguments, specs=None, options=None, donated=()):
+    """Compiles f for the mesh `on`; arguments are ShapeDtypeStructs, replicated or sharded as in `specs`.
+
+    donated: positions of the arguments whose memory the results may take.
+    """
     import jax
 
     specs = specs or [jax.sharding.PartitionSpec()] * len(arguments)
@@ -129,7 +132,7 @@ def compile_for(on, f, *arguments, specs=None, options=None):
         for x, spec in zip(arguments, specs)
     ]
     with jax.sharding.use_abstract_mesh(on.abstract_mesh):
-        return jax.jit(f).trace(*placed).lower().compile(compiler_options=options)
+        return jax.jit(f, donate_argnums=donated).trace(*placed).lower().compile(compiler_options=options)
 
 
 def kernels(f, *arguments) -> list[Kernel]:

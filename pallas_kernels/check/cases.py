@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import power_attention, power_state, power_step
 from pallas_kernels.check import formula
-from pallas_kernels.hopper import launch
+from pallas_kernels.hopper import launch, numerics
 
 __all__ = ["CASES", "Case", "Prepared", "prepare"]
 
@@ -324,7 +324,8 @@ def _state_backward(case, interpret, forgets=False):
 def _step(case, interpret, folds=False):
     random = np.random.default_rng(0)
     batch, kv_heads, tokens, width = case.batch, case.kv_heads, case.time, case.width
-    features = len(formula.monomials(case.head_dim, case.power, 10**9, 0)[0])
+    _, indices, factors = formula.monomials(case.head_dim, case.power, 10**9, 0)
+    features = len(indices)
     exact = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
     def normal(*sizes):
@@ -339,31 +340,50 @@ def _step(case, interpret, folds=False):
     if folds:
         arrays |= {
             "rows": jnp.asarray(np.roll(np.arange(batch, dtype=np.int32)[::-1], -1)),
-            "count": jnp.int32(chosen),
-            "features": normal(batch, kv_heads, tokens, features),
+            "updated": jnp.array([chosen], jnp.int32),
+            "keys": normal(batch, kv_heads, tokens, case.head_dim),
             "values": normal(batch, tokens, kv_heads, width),
             "across": uniform(batch, kv_heads),
         }
     else:
-        arrays |= {
-            "features": normal(batch, kv_heads, case.group, features),
-            "query": normal(batch, kv_heads, case.group, case.head_dim),
+        # Any number of tokens is in the window; the last row has none to add.
+        slot = np.append(random.integers(0, 2 * tokens, batch - 1), 2 * tokens)
+        used = jnp.arange(2 * tokens) < slot[:, None]
+        window = {
             "keys": normal(batch, 2 * tokens, kv_heads, case.head_dim),
             "values": normal(batch, 2 * tokens, kv_heads, width),
-            "decay": uniform(batch, kv_heads, 2 * tokens),
+            "log_decays": -uniform(batch, 2 * tokens, kv_heads),
+        }
+        arrays |= {
+            "query": normal(batch, kv_heads, case.group, case.head_dim),
+            "key": normal(batch, kv_heads, case.head_dim),
+            "value": normal(batch, kv_heads, width),
+            "log_decay": -uniform(batch, kv_heads),
+            "slot": jnp.asarray(slot, jnp.int32),
+        }
+        arrays |= {
+            name: jnp.where(used.reshape(used.shape + (1,) * (x.ndim - 2)), x, 0)
+            for name, x in window.items()
         }
 
+    def phi_of(x):
+        return x[..., indices].prod(-1) * factors
+
     def fold(arrays):
-        return dict(zip(("kv", "norm"), power_step.fold(**arrays, interpret=interpret)))
+        state = {name: arrays[name] for name in ("kv", "norm")}
+        tokens = power_step.Window(**{name: x for name, x in arrays.items() if name not in state})
+        return dict(zip(("kv", "norm"), power_step.fold(**state, tokens=tokens, interpret=interpret)))
 
     def read(arrays):
-        sums = power_step.read(**arrays, power=case.power, interpret=interpret)
-        return dict(zip(("numerator", "denominator"), sums))
+        operands = power_step.Operands(**arrays)
+        numerator, denominator, window = power_step.read(operands, power=case.power, interpret=interpret)
+        return {"numerator": numerator, "denominator": denominator[..., 0]} | dict(zip(_WINDOW, window))
 
     @jax.jit
     def plain_fold(arrays):
         place = arrays["rows"][:chosen]
-        phi, values, decay = (arrays[name][:chosen] for name in ("features", "values", "across"))
+        keys, values, decay = (arrays[name][:chosen] for name in ("keys", "values", "across"))
+        phi = phi_of(keys)
         kv, norm = (arrays[name][place] for name in ("kv", "norm"))
         kv = kv * decay[..., None, None] + exact("nkwf,nwke->nkfe", phi, values)
         norm = norm * decay[..., None] + phi.sum(2)
@@ -371,12 +391,23 @@ def _step(case, interpret, folds=False):
 
     @jax.jit
     def plain_read(arrays):
-        scores = exact("bkgd,bwkd->bkgw", arrays["query"], arrays["keys"])
-        weights = scores**case.power * arrays["decay"][:, :, None]
-        numerator = exact("bkgf,bkfe->bkge", arrays["features"], arrays["kv"])
-        denominator = exact("bkgf,bkf->bkg", arrays["features"], arrays["norm"])
-        numerator += exact("bkgw,bwke->bkge", weights, arrays["values"])
-        return {"numerator": numerator, "denominator": denominator + weights.sum(-1)}
+        put = jax.vmap(lambda slots, i, x: slots.at[i].set(x, mode="drop"))
+        token = (arrays[name] for name in ("key", "value", "log_decay"))
+        window = [put(arrays[name], arrays["slot"], x) for name, x in zip(_WINDOW, token)]
+        keys, values, log_decays = window
+        # The kernel scales queries by a power of two.
+        largest = jnp.abs(arrays["query"]).max(-1, keepdims=True)
+        query = numerics.scaled(arrays["query"], -numerics.exponent(largest))
+        after = jnp.cumsum(log_decays[:, ::-1], 1)[:, ::-1]
+        scores = exact("bkgd,bwkd->bkgw", query, keys)
+        weights = scores**case.power * jnp.moveaxis(jnp.exp(after - log_decays), 1, 2)[:, :, None]
+        phi = phi_of(query) * jnp.exp(after[:, 0])[..., None, None]
+        numerator = exact("bkgf,bkfe->bkge", phi, arrays["kv"])
+        denominator = exact("bkgf,bkf->bkg", phi, arrays["norm"])
+        numerator += exact("bkgw,bwke->bkge", weights, values)
+        return {"numerator": numerator, "denominator": denominator + weights.sum(-1)} | dict(
+            zip(_WINDOW, window)
+        )
 
     call, plain = (fold, plain_fold) if folds else (read, plain_read)
     expected = plain(arrays)
@@ -384,6 +415,8 @@ def _step(case, interpret, folds=False):
 
 
 _PASSES = ("forward", "backward")
+# Fields of the window of a step.
+_WINDOW = ("keys", "values", "log_decays")
 _STATES = ("power_state_square", "power_state_quartic")
 _PREPARED: dict[tuple[str, str], Callable[..., Prepared]] = {
     ("toolchain", "copy"): _copy,

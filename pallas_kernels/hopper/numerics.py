@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 __all__ = [
+    "FLOOR",
     "INFINITE",
     "coarse",
+    "decay",
     "exponent",
     "factors",
     "normal_exponent",
@@ -20,6 +22,8 @@ __all__ = [
     "suffix_sums",
 ]
 
+# Log decays below this count as a decay of zero, since exp would not be a normal float32.
+FLOOR = int(np.log(np.finfo(np.float32).tiny))
 # What `normal_exponent` returns for infinity and NaN.
 INFINITE = 129
 # The product of two factors of at most 2^126 each.
@@ -50,6 +54,11 @@ def factors(exponent: jax.Array | int) -> tuple[jax.Array, jax.Array]:
     )
     half = exponent >> 1
     return power_of_two(half), power_of_two(exponent - half)
+
+
+def decay(log_decay: jax.Array) -> jax.Array:
+    """Returns exp of a sum of log decays, zero below FLOOR."""
+    return jnp.where(log_decay < FLOOR, 0, jnp.exp(jnp.maximum(log_decay, FLOOR)))
 
 
 def running_sums(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:

@@ -77,7 +77,7 @@ def prepare(key_exponent, value, log_decay, call: configs.Call[configs.Config]) 
     Args:
         key_exponent: [B, K, S] of `units.unit_lengths`.
         value: [B, S, K, E], 16-bit, zero at padding.
-        log_decay: [B, K, S], at least `sequence.FLOOR` - 1.
+        log_decay: [B, K, S], at least `numerics.FLOOR` - 1.
         call: of the forward kernel.
     """
     power, config = call.power, call.config
@@ -162,11 +162,11 @@ def prepare(key_exponent, value, log_decay, call: configs.Call[configs.Config]) 
         total = decay.sum(1) + sum(others)
         own = plgpu.load(exponents.at[rows], layout=tensor_core.PER_ROW, optimized=False)
         length = pairs.length_factor(own, power * (own - longest))
-        to_end = length * sequence.exp(after)
+        to_end = length * numerics.decay(after)
         vectors = {
             Vector.COARSE: sums[0],
             Vector.FINE: sums[1],
-            Vector.FROM_START: sequence.exp(sums[0] + sums[1]),
+            Vector.FROM_START: numerics.decay(sums[0] + sums[1]),
             Vector.LENGTH: length,
         }
         for vector, x in vectors.items():
@@ -177,7 +177,7 @@ def prepare(key_exponent, value, log_decay, call: configs.Call[configs.Config]) 
         scalars = {
             Scalar.SUM_UNIT: (sum_unit + weight_unit).astype(jnp.float32),
             Scalar.WEIGHT_UNIT: weight_unit.astype(jnp.float32),
-            Scalar.DECAY: sequence.exp(total),
+            Scalar.DECAY: numerics.decay(total),
             Scalar.LOG_DECAY: total * (1 / math.log(2)),
             Scalar.VALUE_UNIT: value_unit.astype(jnp.float32),
         }

@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import launch, ring, tensor_core
-from pallas_kernels.power_attention import blocks, configs, pairs, sequence
+from pallas_kernels.hopper import launch, numerics, ring, tensor_core
+from pallas_kernels.power_attention import blocks, configs, pairs
 from pallas_kernels.power_attention.blocks import Scalar, Vector
 
 __all__ = ["Operands", "means"]
@@ -304,7 +304,7 @@ class _Queries:
         row, column = (
             plgpu.broadcasted_iota(jnp.int32, weights.shape, axis, layout=pairs.LAYOUT) for axis in (0, 1)
         )
-        seen = (row + start >= column) & (decay >= sequence.FLOOR)
+        seen = (row + start >= column) & (decay >= numerics.FLOOR)
         weights = jnp.where(seen, weights * per_column(Vector.LENGTH) * jnp.exp(decay), 0.0)
         largest = jnp.maximum(weights.max(1), _SMALLEST)
         scaled = pairs.in_units(weights, 2.0**_WEIGHT_BITS / largest)

@@ -71,5 +71,5 @@ def diagonal_factor(rows, columns, position, length, *, sign):
     decay = jax.lax.optimization_barrier(by_row(rows[0]) - by_column(columns[0]))
     decay = jax.lax.optimization_barrier(sign * (decay + (by_row(rows[1]) - by_column(columns[1]))))
     row = plgpu.broadcasted_iota(jnp.int32, decay.shape, 0, layout=LAYOUT).astype(jnp.float32)
-    seen = (sign * (row - by_column(position)) >= 0) & (decay >= sequence.FLOOR)
+    seen = (sign * (row - by_column(position)) >= 0) & (decay >= numerics.FLOOR)
     return jnp.where(seen, length * jnp.exp(decay), 0.0)

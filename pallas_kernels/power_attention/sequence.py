@@ -4,24 +4,20 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.hopper import numerics
 
 __all__ = [
-    "FLOOR",
     "FORGET",
     "NOTHING",
     "Tokens",
-    "exp",
     "visible_blocks",
     "whole_blocks",
     "within_documents",
 ]
 
-# Below this exp is not a normal float32 and counts as zero; the first token of a document has a lower log decay.
-FLOOR = int(np.log(np.finfo(np.float32).tiny))
-FORGET = FLOOR - 1
+# Log decay of the first token of a document.
+FORGET = numerics.FLOOR - 1
 # Exponent of a length of zero, below those of all others.
 NOTHING = -300
 
@@ -81,11 +77,6 @@ def _fill(x, front, back, width):
     return jnp.pad(x, [(0, 0), (front, back), (0, 0), (0, width - x.shape[-1])])
 
 
-def exp(log_decay):
-    """Returns the decay, zero below FLOOR."""
-    return jnp.where(log_decay < FLOOR, 0, jnp.exp(jnp.maximum(log_decay, FLOOR)))
-
-
 def visible_blocks(log_decay, segment_ids):
     """Returns, per block of [B, K, n, C], the first block that its queries see and the last one that sees its keys.
 
@@ -96,7 +87,7 @@ def visible_blocks(log_decay, segment_ids):
     blocks = jnp.arange(count, dtype=jnp.int32)
     if segment_ids is None:
         return tuple(jnp.full(log_decay.shape[:3], n, jnp.int32) for n in (0, count - 1))
-    forgets = log_decay < FLOOR
+    forgets = log_decay < numerics.FLOOR
     newest = numerics.over_earlier(jnp.where(forgets.any(-1), blocks, 0), jnp.max, 0)
     before = jnp.pad(newest[..., :-1], [(0, 0), (0, 0), (1, 0)])
     first = jnp.where(forgets[..., 0], blocks, before)

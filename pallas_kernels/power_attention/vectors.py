@@ -103,7 +103,7 @@ def prepare(operands: Operands, *, power: int, interpret=None) -> tuple[jax.Arra
         )
         coarse = numerics.coarse(decay, block, -sequence.FORGET)
         coarse, fine = (jnp.where(column <= token, x, 0.0).sum(1) for x in (coarse, decay - coarse))
-        block_decay = sequence.exp(decay.sum(1))
+        block_decay = numerics.decay(decay.sum(1))
         position = token.astype(jnp.float32).max(1)
 
         # A NaN is a weight too: its gradients are NaN, not zero.
@@ -111,7 +111,7 @@ def prepare(operands: Operands, *, power: int, interpret=None) -> tuple[jax.Arra
         none = weight < np.finfo(np.float32).tiny
         share = jnp.where(none, 0.0, 1 / jnp.where(none, 1.0, weight))
         first, second = numerics.factors(load(slope_exponent, head))
-        slope, from_start = share * first * second, sequence.exp(coarse + fine)
+        slope, from_start = share * first * second, numerics.decay(coarse + fine)
         first, second = numerics.factors(-load(sum_exponent, head))
         of_query = {
             QueryVector.EARLIER_WEIGHT: share * from_start,
@@ -138,7 +138,7 @@ def prepare(operands: Operands, *, power: int, interpret=None) -> tuple[jax.Arra
                 plgpu.layout_cast(lax.broadcast(-of_values, (block,)), tensor_core.PER_ROW)
             )
             of_key = {
-                KeyVector.LATER_FACTOR: factor * sequence.exp(after),
+                KeyVector.LATER_FACTOR: factor * numerics.decay(after),
                 KeyVector.DIAGONAL_FACTOR: factor,
                 KeyVector.COARSE: coarse,
                 KeyVector.FINE: fine,

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch
 
-__all__ = ["COMPILER", "FOLD_TILE", "Config", "choose", "chunk_rows", "layout", "spread"]
+__all__ = ["COMPILER", "Config", "choose", "chunk_rows", "layout", "line", "spread"]
 
 # Threads of a warpgroup, and floats that one of them loads at once.
 _THREADS, _VECTOR = 128, 4
@@ -19,6 +19,8 @@ _ROWS = 256
 # latency of memory.
 _TILE_BYTES = 16 * 1024
 _STAGES = 4
+# Bytes of the features of all rows of a block, for p = 2, which leave room for three blocks on a multiprocessor.
+_FEATURE_BYTES = 6 * 1024
 # Blocks that share the work: four rounds of three for each of an H100's 132 multiprocessors, so that the last, partial
 # round is short.
 _BLOCKS = 4 * 3 * 132
@@ -26,8 +28,8 @@ _BLOCKS = 4 * 3 * 132
 _GROUP, _SUMS = 16, 128
 # Tokens of the window that fit in shared memory in a fold, each with 128 values and the features of a tile.
 _WINDOW = 128
-# Rows of the state that a block of the fold updates, limited by its registers.
-FOLD_TILE = 64
+# Products of keys and a query that a warpgroup holds at once, 32 per thread.
+_PRODUCTS = 32 * 128
 # Tiles are not swizzled in shared memory: inferred layouts swizzle rows in groups of 8, and F may not be a multiple.
 COMPILER = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 
@@ -39,23 +41,27 @@ class Config:
     tile: rows of the state in one copy of the read.
     stages: copies in flight in each block of the read.
     parts, tiles: number of blocks that share the state of a head, and of tiles per block.
+    window_tile: tokens of the window in one copy.
     """
 
     tile: int
     stages: int
     parts: int
     tiles: int
+    window_tile: int
 
 
-def choose(*, heads, group, features, head_dim, value_dim, exact_window, power, dtype) -> Config:
-    """Returns the tile sizes for `heads` key heads (times the batch) of `group` query heads each.
+def choose(query_shape, kv, *, exact_window, power) -> Config:
+    """Returns the tile sizes for queries [B, K, G, D] and a state kv [B, K, F, E].
 
     Raises NotImplementedError naming the first constraint that the arguments violate.
     """
+    batch, kv_heads, group, head_dim = query_shape
+    features, value_dim = kv.shape[2:]
     # A thread sums its columns of every query head.
     most = min(_GROUP, _SUMS // (_VECTOR * value_dim // _columns(value_dim)))
     supported = {
-        f"float32 states, not {jnp.dtype(dtype).name}": dtype == jnp.float32,
+        f"float32 states, not {jnp.dtype(kv.dtype).name}": kv.dtype == jnp.float32,
         f"an even power up to 16, not {power}": power % 2 == 0 and 2 <= power <= 16,
         f"head_dim a multiple of 8 up to 128, not {head_dim}": head_dim % 8 == 0 and head_dim <= 128,
         f"value_dim a multiple of 8 up to 128, not {value_dim}": value_dim % 8 == 0 and value_dim <= 128,
@@ -69,34 +75,50 @@ def choose(*, heads, group, features, head_dim, value_dim, exact_window, power, 
     step = max(chunk_rows(head_dim), chunk_rows(value_dim))
     tile = max(step, min(_ROWS, _TILE_BYTES // (4 * value_dim)) // step * step)
     tiles = -(-features // tile)
-    each = -(-tiles // min(tiles, -(-_BLOCKS // heads)))
-    return Config(tile=tile, stages=min(_STAGES, each), parts=-(-tiles // each), tiles=each)
+    each = -(-tiles // min(tiles, -(-_BLOCKS // (batch * kv_heads))))
+    if power == 2:
+        each = min(each, max(1, _FEATURE_BYTES // (4 * group * tile)))
+    # At most half a tile, since only tiles with tokens are read.
+    window_tile = max(step, min(tile // 2, _PRODUCTS // head_dim) // step * step)
+    parts, stages = -(-tiles // each), min(_STAGES, each)
+    return Config(tile=tile, stages=stages, parts=parts, tiles=each, window_tile=window_tile)
 
 
-def _columns(width: int) -> int:
+def _columns(width: int, vector: int = _VECTOR) -> int:
     """Returns the columns covered by one row of threads: a power of two that divides the width."""
-    return math.gcd(width, _VECTOR * 16)
+    return math.gcd(width, vector * 16)
 
 
-def chunk_rows(width: int) -> int:
-    """Returns the rows of `width` floats that a warpgroup holds at once, four columns per thread."""
-    return _THREADS * _VECTOR // _columns(width)
+def chunk_rows(width: int, vector: int = _VECTOR) -> int:
+    """Returns the rows of `width` floats that a warpgroup holds at once, `vector` columns per thread."""
+    return _THREADS * vector // _columns(width, vector)
 
 
-def layout(width: int):
-    """Returns the register layout of rows of `width` floats: four columns per thread, lanes first along a row.
+def layout(width: int, vector: int = _VECTOR):
+    """Returns the register layout of rows of `width` floats: `vector` columns per thread, lanes first along a row.
 
-    Every load is of 16 bytes and free of bank conflicts, and a sum over rows needs one register per column.
+    With four, every load is of 16 bytes and free of bank conflicts, and a sum over rows needs one register per column.
     """
-    columns, rows = _columns(width), chunk_rows(width)
+    columns, rows = _columns(width, vector), chunk_rows(width, vector)
     return plgpu.Layout.TILED(
-        plgpu.Tiling(((rows, columns), (rows // 4, columns), (_VECTOR,))),
+        plgpu.Tiling(((rows, columns), (rows // 4, columns), (vector,))),
         warp_dims=(-5,),
         lane_dims=(-3, -2),
         vector_dim=-1,
     )
 
 
-def spread(x, shape, axis):
+def line(width: int):
+    """Returns the register layout of a vector that no two warps share, for stores to shared memory."""
+    size = math.gcd(width, 64)
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((size,), (size // 4,), (1,))),
+        warp_dims=(-3,),
+        lane_dims=(-2, plgpu.Replicated(_THREADS // size)),
+        vector_dim=-1,
+    )
+
+
+def spread(x, shape, axis, vector=_VECTOR):
     """Broadcasts a vector along `axis` to an array of that shape, in the layout of its rows."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout(shape[1]))
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, shape, [axis]), layout(shape[1], vector))

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from pallas_kernels.power_step import configs
+from pallas_kernels.power_step import squares
 from tests.pallas_kernels import marks
 from tools import h100
 
@@ -58,7 +58,7 @@ def bulk_stores_of(case):
     if fold is None:
         return 0
     power, width = map(int, fold.groups())
-    ragged = math.comb(width + power - 1, power) % configs.FOLD_TILE != 0
+    ragged = math.comb(width + power - 1, power) % squares.ROWS != 0
     # For the state and for its normalizer: a whole tile, and the rows of the last tile.
     return 2 * (1 + ragged)
 

@@ -68,7 +68,7 @@ def interpreted_step(detect_races=True, **arguments):
 def test_interpreted(name, monkeypatch):
     """Each token's output and state are those of the xla step, and the outputs those of the reference."""
     # One row of the batch per call, so that a fold of several rows needs several calls.
-    monkeypatch.setattr(hopper_step, "_FEATURE_BYTES", 1)
+    monkeypatch.setattr(hopper_step, "_CACHED_BYTES", 1)
     case = INTERPRETED[name]
     # Degree 4 has 3,876 features, which are slow to interpret.
     drawn = drawn_case(case, kv_heads=1 if case.power == 4 else 2)
@@ -126,8 +126,12 @@ def test_gradients_are_those_of_the_xla_step():
 
 
 def test_constraints_are_named():
-    sizes = {"heads": 8, "group": 1, "features": 2080, "head_dim": 64, "value_dim": 64, "exact_window": 64}
-    choose = functools.partial(kernels.choose, **sizes, power=2, dtype=jnp.float32)
+    def choose(
+        group=1, features=2080, head_dim=64, value_dim=64, dtype=jnp.float32, exact_window=64, power=2
+    ):
+        kv = jax.ShapeDtypeStruct((1, 8, features, value_dim), dtype)
+        return kernels.choose((1, 8, group, head_dim), kv, exact_window=exact_window, power=power)
+
     choose()
     for wrong, message in (
         ({"dtype": jnp.float64}, "float32 states, not float64"),

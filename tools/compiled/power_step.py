@@ -6,7 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.power_step import configs, folding, reading
+from pallas_kernels import power_step
 from tools import h100
 
 # Kernel, power, head size (of keys and values), batch, key heads, query heads for each.
@@ -31,27 +31,25 @@ def build(case: str):
     features = math.comb(width + power - 1, power)
     floats = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     state = floats((batch, heads, features, width)), floats((batch, heads, features))
-    if case.startswith("read"):
-        sizes = {"heads": batch * heads, "group": group, "features": features, "head_dim": width}
-        config = configs.choose(
-            **sizes, value_dim=width, exact_window=_WINDOW, power=power, dtype=jnp.float32
-        )
-        window = floats((batch, 2 * _WINDOW, heads, width))
-        arrays = floats((batch, heads, group, features)), *state, floats((batch, heads, group, width))
-        decay = floats((batch, heads, 2 * _WINDOW))
 
-        def read(*arrays):
-            return reading.read(reading.Operands(*arrays), power=power, config=config)
-
-        return read, (*arrays, window, window, decay)
+    def read(*arrays):
+        return power_step.read(power_step.Operands(*arrays), power=power)
 
     def fold(kv, norm, *tokens):
-        state = jax.new_ref(kv), jax.new_ref(norm)
-        folding.fold(*state, folding.Window(*tokens))
-        return tuple(map(jax.freeze, state))
+        return power_step.fold(kv, norm, power_step.Window(*tokens))
+
+    if case.startswith("read"):
+        vector, cache = floats((batch, heads, width)), floats((batch, 2 * _WINDOW, heads, width))
+        slot = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        window = cache, cache, floats((batch, 2 * _WINDOW, heads))
+        of_queries = [floats((batch, heads, group, features))] * (power != 2)
+        token = vector, vector, floats((batch, heads)), slot
+        arrays = floats((batch, heads, group, width)), *state, *token, *window, *of_queries
+        return read, arrays
 
     rows = (jax.ShapeDtypeStruct((count,), jnp.int32) for count in (_FOLDED, 1))
-    tokens = (_FOLDED, heads, _WINDOW, features), (_FOLDED, _WINDOW, heads, width), (_FOLDED, heads)
+    keys = _FOLDED, heads, _WINDOW, width if power == 2 else features
+    tokens = keys, (_FOLDED, _WINDOW, heads, width), (_FOLDED, heads)
     return fold, (*state, *rows, *map(floats, tokens))
 
 
@@ -63,7 +61,7 @@ def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
     power, width, batch, heads, group = h100.parsed(case).values()
     features = math.comb(width + power - 1, power)
     state = features * (width + 1)
-    moved = 4 * batch * heads * (state + group * features + 2 * _WINDOW * 2 * width)
+    moved = 4 * batch * heads * (state + 2 * _WINDOW * 2 * width + (power != 2) * group * features)
     if case.startswith("fold"):
-        moved = 4 * _FOLDED * heads * (2 * state + _WINDOW * (features + width))
+        moved = 4 * _FOLDED * heads * (2 * state + _WINDOW * ((width if power == 2 else features) + width))
     return [], f"{1e6 * moved / BANDWIDTH:.1f} us ({moved / 1e6:.1f} MB)"

@@ -7,36 +7,31 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels import power_step as kernels
-from sympow_jax.ops import decays, feature_maps, means, sharding
+from sympow_jax.ops import decays, feature_maps, means, preparation, sharding
 from sympow_jax.ops.forms import step as xla_step
 
-__all__ = ["family", "fold", "read", "require_supported", "step"]
+__all__ = ["attend", "family", "fold", "require_supported", "step"]
 
-# Bytes of key features computed at once for an update: they stay within the 50 MB of an H100's cache.
-_FEATURE_BYTES = 32 * 1024**2
+# Bytes of keys, or of their features, in one call of an update: they stay within the 50 MB of an H100's cache.
+_CACHED_BYTES = 32 * 1024**2
+# Fields of the window of a state.
+_WINDOW = ("keys", "values", "log_decays")
 # Leading axes of the kernels' inputs and outputs, for `sharding.per_device`.
 _LAYOUTS = (
-    dict.fromkeys(("query", "out", "kv", "norm"), "B K")
-    | dict.fromkeys(("key", "value", "log_decay"), "B T K")
-    | {"active": "B"}
+    dict.fromkeys(("query", "out", "kv", "norm", "key", "value", "log_decay"), "B K")
+    | dict.fromkeys(("keys", "values", "log_decays"), "B T K")
+    | dict.fromkeys(("active", "slot"), "B")
 )
 
 
 def require_supported(query, state, *, power) -> None:
     """Raises NotImplementedError, naming the constraint, for requests that the kernels do not support."""
-    batch, kv_heads, features, value_dim = state.kv.shape
-    kernels.choose(
-        heads=batch * kv_heads,
-        group=query.shape[1] // kv_heads,
-        features=features,
-        head_dim=query.shape[-1],
-        value_dim=value_dim,
-        exact_window=state.exact_window,
-        power=power,
-        dtype=state.kv.dtype,
-    )
+    batch, kv_heads = state.kv.shape[:2]
+    shape = batch, kv_heads, query.shape[1] // kv_heads, query.shape[-1]
+    kernels.choose(shape, state.kv, exact_window=state.exact_window, power=power)
 
 
 def family(**_) -> str:
@@ -51,7 +46,7 @@ def step(plan, tokens, state):
 
     Only the arguments are saved for the backward pass, which is that of the `xla` step.
     """
-    state_ops = xla_step.StateOps(read, fold, xla_step.in_place)
+    state_ops = xla_step.StateOps(attend, fold, xla_step.in_place)
     return xla_step.step_by(state_ops, plan, tokens, state)
 
 
@@ -63,69 +58,60 @@ step.defvjp(
 )
 
 
-def read(plan, query, state):
-    """Computes `xla_step.read`; products are of float32 whatever the requested precision."""
+def attend(plan, query, token, slot, state):
+    """Computes `xla_step.StateOps.attend`; products are of float32 whatever the requested precision."""
 
     def compute(arrays):
-        query, log_decay = arrays["query"], jnp.moveaxis(arrays["log_decay"], 1, 2)
-        from_start = decays.exp(log_decay.sum(-1))[..., None, None]
-        numerator, denominator = kernels.read(
-            feature_maps.symmetric_power(query, plan.power) * from_start,
-            arrays["kv"],
-            arrays["norm"],
-            query,
-            arrays["key"],
-            arrays["value"],
-            decays.exp(decays.sums_after(log_decay)),
-            power=plan.power,
-            interpret=plan.interpret,
-        )
-        return {"out": means.mean(numerator, denominator[..., None], -1)}
+        query, features = arrays["query"], None
+        if plan.power != 2:
+            features = feature_maps.symmetric_power(
+                preparation.unit_scale(query.astype(plan.dtype)), plan.power
+            )
+        operands = kernels.Operands(features=features, **arrays)
+        numerator, denominator, window = kernels.read(operands, power=plan.power, interpret=plan.interpret)
+        return {"out": means.mean(numerator, denominator, -1)} | dict(zip(_WINDOW, window))
 
-    arrays = {
+    arrays = {name: getattr(state, name) for name in (*_WINDOW, "kv", "norm")} | {
         "query": query,
-        "key": state.keys,
-        "value": state.values,
-        "log_decay": state.log_decays,
-        "kv": state.kv,
-        "norm": state.norm,
+        "key": token["keys"],
+        "value": token["values"],
+        "log_decay": token["log_decays"].astype(jnp.float32),
+        "slot": slot,
     }
-    return sharding.per_device(compute, arrays, _LAYOUTS, ("out",))["out"]
+    results = sharding.per_device(compute, arrays, _LAYOUTS, ("out", *_WINDOW))
+    return results.pop("out"), results
 
 
 def fold(plan, state, tokens, active):
     """Computes `xla_step.fold` in place."""
 
     def compute(arrays):
-        key, value, log_decay = arrays["key"], arrays["value"], jnp.moveaxis(arrays["log_decay"], 1, 2)
+        key, value, log_decay = (arrays[name] for name in _WINDOW)
+        log_decay = with_layout_constraint(log_decay, Layout((0, 1, 2)))
+        log_decay = jnp.moveaxis(log_decay, 1, 2)
         across = decays.exp(log_decay.sum(-1))
         to_end = decays.exp(decays.sums_after(log_decay))[..., None]
         active = arrays["active"]
-        # Rows per call, limited so that their features fit into the cache.
-        size = max(1, min(len(active), _FEATURE_BYTES // (4 * arrays["norm"][0].size * key.shape[1])))
+        # Rows per call, limited so that their keys or features fit into the cache.
+        numbers = key[0].size if plan.power == 2 else arrays["norm"][0].size * key.shape[1]
+        size = max(1, min(len(active), _CACHED_BYTES // (4 * numbers)))
         count = active.sum(dtype=jnp.int32)
         chosen_first = jnp.pad(jnp.argsort(~active, stable=True), (0, -len(active) % size))
 
         def block_of_rows(block, sums):
             chosen = jax.lax.dynamic_slice_in_dim(chosen_first, block * size, size).astype(jnp.int32)
-            features = (
-                feature_maps.symmetric_power(jnp.moveaxis(key[chosen], 1, 2), plan.power) * to_end[chosen]
-            )
+            keys, decay = jnp.moveaxis(key[chosen], 1, 2), to_end[chosen]
+            if plan.power == 2:
+                keys *= jnp.sqrt(decay)
+            else:
+                keys = feature_maps.symmetric_power(keys, plan.power) * decay
             left = count - block * size
-            return kernels.fold(
-                *sums, chosen, left, features, value[chosen], across[chosen], interpret=plan.interpret
-            )
+            tokens = kernels.Window(chosen, left[None], keys, value[chosen], across[chosen])
+            return kernels.fold(*sums, tokens, interpret=plan.interpret)
 
         blocks = (count + size - 1) // size
         kv, norm = jax.lax.fori_loop(jnp.int32(0), blocks, block_of_rows, (arrays["kv"], arrays["norm"]))
         return {"kv": kv, "norm": norm}
 
-    arrays = {
-        "key": tokens["keys"],
-        "value": tokens["values"],
-        "log_decay": tokens["log_decays"],
-        "kv": state.kv,
-        "norm": state.norm,
-        "active": active,
-    }
+    arrays = tokens | {"kv": state.kv, "norm": state.norm, "active": active}
     return sharding.per_device(compute, arrays, _LAYOUTS, ("kv", "norm"))

@@ -24,25 +24,27 @@ __all__ = [
 
 
 class StateOps(NamedTuple):
-    """Operations of a step on the recurrent state; the rest of a step is the same for every implementation.
+    """Operations of a step on the state; the rest of a step is the same for every implementation.
 
     Attributes:
-        read: (plan, query [B, K, G, D], state) -> outputs [B, K, G, E], of the window and the recurrent state; sums
-            [B, K, G, E + 1] without division.
+        attend: (plan, query [B, K, G, D], token, slot, state) -> outputs [B, K, G, E], or sums [B, K, G, E + 1] without
+            division, of the window and the recurrent state, and the fields of the window. These hold the token, whose
+            fields have no axis of time, in this slot; a slot beyond the window is not written.
         fold: (plan, state, tokens, active) -> `kv` and `norm`, updated with the tokens of a window in the active
             rows of the batch.
         in_place: (f, active, state) -> f(active, state) if any row is active, otherwise the state.
     """
 
-    read: Callable
+    attend: Callable
     fold: Callable
     in_place: Callable
 
 
 def step(plan, tokens, state):
     """Runs `step_by` in plain JAX."""
-    by_plan = (read_channels, fold_channels) if plan.per_channel else (read, fold)
-    return step_by(StateOps(*by_plan, _differentiable_in_place), plan, tokens, state)
+    read_state, fold_state = (read_channels, fold_channels) if plan.per_channel else (read, fold)
+    attend = functools.partial(_attend, read_state)
+    return step_by(StateOps(attend, fold_state, _differentiable_in_place), plan, tokens, state)
 
 
 def step_by(state_ops: StateOps, plan, tokens, state):
@@ -51,7 +53,7 @@ def step_by(state_ops: StateOps, plan, tokens, state):
     Whenever the window holds 2W tokens, the state is updated with its oldest W.
     """
     query, key, value, log_decay, segment_ids = tokens
-    dtype, exact_window = plan.dtype, plan.exact_window
+    exact_window = plan.exact_window
     batch, kv_heads, head_dim = key.shape
     if segment_ids is None:
         segment = documents.continued(state.segment)
@@ -63,33 +65,46 @@ def step_by(state_ops: StateOps, plan, tokens, state):
         start = valid & (segment_ids != state.segment)
         state = _differentiable_in_place(_emptied, start, state)
         state = _replaced(state, valid, segment=segment_ids)
-    # Bounded decays keep the sums over the window finite.
     if log_decay is None:
         log_decay = jnp.zeros_like(value if plan.per_channel else key[..., 0])
-    token = {"keys": key, "values": value, "log_decays": decays.bounded(log_decay.astype(dtype), False)}
-    token = {name: x[:, None].astype(dtype) for name, x in token.items()}
+    token = {"keys": key, "values": value, "log_decays": log_decay}
     # A state that is stored in a shorter dtype is widened where it is read, and rounded where it is updated.
     if exact_window == 0:
-        state = dataclasses.replace(state, **state_ops.fold(plan, state, token, valid))
-    else:
-        # Written in place if the state is donated; writes to a slot beyond the window are dropped.
-        slot = jnp.where(valid, state.length, 2 * exact_window)
-        put = jax.vmap(lambda slots, i, x: slots.at[i].set(x[0].astype(slots.dtype), mode="drop"))
-        window = {name: put(getattr(state, name), slot, x) for name, x in token.items()}
-        state = dataclasses.replace(state, **window, length=state.length + valid)
-
-    query = query.reshape(batch, kv_heads, -1, head_dim).astype(dtype)
+        state = dataclasses.replace(state, **state_ops.fold(plan, state, _as_window(plan, token), valid))
+    slot = jnp.where(valid, state.length, 2 * exact_window)
+    query = query.reshape(batch, kv_heads, -1, head_dim)
+    out, window = state_ops.attend(plan, query, token, slot, state)
+    out = jnp.where(valid[:, None, None, None], out, 0).reshape(batch, -1, out.shape[-1])
     if plan.division is not means.Division.NONE:
-        query = preparation.unit_scale(query)
-    out = jnp.where(valid[:, None, None, None], state_ops.read(plan, query, state.astype(dtype)), 0)
+        out = out.astype(value.dtype)
     if exact_window:
+        state = dataclasses.replace(state, **window, length=state.length + valid)
         # Read the state before it is updated: otherwise XLA keeps a copy to read from.
         out, state = jax.lax.optimization_barrier((out, state))
         state = state_ops.in_place(
             functools.partial(_fold_window, plan, state_ops.fold), state.length == 2 * exact_window, state
         )
-    out = out.reshape(batch, -1, out.shape[-1])
-    return out if plan.division is means.Division.NONE else out.astype(value.dtype), state
+    return out, state
+
+
+def _as_window(plan, token):
+    """Returns a token as the fields of a window of length 1."""
+    # Bounded decays keep the sums over the window finite.
+    log_decays = decays.bounded(token["log_decays"].astype(plan.dtype), False)
+    return {name: x[:, None].astype(plan.dtype) for name, x in (token | {"log_decays": log_decays}).items()}
+
+
+def _attend(read_state, plan, query, token, slot, state):
+    """Computes `StateOps.attend` in plain JAX."""
+    window = {}
+    if plan.exact_window:
+        # Written in place if the state is donated; writes to a slot beyond the window are dropped.
+        put = jax.vmap(lambda slots, i, x: slots.at[i].set(x[0].astype(slots.dtype), mode="drop"))
+        window = {name: put(getattr(state, name), slot, x) for name, x in _as_window(plan, token).items()}
+    query = query.astype(plan.dtype)
+    if plan.division is not means.Division.NONE:
+        query = preparation.unit_scale(query)
+    return read_state(plan, query, dataclasses.replace(state, **window).astype(plan.dtype)), window
 
 
 def in_place(f, active, state):
