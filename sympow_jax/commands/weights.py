@@ -2,6 +2,7 @@
 
     sympow weights export --workdir=runs/quickstart --out=quickstart.safetensors
     sympow weights import --weights=Qwen3-0.6B/ --workdir=runs/qwen3
+    sympow weights import --weights=SmolLM2-135M.gguf --workdir=runs/smollm2
     sympow weights export --workdir=runs/qwen3 --format=huggingface --out=qwen3/
 
 An import is a run at step 0. `sympow eval` and `sympow generate` can read it, `sympow train` can resume it, and other
@@ -41,20 +42,20 @@ def main(arguments: Sequence[str], program: str = "sympow weights") -> int:
     )
     importing = commands.add_parser(
         "import",
-        help="Make a new workdir from safetensors.",
+        help="Make a new workdir from safetensors or a GGUF file.",
         epilog="Settings are changed with --config.GROUP.NAME=VALUE, as in training. `sympow train --help` lists them.",
     )
     importing.add_options(
         (
-            *("weights", str, "FILE.safetensors|FOLDER|hf://ORG/NAME", ...),
-            "File or folder that `export` wrote, a published transformer in Hugging Face's layout, or the name of one "
-            "to download; hf://ORG/NAME@REVISION for a revision of it.",
+            *("weights", str, "FILE.safetensors|FOLDER|hf://ORG/NAME|FILE.gguf", ...),
+            "File or folder that `export` wrote, a published transformer in Hugging Face's layout, the name of one to "
+            "download (hf://ORG/NAME@REVISION for a revision of it), or one in a GGUF file.",
         ),
         ("workdir", str, "DIR", ..., "Workdir to make."),
         (
             *("config", str, "FILE.json|CONFIG[:ARGUMENTS]", None),
             "Settings of the run: the JSON that `export` wrote, a published config.json, or a config as for training, "
-            "NAME or FILE.py. Default: the JSON next to the weights.",
+            "NAME or FILE.py. Default: the JSON next to the weights, or the metadata of a GGUF file.",
         ),
     )
     importing.add_settings(hidden=True)
@@ -82,6 +83,7 @@ def main(arguments: Sequence[str], program: str = "sympow weights") -> int:
             settings = config.override(settings, command_line.changed_settings(known))
             count = runs.import_run(path, settings, known.workdir)
             streams.say(f"{known.workdir} is a run at step 0 with the {count:,} numbers of {path}")
+            settings = workdir.read_config(pathlib.Path(known.workdir))
             streams.say(summary.next_command(settings, pathlib.Path(known.workdir), program))
             if settings.data.paths == (families.TOKENS,):
                 streams.say(

@@ -105,17 +105,23 @@ def stack(params: dict[str, Any], period: int) -> dict[str, Any]:
     return others | {"stacked_blocks": stacked}
 
 
-def unstack(params: dict[str, Any]) -> dict[str, Any]:
-    """Returns the inverse of `stack`."""
+def unstack(params: dict[str, Any], *, donate: bool = False) -> dict[str, Any]:
+    """Returns the inverse of `stack`; with `donate`, deletes each stacked array when its layers are copied."""
     others = dict(params)
     stacked = others.pop("stacked_blocks", None)
     if stacked is None:
         return others
-    periods = len(jax.tree.leaves(stacked)[0])
+    leaves, structure = jax.tree.flatten(stacked)
+    layers = []
+    for leaf in leaves:
+        layers.append([leaf[index] for index in range(len(leaf))])
+        if donate:
+            leaf.delete()
+    periods = [jax.tree.unflatten(structure, parts) for parts in zip(*layers)]
     blocks = {
-        index * len(stacked) + place: jax.tree.map(lambda x, index=index: x[index], block)
-        for index in range(periods)
-        for place, block in stacked.items()
+        index * len(stacked) + place: block
+        for index, period in enumerate(periods)
+        for place, block in period.items()
     }
     return others | {"blocks": blocks}
 

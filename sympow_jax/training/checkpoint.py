@@ -42,6 +42,8 @@ __all__ = ["Checkpoints", "Step", "newest_good", "require_checkpoint"]
 _DAMAGED = "damaged_checkpoints"
 # Arrays that a step may have been saved without.
 _OPTIONAL = ("opt_state", "average", "skips")
+# Weight of a leaf in the sum of a tree's bits, relative to the next leaf. It is odd, and swapping leaves changes a sum.
+_FACTOR = 1_000_003
 # "TYPE: MESSAGE" of errors that say nothing about content: of memory, of files, and TensorStore's statuses of either.
 _PASSING = re.compile(
     r"(MemoryError|JaxRuntimeError|OSError|PermissionError): |"
@@ -213,7 +215,13 @@ class _DamagedError(ValueError):
     """Error of a checkpoint whose files can be read, but are not what was saved."""
 
 
-def newest_good(folder: pathlib.Path, abstract: Mapping[str, Any], *, shared: bool) -> Step | None:
+def newest_good(
+    folder: pathlib.Path,
+    abstract: Mapping[str, Any],
+    *,
+    shared: bool,
+    rounded: Mapping[str, Any] | None = None,
+) -> Step | None:
     """Loads the arrays of `abstract`, with its shardings, from the newest step, or the one before if it is damaged.
 
     Args:
@@ -222,6 +230,7 @@ def newest_good(folder: pathlib.Path, abstract: Mapping[str, Any], *, shared: bo
         shared: whether all processes of the run load together and agree on which step is damaged. Otherwise another
             process may train in this folder meanwhile. A step that it deletes while it is loaded is not damaged: the
             steps are listed again, and the newest is loaded.
+        rounded: the same trees with other dtypes, of dicts only, to load arrays one after the other and round each.
 
     Returns:
         The step, or None if there are none.
@@ -246,14 +255,18 @@ def newest_good(folder: pathlib.Path, abstract: Mapping[str, Any], *, shared: bo
             with _quiet():
                 with together():
                     try:
-                        loaded, metadata = _load(folder, number, arrays)
+                        if rounded is None:
+                            loaded, metadata = _load(folder, number, arrays)
+                            fingerprints = jax.tree.map(int, _fingerprints(loaded))
+                        else:
+                            loaded, metadata, fingerprints = _load_rounded(folder, number, arrays, rounded)
                     except _DamagedError as error:
                         damage = str(error)
                 # Every process must go to the step before if one cannot read its shards.
                 if reasons := [reason for reason in gather(damage) if reason]:
                     raise _DamagedError(reasons[0])
-                for name, value in _fingerprints(loaded).items():
-                    if int(value) != metadata["fingerprints"][name]:
+                for name, value in fingerprints.items():
+                    if value != metadata["fingerprints"][name]:
                         raise _DamagedError(f"its {name} are not what was saved")
                 return Step(number, loaded, metadata["data"], damaged)
         except Exception as error:  # Orbax raises many kinds of errors
@@ -334,6 +347,34 @@ def _load(
         raise _DamagedError(_reason(cause)) from error
 
 
+def _load_rounded(
+    folder: pathlib.Path, number: int, abstract: dict[str, Any], rounded: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, int]]:
+    """Reads arrays as `_load` does, one after the other, and rounds each; returns their fingerprints before that, too.
+
+    The largest are first, while there is room for them in both dtypes.
+    """
+    loaded: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    fingerprints: dict[str, int] = {}
+    for name, tree in abstract.items():
+        if metadata and name in _OPTIONAL and name not in metadata["fingerprints"]:
+            continue
+        leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+        dtypes = [leaf.dtype for leaf in jax.tree.leaves(rounded[name])]
+        found, total = {}, 0
+        for index, (path, one) in sorted(enumerate(leaves), key=lambda item: -item[1][1].size):
+            for key in reversed(path):
+                one = {key.key: one}
+            read, metadata = _load(folder, number, {name: one}, partial=True)
+            (leaf,) = jax.tree.leaves(read)
+            total += int(_fingerprints(read)[name]) * _FACTOR ** (len(leaves) - 1 - index)
+            found[index] = leaf.astype(dtypes[index]).block_until_ready()
+        loaded[name] = jax.tree.unflatten(structure, [found[index] for index in range(len(leaves))])
+        fingerprints[name] = total % 2**32
+    return loaded, metadata, fingerprints
+
+
 def _require_files(path: pathlib.Path) -> None:
     """Raises ValueError if a step has a pipe or a device, for which TensorStore would wait."""
     for file in path.rglob("*"):
@@ -363,8 +404,7 @@ def _fingerprints(arrays: dict[str, Any]) -> dict[str, Int[Array, ""]]:
             for axis in range(leaf.ndim):
                 stride = jnp.uint32(math.prod(leaf.shape[axis + 1 :]) % 2**32)
                 index += jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis) * stride
-            # An odd factor, so that swapping leaves changes the sum too.
-            total = 1_000_003 * total + jnp.sum(bits.astype(jnp.uint32) * (2 * index + 1), dtype=jnp.uint32)
+            total = _FACTOR * total + jnp.sum(bits.astype(jnp.uint32) * (2 * index + 1), dtype=jnp.uint32)
         sums[name] = total
     return sums
 

@@ -156,6 +156,14 @@ class Program:
         """Returns the model with these parameters and running statistics, its blocks in a list, in evaluation mode."""
         return nnx.merge(self._graph_by_layer, *map(models.unstack, (params, statistics or {})))
 
+    def rounded(self, dtype: str) -> Params:
+        """Returns the shapes of the parameters, with the dtypes that `models.cast_weights` gives to them."""
+        make = functools.partial(models.make, self.config.model, self.config.task, rngs=0)
+        params = _split(nnx.eval_shape(lambda: models.cast_weights(make(), dtype)))[1]
+        return jax.eval_shape(
+            functools.partial(models.stack, period=self.config.model.attention_period), params
+        )
+
     @functools.cached_property
     def _graph_by_layer(self) -> nnx.GraphDef:
         return _split(nnx.eval_shape(lambda: models.make(self.config.model, self.config.task, rngs=0)))[0]

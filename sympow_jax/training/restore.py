@@ -161,11 +161,16 @@ def _replaced(new: Params, found: Params, folder: pathlib.Path) -> Params:
     return jax.tree.unflatten(structure, replaced)
 
 
-def restore_arrays(program: Program, folder: str | pathlib.Path) -> tuple[dict[str, Params], int]:
+def restore_arrays(
+    program: Program, folder: str | pathlib.Path, *, weights_dtype: str = "float32"
+) -> tuple[dict[str, Params], int]:
     """Restores the parameters for evaluation, and `statistics` if there are any, from a workdir of the same model.
 
     The parameters, `params`, are those of `evaluation_params`. Each process restores on its own, so the mesh may have
     devices of this process only.
+
+    If `weights_dtype` is not float32, arrays are loaded one after the other, and matrices are rounded to it, so that
+    never all of them are in float32. Parameters that depend on the optimizer state are not rounded.
 
     Returns:
         The arrays and the step of the newest good checkpoint.
@@ -175,12 +180,16 @@ def restore_arrays(program: Program, folder: str | pathlib.Path) -> tuple[dict[s
     """
     abstract = program.abstract
     arrays = {"params": abstract.params, "statistics": abstract.statistics, "average": abstract.average}
+    rounded = None
     if program.config.optimizer.name == "schedule_free":
         arrays["opt_state"] = abstract.opt_state
+    elif weights_dtype != "float32":
+        params = program.rounded(weights_dtype)
+        rounded = arrays | {"params": params, "average": params if abstract.average else {}}
     folder, step = pathlib.Path(folder).absolute(), None
     while step is None:  # training may delete what was there
         checkpoint.require_checkpoint(folder)
-        step = checkpoint.newest_good(folder / workdir.CHECKPOINTS, arrays, shared=False)
+        step = checkpoint.newest_good(folder / workdir.CHECKPOINTS, arrays, shared=False, rounded=rounded)
     state = TrainState(jnp.int32(step.number), **{"opt_state": (), **step.arrays})
     statistics = {"statistics": state.statistics} if state.statistics else {}
     return {"params": program.evaluation_params(state), **statistics}, step.number
@@ -237,5 +246,6 @@ def _restore(
 ) -> tuple[models.Model, int]:
     config = dataclasses.replace(config, sharding=sizes or config_lib.ShardingConfig())
     program = Program(config, sharding.mesh_of(config.sharding, devices))
-    arrays, number = restore_arrays(program, folder)
-    return models.cast_weights(program.merge(**arrays), weights_dtype), number
+    arrays, number = restore_arrays(program, folder, weights_dtype=weights_dtype)
+    by_layer = {name: models.unstack(tree, donate=True) for name, tree in arrays.items()}
+    return models.cast_weights(program.merge(**by_layer), weights_dtype), number

@@ -9,7 +9,7 @@ from sympow_jax.config import serialize
 from sympow_jax.process import hosts
 from sympow_jax.weights import layouts
 
-__all__ = ["FAMILIES", "TOKENS", "Family", "find", "function", "is_config", "settings", "values"]
+__all__ = ["FAMILIES", "LLAMA3", "TOKENS", "Family", "find", "function", "is_config", "settings", "values"]
 
 Values = Mapping[str, Any]
 
@@ -25,13 +25,13 @@ _SIZES = {
 }
 _GELU_TANH = {"gelu_pytorch_tanh": "gelu", "gelu_new": "gelu"}
 _ROPE_DEFAULT = 10_000.0
-# Keys of Llama 3's scaling, by field of `config.RopeConfig`.
-_LLAMA3 = {
+LLAMA3 = {
     "factor": "factor",
     "low_frequency_factor": "low_freq_factor",
     "high_frequency_factor": "high_freq_factor",
     "original_length": "original_max_position_embeddings",
 }
+"""Keys of Llama 3's scaling, by field of `config.RopeConfig`."""
 # Values of layer_types.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 # Keys that version 5 of `transformers` prefers to those that are written.
@@ -162,7 +162,7 @@ class Family:
             rope, scaling = model.attention.rope, None
             if rope.scaling == "llama3":
                 scaling = {"rope_type": "llama3"} | {
-                    key: getattr(rope, field) for field, key in _LLAMA3.items()
+                    key: getattr(rope, field) for field, key in LLAMA3.items()
                 }
             return values | {"rope_theta": rope.base or _ROPE_DEFAULT, "rope_scaling": scaling}
         return values | {self.length: model.attention.max_document_length}
@@ -388,7 +388,7 @@ def _read_rope(values: Values, problems: list[str]) -> dict[str, Any]:
     if kind not in ("default", "llama3"):
         problems.append(f"rope_type is {spelling.shown(kind)}, not default or llama3")
     base: Any = nested.get("rope_theta", values.get("rope_theta", _ROPE_DEFAULT))
-    scaling = {field: nested.get(key) for field, key in _LLAMA3.items()} | {"scaling": kind}
+    scaling = {field: nested.get(key) for field, key in LLAMA3.items()} | {"scaling": kind}
     # What is no number is refused by `RopeConfig`.
     base = float(base) if isinstance(base, int) else base
     return {"base": base, "layout": "halves"} | (scaling if kind == "llama3" else {})
@@ -430,7 +430,7 @@ def function(model: config.ModelConfig) -> dict[str, Any]:
         (attention.position != "lrpe", *(f"lrpe.{x.name}" for x in dataclasses.fields(attention.lrpe))),
         (attention.position != "rope", *(f"rope.{x.name}" for x in dataclasses.fields(rope))),
         (attention.position != "learned_rope", "learned_rope_start"),
-        (rope.scaling == "none", *(f"rope.{x}" for x in _LLAMA3)),
+        (rope.scaling == "none", *(f"rope.{x}" for x in LLAMA3)),
     ):
         unused |= {f"attention.{name}" for name in names} if is_unused else set()
     # Only its presence matters to a model that has its parameters.

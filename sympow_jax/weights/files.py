@@ -19,7 +19,7 @@ from sympow_jax.config import checks, serialize
 from sympow_jax.config import model as model_lib
 from sympow_jax.layers import partitioning
 from sympow_jax.process import atomic, workdir
-from sympow_jax.weights import families, layouts, tensors
+from sympow_jax.weights import families, gguf, layouts, tensors
 
 __all__ = ["DTYPES", "load", "named_arrays", "read_settings", "save", "settings_path"]
 
@@ -86,7 +86,7 @@ def load(
     param_dtype: str = "float32",
     mesh: jax.sharding.Mesh | None = None,
 ) -> models.Model:
-    """Returns a model with the weights of a safetensors file, or of a folder with one or several of them.
+    """Returns a model with the weights of a safetensors or GGUF file, or of a folder with safetensors files.
 
     The names of the tensors are those of `save` or of a published model (`layouts`), whichever fit best. A process
     reads only the slices that its devices need. In addition to the model, it needs memory for two copies of the largest
@@ -150,8 +150,11 @@ def settings_path(path: str | os.PathLike[str]) -> pathlib.Path:
     """Returns the JSON file with the settings of weights.
 
     It is `config.json` of a folder. For a file, it has the name of the file, or is `config.json` if only that exists.
+    A GGUF file has its settings in itself.
     """
     path = pathlib.Path(path)
+    if gguf.is_file(path):
+        return path
     if path.is_dir():
         return path / "config.json"
     settings_file, published = path.with_suffix(".json"), path.with_name("config.json")
@@ -159,7 +162,7 @@ def settings_path(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def read_settings(path: str | os.PathLike[str]) -> config.Config:
-    """Returns the settings in a JSON file that `save` wrote, or in the `config.json` of a published model.
+    """Returns the settings in a JSON file that `save` wrote, or in a published model's `config.json` or GGUF file.
 
     If a published model has a `tokenizer.json`, its folder is `data.tokenizer`.
 
@@ -168,7 +171,7 @@ def read_settings(path: str | os.PathLike[str]) -> config.Config:
     """
     path = pathlib.Path(path)
     try:
-        values = serialize.read_object(path)
+        values = gguf.config(path) if gguf.is_file(path) else serialize.read_object(path)
     except OSError as error:
         raise ValueError(f"cannot read the settings {path}: {error.strerror}") from error
     try:

@@ -35,12 +35,13 @@ def from_pretrained(
 ) -> tuple[config.Config, models.Model]:
     """Returns the settings and the model of a published transformer, or of a file that `save` wrote.
 
-    Matrix products are in the dtype of the settings, which is float32 for published models. To change settings, call
+    A GGUF file needs the package `gguf`, which is an extra. Its tensors are dequantized one after the other. Matrix
+    products are in the dtype of the settings, which is float32 for published models. To change settings, call
     `read_settings` and `load` instead.
 
     Args:
-        path: a folder with `config.json` and safetensors files, a safetensors file, or `hf://ORG/NAME[@REVISION]`,
-            which is downloaded.
+        path: a folder with `config.json` and safetensors files, a safetensors file, a GGUF file, or
+            `hf://ORG/NAME[@REVISION]`, which is downloaded.
         param_dtype: dtype of the parameters, `float32` or `bfloat16`.
         mesh: mesh that the parameters are sharded over, as in training (`models.parameter_specs`). If None, they are on
             the default device.

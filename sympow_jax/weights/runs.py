@@ -1,8 +1,8 @@
 """Exports weights from workdirs, and imports weights into new workdirs."""
 
+import dataclasses
 import os
 import pathlib
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from sympow_jax import config, models, training
 from sympow_jax.config import serialize
 from sympow_jax.process import atomic, workdir
 from sympow_jax.training import checkpoint, optimizer, restore, sharding
-from sympow_jax.weights import families, files, pretrained
+from sympow_jax.weights import families, files, gguf, pretrained
 
 __all__ = ["FORMATS", "export_run", "import_run"]
 
@@ -57,15 +57,24 @@ def import_run(path: str | os.PathLike[str], settings: config.Config, folder: st
     """Creates a workdir with a run at step 0 from weights; returns the number of elements.
 
     The `config.json` of a published model and its tokenizer's files are copied to the folder `original`, for exports.
+    Those of a GGUF file are made from its metadata, and the run has that tokenizer unless the settings name another.
 
     Raises:
-        ValueError: as `files.load`, or the folder holds a run or cannot be written.
+        ValueError: as `files.load` and `gguf.tokenizer`, or the folder holds a run or cannot be written.
     """
     folder = pathlib.Path(folder)
     if workdir.checkpoint_steps(folder):
         raise ValueError(f"{folder} holds a run; import into another workdir")
     published = files.settings_path(path)
-    is_published = published.is_file() and families.is_config(serialize.read_object(published))
+    original: dict[str, bytes] = {}
+    if gguf.is_file(path):
+        if settings.data.tokenizer is None and (original := gguf.tokenizer(path)):
+            data = dataclasses.replace(settings.data, tokenizer=os.path.abspath(folder / _ORIGINAL))
+            settings = dataclasses.replace(settings, data=data)
+        original["config.json"] = workdir.json_text(gguf.config(path)).encode()
+    elif published.is_file() and families.is_config(serialize.read_object(published)):
+        copied = [*pretrained.companions(published.parent), published]
+        original = {file.name: file.read_bytes() for file in copied}
     model = files.load(path, settings)
     params, statistics = (nnx.to_pure_dict(tree) for tree in nnx.split(model, nnx.Param, nnx.BatchStat)[1:])
     params, statistics = (
@@ -73,12 +82,11 @@ def import_run(path: str | os.PathLike[str], settings: config.Config, folder: st
     )
     optimizer.parameter_options(settings.optimizer, params)  # raises its errors before there is a workdir
     workdir.open_workdir(folder, settings)
-    if is_published:
+    if original:
         (folder / _ORIGINAL).mkdir(exist_ok=True)
-        copies = {file.name: file for file in pretrained.companions(published.parent)}
-        for name, file in (copies | {"config.json": published}).items():
-            with atomic.replace(folder / _ORIGINAL / name) as draft:
-                shutil.copyfile(file, draft)
+    for name, content in original.items():
+        with atomic.replace(folder / _ORIGINAL / name) as draft:
+            draft.write_bytes(content)
     state = training.TrainState(step=jnp.int32(0), params=params, opt_state=(), statistics=statistics)
     with checkpoint.Checkpoints(folder, settings) as checkpoints:
         checkpoints.save(0, state, None)

@@ -1,4 +1,4 @@
-"""Tensors of one or several safetensors files, read slice by slice."""
+"""Tensors of a GGUF file, or of one or several safetensors files, read slice by slice."""
 
 import contextlib
 import os
@@ -13,6 +13,7 @@ from jaxtyping import Shaped
 
 from sympow_jax import spelling
 from sympow_jax.config import serialize
+from sympow_jax.weights import gguf
 
 __all__ = ["INDEX", "SUFFIX", "WHOLE", "opened", "save"]
 
@@ -30,14 +31,17 @@ _REMEDY = (
 
 @contextlib.contextmanager
 def opened(path: pathlib.Path) -> Iterator[dict[str, Any]]:
-    """Opens a safetensors file, or those of a folder: `model.safetensors`, or the files that its index names.
+    """Opens a GGUF or safetensors file, or those of a folder: `model.safetensors`, or the files that its index names.
 
     Yields the tensors by name, with the library's methods `get_shape` and `get_dtype`. Only what is indexed is read.
 
     Raises:
-        ValueError: a file does not exist, is damaged or is not a safetensors file, or the index names files outside
-            the folder or tensors that its files do not have.
+        ValueError: as `gguf.tensors`; or a file does not exist, is damaged or is not a safetensors file, or the index
+            names files outside the folder or tensors that its files do not have.
     """
+    if gguf.is_file(path):
+        yield gguf.tensors(path)
+        return
     with contextlib.ExitStack() as stack:
         index = path / INDEX
         if not path.is_dir() or (path / WHOLE).is_file():

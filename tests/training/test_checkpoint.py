@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
-from sympow_jax import config, training
+from sympow_jax import config, models, training
 from sympow_jax.process import workdir
 from sympow_jax.training import checkpoint, sharding
 from tests import marked
@@ -355,6 +356,27 @@ def test_a_model_without_a_checkpoint(tmp_path, settings):
     with pytest.raises(ValueError, match="no checkpoint yet"):
         training.restore_model(tmp_path)
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_matrices_are_rounded_one_after_the_other(tmp_path, settings, capfd):
+    hybrid = {"layers": 2, "attention_pattern": ("conformal", "softmax")}
+    settings = small.changed(settings, model=hybrid, optimizer={"ema_decay": 0.5})
+    workdir.open_workdir(tmp_path, settings)
+    state = small.program(settings).init_state()
+    state = dataclasses.replace(state, average=jax.tree.map(lambda x: 2 * x, state.average))
+    with checkpoint.Checkpoints(tmp_path, settings) as checkpoints:
+        for number in (1, 2):
+            checkpoints.save(number, state, None)
+    for path in _files(tmp_path, 2, "params/ocdbt.process_0/d/*"):
+        _flip(path)
+    _, exact, step = training.restore_model(tmp_path)
+    _, rounded, same_step = training.restore_model(tmp_path, weights_dtype="bfloat16")
+    assert step == same_step == 1
+    assert capfd.readouterr().err.count("the checkpoint of step 2") == 2
+    expected = nnx.state(models.cast_weights(exact, "bfloat16"))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(expected)} == {"float32", "bfloat16"}
+    small.assert_same(nnx.state(rounded), expected)
+    assert jax.tree.map(lambda x: x.dtype, nnx.state(rounded)) == jax.tree.map(lambda x: x.dtype, expected)
 
 
 def test_training_may_replace_checkpoints_while_a_model_is_restored(tmp_path, finished, capfd, monkeypatch):
