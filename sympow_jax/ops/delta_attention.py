@@ -8,7 +8,7 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import arguments, containment, cost, decays, documents, feature_maps, sharding
-from sympow_jax.ops.forms import delta as form
+from sympow_jax.ops.forms import delta as delta_form
 from sympow_jax.ops.pytree import State
 from sympow_jax.ops.tokens import ONE, SEQUENCE, Tokens
 
@@ -228,7 +228,7 @@ def _over_chunks(plan, tokens, delta, state):
     if segment_ids is not None:
         starts, valid, segment = documents.boundaries(segment_ids, previous)
         start, delta = starts[..., None], jnp.where(valid[..., None], delta, 0)
-    out, kv = form.attend(
+    out, kv = delta_form.attend(
         plan.power,
         plan.chunk,
         _unit(query.astype(dtype)),
