@@ -18,6 +18,11 @@ from sympow_jax.ops.tokens import Tokens
 __all__ = ["Finite", "remove", "restore", "restore_state", "without_padding"]
 
 
+# Arrays of a state, by the axes of their heads: [B, K, ...] and [B, 2W, K, ...].
+_SUMS = ("kv", "norm")
+_WINDOW = ("keys", "values", "log_decays")
+
+
 class Finite(NamedTuple):
     """Arguments without NaN in keys, values and decays, and the mask of outputs that the NaN reach.
 
@@ -47,7 +52,7 @@ def remove(tokens: Tokens, *, state: Any = None, causal: bool = True, window: in
     Args:
         tokens: a token counts as bad for a head if any of its key, value or decay is NaN or infinite; minus infinity is
             a valid decay. Other queries than those of padding are unchanged, since they reach only their own output.
-        state: a `PowerState` that precedes the tokens, or None.
+        state: a `PowerState` or `DeltaState` that precedes the tokens, or None.
         causal: a bad token reaches itself and later tokens of its document; otherwise, all of its document.
         window: number of tokens of its document, itself and later ones, that a bad token reaches if causal; None for
             all. Padding does not count.
@@ -84,12 +89,11 @@ def remove(tokens: Tokens, *, state: Any = None, causal: bool = True, window: in
         bad_state = _is_bad(state)
         reached |= bad_state[:, None] & of_state
         finite = {
-            name: jnp.where(layout.with_rank(bad_state, x.ndim), 0, x)
-            for name, x in (("kv", state.kv), ("norm", state.norm))
+            name: jnp.where(layout.with_rank(bad_state, x.ndim), 0, x) for name, x in _arrays(state, _SUMS)
         }
         finite |= {
             name: jnp.where(layout.with_rank(bad_state[:, None], x.ndim), 0, x)
-            for name, x in (("keys", state.keys), ("values", state.values), ("log_decays", state.log_decays))
+            for name, x in _arrays(state, _WINDOW)
         }
         state = dataclasses.replace(state, **finite)
     return Finite(Tokens(query, key, value, log_decay, segment_ids), state, reached)
@@ -112,8 +116,8 @@ def restore(out: Float[Array, "B T N L"], finite: Finite) -> Float[Array, "B T N
 def restore_state(state: Any, finite: Finite) -> Any:
     """Returns the state after the tokens, with NaN sums if they include a bad token of its document."""
     last = finite.reached[:, -1]
-    kv, norm = (jnp.where(layout.with_rank(last, x.ndim), jnp.nan, x) for x in (state.kv, state.norm))
-    return dataclasses.replace(state, kv=kv, norm=norm)
+    sums = {name: jnp.where(layout.with_rank(last, x.ndim), jnp.nan, x) for name, x in _arrays(state, _SUMS)}
+    return dataclasses.replace(state, **sums)
 
 
 def _is_bad(state) -> Bool[Array, "B K"]:
@@ -121,8 +125,14 @@ def _is_bad(state) -> Bool[Array, "B K"]:
 
     A bad key makes some normalizer NaN, and a bad value its whole column of kv.
     """
-    bad = ~jnp.isfinite(state.norm.reshape(*state.norm.shape[:2], -1)).all(-1)
-    bad |= ~jnp.isfinite(state.kv[:, :, :1]).all((2, 3))
-    for x in (state.keys, state.values, state.log_decays):
+    bad = ~jnp.isfinite(state.kv[:, :, :1]).all((2, 3))
+    if hasattr(state, "norm"):
+        bad |= ~jnp.isfinite(state.norm.reshape(*state.norm.shape[:2], -1)).all(-1)
+    for _, x in _arrays(state, _WINDOW):
         bad |= ~jnp.isfinite(x).all(tuple(axis for axis in range(x.ndim) if axis not in (0, 2)))
     return bad
+
+
+def _arrays(state, names: tuple[str, ...]) -> list[tuple[str, Array]]:
+    """Returns the arrays of a state that have one of the names."""
+    return [(name, getattr(state, name)) for name in names if hasattr(state, name)]

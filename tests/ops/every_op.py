@@ -48,9 +48,13 @@ def with_positions(arrays):
     return arrays | {"positions": counted(arrays["key"])}
 
 
+def written(arrays):
+    return arrays | {"delta": jax.nn.sigmoid(arrays["value"].sum(-1))}
+
+
 def stateful(op, step, state_layout, prepare=lambda arrays: arrays, before=11, **layouts):
     """Returns an op from a state to a state, or its step if one is given, after some tokens."""
-    call = functools.partial(op, exact_window=WINDOW, return_state=True)
+    call = functools.partial(op, return_state=True)
     state = jax.jit(call)(**prepare(drawn(before, seed=1)))[1]
     arguments = prepare(drawn())
     if step is None:
@@ -65,13 +69,24 @@ def stateful(op, step, state_layout, prepare=lambda arrays: arrays, before=11, *
 def power(form, step=None, **options):
     size = {} if form == "recurrent" else {"chunk_size": 8}
     before = options.pop("before", 11)
-    op = functools.partial(ops.power_attention, form=form, **size, **options)
+    op = functools.partial(ops.power_attention, form=form, exact_window=WINDOW, **size, **options)
     return stateful(op, step, ops.PowerState.layout(), before=before)
 
 
 def channel_gated(step=None):
     layout = ops.PowerState.layout(per_channel=True)
-    return stateful(ops.power_attention, step, layout, per_channel, log_decay="B S K E")
+    op = functools.partial(ops.power_attention, exact_window=WINDOW)
+    return stateful(op, step, layout, per_channel, log_decay="B S K E")
+
+
+def delta(step=None):
+    op = functools.partial(ops.delta_attention, chunk_size=8)
+    return stateful(op, step, ops.DeltaState.layout(), written, delta="B S K")
+
+
+def stateless_delta():
+    arrays = written(drawn())
+    return functools.partial(ops.delta_attention, form="attention"), arrays, LAYOUTS | {"delta": "B S K"}, OUT
 
 
 def rotated(f, positions, **arguments):
@@ -82,7 +97,7 @@ def rotated(f, positions, **arguments):
 
 
 def linear(step=None):
-    op = functools.partial(rotated, ops.linear_attention, form="chunked")
+    op = functools.partial(rotated, ops.linear_attention, form="chunked", exact_window=WINDOW)
     step = None if step is None else functools.partial(rotated, step)
     return stateful(op, step, ops.LinearState.layout(separate=True), with_positions)
 
@@ -180,6 +195,9 @@ OPS = {
     "step-that-folds": call(power, "chunked", ops.power_attention_step, before=2 * WINDOW - 1),
     "channel-gated": channel_gated,
     "channel-gated-step": call(channel_gated, ops.power_attention_step),
+    "delta": delta,
+    "delta-step": call(delta, ops.delta_attention_step),
+    "delta-attention": stateless_delta,
     "linear": linear,
     "linear-step": call(linear, ops.linear_attention_step),
     "bidirectional": call(stateless, ops.linear_attention, NEITHER, causal=False, chunk_size=8),

@@ -35,6 +35,9 @@ OTHERS = {
     "channels": lambda *x, log_decay, **options: ops.power_attention(
         *x, log_decay=jnp.broadcast_to(log_decay[..., None], x[2].shape), **SIZES, **options
     ),
+    "delta": lambda *x, **options: ops.delta_attention(
+        *x, np.full(x[1].shape[:3], 0.5, "float32"), chunk_size=8, **options
+    ),
     "softmax": functools.partial(ops.softmax_attention, block_size=8),
     "softmax, window": functools.partial(ops.softmax_attention, block_size=8, window=5),
     "expressive": functools.partial(ops.expressive_attention, block_size=8),
