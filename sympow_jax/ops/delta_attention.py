@@ -1,6 +1,6 @@
 """Attention by the delta rule on features of even powers: a token overwrites what the state holds for its key."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,16 +78,16 @@ def delta_attention(
 
     phi(q)^T phi(k) = (q . k)^p for queries and keys of unit length, which the op divides by their lengths. With a write
     strength b = 1, the state then returns v_i for k_i, whatever it has returned before; with b = 0 it is unchanged.
-    With distinct keys, the output is the sum of the values by weights (q . k)^p, less what keys have in common. There
-    is no division by a sum of weights, which has no meaning where values are subtracted. For b in [0, 2] no step makes
-    the state larger than its value does. Computed in float32, or in float64 for float64 inputs; the output has the
+    With orthogonal keys, the output is the sum of b_j (q . k_j)^p v_j. There is no division by a sum of weights, which
+    has no meaning where values are subtracted. For b in [0, 2] no step amplifies the state, since I - b_i phi(k_i)
+    phi(k_i)^T has eigenvalues from -1 to 1. Computed in float32, or in float64 for float64 inputs; the output has the
     dtype of `value`.
 
     Args:
         query: N is a multiple of K.
         key: one for each query.
         value: E may differ from D.
-        delta: b, the write strengths, from 0 to 1, or to 2 for states whose signs alternate.
+        delta: b, the write strengths, from 0 to 1, or to 2 for negative eigenvalues.
         power: p, positive and even.
         log_decay: g, natural logarithm of a decay, at most 0. A token's own decay applies to the state before it.
         segment_ids: documents, as in `ops.documents`. Padding outputs zero and leaves the state as it is.
@@ -117,20 +117,19 @@ def delta_attention(
     power = _check(tokens, delta, initial_state, power, sizes)
     arguments.check_choice("form", form, (None, *_FORMS))
     time = tokens.key.shape[1]
-    has_state = initial_state is not None or arguments.check_flag("return_state", return_state)
+    has_state = arguments.check_flag("return_state", return_state) or initial_state is not None
     if form == "attention" and has_state:
         raise ValueError("form is 'attention', which has no state; use 'chunked'")
-    if form != "chunked" and form is not None and chunk_size is not None:
+    if form not in (None, "chunked") and chunk_size is not None:
         raise ValueError(f"chunk_size is {chunk_size}, but form {form!r}; leave one of them out")
     chunk = _CHUNK if chunk_size is None else arguments.check_integer("chunk_size", chunk_size, 1)
     if form is None:
-        shape: dict[str, Any] = {"time": time, "heads": tokens.query.shape[2], "power": power} | sizes
-        del shape["batch"]
-        flops = {
-            name: cost.flops_per_token(name, chunk=chunk, exact_window=0, **shape)
-            for name in ("attention", "chunked")
-        }
-        has_fewer = flops["attention"] <= flops["chunked"] and chunk_size is None
+        # Keys are compared with keys too, and read the state before they are written to it.
+        heads, kv_heads = tokens.query.shape[2], sizes["kv_heads"]
+        shape = {"head_dim": sizes["head_dim"], "value_dim": sizes["value_dim"]}
+        pair = cost.pair_flops(1, heads=heads + kv_heads, **shape)
+        features = cost.feature_flops(heads=heads, kv_heads=2 * kv_heads, power=power, **shape)
+        has_fewer = pair * time / 2 <= pair * chunk / 2 + features and chunk_size is None
         form = "attention" if has_fewer and not has_state else "chunked"
     if form != "attention":
         cost.require_memory(power=power, **sizes)
