@@ -1,10 +1,10 @@
 """Where gates and rotation rates begin: the needle of `recall` and language, by their initial values.
 
-A gate sigmoid(W x) begins at 1/2 and forgets a token within 20 steps, so that nothing older has a gradient. With an
-initial bias b it is sigmoid(W x + b), with a half-life of about 5 tokens at b = 2, 38 at 4 and 280 at 6. Variants are
-named by their bias. `alibi` has a bias for each head, from ALiBi's slopes: half-lives of 11 and 177 tokens with two
-heads. Those without a name after theirs have none, as in "Conformal Transformations for Symmetric Power Transformers"
-(Kumar et al. 2025).
+A gate sigmoid(W x) begins at 1/2 and forgets a token within 20 steps, so that older ones hardly have a gradient. With
+an initial bias b it is sigmoid(W x + b), with a half-life of about 5 tokens at b = 2, 38 at 4 and 280 at 6. Variants
+are named by their bias. `alibi` has a bias for each head, from ALiBi's slopes: half-lives of 11 and 177 tokens with two
+heads. Variants of one word have no bias, as in "Conformal Transformations for Symmetric Power Transformers" (Kumar et
+al. 2025).
 
 Its rotation rates are theta_m (1 + tanh(W x)), with theta_m = 2 pi / 65,536^(2m / D). With a small random W the angle
 between two tokens begins as a random walk, in which the fastest pairs turn by several radians within a few tokens.

@@ -1,6 +1,6 @@
 """Recall by a state of a chosen size: associative recall against the bytes of state, and a needle against distance.
 
-Two tasks ask for the value of a key that a sequence has had before.
+Three tasks ask for the value of a key that a sequence has had before.
 
 pairs: multi-query associative recall, MQAR, of "Zoology: Measuring and Improving Recall in Efficient Language Models"
 (Arora et al. 2023). Pairs of a new key and a random value alternate with queries of a random key among those so far.
@@ -16,12 +16,12 @@ As in the retrieval task of "Linear Transformers Are Secretly Fast Weight Progra
 its value are one token. Its embedding is the sum of theirs. One layer can then recall, and all that it knows of earlier
 tokens is its state. With one token each, another layer would first have to copy keys to the tokens of their values.
 
-The model is the project's `DecoderLM` with one layer, in float32. In the task `pairs` it has no positions, which the
-task does not need, except for the learned rotation of `conformal`; in the task `needle` attention has the positions of
-its preset. The head size varies at the same width, and so the state: `models.state_bytes` at 4 bytes per element. The
-state of softmax is its KV cache, which grows; it is that at the end of a test sequence.
+The model is the project's `DecoderLM` with one layer, in float32. Only in the task `needle` attention has the positions
+of its preset; the others do not need any, and have none but the learned rotation of `conformal`. In the task `pairs`
+the head size varies at the same width, and so the state: `models.state_bytes` at 4 bytes per element. The state of
+softmax is its KV cache, which grows; it is that at the end of a test sequence.
 
-In training, half of the sequences of `pairs` are packed documents of a few pairs. Accuracy is the fraction of queries
+In training, half of the sequences of pairs are packed documents of a few pairs. Accuracy is the fraction of queries
 for which the right value has the highest logit of all values, over newly drawn sequences of one document. `recalled` is
 the number of pairs at which accuracy falls below 90 %, interpolated over the logarithm of the number of pairs.
 """
@@ -451,7 +451,7 @@ def _draw(path, setting, rows, seeds):
         return [point for point in points if point & (point - 1) == 0 and point.bit_length() % 2]
 
     curves = {}
-    for task in TASKS:
+    for task in ("pairs", "needle"):
         equal = [row for row in rows if row["head_dim"] == _HEAD_DIM and row["task"] == task]
         curves[task] = _shared.lines(_shared.means(equal, ("variant", "point"), "accuracy"))
     panels = [

@@ -98,8 +98,8 @@ def test_rotation_rates(experiment):
 
 @pytest.mark.slow
 def test_initial_gates(experiment):
-    rows, content = experiment("initial_gates", "--variants=gated,conformal 4,gated alibi")
-    names = ("gated", "gated alibi", "conformal 4")
+    names = ("gated", "gated alibi", "conformal 4", "conformal alibi 10k zero")
+    rows, content = experiment("initial_gates", f"--variants={','.join(names)}")
     for task, points in {"needle": ("2", "16"), "language": ("0", "16", "32")}.items():
         found = {(row["variant"], row["seed"], row["point"]) for row in rows if row["task"] == task}
         assert found == {(name, seed, point) for name in names for seed in "01" for point in points}
@@ -109,6 +109,9 @@ def test_initial_gates(experiment):
         == "learned_alibi"
     )
     assert changes["bias_conformal_4_p2_context16_tokens32_steps2_seed0"]["model.attention.decay_bias"] == 4.0
+    ours = changes["bias_conformal_alibi_10k_zero_p2_context16_tokens32_steps2_seed0"]
+    assert ours["model.attention.learned_rope_start"] == "rope"
+    assert ours["model.attention.rope.base"] == 10_000.0
 
 
 def test_lrpe_has_the_cells_of_the_papers_tables():

@@ -1,4 +1,4 @@
-"""Kernel, decay and position together, by the names that papers and published models use."""
+"""Kernel, decay and position together, by name; those of a paper that has others end in `_paper`."""
 
 import dataclasses
 from typing import Any
@@ -53,14 +53,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     "starcoder2": _fields("sliding_window", "none", "rope", rope=_STARCODER2_ROPE, window=4096),
     "brumby": _fields("power", "learned", "rope", rope=_QWEN_ROPE, qk_norm=True),
 }
-"""Fields of `AttentionConfig` by the names that papers and published models use; `preset` makes one."""
+"""Fields of `AttentionConfig` by name of the preset; `preset` makes one."""
 
 SHARED = "shared"
 """Word of a pattern for layers that have `model.attention` itself."""
 
 
 def preset(name: str, **changes) -> AttentionConfig:
-    """Returns the attention that papers or published models call `name`, with `changes` to its fields."""
+    """Returns the attention of the preset `name`, with `changes` to its fields."""
     checks.require_choice("preset", name, tuple(PRESETS))
     return AttentionConfig(**{**PRESETS[name], **changes})
 
