@@ -222,7 +222,7 @@ def _over_chunks(plan, tokens, delta, state):
     query, key, value, log_decay, segment_ids = finite.tokens
     delta = jnp.where(jnp.isfinite(delta), delta, 0).astype(dtype)
     log_decay = jnp.zeros_like(delta) if log_decay is None else log_decay.astype(dtype)
-    previous = jnp.full(len(delta), documents.NO_SEGMENT, jnp.int32) if state is None else state.segment
+    previous = jnp.full(delta.shape[0], documents.NO_SEGMENT, jnp.int32) if state is None else state.segment
     start, segment = False, documents.continued(previous)
     if segment_ids is not None:
         starts, valid, segment = documents.boundaries(segment_ids, previous)
