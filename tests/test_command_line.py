@@ -87,7 +87,10 @@ MISTAKES = (
     ("--config.modle.layer=3", "did you mean --config.model.layers?"),
     ("--config.model.power=4", "did you mean --config.model.attention.power?"),
     ("--config.train.seed=4", "did you mean --config.training.seed?"),
-    ("--config.model.attention.p=4", "model.attention has kernel, decay, decay_bias, position, learned_rope_start"),
+    (
+        "--config.model.attention.p=4",
+        "model.attention has kernel, decay, decay_bias, position, learned_rope_start",
+    ),
     ("--config.optimizer.x=4", "optimizer has name, learning_rate"),
     ("--config.optimizer.lr=4", "did you mean --config.optimizer.learning_rate?"),
     ("--config.training.batch_size=4", "did you mean --config.data.batch_tokens?"),
