@@ -15,7 +15,7 @@ from sympow_jax.ops.tokens import ONE, SEQUENCE, Tokens
 __all__ = ["DeltaState", "delta_attention", "delta_attention_step"]
 
 _FORMS = ("attention", "chunked", "recurrent")
-# Measured fastest on two CPU cores.
+# Measured fastest on two CPU cores at p = 2 and D = 32.
 _CHUNK = 64
 
 
