@@ -11,7 +11,7 @@ between two tokens begins as a random walk, in which the fastest pairs turn by s
 In `zero` W begins at 0, and so with the angles of fixed rates, and in `10k` theta_m is 10,000^(-2m / D).
 
 Each variant learns two tasks: `needle`, as in `recall`, and the language of `rotation_rates`, at the same context,
-updates and tokens.
+updates and tokens. With `--context`, language is the only task.
 """
 
 import dataclasses
@@ -80,9 +80,7 @@ def _needles(options: _shared.Options) -> list[dict[str, Any]]:
 
 
 def _experiment(options: _shared.Options) -> None:
-    if context := options.more["context"]:
-        plan = dataclasses.replace(options.plan, contexts=(context,), lengths=(context, 4 * context))
-        options = dataclasses.replace(options, plan=plan)
+    options = options.at_context()
     plan, setting = options.plan, recall.SETTINGS[options.scale]
     (context,) = plan.contexts
     changes: dict[str, Any] = (
@@ -137,12 +135,8 @@ def _draw(path: pathlib.Path, setting: recall.Setting, rows: Sequence[dict[str, 
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
-    within, beyond = content["plan"]["lengths"]
-    names = {
-        0: "training",
-        within: f"held-out, positions to {within:,}",
-        beyond: f"{within + 1:,} to {beyond:,}",
-    }
+    lengths = content["plan"]["lengths"]
+    names = dict(zip((0, *lengths), _shared.loss_labels(lengths)))
     needles = [row for row in content["rows"] if row["task"] == "needle"]
     losses = [row | {"loss of": names[row["point"]]} for row in content["rows"] if row["task"] == "language"]
     variants = list(dict.fromkeys(row["variant"] for row in losses))
@@ -166,14 +160,7 @@ main = _shared.Experiment(
     plans=PLANS,
     variants=VARIANTS,
     powers=(2, 4),
-    more={
-        "context": {
-            "type": _shared.positive,
-            "metavar": "T",
-            "help": "Training context of language, which is then the only task; held-out losses are of positions to it "
-            "and to four times it.",
-        }
-    },
+    more=_shared.CONTEXT,
     run=_experiment,
     tables=tables,
 )

@@ -8,7 +8,6 @@ the same order, so differences from gated are taken seed by seed. Held-out losse
 training context and up to four times it.
 """
 
-import dataclasses
 import itertools
 import sys
 from collections.abc import Mapping
@@ -51,9 +50,7 @@ def settings(options: _shared.Options, variant: str, seed: int) -> config.Config
 
 
 def _experiment(options: _shared.Options) -> None:
-    if context := options.more["context"]:
-        plan = dataclasses.replace(options.plan, contexts=(context,), lengths=(context, 4 * context))
-        options = dataclasses.replace(options, plan=plan)
+    options = options.at_context()
     plan, variants, seeds = options.plan, options.variants, len(options.plan.seeds)
     runs = {}
     for seed, variant in itertools.product(plan.seeds, variants):
@@ -87,12 +84,9 @@ def _experiment(options: _shared.Options) -> None:
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     """Returns the tables of an experiment's JSON."""
     rows = content["rows"]
-    within, beyond = content["plan"]["lengths"]
-    columns = {
-        "training": "training",
-        f"held-out, positions to {within:,}": f"heldout_{within}",
-        f"{within + 1:,} to {beyond:,}": f"heldout_{beyond}",
-    }
+    lengths = content["plan"]["lengths"]
+    names = ("training", *(f"heldout_{length}" for length in lengths))
+    columns = dict(zip(_shared.loss_labels(lengths), names))
     long = [
         {"variant": row["variant"], "seed": row["seed"], "loss of": name, "loss": row[column]}
         for name, column in columns.items()
@@ -111,13 +105,7 @@ main = _shared.Experiment(
     variants=VARIANTS,
     base=_BASE,
     powers=(2, 4),
-    more={
-        "context": {
-            "type": _shared.positive,
-            "metavar": "T",
-            "help": "Training context; held-out losses are of positions to it and to four times it.",
-        }
-    },
+    more=_shared.CONTEXT,
     run=_experiment,
     tables=tables,
 )

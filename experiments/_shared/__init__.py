@@ -3,6 +3,7 @@
 # ruff: noqa: F401 - experiments use these names as `_shared.NAME`.
 
 from experiments._shared.options import (
+    CONTEXT,
     Experiment,
     Options,
     Plan,
@@ -31,4 +32,4 @@ from experiments._shared.runs import (
     update,
 )
 from experiments._shared.statistics import Mean, Row, differences, from_json, mean, means
-from experiments._shared.tables import Table, difference_table, loss_table, number_table
+from experiments._shared.tables import Table, difference_table, loss_labels, loss_table, number_table

@@ -60,6 +60,13 @@ class Options:
     more: Mapping[str, Any]  # flags of this experiment alone, None for those that were not given
     command: str
 
+    def at_context(self) -> "Options":
+        """Returns the options with the training context that the flag of `CONTEXT` gives, or themselves without it."""
+        if (context := self.more["context"]) is None:
+            return self
+        plan = dataclasses.replace(self.plan, contexts=(context,), lengths=(context, 4 * context))
+        return dataclasses.replace(self, plan=plan)
+
     def write(self, rows: Sequence[Row], folders: Iterable[pathlib.Path] = (), **more: Any) -> pathlib.Path:
         """Writes the rows to NAME.csv, and the rows, their provenance and `more` to NAME.json.
 
@@ -199,6 +206,16 @@ def positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and 0 < int(text) < 2**31):
         raise argparse.ArgumentTypeError(f"{text!r} must be one number of at least 1 and below 2^31")
     return int(text)
+
+
+CONTEXT: Mapping[str, Mapping[str, Any]] = {
+    "context": {
+        "type": positive,
+        "metavar": "T",
+        "help": "Training context; held-out losses are of positions to it and to four times it.",
+    }
+}
+"""Flag of `Options.at_context`, for `Experiment.more`."""
 
 
 def power_variants(power: int) -> dict[str, config.AttentionConfig]:

@@ -58,3 +58,9 @@ def _table(title: str, rows: Sequence[Row], by: str | None, cells: Mapping[tuple
     )
     columns = [f"{place:,}" if isinstance(place, int) else place or "difference" for place in places]
     return Table(title, ("", *columns), [(name, *(cells[name, place] for place in places)) for name in names])
+
+
+def loss_labels(lengths: Sequence[int]) -> tuple[str, str, str]:
+    """Returns the labels of the training loss and of the held-out losses within and beyond the training context."""
+    within, beyond = lengths
+    return "training", f"held-out, positions to {within:,}", f"{within + 1:,} to {beyond:,}"

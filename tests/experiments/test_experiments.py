@@ -91,6 +91,7 @@ def test_rotation_rates(experiment):
     ]
     assert content["runs"]["conformal_0.1_p2_context16_tokens32_steps2_seed0"] == {
         "model.attention.position": "learned_rope",
+        "model.attention.learned_rope_start": "paper",
         "optimizer.learning_rate_factors": ["*.attention.rate.kernel=0.1"],
     }
     assert list(rows[0]) == ["variant", "seed", "training", "heldout_16", "heldout_32"]
