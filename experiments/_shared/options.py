@@ -179,11 +179,12 @@ class Experiment:
             return tuple(filter(None, text.split(",")))
 
         parser = command_line.Parser(prog=f"python -m experiments.{self.name}", description=self.description)
-        scale = "Minutes on two CPU cores, or the paper's models."
+        scale = "Minutes on two CPU cores, or more."
+        scales = "|".join(name for name in self.plans if name != "tiny")
         where = "Folder for results, in DIR/NAME, and runs, in DIR/runs, where other experiments find them."
         default = ",".join(self.variants)
         add = parser.add_argument
-        add("--scale", choices=tuple(self.plans), default="toy", metavar="toy|paper", help=scale)
+        add("--scale", choices=tuple(self.plans), default="toy", metavar=scales, help=scale)
         add("--seeds", type=seeds, metavar="0,1,2", help="Seeds of parameters and the order of data.")
         add("--steps", type=positive, metavar="N", help="Updates of every run.")
         add("--variants", type=chosen, default=default, metavar="A,B", help="Variants to run.")

@@ -2,9 +2,9 @@
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch
@@ -63,14 +63,16 @@ def add_arriving(states, arriving, factor, *, interpret=None):
         joined = state + factor[head, chunk] * plgpu.load(source, layout=layout, optimized=False)
         states[head, chunk, part] = joined.astype(states.dtype)
 
+    def update(states):
+        plgpu.kernel(
+            body,
+            grid=(num_parts, chunks - length, heads),
+            grid_names=("part", "chunk", "head"),
+            kernel_name="power_state_join",
+            compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+            **launch.interpreted(interpret),
+        )(states, arriving.reshape(heads, -1, num_parts, part_size), factor)
+
     # A kernel updates references in place.
-    states_ref = jax.new_ref(states.reshape(heads, chunks, num_parts, part_size))
-    plgpu.kernel(
-        body,
-        grid=(num_parts, chunks - length, heads),
-        grid_names=("part", "chunk", "head"),
-        kernel_name="power_state_join",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        **launch.interpreted(interpret),
-    )(states_ref, arriving.reshape(heads, -1, num_parts, part_size), factor)
-    return jax.freeze(states_ref).reshape(states.shape)
+    joined = pl.run_state(update)(states.reshape(heads, chunks, num_parts, part_size))
+    return joined.reshape(states.shape)
