@@ -21,13 +21,13 @@ from typing import Any
 from experiments import _shared
 from sympow_jax import config, evaluation
 from sympow_jax.config import loading
-from sympow_jax.data import prepare
+from sympow_jax.data import prepare, tokenizer
 from sympow_jax.data.sources import text, tokens
 from sympow_jax.process import streams, workdir
 from sympow_jax.weights import files, runs
 
 PLANS = {
-    "toy": _shared.Plan(seeds=(0,), steps=400, contexts=(256,), lengths=(128, 256, 512, 1024, 2048)),
+    "toy": _shared.Plan(seeds=(0,), steps=200, contexts=(256,), lengths=(128, 256, 512, 1024, 2048)),
     "gpu": _shared.Plan(
         seeds=(0,),
         steps=400,
@@ -53,8 +53,6 @@ VARIANTS: dict[str, dict[str, str]] = {
 ORIGINAL = "original"
 # Updates of the first stage, relative to the second, and the rate of learning of each.
 _FIRST_RATIO, _MATCH_RATE, _RATE = 0.6, 1e-3, 3e-4
-# Texts with this may have a special token, which a document cannot contain.
-_SPECIAL = b"<|"
 
 
 def _report(options: _shared.Options) -> None:
@@ -123,23 +121,24 @@ def _original(options: _shared.Options) -> pathlib.Path:
             "data.context_length": context,
         }
         runs.import_run(weights, loading.replace(found, changes | _SETTINGS[options.scale]), folder)
-    source = workdir.read_config(folder).data
+    name = workdir.read_config(folder).data.tokenizer or "byte"
     for side, given in sides.items():
         if (paths[side] / tokens.METADATA).exists():
             continue
         streams.say(f"tokenizing {paths[side]}")
-        prepared = prepare.Options(
-            tokenizer=source.tokenizer or "byte",
-            separator=source.document_separator,
-            workers=os.cpu_count() or 1,
-        )
-        prepare.write_bin(str(paths[side]), given or list(_python_files(side)), prepared)
+        documents = given or list(_python_files(tokenizer.load(name), heldout=side == "heldout"))
+        prepared = prepare.Options(tokenizer=name, workers=os.cpu_count() or 1)
+        prepare.write_bin(str(paths[side]), documents, prepared)
     return folder
 
 
-def _python_files(side: str) -> Iterable[str]:
-    """Yields the Python files of the installed packages or, held out, of the standard library."""
-    if side == "heldout":
+def _python_files(codec: tokenizer.Tokenizer, *, heldout: bool) -> Iterable[str]:
+    """Yields the Python files of the installed packages or, held out, of the standard library.
+
+    Files that are not UTF-8, or that contain what ends a document, are left out.
+    """
+    end = codec.decode([codec.end_of_text(None, setting="data.document_separator")])
+    if heldout:
         found = [file.path for file in text.standard_library()]
     else:
         found = sorted(map(str, pathlib.Path(sysconfig.get_paths()["purelib"]).rglob("*.py")))
@@ -149,7 +148,7 @@ def _python_files(side: str) -> Iterable[str]:
             content.decode()
         except UnicodeDecodeError:
             continue
-        if content and _SPECIAL not in content:
+        if content and end not in content:
             yield path
 
 

@@ -58,7 +58,10 @@ def __getattr__(name: str):
     if name == "__version__":
         # Read on first use, because package metadata takes longer to read than the rest of the import.
         metadata = importlib.import_module("importlib.metadata")
-        return metadata.version("sympow-jax")
+        try:
+            return metadata.version("sympow-jax")
+        except metadata.PackageNotFoundError:
+            return "uninstalled"  # a checkout on the module path
     if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+import sympow_jax
 from experiments._shared.statistics import Row
 from experiments._shared.tables import Table
 from sympow_jax import config
@@ -22,7 +23,7 @@ from sympow_jax.config import serialize
 from sympow_jax.evaluation import over_runs, report
 from sympow_jax.process import atomic, signals, streams, workdir
 
-_PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "numpy")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 # Digits after the decimal point, for losses in nats and for ratios.
 _DIGITS = 6
 
@@ -82,7 +83,7 @@ class Options:
             "command": self.command,
             "scale": self.scale,
             "plan": dataclasses.asdict(self.plan),
-            "versions": {"python": platform.python_version()}
+            "versions": {"python": platform.python_version(), "sympow-jax": sympow_jax.__version__}
             | {name: importlib.metadata.version(name) for name in _PACKAGES},
             "devices": [device.device_kind for device in jax.devices()],
             "cpus": os.cpu_count(),

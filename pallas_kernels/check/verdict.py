@@ -97,7 +97,7 @@ def machine(device_kind: str) -> dict[str, str]:
         "device": device_kind,
         "driver": driver_version() or "unknown",
         "jax": "-".join(_versions()),
-        "kernels": _kernels_version(),
+        "kernels": _kernels_digest(),
     }
 
 
@@ -133,20 +133,13 @@ def _versions() -> list[str]:
 
 
 @functools.cache
-def _kernels_version() -> str:
-    """Returns the version of the package and a digest of its kernels' sources.
-
-    In a checkout the sources change without a release.
-    """
+def _kernels_digest() -> str:
+    """Returns a digest of the kernels' sources, which in a checkout change without a release."""
     digest = hashlib.sha256()
     root = pathlib.Path(__file__).parents[1]
     for file in sorted(root.rglob("*.py")):
         digest.update(file.relative_to(root).as_posix().encode() + file.read_bytes())
-    try:
-        version = importlib.metadata.version("sympow-jax")
-    except importlib.metadata.PackageNotFoundError:
-        version = "uninstalled"
-    return f"{version}-{digest.hexdigest()[:12]}"
+    return digest.hexdigest()[:12]
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import jax
 
+import sympow_jax
 from sympow_jax import config
 from sympow_jax.config import fields, loading, serialize
 from sympow_jax.process import atomic, hosts, streams
@@ -40,7 +41,7 @@ __all__ = [
 CHECKPOINTS = "checkpoints"
 # Name of the folder of a step. `str.isdigit` would also accept digits that `int` does not.
 _STEP = re.compile("0|[1-9][0-9]*")
-_PACKAGES = ("sympow-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 # File that the training process holds a lock on until it ends.
 _LOCK = "lock"
@@ -67,7 +68,8 @@ def open_workdir(
             holds a run with other settings or data, which the error lists; or settings, data or packages differ between
             processes, or they do not share the folder.
     """
-    packages = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    packages = {"sympow-jax": sympow_jax.__version__}
+    packages |= {name: importlib.metadata.version(name) for name in _PACKAGES}
     hosts.check_same("settings or packages", packages | serialize.flatten(settings))
     hosts.check_same("data", data or {})
     with hosts.all_or_none():

@@ -146,7 +146,7 @@ def test_a_verdict_is_of_one_kind_of_machine(cache, monkeypatch):
     assert not verdict.trusted("power_step", "NVIDIA H200")
     for module, name, other in (
         (verdict, "driver_version", lambda: "590.1"),
-        (verdict, "_kernels_version", lambda: "0.1.0-other"),
+        (verdict, "_kernels_digest", lambda: "other"),
         (verdict, "_versions", lambda: ["0.12.0", "0.12.0.1"]),
         (jax, "__version__", "0.99.0"),
     ):
@@ -196,17 +196,17 @@ def test_a_damaged_verdict_is_none(cache):
         assert not verdict.trusted("power_step", KIND), text
 
 
-def test_the_kernels_version_changes_with_their_sources(tmp_path, monkeypatch):
+def test_the_kernels_digest_changes_with_their_sources(tmp_path, monkeypatch):
     package = tmp_path / "pallas_kernels"
     (package / "check").mkdir(parents=True)
     monkeypatch.setattr(verdict, "__file__", str(package / "check" / "verdict.py"))
-    versions = set()
+    digests = set()
     for text in ("a = 1\n", "a = 2\n"):
         (package / "kernel.py").write_text(text)
-        verdict._kernels_version.cache_clear()
-        versions.add(verdict._kernels_version())
-    verdict._kernels_version.cache_clear()
-    assert len(versions) == 2
+        verdict._kernels_digest.cache_clear()
+        digests.add(verdict._kernels_digest())
+    verdict._kernels_digest.cache_clear()
+    assert len(digests) == 2
 
 
 def test_of_several_processes_all_must_agree(cache, monkeypatch):
