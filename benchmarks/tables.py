@@ -17,9 +17,14 @@ PASSES = {"forward": "forward", "training": "forward + backward"}
 # A row of a later file replaces the same row of an earlier one.
 KERNELS = {
     "h100": ("kernels-brief.json", "kernels.json"),
-    "h200": ("kernels-brief.json", "kernels-both-passes.json", "kernels-forward.json", "kernels-128.json"),
+    "h200": (
+        "kernels-brief.json",
+        "kernels-both-passes.json",
+        "kernels-forward.json",
+        "kernels-128.json",
+        "kernels.json",
+    ),
 }
-TRAINING = {"h100": ("training.json",), "h200": ("training-before.json", "training.json")}
 
 
 def pages() -> dict[str, list[str]]:
@@ -27,7 +32,7 @@ def pages() -> dict[str, list[str]]:
     return {
         "README.md": [
             kernel_times("h100", power=[2], head_dim=[64], time=[1024, 4096, 8192, 16384, 65536]),
-            training_steps("h100", source=["4a00067"]),
+            training_steps("h200"),
         ],
         "docs/comparison.md": [both_passes()],
         "docs/data.md": [reading_speeds()],
@@ -111,31 +116,32 @@ def chunk_times() -> str:
 
 
 def training_steps(gpu: str, **wanted: Sequence) -> str:
-    """Returns the speed and the memory of training steps."""
+    """Returns the speed, by device time, and the memory of training steps.
+
+    Rows of one commit are compared, or of several if each step was measured at one of them only.
+    """
+    found = select(gpu_rows(gpu, ["training.json"]), wanted)
+    repeated = len({(row["context"], row["preset"]) for row in found}) < len(found)
     steps: dict[tuple, dict] = collections.defaultdict(dict)
-    for row in select(gpu_rows(gpu, TRAINING[gpu]), wanted):
-        steps[row["source"], row["context"]][row["preset"]] = row
+    for row in found:
+        steps[row["source"] if repeated else "", row["context"]][row["preset"]] = row
     rows = []
-    for (source, context), presets in sorted(steps.items()):
-        # A step whose loss was not finite has a note in place of a speed.
-        both = [presets.get(name, {"note": ""}) for name in ("conformal", "softmax")]
-        speeds = [row.get("tokens_per_second") for row in both]
-        measured = [row for row in both if "mfu" in row]
+    for (_, context), presets in sorted(steps.items()):
+        both = [presets.get(name) for name in ("conformal", "softmax")]
+        measured = [row for row in both if row]
+        speeds = [row and row["tokens"] / row["device_seconds"] for row in both]
         rows.append(
             (
                 f"{context:,}",
-                *(
-                    f"{speed:,.0f}" if speed else "NaN" if row["note"] else ""
-                    for row, speed in zip(both, speeds)
-                ),
-                ratio(speeds[0], speeds[1], digits=2),
-                ", ".join(f"{row['mfu']:.0%}" for row in measured),
+                *(f"{speed:,.0f}" if speed else "" for speed in speeds),
+                ratio(*speeds, digits=2),
+                ", ".join(f"{row['mfu'] * row['seconds'] / row['device_seconds']:.0%}" for row in measured),
                 ", ".join(f"{row['peak_bytes'] / 1e9:.0f} GB" for row in measured),
-                source,
+                ", ".join(dict.fromkeys(row["source"] for row in measured)),
             )
         )
     columns = ("tokens per row", "conformal, tokens/s", "softmax with cuDNN, tokens/s", "ratio")
-    return markdown((*columns, "MFU of each", "peak memory of each", "commit or file"), rows)
+    return markdown((*columns, "MFU of each", "peak memory of each", "commit"), rows)
 
 
 def cpu_times() -> str:

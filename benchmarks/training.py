@@ -91,12 +91,12 @@ def measure(row: dict) -> dict:
     shape = settings.data.batch_size, row["context"] + 1
     drawn = np.random.default_rng(0).integers(settings.model.vocab_size, size=shape, dtype=np.int32)
     batch = sharding.place_batch({"inputs": drawn[:, :-1], "targets": drawn[:, 1:]}, mesh)
-    begin = time.perf_counter()
     program = training.Program(settings, mesh)
-    update = program.update.lower(program.abstract, batch).compile()
-    compile_seconds = time.perf_counter() - begin
-
-    state = program.init_state()
+    with supervisor.exclusive(tuning=True):
+        begin = time.perf_counter()
+        update = program.update.lower(program.abstract, batch).compile()
+        compile_seconds = time.perf_counter() - begin
+        state = program.init_state()
     with supervisor.exclusive():
         state, seconds, losses = _steps(update, state, batch)
         median = statistics.median(seconds)

@@ -145,13 +145,16 @@ def _shared(jobs: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def exclusive() -> Iterator[None]:
-    """Holds the device lock, if `run_all` set one. Meanwhile its other processes can only compile."""
+def exclusive(*, tuning: bool = False) -> Iterator[None]:
+    """Holds the device lock, if `run_all` set one. Meanwhile its other processes can only compile.
+
+    With `tuning`, others that tune may hold it too: XLA tries programs on the device while it compiles a training step.
+    """
     if (path := os.environ.get(_LOCK)) is None:
         yield
         return
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_SH if tuning else fcntl.LOCK_EX)
         yield
 
 

@@ -33,6 +33,17 @@ def measured(*faults, count=2, **limits):
     return list(_rows.in_processes([{"number": n} for n in range(count)], command, **limits))
 
 
+def test_no_row_is_measured_while_another_tunes(tmp_path):
+    """The first row measures only after the second, which began to tune before it."""
+    begun, over = tmp_path / "begun", tmp_path / "over"
+    tune = f"""with supervisor.exclusive(tuning=True):
+                open({str(begun)!r}, "w"); time.sleep(1); open({str(over)!r}, "w")"""
+    wait = f"""
+            while not os.path.exists({str(begun)!r}): time.sleep(0.01)
+            with supervisor.exclusive(): assert os.path.exists({str(over)!r})"""
+    assert [row["seconds"] for row in measured(wait, tune, seconds=60.0, jobs=2)] == [1.0, 1.0]
+
+
 def test_a_row_that_fails_is_lost_alone():
     notes = {
         "raise ValueError('a mistake')": "ValueError: a mistake",
