@@ -20,9 +20,14 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float
-from sympow_jax.ops import decays, feature_maps, layout
+from sympow_jax.ops import decays, derivatives, layout
+from sympow_jax.ops.forms import features
 
 __all__ = ["attend"]
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+# Columns that one inverse corrects.
+_BLOCK = 16
 
 
 def attend(
@@ -50,59 +55,159 @@ def attend(
         kv: the state before the first token; None for zeros.
         return_state: whether to return the state.
     """
-    kv_heads, time = key.shape[2], key.shape[1]
+    (batch, time, kv_heads, head_dim), value_dim = key.shape, value.shape[3]
     has_state = kv is not None or return_state or chunk < time
 
     def chunks(x):
         """Returns [J, B, K, ..., C], with zeros at the end."""
         x = jnp.pad(x, [(0, 0), (0, -time % chunk)] + [(0, 0)] * (x.ndim - 2))
-        x = x.reshape(x.shape[0], -1, chunk, *x.shape[2:])
+        x = x.reshape(batch, -1, chunk, *x.shape[2:])
         return jnp.moveaxis(x, (1, 2), (0, -1))
 
     arrays = [chunks(x) for x in (layout.by_group(query, kv_heads), key, value, delta, log_decay)]
-    if has_state and kv is None:
-        features = feature_maps.symmetric_power_dim(key.shape[3], power)
-        shape = (key.shape[0], kv_heads, features, value.shape[3])
-        kv = jnp.zeros_like(value, shape=shape)
-    body = jax.checkpoint(functools.partial(_chunk, power))
-    kv, out = jax.lax.scan(body, kv, arrays)
+    if not has_state:
+        out, state = jax.vmap(jax.vmap(jax.vmap(functools.partial(_within_chunk, power))))(*arrays)[0], None
+    else:
+        if kv is None:
+            state = features.zeros(value, (batch, kv_heads), head_dim, value_dim, power, value.dtype)
+        else:
+            state = features.from_canonical(kv, head_dim, power)
+        of_head = jax.vmap(jax.vmap(functools.partial(_over_chunks, power), (1, 0), (1, 0)), (1, 0), (1, 0))
+        out, state = of_head(arrays, state)
+        kv = features.to_canonical(state, head_dim, power)
     # [J, B, K, G, E, C] to [B, X, N, E].
-    out = jnp.moveaxis(out, (0, -1), (1, 2)).reshape(query.shape[0], -1, *query.shape[2:3], value.shape[3])
+    out = jnp.moveaxis(out, (0, -1), (1, 2)).reshape(batch, -1, query.shape[2], value_dim)
     return out[:, :time], kv
 
 
-def _chunk(power, kv, arrays):
-    query, key, value, delta, log_decay = arrays
-    product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+@functools.partial(derivatives.custom_vjp, static=1)
+def _over_chunks(power, arrays, state, differentiated=False):
+    """Returns the outputs of the chunks of one head, [J, G, E, C], and the state after them.
+
+    Also returned if `differentiated`: the arguments, the state before each chunk, and what was read of it.
+    """
+    weights = features.weights(arrays[1].shape[1], power, arrays[1].dtype)
+
+    def step(state, chunk):
+        query, key, *_ = chunk
+        reads = features.query(features.weighted(state, weights), _readers(query, key), power, _HIGHEST)
+        out, written, across = _within_chunk(power, *chunk, reads)
+        new = features.fold(written, key, power, _HIGHEST)
+        after = tuple(across * s + n for s, n in zip(state, new))
+        return after, (out, state, reads) if differentiated else out
+
+    final, results = jax.lax.scan(step, state, arrays)
+    if not differentiated:
+        return results, final
+    out, *saved = results
+    return (out, final), (arrays, *saved)
+
+
+def _over_chunks_vjp(power, residuals, cotangents):
+    arrays, states, reads = residuals
+    dout, dfinal = cotangents
+    weights = features.weights(arrays[1].shape[1], power, arrays[1].dtype)
+
+    def step(dstate, inputs):
+        chunk, state, reads, dout = inputs
+        query, key, *_ = chunk
+        readers, weighted = _readers(query, key), features.weighted(state, weights)
+        (_, written, across), pullback = jax.vjp(functools.partial(_within_chunk, power), *chunk, reads)
+        dwritten = features.query(dstate, key, power, _HIGHEST)
+        dkey_by_state = features.query_vjp(dstate, key, written, power, _HIGHEST)
+        dacross = sum(jnp.vdot(d, s, precision=_HIGHEST) for d, s in zip(dstate, state))
+        dquery, dkey, *others, dreads = pullback((dout, dwritten, dacross))
+        dreaders = features.query_vjp(weighted, readers, dreads, power, _HIGHEST)
+        dkey_by_reads, *dquery_by_reads = layout.split_heads(dreaders, 1 + len(query))
+        dreads = features.weighted(features.fold(dreads, readers, power, _HIGHEST), weights)
+        gradients = dquery + jnp.stack(dquery_by_reads), dkey + dkey_by_state + dkey_by_reads, *others
+        return tuple(across * d + r for d, r in zip(dstate, dreads)), gradients
+
+    dstate, gradients = jax.lax.scan(step, dfinal, (arrays, states, reads, dout), reverse=True)
+    return list(gradients), dstate
+
+
+_over_chunks.defvjp(functools.partial(_over_chunks.fun, differentiated=True), _over_chunks_vjp)
+
+
+def _readers(query, key):
+    """Returns what reads the state before a chunk, [D, (1 + G) C]: its keys, and its queries of all heads."""
+    return layout.merge_heads(jnp.concatenate([key[None], query]))
+
+
+def _within_chunk(power, query, key, value, delta, log_decay, reads=None):
+    """Returns the outputs of a chunk [G, E, C], what its tokens write to the state after it, and that one's decay.
+
+    `reads` are those of `_readers`, without decays; None for an empty state.
+    """
+    product = functools.partial(jnp.einsum, precision=_HIGHEST)
     coarse, fine = decays.split(log_decay)
-    tokens = jnp.arange(log_decay.shape[-1])
+    tokens = jnp.arange(key.shape[1])
     visible = tokens[:, None] >= tokens
-    within = decays.within(
-        (coarse[..., :, None], fine[..., :, None]), (coarse[..., None, :], fine[..., None, :]), visible
-    )
-    own = within * product("bkdi,bkdj->bkij", key, key) ** power
-    reads, wanted = None, value
-    if kv is not None:
-        from_start = decays.exp(coarse + fine)
-        key_features, query_features = (
-            feature_maps.symmetric_power(jnp.moveaxis(x, -2, -1), power) for x in (key, query)
-        )
-        wanted = value - from_start[:, :, None] * product("bkif,bkfe->bkei", key_features, kv)
-        reads = from_start[:, :, None, None] * product("bkgif,bkfe->bkgei", query_features, kv)
-    # Row i of the solution has the corrected value of token i.
-    corrected = jax.lax.linalg.triangular_solve(
-        delta[..., None] * jnp.where(tokens[:, None] > tokens, own, 0)
-        + jnp.eye(len(tokens), dtype=own.dtype),
-        jnp.moveaxis(delta[:, :, None] * wanted, -2, -1),
-        left_side=True,
-        lower=True,
-        unit_diagonal=True,
-    )
-    weights = within[:, :, None] * product("bkgdi,bkdj->bkgij", query, key) ** power
-    out = product("bkgij,bkje->bkgei", weights, corrected)
-    if kv is not None:
-        out = out + reads
-        to_end = decays.exp(decays.sums_after(log_decay))[..., None]
-        across = decays.exp(log_decay.sum(-1))[..., None, None]
-        kv = across * kv + product("bkif,bkie->bkfe", key_features * to_end, corrected)
-    return kv, out
+    within = decays.within((coarse[:, None], fine[:, None]), (coarse, fine), visible)
+    weights = jax.lax.integer_pow(product("gdi,dj->gij", jnp.concatenate([key[None], query]), key), power)
+    of_key, *of_queries = within * weights
+    wanted, read = value, 0.0
+    if reads is not None:
+        reads = decays.exp(coarse + fine) * layout.split_heads(reads, 1 + len(query))
+        wanted, read = value - reads[0], reads[1:]
+    corrected = _solve(delta[:, None] * of_key, delta * wanted)
+    out = product("gij,ej->gei", jnp.stack(of_queries), corrected) + read
+    return out, corrected * decays.exp(decays.sums_after(log_decay)), decays.exp(log_decay.sum())
+
+
+@derivatives.custom_vjp
+def _solve(weights: Float[Array, "C C"], right: Float[Array, "E C"]) -> Float[Array, "E C"]:
+    """Returns x with x_i + sum_(j < i) weights_ij x_j = right_i for each column i; reads weights with j < i only.
+
+    Blocks of columns follow each other, each by the inverse of its own weights. (XLA calls a library for triangular
+    solves on CPUs, whose threads wait for each other in every small one, up to 20 times as long on a busy machine.)
+    """
+    size = right.shape[1]
+    width = min(_BLOCK, 1 << (size - 1).bit_length())
+    count = -(-size // width)
+    ends = 0, count * width - size
+    weights, right = jnp.pad(weights, [ends, ends]), jnp.pad(right, [(0, 0), ends])
+    product = functools.partial(jnp.matmul, precision=_HIGHEST)
+    rows = weights.reshape(count, width, count * width)
+    own = jnp.diagonal(rows.reshape(count, width, count, width), axis1=0, axis2=2)
+    inverses = _inverses(jnp.moveaxis(own, -1, 0))
+
+    def step(x, block):
+        index, row, inverse = block
+        start = index * width
+        left = jax.lax.dynamic_slice_in_dim(right, start, width, 1) - product(x, row.T)
+        return jax.lax.dynamic_update_slice_in_dim(x, product(left, inverse.T), start, 1), None
+
+    x, _ = jax.lax.scan(step, jnp.zeros_like(right), (jnp.arange(count), rows, inverses))
+    return x[:, :size]
+
+
+def _solve_vjp(arguments, cotangent):
+    weights, right = arguments
+    # The transposed equations, from the last column to the first.
+    dright = _solve(weights.T[::-1, ::-1], cotangent[:, ::-1])[:, ::-1]
+    x = _solve(weights, right)
+    dweights = -jnp.einsum("ei,ej->ij", dright, x, precision=_HIGHEST)
+    return jnp.tril(dweights, -1), dright
+
+
+_solve.defvjp(None, _solve_vjp)
+
+
+def _inverses(weights: Float[Array, "n C C"]) -> Float[Array, "n C C"]:
+    """Returns the inverses of I + the strictly lower parts, from those of their diagonal blocks, of 1, 2, 4, ... rows.
+
+    [[A, 0], [M, B]] has the inverse [[A', 0], [-B' M A', B']].
+    """
+    count, size, _ = weights.shape
+    product = functools.partial(jnp.matmul, precision=_HIGHEST)
+    found, width = jnp.ones_like(weights, shape=(count, size, 1, 1)), 1
+    while width < size:
+        blocks = weights.reshape(count, size // (2 * width), 2, width, -1, 2, width)
+        below = jnp.moveaxis(jnp.diagonal(blocks[:, :, 1, :, :, 0], axis1=1, axis2=3), -1, 1)
+        first, second = found[:, ::2], found[:, 1::2]
+        below = -product(second, product(below, first))
+        found = jnp.block([[first, jnp.zeros_like(first)], [below, second]])
+        width *= 2
+    return found[:, 0]
