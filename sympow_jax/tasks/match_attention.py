@@ -29,10 +29,10 @@ class MatchAttention(task.Task):
         layers = jnp.sum(errors, axis=(0, 1), where=task.counts(batch["targets"])[..., None])
         return task.Sums(layers.mean(), {}, dict(zip(self._layers, layers, strict=True)))
 
-    def last_line(self, metrics: Mapping[str, float]) -> str | None:
-        """Returns the layer with the largest loss; None without losses, as of an update that was skipped."""
-        found = [(metrics[name], name) for name in self._layers if name in metrics]
-        return f"worst layer: {max(found)[1]} {max(found)[0]:.4f}" if found else None
+    def shown(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Returns the loss, and that of the worst layer."""
+        worst = max(self._layers, key=metrics.__getitem__)
+        return {"loss": metrics["loss"], f"worst, {worst}": metrics[worst]}
 
     def trains(self, name: str) -> bool:
         """Returns whether the parameter belongs to new attention."""

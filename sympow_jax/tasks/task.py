@@ -74,9 +74,9 @@ class Task(abc.ABC):
         """
         return {}
 
-    def last_line(self, metrics: Mapping[str, float]) -> str | None:
-        """Returns a line for the end of training from the metrics of its last step, or None."""
-        return None
+    def shown(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """Returns what a terminal shows of the metrics of held-out rows."""
+        return metrics
 
     def trains(self, name: str) -> bool:
         """Returns whether the parameter of this name is trained."""

@@ -158,8 +158,6 @@ class Reporter:
                 writer.write(step, values)
         if is_logged:
             self._show(step, loss, rows, now)
-        if step == training.steps and (line := self._task.last_line(values)) is not None:
-            print(line, flush=True)
 
     def write_texts(self, step: int, texts: Mapping[str, str]) -> None:
         """Writes texts by name, after update `step`, to the writers that have texts."""
@@ -181,8 +179,10 @@ class Reporter:
         rates, steps = self._rates(seconds), self._config.training.steps
         parts = [f"loss {loss:.4f}"]
         if held_out:
-            shown = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in held_out.items()]
-            self._held_out = f"held-out {', '.join(shown)}"
+            shown = self._task.shown(held_out).items()
+            self._held_out = (
+                f"held-out {', '.join(f'{name.replace("_", " ")} {value:.4f}' for name, value in shown)}"
+            )
         if held_out or (self._progress.is_bar and self._held_out):
             parts.append(self._held_out)
         parts.append(f"{rates['tokens_per_second']:,.0f} tokens/s")

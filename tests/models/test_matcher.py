@@ -215,12 +215,9 @@ def test_flops_are_a_forward_pass_of_the_original_and_both_of_the_new_layers():
     assert counted(PATTERN, "match_attention") == pytest.approx(expected)
 
 
-def test_the_last_line_is_of_the_losses_that_are_known():
-    """Those of an update that was skipped are left out of its metrics."""
-    task = tasks.make(settings())
-    assert task.last_line({"loss_layer_0": 0.25, "loss_layer_2": 0.5}) == "worst layer: loss_layer_2 0.5000"
-    assert task.last_line({"loss_layer_0": 0.25}) == "worst layer: loss_layer_0 0.2500"
-    assert task.last_line({}) is None
+def test_a_terminal_shows_the_worst_layer_alone():
+    metrics = {"loss": 0.375, "loss_layer_0": 0.25, "loss_layer_2": 0.5}
+    assert tasks.make(settings()).shown(metrics) == {"loss": 0.375, "worst, loss_layer_2": 0.5}
 
 
 def test_a_first_stage_is_neither_inspected_nor_evaluated(tmp_path):
