@@ -121,23 +121,26 @@ def _original(options: _shared.Options) -> pathlib.Path:
             "data.context_length": context,
         }
         runs.import_run(weights, loading.replace(found, changes | _SETTINGS[options.scale]), folder)
-    name = workdir.read_config(folder).data.tokenizer or "byte"
+    # A folder has its tokenizer; that of a GGUF file is in the imported run.
+    source = workdir.read_config(folder).data
+    name = source.tokenizer or str(weights)
     for side, given in sides.items():
         if (paths[side] / tokens.METADATA).exists():
             continue
         streams.say(f"tokenizing {paths[side]}")
-        documents = given or list(_python_files(tokenizer.load(name), heldout=side == "heldout"))
-        prepared = prepare.Options(tokenizer=name, workers=os.cpu_count() or 1)
+        codec = tokenizer.load(name)
+        end = codec.end_of_text(source.document_separator, setting="data.document_separator")
+        documents = given or list(_python_files(codec.decode([end]), heldout=side == "heldout"))
+        prepared = prepare.Options(tokenizer=name, separator=end, workers=os.cpu_count() or 1)
         prepare.write_bin(str(paths[side]), documents, prepared)
     return folder
 
 
-def _python_files(codec: tokenizer.Tokenizer, *, heldout: bool) -> Iterable[str]:
+def _python_files(end: bytes, *, heldout: bool) -> Iterable[str]:
     """Yields the Python files of the installed packages or, held out, of the standard library.
 
-    Files that are not UTF-8, or that contain what ends a document, are left out.
+    Files that are not UTF-8, or that contain `end`, which ends a document, are left out.
     """
-    end = codec.decode([codec.end_of_text(None, setting="data.document_separator")])
     if heldout:
         found = [file.path for file in text.standard_library()]
     else:

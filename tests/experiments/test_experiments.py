@@ -10,7 +10,7 @@ import pathlib
 import pytest
 
 from experiments import _shared, context_scaling, evaluation_context, gating, lrpe, overhead, powers
-from sympow_jax import config
+from sympow_jax import config, models, weights
 from tests.experiments.conftest import OPTIONS
 
 pytestmark = pytest.mark.robust
@@ -58,6 +58,32 @@ def test_experiments_share_runs(experiment, capsys):
     # The final loss is averaged over the last tenth of the updates, at least one: here, the last of three.
     curves = [point["loss"] for point in content["curves"]]
     assert curves[2::3] == pytest.approx([float(row["loss"]) for row in rows], abs=1e-6)
+
+
+def test_a_published_model(experiment, tmp_path):
+    """A folder of a tiny Llama, with a tokenizer of bytes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    body = {"norm": "rms", "activation": "swiglu", "embedding_norm": False}
+    sizes = {"vocab_size": 259, "layers": 2, "width": 16, "heads": 2}
+    model = config.ModelConfig(**sizes, **body, attention=config.preset("llama3"))
+    settings = config.Config(model=model)
+    folder = tmp_path / "llama"
+    weights.save_pretrained(folder, settings, models.make(model, settings.task, rngs=0))
+    names = ["<unk>", "<s>", "</s>", *sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())]
+    codec = tokenizers.Tokenizer(tokenizers.models.BPE({name: i for i, name in enumerate(names)}, []))
+    codec.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    codec.decoder = tokenizers.decoders.ByteLevel()
+    codec.add_special_tokens(["</s>"])
+    codec.save(str(folder / "tokenizer.json"))
+    text = pathlib.Path(__file__)
+    flags = f"--weights={folder}", f"--heldout={text},{text.with_name('conftest.py')}"
+    rows, content = experiment("published", *flags, "--variants=softmax,gated")
+    assert [row["variant"] for row in rows] == [
+        name for name in ("original", "softmax", "gated") for _ in range(3)
+    ]
+    assert all(abs(float(row["loss"]) - math.log(259)) < 0.5 for row in rows)
+    assert set(content["tokens_per_second"]) == {"softmax, second", "gated, first", "gated, second"}
+    assert {point["stage"] for point in content["curves"]} == {"first", "second"}
 
 
 @pytest.mark.slow
