@@ -92,7 +92,7 @@ def prepare(row: Row) -> Prepared:
 
 def _run(function, *arguments):
     """Compiles a function, then calls it while it holds the device; returns the program and the result."""
-    with supervisor.exclusive(tuning=True):
+    with supervisor.tuning():
         program = jax.jit(function).lower(*arguments).compile()
     with supervisor.exclusive():
         return program, jax.block_until_ready(program(*arguments))

@@ -14,7 +14,7 @@ from benchmarks import _rows
 
 CONTENDERS = CHUNKED, ATTENTION, CUDNN = "chunked/mosaic_gpu", "attention/mosaic_gpu", "softmax/cudnn"
 PASSES = {"forward": "forward", "training": "forward + backward"}
-# A row of a later file replaces the same row of an earlier one.
+# A row of a later file replaces the same row of an earlier one. `kernels-while-training.json` has upper bounds.
 KERNELS = {
     "h100": ("kernels-brief.json", "kernels.json"),
     "h200": (
@@ -32,7 +32,7 @@ def pages() -> dict[str, list[str]]:
     return {
         "README.md": [
             kernel_times("h100", power=[2], head_dim=[64], time=[1024, 4096, 8192, 16384, 65536]),
-            training_steps("h200"),
+            training_steps("h200", by_commit=False),
         ],
         "docs/comparison.md": [both_passes()],
         "docs/data.md": [reading_speeds()],
@@ -43,8 +43,8 @@ def pages() -> dict[str, list[str]]:
             kernel_times("h100"),
             chunk_times(),
             kernel_times("h200"),
-            training_steps("h100"),
-            training_steps("h200"),
+            training_steps("h100", by_commit=True),
+            training_steps("h200", by_commit=False),
             decoding_times(),
         ],
     }
@@ -115,26 +115,25 @@ def chunk_times() -> str:
     return markdown(("T", *map(str, chunks)), cells)
 
 
-def training_steps(gpu: str, **wanted: Sequence) -> str:
+def training_steps(gpu: str, *, by_commit: bool) -> str:
     """Returns the speed, by device time, and the memory of training steps.
 
-    Rows of one commit are compared, or of several if each step was measured at one of them only.
+    If not `by_commit`, steps of several commits are compared, each measured at one of them.
     """
-    found = select(gpu_rows(gpu, ["training.json"]), wanted)
-    repeated = len({(row["context"], row["preset"]) for row in found}) < len(found)
     steps: dict[tuple, dict] = collections.defaultdict(dict)
-    for row in found:
-        steps[row["source"] if repeated else "", row["context"]][row["preset"]] = row
+    for row in gpu_rows(gpu, ["training.json"]):
+        if "device_seconds" in row:
+            steps[row["source"] if by_commit else "", row["context"]][row["preset"]] = row
     rows = []
-    for (_, context), presets in sorted(steps.items()):
+    for (_, context), presets in steps.items():
         both = [presets.get(name) for name in ("conformal", "softmax")]
         measured = [row for row in both if row]
-        speeds = [row and row["tokens"] / row["device_seconds"] for row in both]
+        speeds = [row["tokens"] / row["device_seconds"] if row else None for row in both]
         rows.append(
             (
                 f"{context:,}",
                 *(f"{speed:,.0f}" if speed else "" for speed in speeds),
-                ratio(*speeds, digits=2),
+                ratio(speeds[0], speeds[1], digits=2),
                 ", ".join(f"{row['mfu'] * row['seconds'] / row['device_seconds']:.0%}" for row in measured),
                 ", ".join(f"{row['peak_bytes'] / 1e9:.0f} GB" for row in measured),
                 ", ".join(dict.fromkeys(row["source"] for row in measured)),

@@ -3,12 +3,13 @@
     python -m experiments.published --weights=SmolLM2-135M-Instruct.Q4_1.gguf [--scale=gpu]
 
 The model is imported, and text is tokenized by its own tokenizer: without --data and --heldout, it is trained on the
-Python files of the installed packages and evaluated on those of the standard library. Each variant has a first stage,
-in which the new layers learn the outputs of the old ones, and a second one, in which the whole model predicts the next
-token. `softmax` is the original, trained with the second stage's data and updates, so that what new attention costs is
-told apart from what the data teaches.
+Python files of the installed packages and evaluated on those of the standard library. New attention has a first stage,
+in which it learns the outputs of the old, and a second one, in which the whole model predicts the next token. `softmax`
+is the original with the second stage alone, so that what new attention costs is told apart from what the data teaches.
 """
 
+import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -19,8 +20,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from experiments import _shared
-from sympow_jax import config, evaluation
-from sympow_jax.config import loading
+from sympow_jax import config, evaluation, hub
+from sympow_jax.config import loading, serialize
+from sympow_jax.data import files as file_lib
 from sympow_jax.data import prepare, tokenizer
 from sympow_jax.data.sources import text, tokens
 from sympow_jax.process import streams, workdir
@@ -56,84 +58,87 @@ _FIRST_RATIO, _MATCH_RATE, _RATE = 0.6, 1e-3, 3e-4
 
 
 def _report(options: _shared.Options) -> None:
-    base = _original(options)
-    folders = _train(options, base)
-    lengths = options.plan.lengths
+    base, data = _imported(options)
+    folders = _train(options, base, data)
+    plan = options.plan
     untrained = options.runs / f"{base.name}_evaluation"
-    evaluation.evaluate([base], lengths, out=untrained, documents=options.plan.documents)
-    losses = {ORIGINAL: untrained} | {variant: second for variant, (_, second) in folders.items()}
+    evaluation.evaluate([base], plan.lengths, out=untrained, documents=plan.documents, changes=data)
+    losses = {(ORIGINAL, seed): untrained for seed in plan.seeds}
+    losses |= {key: second for key, (*_, second) in folders.items()}
     rows = [
-        {"variant": variant}
+        {"variant": variant, "seed": seed}
         | {column: row[column] for column in ("context_length", "loss", "standard_error")}
-        for variant, folder in losses.items()
+        for (variant, seed), folder in losses.items()
         for row in _shared.evaluation(folder)
     ]
     stages = {
-        (variant, stage): folder
-        for variant, pair in folders.items()
-        for stage, folder in zip(("first", "second"), pair)
-        if folder is not None
+        (*key, name): folder
+        for key, runs in folders.items()
+        for name, folder in zip(("second", "first"), runs[::-1])
     }
+    speeds: dict[str, list[float]] = {}
+    for (variant, _, stage), folder in stages.items():
+        speeds.setdefault(f"{variant}, {stage}", []).append(_speed(folder))
     path = options.write(
         rows,
         list(stages.values()),
-        curves=_shared.curve_rows(stages, ("variant", "stage")),
-        tokens_per_second={
-            f"{variant}, {stage}": _speed(folder) for (variant, stage), folder in stages.items()
-        },
+        curves=_shared.curve_rows(stages, ("variant", "seed", "stage")),
+        tokens_per_second={name: statistics.median(found) for name, found in speeds.items()},
     )
-    (context,) = options.plan.contexts
-    tokens_of = {
-        stage: steps * _SETTINGS[options.scale]["data.batch_tokens"] / 1e6
-        for stage, steps in (("first", _first(options)), ("second", options.plan.steps))
-    }
+    (context,) = plan.contexts
+    first, second = (
+        f"{steps * _SETTINGS[options.scale]['data.batch_tokens'] / 1e6:.1f}M"
+        for steps in (_first(options), plan.steps)
+    )
     panel = _shared.Panel(
         lines=_shared.lines(_shared.means(rows, ("variant", "context_length"), "loss")),
         x_label="upper end of positions (tokens)",
         y_label="held-out loss (nats per token)",
-        ticks=lengths,
+        ticks=plan.lengths,
         mark=(context, f"training context {context:,}"),
     )
     _shared.draw_lines(
         path,
         [panel],
         title=f"Attention replaced in {base.name}",
-        subtitle=f"{tokens_of['first']:.1f}M tokens of its outputs, then {tokens_of['second']:.1f}M of the model; "
-        "softmax is the original after the latter alone",
+        subtitle=f"{first} tokens to learn its outputs, then {second} of the whole model; softmax has the latter",
     )
 
 
-def _original(options: _shared.Options) -> pathlib.Path:
-    """Returns the folder of the imported model, whose settings name the tokenized text."""
+def _imported(options: _shared.Options) -> tuple[pathlib.Path, dict[str, str]]:
+    """Returns the folder of the imported model, and the settings of its tokenized text."""
     if (name := options.more["weights"]) is None:
         raise ValueError("--weights is missing; name a GGUF file or a folder of a published model")
-    weights = pathlib.Path(name)
-    folder = options.runs / weights.stem
-    sides = {"train": options.data, "heldout": options.heldout}
-    paths = {side: folder.with_name(f"{folder.name}_{side}.bin") for side in sides}
+    weights = hub.local_path(name, hub.WEIGHTS)
+    if not weights.exists():
+        raise ValueError(f"--weights={name}: there is no such file or folder")
+    folder = options.runs / pathlib.Path(name).absolute().name.removesuffix(".gguf")
     if not workdir.checkpoint_steps(folder):
-        (context,) = options.plan.contexts
         found = files.read_settings(files.settings_path(weights))
-        changes = {
-            "data.source": "tokens",
-            "data.paths": (str(paths["train"]),),
-            "data.heldout_paths": (str(paths["heldout"]),),
-            "data.context_length": context,
-        }
-        runs.import_run(weights, loading.replace(found, changes | _SETTINGS[options.scale]), folder)
-    # A folder has its tokenizer; that of a GGUF file is in the imported run.
+        (context,) = options.plan.contexts
+        changes = {"data.context_length": context} | _SETTINGS[options.scale]
+        runs.import_run(weights, loading.replace(found, changes), folder)
     source = workdir.read_config(folder).data
-    name = source.tokenizer or str(weights)
-    for side, given in sides.items():
-        if (paths[side] / tokens.METADATA).exists():
-            continue
-        streams.say(f"tokenizing {paths[side]}")
-        codec = tokenizer.load(name)
-        end = codec.end_of_text(source.document_separator, setting="data.document_separator")
-        documents = given or list(_python_files(codec.decode([end]), heldout=side == "heldout"))
-        prepared = prepare.Options(tokenizer=name, separator=end, workers=os.cpu_count() or 1)
-        prepare.write_bin(str(paths[side]), documents, prepared)
-    return folder
+    if source.tokenizer is None:
+        raise ValueError(f"--weights={name} has no tokenizer; put its tokenizer.json into its folder")
+    codec = tokenizer.load(source.tokenizer)
+    end = codec.end_of_text(source.document_separator, setting="data.document_separator")
+    settings = {"data.source": "tokens", "data.document_separator": str(end)}
+    for side, given in (("paths", options.data), ("heldout_paths", options.heldout)):
+        # Text of its own has tokens of its own.
+        text_name = f"_{hashlib.sha256(repr(given).encode()).hexdigest()[:8]}" if given else ""
+        path = folder.with_name(f"{folder.name}_{side}{text_name}.bin")
+        record = path / tokens.METADATA
+        if not (record.exists() and "documents" in serialize.read_object(record)):
+            streams.say(f"tokenizing {path}")
+            documents = given or list(_python_files(codec.decode([end]), heldout=side == "heldout_paths"))
+            prepared = prepare.Options(tokenizer=source.tokenizer, separator=end, workers=os.cpu_count() or 1)
+            prepare.write_bin(str(path), documents, prepared)
+        settings |= {
+            f"data.{side}": str(path),
+            "data.token_dtype": serialize.read_object(record)["token_dtype"],
+        }
+    return folder, settings
 
 
 def _python_files(end: bytes, *, heldout: bool) -> Iterable[str]:
@@ -141,18 +146,15 @@ def _python_files(end: bytes, *, heldout: bool) -> Iterable[str]:
 
     Files that are not UTF-8, or that contain `end`, which ends a document, are left out.
     """
-    if heldout:
-        found = [file.path for file in text.standard_library()]
-    else:
-        found = sorted(map(str, pathlib.Path(sysconfig.get_paths()["purelib"]).rglob("*.py")))
-    for path in found:
-        content = pathlib.Path(path).read_bytes()
+    packages = sysconfig.get_paths()["purelib"]
+    for file in text.standard_library() if heldout else file_lib.below(packages, suffix=".py"):
+        content = file_lib.read(file.path)
         try:
             content.decode()
         except UnicodeDecodeError:
             continue
         if content and end not in content:
-            yield path
+            yield file.path
 
 
 def _first(options: _shared.Options) -> int:
@@ -160,37 +162,44 @@ def _first(options: _shared.Options) -> int:
 
 
 def _train(
-    options: _shared.Options, base: pathlib.Path
-) -> dict[str, tuple[pathlib.Path | None, pathlib.Path]]:
-    """Trains all runs; returns the folders of both stages by variant. Softmax has no first stage."""
+    options: _shared.Options, base: pathlib.Path, data: Mapping[str, str]
+) -> dict[tuple[str, int], list[pathlib.Path]]:
+    """Trains all runs; returns the folders of their stages, one or two, by variant and seed."""
     first, steps = _first(options), options.plan.steps
-    replaced = [variant for variant in options.variants if VARIANTS[variant]]
+    # Made before any is trained, because an attention may not fit the model.
+    starts = {
+        variant: config.load(
+            f'retrofit:"{base}",match=true,{",".join(f"{key}={x}" for key, x in arguments.items())}'
+        )
+        for variant, arguments in VARIANTS.items()
+        if arguments and variant in options.variants
+    }
+    original = loading.replace(workdir.read_config(base), {"task": config.TaskConfig(initial_run=str(base))})
 
-    def name(variant: str) -> str:
-        return f"{base.name}_{variant.replace(' ', '_')}"
+    def train(label: str, settings: config.Config, seed: int, rate: float, steps: int) -> pathlib.Path:
+        settings = config.override(settings, data)
+        run = f"{label}{steps}_seed{seed}", _changed(options, settings, seed, rate, steps)
+        return _shared.train_all(options, {label: run})[label]
 
     # One after the other, so that what a stopped command has is whole variants.
-    matched: dict[str, pathlib.Path] = {}
-    trained: dict[str, pathlib.Path] = {}
-    for variant in options.variants:
-        if variant in replaced:
-            arguments = ",".join(f"{key}={x}" for key, x in (VARIANTS[variant] | {"match": "true"}).items())
-            settings = _changed(options, config.load(f'retrofit:"{base}",{arguments}'), _MATCH_RATE, first)
-            run = f"{name(variant)}_first{first}", settings
-            matched |= _shared.train_all(options, {variant: run})
-            settings = config.load(f'retrofit:"{matched[variant]}"')
+    folders = {}
+    for seed, variant in itertools.product(options.plan.seeds, options.variants):
+        name = f"{base.name}_{variant.replace(' ', '_')}"
+        found: list[pathlib.Path] = []
+        if variant in starts:
+            found.append(train(f"{name}_first", starts[variant], seed, _MATCH_RATE, first))
+            name, second = f"{name}_after{first}", config.load(f'retrofit:"{found[0]}"')
         else:
-            task = config.TaskConfig(initial_run=str(base))
-            settings = loading.replace(workdir.read_config(base), {"task": task})
-        label = f"{name(variant)}_{f'after{first}_' if variant in replaced else ''}steps{steps}"
-        run = label, _changed(options, settings, _RATE, steps)
-        trained |= _shared.train_all(options, {variant: run})
-    return {variant: (matched.get(variant), trained[variant]) for variant in options.variants}
+            second = original
+        folders[variant, seed] = [*found, train(f"{name}_steps", second, seed, _RATE, steps)]
+    _shared.require_same_data(options, [folder for found in folders.values() for folder in found])
+    return folders
 
 
-def _changed(options: _shared.Options, settings: config.Config, rate: float, steps: int) -> config.Config:
+def _changed(
+    options: _shared.Options, settings: config.Config, seed: int, rate: float, steps: int
+) -> config.Config:
     """Returns settings with the optimizer, length and evaluation of this experiment."""
-    (seed,) = options.plan.seeds
     lengths = () if settings.task.replaces_attention else options.plan.lengths
     changes = {
         "optimizer": config.OptimizerConfig(
@@ -229,7 +238,7 @@ main = _shared.Experiment(
     more={
         "weights": {
             "metavar": "PATH",
-            "help": "GGUF file or folder of a published model, as for `sympow weights import`.",
+            "help": "Published model: a GGUF file, a folder, or hf://ORG/NAME.",
         }
     },
 )

@@ -193,9 +193,9 @@ class Experiment:
         if len(self.powers) > 1:
             add("--power", type=int, choices=self.powers, help="Power p.")
         if self.trains:
-            text = "Training data. For toy: text, or if not given, that of the standard library."
+            text = "Training data; by default, for toy, the standard library."
             add("--data", type=paths, metavar="PATHS", help=text)
-            text = "Held-out data. For toy: if not given, a tenth of the text."
+            text = "Held-out data; by default, for toy, a tenth of the text."
             add("--heldout", type=paths, metavar="PATHS", help=text)
         for flag, about in self.more.items():
             add(f"--{flag}", **about)

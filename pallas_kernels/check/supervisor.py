@@ -144,17 +144,23 @@ def _shared(jobs: int) -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-@contextlib.contextmanager
-def exclusive(*, tuning: bool = False) -> Iterator[None]:
-    """Holds the device lock, if `run_all` set one. Meanwhile its other processes can only compile.
+def exclusive() -> contextlib.AbstractContextManager[None]:
+    """Holds the device lock, if `run_all` set one. Meanwhile its other processes neither measure nor tune."""
+    return _locked(fcntl.LOCK_EX)
 
-    With `tuning`, others that tune may hold it too: XLA tries programs on the device while it compiles a training step.
-    """
+
+def tuning() -> contextlib.AbstractContextManager[None]:
+    """Keeps other processes of `run_all` from measuring: XLA tries programs on the device while it compiles."""
+    return _locked(fcntl.LOCK_SH)
+
+
+@contextlib.contextmanager
+def _locked(operation: int) -> Iterator[None]:
     if (path := os.environ.get(_LOCK)) is None:
         yield
         return
     with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_SH if tuning else fcntl.LOCK_EX)
+        fcntl.flock(file, operation)
         yield
 
 

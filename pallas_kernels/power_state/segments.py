@@ -73,6 +73,7 @@ def add_arriving(states, arriving, factor, *, interpret=None):
             **launch.interpreted(interpret),
         )(states, arriving.reshape(heads, -1, num_parts, part_size), factor)
 
-    # A kernel updates references in place.
+    # In place, by a reference of `run_state`: one of `jax.new_ref` has an effect, which is an error of jax 0.11.2 in a
+    # function with a rule of differentiation.
     joined = pl.run_state(update)(states.reshape(heads, chunks, num_parts, part_size))
     return joined.reshape(states.shape)

@@ -93,7 +93,7 @@ def delta_attention(
         segment_ids: documents, as in `ops.documents`. Padding outputs zero and leaves the state as it is.
         form: `attention` has no state and is quadratic in T; `chunked` takes F E operations per token; `recurrent` goes
             token by token. None chooses `attention` or `chunked`, whichever has fewer FLOPs.
-        chunk_size: tokens per chunk of the chunked form. Changes only speed.
+        chunk_size: tokens per chunk of the chunked form. Changes speed, and memory: a gradient keeps a state per chunk.
         initial_state: state after the preceding tokens. Running a and then b from a's state equals running a and b
             together.
         return_state: return (output, state after the last token).

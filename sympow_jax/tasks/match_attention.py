@@ -32,7 +32,7 @@ class MatchAttention(task.Task):
     def shown(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
         """Returns the loss, and that of the worst layer."""
         worst = max(self._layers, key=metrics.__getitem__)
-        return {"loss": metrics["loss"], f"worst, {worst}": metrics[worst]}
+        return {"loss": metrics["loss"], f"worst {worst}": metrics[worst]}
 
     def trains(self, name: str) -> bool:
         """Returns whether the parameter belongs to new attention."""

@@ -36,7 +36,7 @@ def measured(*faults, count=2, **limits):
 def test_no_row_is_measured_while_another_tunes(tmp_path):
     """The first row measures only after the second, which began to tune before it."""
     begun, over = tmp_path / "begun", tmp_path / "over"
-    tune = f"""with supervisor.exclusive(tuning=True):
+    tune = f"""with supervisor.tuning():
                 open({str(begun)!r}, "w"); time.sleep(1); open({str(over)!r}, "w")"""
     wait = f"""
             while not os.path.exists({str(begun)!r}): time.sleep(0.01)

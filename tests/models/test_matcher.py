@@ -217,7 +217,7 @@ def test_flops_are_a_forward_pass_of_the_original_and_both_of_the_new_layers():
 
 def test_a_terminal_shows_the_worst_layer_alone():
     metrics = {"loss": 0.375, "loss_layer_0": 0.25, "loss_layer_2": 0.5}
-    assert tasks.make(settings()).shown(metrics) == {"loss": 0.375, "worst, loss_layer_2": 0.5}
+    assert tasks.make(settings()).shown(metrics) == {"loss": 0.375, "worst loss_layer_2": 0.5}
 
 
 def test_a_first_stage_is_neither_inspected_nor_evaluated(tmp_path):

@@ -9,7 +9,7 @@ A_ij = b_ij (k_i . k_j)^p for j < i, and what the chunk's keys read from the sta
 
     U = (I + diag(beta) A)^-1 diag(beta) (V - R),
 
-which is one triangular solve. Reads and the state then are those of power attention without a denominator, with U in
+which is a triangular system. Reads and the state then are those of power attention without a denominator, with U in
 place of V. Source: "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (Yang et al. 2024),
 with decays as in "Gated Delta Networks" (Yang et al. 2025); both have p = 1.
 """
@@ -26,7 +26,7 @@ from sympow_jax.ops.forms import features
 __all__ = ["attend"]
 
 _HIGHEST = jax.lax.Precision.HIGHEST
-# Columns that one inverse corrects.
+# Tokens whose values one inverse corrects.
 _BLOCK = 16
 
 
@@ -66,7 +66,7 @@ def attend(
 
     arrays = [chunks(x) for x in (layout.by_group(query, kv_heads), key, value, delta, log_decay)]
     if not has_state:
-        out, state = jax.vmap(jax.vmap(jax.vmap(functools.partial(_within_chunk, power))))(*arrays)[0], None
+        out, *_ = jax.vmap(jax.vmap(jax.vmap(functools.partial(_within_chunk, power))))(*arrays)
     else:
         if kv is None:
             state = features.zeros(value, (batch, kv_heads), head_dim, value_dim, power, value.dtype)
@@ -84,7 +84,7 @@ def attend(
 def _over_chunks(power, arrays, state, differentiated=False):
     """Returns the outputs of the chunks of one head, [J, G, E, C], and the state after them.
 
-    Also returned if `differentiated`: the arguments, the state before each chunk, and what was read of it.
+    Also returned if `differentiated`: the chunks, the state before each, and what was read of it.
     """
     weights = features.weights(arrays[1].shape[1], power, arrays[1].dtype)
 
