@@ -8,15 +8,17 @@ in which it learns the outputs of the old, and a second one, in which the whole 
 is the original with the second stage alone, so that what new attention costs is told apart from what the data teaches.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import json
 import os
 import pathlib
+import re
 import statistics
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from experiments import _shared
@@ -58,10 +60,11 @@ _FIRST_RATIO, _MATCH_RATE, _RATE = 0.6, 1e-3, 3e-4
 
 
 def _report(options: _shared.Options) -> None:
-    base, data = _imported(options)
+    weights, documents, options = _inputs(options)
+    base, data = _imported(options, weights, documents)
     folders = _train(options, base, data)
     plan = options.plan
-    untrained = options.runs / f"{base.name}_evaluation"
+    untrained = options.runs / f"{ORIGINAL}_evaluation"
     evaluation.evaluate([base], plan.lengths, out=untrained, documents=plan.documents, changes=data)
     losses = {(ORIGINAL, seed): untrained for seed in plan.seeds}
     losses |= {key: second for key, (*_, second) in folders.items()}
@@ -100,19 +103,43 @@ def _report(options: _shared.Options) -> None:
     _shared.draw_lines(
         path,
         [panel],
-        title=f"Attention replaced in {base.name}",
+        title=f"Attention replaced in {options.runs.name.rpartition('_')[0]}",
         subtitle=f"{first} tokens to learn its outputs, then {second} of the whole model; softmax has the latter",
     )
 
 
-def _imported(options: _shared.Options) -> tuple[pathlib.Path, dict[str, str]]:
-    """Returns the folder of the imported model, and the settings of its tokenized text."""
+def _inputs(options: _shared.Options) -> tuple[pathlib.Path, dict[str, list[str]], _shared.Options]:
+    """Returns the model's files, the text files by setting, and the options with a folder of runs for these inputs."""
     if (name := options.more["weights"]) is None:
         raise ValueError("--weights is missing; name a GGUF file or a folder of a published model")
-    weights = hub.local_path(name, hub.WEIGHTS)
+    weights = hub.local_path(name, hub.WEIGHTS).absolute()
     if not weights.exists():
         raise ValueError(f"--weights={name}: there is no such file or folder")
-    folder = options.runs / pathlib.Path(name).absolute().name.removesuffix(".gguf")
+    own = {
+        "data.paths": file_lib.below(sysconfig.get_paths()["purelib"], suffix=".py"),
+        "data.heldout_paths": text.standard_library(),
+    }
+    given = {
+        "data.paths": options.data and file_lib.find("--data", options.data),
+        "data.heldout_paths": options.heldout and file_lib.find("--heldout", options.heldout),
+    }
+    documents = {setting: [file.path for file in given[setting] or own[setting]] for setting in own}
+    files_of_weights = sorted(map(str, weights.iterdir())) if weights.is_dir() else [str(weights)]
+    facts = [
+        (path, (found := os.stat(path)).st_size, found.st_mtime_ns)
+        for path in itertools.chain(files_of_weights, *documents.values())
+    ]
+    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
+    label = re.sub(r"[^\w.-]+", "_", pathlib.Path(name).absolute().name.removesuffix(".gguf"))
+    folder = options.runs / f"{label}_{digest}"
+    return weights, documents, dataclasses.replace(options, runs=folder)
+
+
+def _imported(
+    options: _shared.Options, weights: pathlib.Path, documents: Mapping[str, Sequence[str]]
+) -> tuple[pathlib.Path, dict[str, str]]:
+    """Returns the folder of the imported model, and the settings of its tokenized text."""
+    folder = options.runs / ORIGINAL
     if not workdir.checkpoint_steps(folder):
         found = files.read_settings(files.settings_path(weights))
         (context,) = options.plan.contexts
@@ -120,41 +147,31 @@ def _imported(options: _shared.Options) -> tuple[pathlib.Path, dict[str, str]]:
         runs.import_run(weights, loading.replace(found, changes), folder)
     source = workdir.read_config(folder).data
     if source.tokenizer is None:
-        raise ValueError(f"--weights={name} has no tokenizer; put its tokenizer.json into its folder")
+        raise ValueError(f"{weights} has no tokenizer; put its tokenizer.json into its folder")
     codec = tokenizer.load(source.tokenizer)
     end = codec.end_of_text(source.document_separator, setting="data.document_separator")
     settings = {"data.source": "tokens", "data.document_separator": str(end)}
-    for side, given in (("paths", options.data), ("heldout_paths", options.heldout)):
-        # Text of its own has tokens of its own.
-        text_name = f"_{hashlib.sha256(repr(given).encode()).hexdigest()[:8]}" if given else ""
-        path = folder.with_name(f"{folder.name}_{side}{text_name}.bin")
+    for setting, paths in documents.items():
+        path = options.runs / f"{setting}.bin"
         record = path / tokens.METADATA
         if not (record.exists() and "documents" in serialize.read_object(record)):
             streams.say(f"tokenizing {path}")
-            documents = given or list(_python_files(codec.decode([end]), heldout=side == "heldout_paths"))
             prepared = prepare.Options(tokenizer=source.tokenizer, separator=end, workers=os.cpu_count() or 1)
-            prepare.write_bin(str(path), documents, prepared)
-        settings |= {
-            f"data.{side}": str(path),
-            "data.token_dtype": serialize.read_object(record)["token_dtype"],
-        }
+            prepare.write_bin(str(path), list(_without(paths, codec.decode([end]))), prepared)
+        settings |= {setting: str(path), "data.token_dtype": serialize.read_object(record)["token_dtype"]}
     return folder, settings
 
 
-def _python_files(end: bytes, *, heldout: bool) -> Iterable[str]:
-    """Yields the Python files of the installed packages or, held out, of the standard library.
-
-    Files that are not UTF-8, or that contain `end`, which ends a document, are left out.
-    """
-    packages = sysconfig.get_paths()["purelib"]
-    for file in text.standard_library() if heldout else file_lib.below(packages, suffix=".py"):
-        content = file_lib.read(file.path)
+def _without(paths: Iterable[str], end: bytes) -> Iterable[str]:
+    """Yields the files of text in UTF-8 that do not contain `end`, which ends a document."""
+    for path in paths:
+        content = file_lib.read(path)
         try:
             content.decode()
         except UnicodeDecodeError:
             continue
         if content and end not in content:
-            yield file.path
+            yield path
 
 
 def _first(options: _shared.Options) -> int:
@@ -169,7 +186,7 @@ def _train(
     # Made before any is trained, because an attention may not fit the model.
     starts = {
         variant: config.load(
-            f'retrofit:"{base}",match=true,{",".join(f"{key}={x}" for key, x in arguments.items())}'
+            f'retrofit:run="{base}",match=true,{",".join(f"{key}={x}" for key, x in arguments.items())}'
         )
         for variant, arguments in VARIANTS.items()
         if arguments and variant in options.variants
@@ -184,11 +201,11 @@ def _train(
     # One after the other, so that what a stopped command has is whole variants.
     folders = {}
     for seed, variant in itertools.product(options.plan.seeds, options.variants):
-        name = f"{base.name}_{variant.replace(' ', '_')}"
+        name = variant.replace(" ", "_")
         found: list[pathlib.Path] = []
         if variant in starts:
             found.append(train(f"{name}_first", starts[variant], seed, _MATCH_RATE, first))
-            name, second = f"{name}_after{first}", config.load(f'retrofit:"{found[0]}"')
+            name, second = f"{name}_after{first}", config.load(f'retrofit:run="{found[0]}"')
         else:
             second = original
         folders[variant, seed] = [*found, train(f"{name}_steps", second, seed, _RATE, steps)]

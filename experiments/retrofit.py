@@ -115,7 +115,9 @@ def _train(options: _shared.Options) -> tuple[pathlib.Path, dict[tuple[str, str,
 
     def retrofit(variant: str, **more: str) -> config.Config:
         arguments = VARIANTS[variant] | more
-        return config.load(f'retrofit:"{folder}",{",".join(f"{name}={x}" for name, x in arguments.items())}')
+        return config.load(
+            f'retrofit:run="{folder}",{",".join(f"{name}={x}" for name, x in arguments.items())}'
+        )
 
     def run(
         start: str, variant: str, seed: int, found: config.Config, steps: int
@@ -128,7 +130,7 @@ def _train(options: _shared.Options) -> tuple[pathlib.Path, dict[tuple[str, str,
     matches = _shared.train_all(options, match)
     runs = {}
     for variant, seed in keys:
-        direct, matched = retrofit(variant), config.load(f'retrofit:"{matches[variant, seed]}"')
+        direct, matched = retrofit(variant), config.load(f'retrofit:run="{matches[variant, seed]}"')
         # Gates of a new model begin at 1/2.
         changes = {"model.attention.decay_bias": None, "task": config.TaskConfig()}
         scratch = loading.replace(direct, changes)
