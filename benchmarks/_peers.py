@@ -8,6 +8,7 @@ from collections.abc import Callable
 from benchmarks import _contenders, _rows, _timing
 from benchmarks._contenders import GRADIENT_TIME, ROWS, Prepared, WrongResult
 from benchmarks._shapes import PEERS, Row
+from pallas_kernels.check import supervisor
 
 # Peers keep their states in 16 bits, so their values and gradients get a wider bound than this project's.
 BOUND = 5e-2
@@ -26,6 +27,7 @@ def machine() -> dict:
     return versions | {"torch cuda": torch.version.cuda}
 
 
+@supervisor.tuning()
 def prepare(row: Row) -> Prepared:
     """Loads a peer, runs it and checks its result.
 

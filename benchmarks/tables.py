@@ -125,7 +125,9 @@ def training_steps(gpu: str, *, by_commit: bool) -> str:
         if "device_seconds" in row:
             steps[row["source"] if by_commit else "", row["context"]][row["preset"]] = row
     rows = []
-    for (_, context), presets in steps.items():
+    commits = list(dict.fromkeys(commit for commit, _ in steps))
+    for commit, context in sorted(steps, key=lambda step: (commits.index(step[0]), step[1])):
+        presets = steps[commit, context]
         both = [presets.get(name) for name in ("conformal", "softmax")]
         measured = [row for row in both if row]
         speeds = [row["tokens"] / row["device_seconds"] if row else None for row in both]

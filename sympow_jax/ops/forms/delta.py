@@ -90,7 +90,8 @@ def _over_chunks(power, arrays, state, differentiated=False):
 
     def step(state, chunk):
         query, key, *_ = chunk
-        reads = features.query(features.weighted(state, weights), _readers(query, key), power, _HIGHEST)
+        readers = layout.merge_heads(_readers(query, key))
+        reads = features.query(features.weighted(state, weights), readers, power, _HIGHEST)
         out, written, across = _within_chunk(power, *chunk, reads)
         new = features.fold(written, key, power, _HIGHEST)
         after = tuple(across * s + n for s, n in zip(state, new))
@@ -111,7 +112,8 @@ def _over_chunks_vjp(power, residuals, cotangents):
     def step(dstate, inputs):
         chunk, state, reads, dout = inputs
         query, key, *_ = chunk
-        readers, weighted = _readers(query, key), features.weighted(state, weights)
+        readers = layout.merge_heads(_readers(query, key))
+        weighted = features.weighted(state, weights)
         (_, written, across), pullback = jax.vjp(functools.partial(_within_chunk, power), *chunk, reads)
         dwritten = features.query(dstate, key, power, _HIGHEST)
         dkey_by_state = features.query_vjp(dstate, key, written, power, _HIGHEST)
@@ -131,8 +133,8 @@ _over_chunks.defvjp(functools.partial(_over_chunks.fun, differentiated=True), _o
 
 
 def _readers(query, key):
-    """Returns what reads the state before a chunk, [D, (1 + G) C]: its keys, and its queries of all heads."""
-    return layout.merge_heads(jnp.concatenate([key[None], query]))
+    """Returns what reads a state and is compared with keys, [1 + G, D, C]: the keys, and the queries of all heads."""
+    return jnp.concatenate([key[None], query])
 
 
 def _within_chunk(power, query, key, value, delta, log_decay, reads=None):
@@ -145,7 +147,7 @@ def _within_chunk(power, query, key, value, delta, log_decay, reads=None):
     tokens = jnp.arange(key.shape[1])
     visible = tokens[:, None] >= tokens
     within = decays.within((coarse[:, None], fine[:, None]), (coarse, fine), visible)
-    weights = jax.lax.integer_pow(product("gdi,dj->gij", jnp.concatenate([key[None], query]), key), power)
+    weights = jax.lax.integer_pow(product("gdi,dj->gij", _readers(query, key), key), power)
     of_key, *of_queries = within * weights
     wanted, read = value, 0.0
     if reads is not None:
@@ -183,16 +185,20 @@ def _solve(weights: Float[Array, "C C"], right: Float[Array, "E C"]) -> Float[Ar
     return x[:, :size]
 
 
-def _solve_vjp(arguments, cotangent):
-    weights, right = arguments
+def _solve_keeping_x(weights, right):
+    x = _solve(weights, right)
+    return x, (weights, x)
+
+
+def _solve_vjp(residuals, cotangent):
+    weights, x = residuals
     # The transposed equations, from the last column to the first.
     dright = _solve(weights.T[::-1, ::-1], cotangent[:, ::-1])[:, ::-1]
-    x = _solve(weights, right)
     dweights = -jnp.einsum("ei,ej->ij", dright, x, precision=_HIGHEST)
     return jnp.tril(dweights, -1), dright
 
 
-_solve.defvjp(None, _solve_vjp)
+_solve.defvjp(_solve_keeping_x, _solve_vjp)
 
 
 def _inverses(weights: Float[Array, "n C C"]) -> Float[Array, "n C C"]:
