@@ -144,14 +144,18 @@ def _shared(jobs: int) -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
-def exclusive() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def exclusive() -> Iterator[None]:
     """Holds the device lock, if `run_all` set one. Meanwhile its other processes neither measure nor tune."""
-    return _locked(fcntl.LOCK_EX)
+    with _locked(fcntl.LOCK_EX):
+        yield
 
 
-def tuning() -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def tuning() -> Iterator[None]:
     """Keeps other processes of `run_all` from measuring: XLA tries programs on the device while it compiles."""
-    return _locked(fcntl.LOCK_SH)
+    with _locked(fcntl.LOCK_SH):
+        yield
 
 
 @contextlib.contextmanager
