@@ -1,6 +1,6 @@
 """Recall by a state of a chosen size: associative recall against the bytes of state, and a needle against distance.
 
-Three tasks ask for the value of a key that a sequence has had before.
+Tasks ask for the value of a key that a sequence has had before, or for what has changed places.
 
 pairs: multi-query associative recall, MQAR, of "Zoology: Measuring and Improving Recall in Efficient Language Models"
 (Arora et al. 2023). Pairs of a new key and a random value alternate with queries of a random key among those so far.
@@ -8,6 +8,10 @@ Thus a sequence asks at every number of pairs. Keys of a sequence are unique.
 
 overwritten: the same, but only every fourth pair on average has a new key. The others give a new value to a random key
 among those so far, and a query asks for the newest.
+
+parity, swaps of 3 and swaps of 5: instead of a pair, two of 2, 3 or 5 things change places, or none do, and a query
+asks for the thing in a random place. Things begin at the place of their number. Of two, this is the parity of the
+changes. All changes of places are as likely, none included.
 
 needle: pairs among tokens of no use, and queries of a random pair so far. Models are tested with one pair and queries
 at distances within the training context and beyond it.
@@ -26,6 +30,7 @@ for which the right value has the highest logit of all values, over newly drawn 
 the number of pairs at which accuracy falls below 90 %, interpolated over the logarithm of the number of pairs.
 """
 
+import argparse
 import dataclasses
 import functools
 import itertools
@@ -52,11 +57,22 @@ TASKS = {
     "pairs": "Accuracy against the number of pairs",
     "overwritten": "Accuracy against the number of pairs, of keys that have several values",
     "needle": "Accuracy against the distance of a needle",
+    "parity": "Accuracy against the number of changes, two things",
+    "swaps of 3": "Accuracy against the number of changes, three things",
+    "swaps of 5": "Accuracy against the number of changes, five things",
 }
 ATTENTIONS: dict[str, config.AttentionConfig] = {
     "linear": config.preset("linear"),
     "p=2": config.preset("sympow", power=2),
     "p=4": config.preset("sympow", power=4),
+    **{f"delta p={power}": config.preset("power_delta", power=power, decay="none") for power in (1, 2, 4)},
+    **{
+        f"delta p={power} to 2": config.preset(
+            "power_delta", power=power, decay="none", negative_eigenvalues=True
+        )
+        for power in (1, 2)
+    },
+    "gated delta": config.preset("power_delta", power=2),
     "gated": config.preset("sympow_gated", power=2),
     "gated_paper": config.preset("sympow_gated_paper", power=2),
     "conformal": config.preset("conformal", power=2),
@@ -72,6 +88,8 @@ _PARTS = 4  # of a training; its state is saved after each
 _TEST_BATCH = 8
 # Fraction of pairs with a new key.
 _NEW_KEYS = {"pairs": 1.0, "overwritten": 1 / 4}
+# Number of things that change places.
+_THINGS = {"parity": 2, "swaps of 3": 3, "swaps of 5": 5}
 _RATE = 1 / 8  # fractions of pairs and of queries in training on needles
 
 PLANS = {
@@ -122,7 +140,7 @@ SETTINGS = {
         width=64, keys=4096, values=4032, points=(4, 8, 16, 32, 64, 128, 256, 512), batch=32, rate=3e-3
     ),
     "tiny": Setting(
-        width=16, keys=8, values=4, noise=4, points=(1, 2, 4), short=2, context=8, distances=(2, 16), batch=2
+        width=16, keys=8, values=5, noise=4, points=(1, 2, 4), short=2, context=8, distances=(2, 16), batch=2
     ),
 }
 
@@ -160,15 +178,50 @@ def draw_pairs(
     earlier = jnp.tril(written[:, None] == asked[:, :, None])
     last = jnp.where(earlier, jnp.arange(pairs), -1).max(2)
 
-    def alternate(pair, query):
-        return jnp.stack([pair, query], 2).reshape(batch, 2 * pairs)
-
     none = jnp.full_like(values, -1)
     return Series(
-        tokens=alternate(jnp.take_along_axis(keys, written, 1), jnp.take_along_axis(keys, asked, 1)),
-        values=alternate(values + setting.keys, none),
-        answers=alternate(none, jnp.take_along_axis(values, last, 1)),
-        segment_ids=alternate(document, document),
+        tokens=_alternate(jnp.take_along_axis(keys, written, 1), jnp.take_along_axis(keys, asked, 1)),
+        values=_alternate(values + setting.keys, none),
+        answers=_alternate(none, jnp.take_along_axis(values, last, 1)),
+        segment_ids=_alternate(document, document),
+    )
+
+
+def _alternate(pair: Int[Array, "B n"], query: Int[Array, "B n"]) -> Int[Array, "B 2*n"]:
+    """Returns each of the first followed by each of the second, row by row."""
+    return jnp.stack([pair, query], 2).reshape(len(pair), -1)
+
+
+def draw_swaps(setting: Setting, key: Array, batch: int, documents: Sequence[int], *, things: int) -> Series:
+    """Draws sequences of changes of places, each followed by a query of a random place; arguments as in `draw_pairs`.
+
+    The tokens of changes come first, that of none before those of pairs of places; then those of places.
+    """
+    change_key, place_key = jax.random.split(key)
+    swaps = [(0, 0), *itertools.combinations(range(things), 2)]
+    shape = batch, setting.pairs
+    changes = jax.random.randint(change_key, shape, 0, len(swaps))
+    places = jax.random.randint(place_key, shape, 0, things)
+    length = jnp.resize(jnp.array(documents), (batch,))[:, None]
+    document, turn = jnp.divmod(jnp.arange(setting.pairs), length)
+
+    def swap(order, inputs):
+        pair, begins = inputs
+        order = jnp.where(begins, jnp.arange(things), order)
+        order = order.at[pair].set(order[pair[::-1]])
+        return order, order
+
+    def of_row(changes, begins):
+        return jax.lax.scan(swap, jnp.arange(things), (jnp.array(swaps)[changes], begins))[1]
+
+    orders = jax.vmap(of_row)(changes, turn == 0)
+    answers = jnp.take_along_axis(orders, places[..., None], 2)[..., 0]
+    none = jnp.full_like(answers, -1)
+    return Series(
+        tokens=_alternate(changes, places + len(swaps)),
+        values=_alternate(none, none),
+        answers=_alternate(none, answers),
+        segment_ids=_alternate(document, document),
     )
 
 
@@ -207,10 +260,12 @@ def draw_needles(setting: Setting, key: Array, batch: int, distances: Sequence[i
 
 def draw(setting: Setting, task: str, key: Array, *, test: bool) -> Series:
     """Draws a batch of a task for an update or for a test."""
+    documents = (setting.pairs,) if test else (setting.pairs, setting.short)
+    batch = _TEST_BATCH if test else setting.batch
     if task in _NEW_KEYS:
-        documents = (setting.pairs,) if test else (setting.pairs, setting.short)
-        batch = _TEST_BATCH if test else setting.batch
         return draw_pairs(setting, key, batch, documents, new_keys=_NEW_KEYS[task])
+    if task in _THINGS:
+        return draw_swaps(setting, key, batch, documents, things=_THINGS[task])
     if test:
         return draw_needles(setting, key, _TEST_BATCH, setting.distances)
     return draw_needles(setting, key, setting.batch * 2 * setting.pairs // setting.context)
@@ -233,7 +288,7 @@ def loss(setting: Setting, model: models.DecoderLM, series: Series) -> Float[Arr
 
 def places(setting: Setting, task: str) -> dict[int, int]:
     """Returns the place in test sequences of the query of each point: number of pairs, or distance."""
-    if task in _NEW_KEYS:
+    if task != "needle":
         return {pairs: 2 * pairs - 1 for pairs in setting.points}
     return {distance: setting.needle + distance for distance in setting.distances}
 
@@ -250,7 +305,7 @@ def model_config(
     setting: Setting, task: str, attention: config.AttentionConfig, head_dim: int
 ) -> config.ModelConfig:
     """Returns the config of a model with this attention; in the tasks of pairs with learned positions or none."""
-    if task in _NEW_KEYS and attention.position != "learned_rope":
+    if task != "needle" and attention.position != "learned_rope":
         attention = dataclasses.replace(attention, position="none")
     return config.ModelConfig(
         vocab_size=setting.vocab_size,
@@ -378,7 +433,8 @@ def _experiment(options: _shared.Options) -> None:
     folder = options.runs / "recall"
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    for task, variant in itertools.product(TASKS, options.variants):
+    tasks = options.more["tasks"]
+    for task, variant in itertools.product(tasks, options.variants):
         for head_dim in head_dims(setting, task, variant):
             seeds = "-".join(map(str, plan.seeds))
             name = f"{task}, {variant}, heads of {head_dim}, {plan.steps} updates, seeds {seeds}"
@@ -395,7 +451,7 @@ def _experiment(options: _shared.Options) -> None:
                 for point, right in zip(places(setting, task), accuracies)
             ]
     path = options.write(rows, setting=dataclasses.asdict(setting))
-    _draw(path, setting, rows, len(plan.seeds))
+    _draw(path, setting, rows, plan.average)
 
 
 def head_dims(setting: Setting, task: str, variant: str) -> tuple[int, ...]:
@@ -443,48 +499,49 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     return found
 
 
-def _draw(path, setting, rows, seeds):
-    """Draws the pairs recalled against the bytes of state, and accuracy against pairs and against distance."""
+def _draw(path, setting, rows, average):
+    """Draws the pairs recalled against the bytes of state, and accuracy against the points of each task."""
     states = {(variant, size / 1024): mean for (variant, _, size), mean in capacities(rows).items()}
-
-    def powers_of_four(points):
-        return [point for point in points if point & (point - 1) == 0 and point.bit_length() % 2]
-
-    curves = {}
-    for task in ("pairs", "needle"):
+    panels = []
+    if states:
+        panels.append(
+            _shared.Panel(
+                lines=_shared.lines(states),
+                x_label="KiB of state",
+                y_label="pairs recalled at 90 %",
+                title="What a state buys",
+                ticks=(1, 8, 64, 512, 4096),
+                log_y=True,
+            )
+        )
+    labels = {"needle": "distance of a needle, tokens"} | dict.fromkeys(_NEW_KEYS, "pairs")
+    for task in dict.fromkeys(row["task"] for row in rows):
         equal = [row for row in rows if row["head_dim"] == _HEAD_DIM and row["task"] == task]
-        curves[task] = _shared.lines(_shared.means(equal, ("variant", "point"), "accuracy"))
-    panels = [
-        _shared.Panel(
-            lines=_shared.lines(states),
-            x_label="KiB of state",
-            y_label="pairs recalled at 90 %",
-            title="What a state buys",
-            ticks=(1, 8, 64, 512, 4096),
-            log_y=True,
-        ),
-        _shared.Panel(
-            lines=curves["pairs"],
-            x_label="pairs",
-            y_label="accuracy",
-            title=f"Heads of {_HEAD_DIM}",
-            ticks=powers_of_four(setting.points),
-        ),
-        _shared.Panel(
-            lines=curves["needle"],
-            x_label="distance of a needle, tokens",
-            y_label="accuracy",
-            ticks=powers_of_four(setting.distances),
-            mark=(setting.context, "training context"),
-        ),
-    ]
+        panels.append(
+            _shared.Panel(
+                lines=_shared.lines(_shared.means(equal, ("variant", "point"), "accuracy")),
+                x_label=labels.get(task, "changes"),
+                y_label="accuracy",
+                title=task,
+                # Powers of four.
+                ticks=[x for x in places(setting, task) if x & (x - 1) == 0 and x.bit_length() % 2],
+                mark=(setting.context, "training context") if task == "needle" else None,
+            )
+        )
     _shared.draw_lines(
         path,
         panels,
-        title="Associative recall by the size of the state",
-        subtitle=f"mean of {seeds} seeds, band of one standard error; gated and conformal have p = 2; softmax's state "
-        f"is its KV cache after {setting.pairs} pairs",
+        title="Recall by a state",
+        subtitle=f"{average}; heads of {_HEAD_DIM} except where states are compared",
+        columns=3,
     )
+
+
+def _chosen_tasks(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in TASKS]:
+        raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(TASKS)}")
+    return names
 
 
 main = _shared.Experiment(
@@ -493,6 +550,9 @@ main = _shared.Experiment(
     plans=PLANS,
     variants=tuple(ATTENTIONS),
     trains=False,
+    more={
+        "tasks": {"type": _chosen_tasks, "default": tuple(TASKS), "metavar": "A,B", "help": "Tasks to learn."}
+    },
     run=_experiment,
     tables=tables,
 )

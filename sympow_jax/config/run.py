@@ -7,6 +7,7 @@ from sympow_jax.config import data as data_lib
 from sympow_jax.config import model as model_lib
 from sympow_jax.config import optimizer as optimizer_lib
 from sympow_jax.config import task as task_lib
+from sympow_jax.config.attention import kernels as kernels_lib
 
 __all__ = ["Config", "EvaluationConfig", "ShardingConfig", "TrainingConfig"]
 
@@ -231,6 +232,14 @@ class Config:
                 context > 1 and channels is not None,
                 f"sharding.context is {context} and attention.decay {channels!r}; gates by channel cannot divide the "
                 f"sequence over devices: set sharding.context=1, or use decay 'learned'",
+            ),
+            *(
+                (
+                    context > 1 and not kernels_lib.KERNELS[kernel].divides_time,
+                    f"sharding.context is {context} and attention.kernel {kernel!r}, which cannot divide the sequence "
+                    f"over devices; set sharding.context=1",
+                )
+                for kernel in dict.fromkeys(x.kernel for x in model.attentions)
             ),
             (
                 context > 1 and model.attention.implementation == "reference",

@@ -7,6 +7,7 @@ from sympow_jax.layers.attention import (
     ExpressiveAttention,
     LinearAttention,
     PowerAttention,
+    PowerDeltaAttention,
     SoftmaxAttention,
     make_attention,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "LinearAttention",
     "Norm",
     "PowerAttention",
+    "PowerDeltaAttention",
     "SoftmaxAttention",
     "make_attention",
     "make_mlp",

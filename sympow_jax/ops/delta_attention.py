@@ -1,4 +1,4 @@
-"""Attention by the delta rule on features of even powers: a token overwrites what the state holds for its key."""
+"""Attention by the delta rule on power features: a token overwrites what the state holds for its key."""
 
 from typing import NamedTuple
 
@@ -15,8 +15,6 @@ from sympow_jax.ops.tokens import ONE, SEQUENCE, Tokens
 __all__ = ["DeltaState", "delta_attention", "delta_attention_step"]
 
 _FORMS = ("attention", "chunked", "recurrent")
-# Measured fastest on two CPU cores at p = 2 and D = 32.
-_CHUNK = 64
 
 
 class DeltaState(State):
@@ -38,10 +36,10 @@ class DeltaState(State):
         """Returns the state before any token.
 
         Raises:
-            ValueError: the power is not positive and even, a size is negative, or the state would exceed the device's
+            ValueError: the power is below 1, a size is negative, or the state would exceed the device's
                 memory.
         """
-        power = arguments.check_power(power)
+        power = arguments.check_power(power, even=False)
         sizes = arguments.check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
         arguments.check_dtype("dtype", dtype)
         cost.require_memory(power=power, itemsize=jnp.dtype(dtype).itemsize, **sizes)
@@ -88,7 +86,7 @@ def delta_attention(
         key: one for each query.
         value: E may differ from D.
         delta: b, the write strengths, from 0 to 1, or to 2 for negative eigenvalues.
-        power: p, positive and even.
+        power: p, at least 1, which is the rule of DeltaNet.
         log_decay: g, natural logarithm of a decay, at most 0. A token's own decay applies to the state before it.
         segment_ids: documents, as in `ops.documents`. Padding outputs zero and leaves the state as it is.
         form: `attention` has no state and is quadratic in T; `chunked` takes F E operations per token; `recurrent` goes
@@ -122,7 +120,7 @@ def delta_attention(
         raise ValueError("form is 'attention', which has no state; use 'chunked'")
     if form not in (None, "chunked") and chunk_size is not None:
         raise ValueError(f"chunk_size is {chunk_size}, but form {form!r}; leave one of them out")
-    chunk = _CHUNK if chunk_size is None else arguments.check_integer("chunk_size", chunk_size, 1)
+    chunk = delta_form.CHUNK if chunk_size is None else arguments.check_integer("chunk_size", chunk_size, 1)
     if form is None:
         # Keys are compared with keys too, and read the state before they are written to it.
         heads, kv_heads = tokens.query.shape[2], sizes["kv_heads"]
@@ -171,7 +169,7 @@ def delta_attention_step(
 
 def _check(tokens, delta, state, power, sizes) -> int:
     """Returns the power; raises ValueError unless `delta` and the state match the tokens."""
-    power = arguments.check_power(power)
+    power = arguments.check_power(power, even=False)
     if delta.shape != tokens.key.shape[:-1]:
         raise ValueError(
             f"delta has shape {delta.shape}; it must be {tokens.key.shape[:-1]}, one per token and key head"

@@ -1,6 +1,7 @@
 """Tests of the recall experiment: its sequences, training, the command, and the tables of its results."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -46,6 +47,29 @@ def test_pairs(documents, new_keys):
         count += len(keys)
     # With new keys only, each of the 96 pairs has one; else about a quarter and the first of each document.
     assert count == 96 if new_keys == 1 else 10 < count < 60
+
+
+@pytest.mark.parametrize("things", [2, 5])
+@pytest.mark.parametrize("documents", [(24,), (24, 5)])
+def test_swaps(documents, things):
+    drawn = jax.tree.map(
+        np.asarray, recall.draw_swaps(SETTING, jax.random.key(0), 4, documents, things=things)
+    )
+    swaps = [(0, 0), *itertools.combinations(range(things), 2)]
+    for row in range(4):
+        length = documents[row % len(documents)]
+        for place, (token, value, answer) in enumerate(zip(*(part[row] for part in drawn[:3]), strict=True)):
+            assert value == -1
+            assert drawn.segment_ids[row, place] == place // (2 * length)
+            if place % (2 * length) == 0:
+                order = list(range(things))
+            if place % 2 == 0:
+                first, second = swaps[token]
+                order[first], order[second] = order[second], order[first]
+                assert answer == -1
+            else:
+                assert answer == order[token - len(swaps)]
+    assert set(drawn.tokens.ravel()) == set(range(len(swaps) + things))
 
 
 def test_queries_of_pairs_are_even():

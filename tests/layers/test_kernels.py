@@ -22,9 +22,25 @@ def features(x):
     return np.where(x > 0, x + 1, np.exp(x))
 
 
+def mean(weigh):
+    def mix(q, k, decay, delta):
+        weights = weigh(q, k) * decay
+        total = weights.sum(-1, keepdims=True)
+        return weights / np.where(total == 0, 1, total)
+
+    return mix
+
+
+def overwrite(q, k, decay, delta):
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    written = np.linalg.inv(np.eye(len(k)) + np.tril(delta[:, None] * decay * (k @ k.T) ** 2, -1)) * delta
+    return (decay * (q @ k.T) ** 2) @ written
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
-    weigh: object
+    # Weights of values, from queries, keys, the decays between tokens, 0 where a key is not seen, and write strengths.
+    mix: object
     memory: type
     policy: kernels.CachePolicy
     changes: dict = dataclasses.field(default_factory=dict)
@@ -46,24 +62,33 @@ class Case:
 
 KERNELS = {
     "power": Case(
-        lambda q, k: np.einsum("td,sd->ts", q, k) ** 2,
+        mean(lambda q, k: np.einsum("td,sd->ts", q, k) ** 2),
         ops.PowerState,
         kernels.CachePolicy.NEVER,
         {"form": "chunked"},
         elements=36 * (SIZE + 1),
     ),
     "linear": Case(
-        lambda q, k: features(q) @ features(k).T,
+        mean(lambda q, k: features(q) @ features(k).T),
         ops.LinearState,
         kernels.CachePolicy.NEVER,
         elements=SIZE * (SIZE + 1),
     ),
-    "softmax": Case(lambda q, k: np.exp(q @ k.T / np.sqrt(SIZE)), ops.KVCache, kernels.CachePolicy.ALWAYS),
+    "power_delta": Case(
+        overwrite,
+        ops.DeltaState,
+        kernels.CachePolicy.NEVER,
+        {"negative_eigenvalues": True},
+        elements=36 * SIZE,
+    ),
+    "softmax": Case(
+        mean(lambda q, k: np.exp(q @ k.T / np.sqrt(SIZE))), ops.KVCache, kernels.CachePolicy.ALWAYS
+    ),
     "expressive": Case(
-        lambda q, k: (q @ k.T) ** 2 / (1 + (q @ k.T) ** 2), ops.KVCache, kernels.CachePolicy.ALWAYS
+        mean(lambda q, k: (q @ k.T) ** 2 / (1 + (q @ k.T) ** 2)), ops.KVCache, kernels.CachePolicy.ALWAYS
     ),
     "sliding_window": Case(
-        lambda q, k: np.exp(q @ k.T / np.sqrt(SIZE)),
+        mean(lambda q, k: np.exp(q @ k.T / np.sqrt(SIZE))),
         ops.KVCache,
         kernels.CachePolicy.ALWAYS,
         {"window": 6},
@@ -78,10 +103,11 @@ def arrays():
     query = random.normal(size=(BATCH, TIME, HEADS, SIZE))
     key, value = random.normal(size=(2, BATCH, TIME, KV_HEADS, SIZE))
     log_decay = -random.exponential(0.1, size=(BATCH, TIME, KV_HEADS))
-    return tuple(x.astype(np.float32) for x in (query, key, value, log_decay))
+    delta = random.uniform(0, 2, size=(BATCH, TIME, KV_HEADS))
+    return tuple(x.astype(np.float32) for x in (query, key, value, log_decay, delta))
 
 
-def formula(case, query, key, value, log_decay, segment_ids):
+def formula(case, query, key, value, log_decay, delta, segment_ids):
     out = np.zeros(query.shape)
     sums = np.cumsum(np.where(segment_ids[..., None] < 0, 0, log_decay), axis=1, dtype=np.float64)
     ages = np.arange(TIME)[:, None] - np.arange(TIME)
@@ -92,11 +118,13 @@ def formula(case, query, key, value, log_decay, segment_ids):
             seen &= count[:, None] - count < case.window
         for head in range(HEADS):
             kv_head = head * KV_HEADS // HEADS
-            decay = np.exp(np.where(seen, sums[row, :, None, kv_head] - sums[row, None, :, kv_head], 0))
-            q, k = query[row, :, head].astype(np.float64), key[row, :, kv_head].astype(np.float64)
-            weights = np.where(seen, case.weigh(q, k) * decay, 0)
-            total = weights.sum(-1, keepdims=True)
-            out[row, :, head] = weights @ value[row, :, kv_head] / np.where(total == 0, 1, total)
+            between = sums[row, :, None, kv_head] - sums[row, None, :, kv_head]
+            decay = np.where(seen, np.exp(np.where(seen, between, 0)), 0)
+            q, k, v, d = (
+                x.astype(np.float64)
+                for x in (query[row, :, head], *(y[row, :, kv_head] for y in (key, value, delta)))
+            )
+            out[row, :, head] = case.mix(q, k, decay, d) @ v
     return out
 
 
@@ -110,15 +138,16 @@ def test_every_kernel_of_the_config_is_here():
 
 @EACH
 def test_attention_and_weights_are_the_formula(name):
-    case, (query, key, value, log_decay) = KERNELS[name], arrays()
+    case, (query, key, value, log_decay, delta) = KERNELS[name], arrays()
     kernel, options = case.kernel(name), {"rotate": None, "log_decay": log_decay, "segment_ids": SEGMENT_IDS}
+    options |= {"delta": delta} if kernel.largest_delta else {}
 
     @jax.jit
     def both(query, key, value):
         return kernel.attend(query, key, value, **options), kernel.weights(query, key, **options)
 
     out, weights = both(query, key, value)
-    expected = formula(case, query, key, value, log_decay, SEGMENT_IDS)
+    expected = formula(case, query, key, value, log_decay, delta, SEGMENT_IDS)
     assert error(out, expected) < 2e-6
     mixed = np.einsum("btns,bsne->btne", weights, np.repeat(value, HEADS // KV_HEADS, axis=2))
     assert error(mixed, expected) < 2e-6

@@ -14,6 +14,7 @@ WIDTH, HEADS, KV_HEADS = 32, 4, 2
 
 PLAIN = {
     layers.PowerAttention: ("conformal", {"power": 4, "exact_window": 8, "decay_bias": 4.0}),
+    layers.PowerDeltaAttention: ("power_delta", {"power": 3, "negative_eigenvalues": True}),
     layers.LinearAttention: (
         "linear",
         {"feature_map": "symmetric", "normalizer": "rotated", "decay": "learned", "position": "rope"},

@@ -55,6 +55,7 @@ class Kernel:
     even_power: bool = False  # whether `attention.power` must be even
     per_channel_decay: bool = False
     bidirectional: bool = True  # whether `causal=False` is supported
+    divides_time: bool = True  # whether a sequence can be divided over devices
 
 
 _MODULES = "sympow_jax.layers.attention.kernels"
@@ -62,6 +63,12 @@ KERNELS: dict[str, Kernel] = {
     "softmax": Kernel(target=f"{_MODULES}.softmax:SoftmaxKernel", implementations=("xla", "cudnn")),
     "power": Kernel(
         target=f"{_MODULES}.power:PowerKernel", even_power=True, per_channel_decay=True, bidirectional=False
+    ),
+    "power_delta": Kernel(
+        target=f"{_MODULES}.power_delta:PowerDeltaKernel",
+        implementations=("xla",),
+        bidirectional=False,
+        divides_time=False,
     ),
     "linear": Kernel(target=f"{_MODULES}.linear:LinearKernel"),
     "expressive": Kernel(target=f"{_MODULES}.expressive:ExpressiveKernel"),

@@ -60,8 +60,14 @@ class AttentionConfig:
     )
     power: int = fields.setting(
         2,
-        "Degree of the kernel `power` and of the feature maps `symmetric` and `tensor`.",
+        "Degree of the kernels `power`, which needs an even one, and `power_delta`, and of the feature maps "
+        "`symmetric` and `tensor`.",
         least=1,
+    )
+    negative_eigenvalues: bool = fields.setting(
+        False,
+        "Whether write strengths of the kernel `power_delta` go to 2 instead of 1. Above 1 a write also changes the "
+        "sign of what the state holds for its key, which tracking states such as a parity needs.",
     )
     feature_map: str = fields.setting(
         "elu",

@@ -5,6 +5,7 @@ from sympow_jax.layers.attention.plain import (
     ExpressiveAttention,
     LinearAttention,
     PowerAttention,
+    PowerDeltaAttention,
     SoftmaxAttention,
 )
 
@@ -15,6 +16,7 @@ __all__ = [
     "ExpressiveAttention",
     "LinearAttention",
     "PowerAttention",
+    "PowerDeltaAttention",
     "SoftmaxAttention",
     "make_attention",
 ]

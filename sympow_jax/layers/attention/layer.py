@@ -54,7 +54,7 @@ class AttentionMaps:
 
 
 # Types whose arrays have axes by name.
-_WITH_LAYOUT = (ops.PowerState, ops.KVCache, rotary.RotaryState, documents.PositionState)
+_WITH_LAYOUT = (ops.PowerState, ops.DeltaState, ops.KVCache, rotary.RotaryState, documents.PositionState)
 _AXES = {"B": partitioning.BATCH, "K": partitioning.TENSOR}
 
 
@@ -96,6 +96,12 @@ class _Heads(NamedTuple):
     value: Float[Array, "B T K E"]
     log_decay: Float[Array, "B T K ..."] | None
     rate: Float[Array, "B T K ..."] | None
+    delta: Float[Array, "B T K"] | None
+
+    @property
+    def gates(self) -> dict[str, Any]:
+        """Decays and, of a kernel that has them, write strengths."""
+        return {"log_decay": self.log_decay} | ({} if self.delta is None else {"delta": self.delta})
 
 
 class Attention(nnx.Module):
@@ -174,6 +180,8 @@ class Attention(nnx.Module):
             self.rate = linear(
                 width, self.kv_heads * rates, names=("embed", "gates"), scale=scale, exact=True
             )
+        if kernel.largest_delta:
+            self.delta = linear(width, self.kv_heads, names=("embed", "gates"), exact=True)
 
     @by_default_rules
     def __call__(
@@ -211,9 +219,7 @@ class Attention(nnx.Module):
         query, key, rotate, _ = self.positions._apply(
             heads.query, heads.key, rate=heads.rate, head_arrays=arrays, segment_ids=segment_ids
         )
-        weights = self.kernel.weights(
-            query, key, rotate=rotate, log_decay=heads.log_decay, segment_ids=segment_ids
-        )
+        weights = self.kernel.weights(query, key, rotate=rotate, segment_ids=segment_ids, **heads.gates)
         return AttentionMaps(weights=jnp.swapaxes(weights, 1, 2), log_decay=heads.log_decay, rate=heads.rate)
 
     def init_state(
@@ -311,6 +317,7 @@ class Attention(nnx.Module):
         projections = [self.query, self.key, self.value]
         projections += [self.decay] if self.decays.num_projected else []
         projections += [self.rate] if self.has_rate else []
+        projections += [self.delta] if self.kernel.largest_delta else []
         projected = initializers.project(x, *projections)
         if partitioning.is_explicit(projected[0]):
             # Shard by whole heads: by the axes of the query's heads if they divide the key/value heads. Gather time.
@@ -320,6 +327,7 @@ class Attention(nnx.Module):
         query, key, value, *rest = projected
         decay = rest.pop(0) if self.decays.num_projected else None
         rate = rest.pop(0) if self.has_rate else None
+        delta = rest.pop(0) if self.kernel.largest_delta else None
         shape = (*x.shape[:2], -1, self.head_dim)
         query, key = query.reshape(shape), key.reshape(shape)
         if self.kernel.attention.qk_norm:
@@ -330,6 +338,7 @@ class Attention(nnx.Module):
             value=value.reshape(shape),
             log_decay=self.decays.log_decay(self, x, decay),
             rate=None if rate is None else self.positions.rate(rate),
+            delta=None if delta is None else self.kernel.largest_delta * jax.nn.sigmoid(delta),
         )
 
     def _attend(self, x, segment_ids, state):
@@ -375,7 +384,7 @@ class Attention(nnx.Module):
             state=None if state is None else state.position,
             axis_name=axis_name,
         )
-        options: dict[str, Any] = {"rotate": rotate, "log_decay": heads.log_decay, "segment_ids": segment_ids}
+        options: dict[str, Any] = {"rotate": rotate, "segment_ids": segment_ids, **heads.gates}
         if state is None:
             return self.kernel.attend(query, key, heads.value, **options, axis_name=axis_name), None
         mixed, memory = memories.extend(self.kernel, query, key, heads.value, **options, memory=state.memory)

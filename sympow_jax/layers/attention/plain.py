@@ -12,7 +12,13 @@ from sympow_jax.config import model as model_lib
 from sympow_jax.layers.attention import kernels, layer
 from sympow_jax.ops import arguments
 
-__all__ = ["ExpressiveAttention", "LinearAttention", "PowerAttention", "SoftmaxAttention"]
+__all__ = [
+    "ExpressiveAttention",
+    "LinearAttention",
+    "PowerAttention",
+    "PowerDeltaAttention",
+    "SoftmaxAttention",
+]
 
 
 class _PlainAttention(layer.Attention):
@@ -112,6 +118,34 @@ class PowerAttention(_PlainAttention):
 
     defaults: ClassVar = {"kernel": "power"}
     options = (*_PlainAttention.options, "power", "form", "chunk_size", "exact_window")
+
+
+class PowerDeltaAttention(_PlainAttention):
+    """The delta rule on power features, by which a token overwrites what the state holds for its key.
+
+    The write strength of a token is sigmoid(W x) for each key/value head. The state is that of `PowerAttention` without
+    a normalizer.
+
+    Args:
+        width, num_heads, num_kv_heads, head_dim, use_bias, dtype, rngs: as in `SoftmaxAttention`.
+        power: degree of the features, at least 1, which is that of DeltaNet; 2.
+        negative_eigenvalues: whether write strengths are 2 sigmoid(W x), as tracking states needs.
+        decay, decay_bias: as in `PowerAttention`, but none per value channel.
+        position: as in `SoftmaxAttention`; "none". Where positions rotate keys, a key at another position is another
+            key, which is not overwritten.
+        form, chunk_size: as in `PowerAttention`. The attention form has no state.
+        **options: the others of `SoftmaxAttention`, except `causal` and `window`.
+
+    Examples:
+        >>> import jax
+        >>> from sympow_jax import layers
+        >>> attention = layers.PowerDeltaAttention(64, 4, power=2, rngs=0)
+        >>> attention(jax.random.normal(jax.random.key(0), (2, 128, 64))).shape
+        (2, 128, 64)
+    """
+
+    defaults: ClassVar = {"kernel": "power_delta", "position": "none"}
+    options = (*_PlainAttention.options, "power", "negative_eigenvalues", "form", "chunk_size")
 
 
 class LinearAttention(_PlainAttention):

@@ -1,4 +1,4 @@
-"""The delta rule on features of even powers, in chunks.
+"""The delta rule on power features, in chunks.
 
 A token i replaces what the state S returns for its key k_i, by a part beta_i of the difference from its value v_i:
 
@@ -23,7 +23,10 @@ from sympow_jax.array_types import Array, Float
 from sympow_jax.ops import decays, derivatives, layout
 from sympow_jax.ops.forms import features
 
-__all__ = ["attend"]
+__all__ = ["CHUNK", "attend"]
+
+CHUNK = 64
+"""Tokens per chunk that measured fastest on two CPU cores at p = 2 and D = 32."""
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 # Tokens whose values one inverse corrects.
@@ -45,7 +48,7 @@ def attend(
     """Returns the outputs and the state after the last token.
 
     Args:
-        power: p, even.
+        power: p, at least 1.
         chunk: tokens per chunk. One chunk for all tokens, without a state, needs no features.
         query: of unit length, or zero.
         key: of unit length, or zero.

@@ -4,7 +4,7 @@ import abc
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -16,7 +16,7 @@ from sympow_jax.ops import cost, plans
 
 __all__ = ["CachePolicy", "Kernel", "Memory", "RecurrentKernel"]
 
-Memory = ops.PowerState | ops.LinearState | ops.KVCache
+Memory = ops.PowerState | ops.LinearState | ops.DeltaState | ops.KVCache
 """Memory of a kernel between calls: a recurrent state or a KV cache."""
 
 
@@ -70,6 +70,7 @@ class Kernel(abc.ABC):
         rotate: positions.Rotation | None,
         log_decay: Float[Array, "B S K ..."] | None,
         segment_ids: Int[Array, "B S"] | None,
+        delta: Float[Array, "B S K"] | None = None,
         axis_name: str | None = None,
     ) -> Float[Array, "B T N E"]:
         """Returns the output of the last T of S tokens; S = T except with a KV cache.
@@ -81,8 +82,14 @@ class Kernel(abc.ABC):
             rotate: rotation of features; None unless `rotates_features` and there are positions.
             log_decay: logarithm of each token's decay, per head or per value channel; None without decay.
             segment_ids: document of each of the S tokens, negative for padding; None for one document.
+            delta: write strength of each token and head; given if and only if `largest_delta` is not 0.
             axis_name: mesh axis that time is sharded over; None if time is whole.
         """
+
+    @property
+    def largest_delta(self) -> float:
+        """Upper bound of the write strengths that the layer computes for `delta`; 0 if the ops take none."""
+        return 0
 
     @property
     def cache_policy(self) -> CachePolicy:
@@ -188,6 +195,7 @@ class Kernel(abc.ABC):
         rotate: positions.Rotation | None,
         log_decay: Float[Array, "B T K ..."] | None,
         segment_ids: Int[Array, "B T"] | None,
+        **delta: Any,
     ) -> Float[Array, "B T N T"]:
         """Returns the weight of each value in the output of `attend`; the mean over channels for per-channel decays.
 
@@ -199,7 +207,9 @@ class Kernel(abc.ABC):
         form = "attention" if self.attention.causal else None
         options = dataclasses.replace(self.attention, implementation="xla", form=form)
         kernel = dataclasses.replace(self, attention=options)
-        return kernel.attend(query, key, one_hot, rotate=rotate, log_decay=log_decay, segment_ids=segment_ids)
+        return kernel.attend(
+            query, key, one_hot, rotate=rotate, log_decay=log_decay, segment_ids=segment_ids, **delta
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

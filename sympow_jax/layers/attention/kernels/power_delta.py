@@ -1,0 +1,75 @@
+"""The delta rule on power features, by which a token overwrites what the state holds for its key."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+
+from sympow_jax import ops
+from sympow_jax.layers.attention.kernels import kernel
+from sympow_jax.ops import cost
+from sympow_jax.ops.forms import delta as delta_form
+
+__all__ = ["PowerDeltaKernel"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PowerDeltaKernel(kernel.RecurrentKernel):
+    """`ops.delta_attention`; the layer computes a write strength for each token and head."""
+
+    @property
+    def largest_delta(self):
+        return 2 if self.attention.negative_eigenvalues else 1
+
+    @property
+    def cache_policy(self):
+        # A KV cache has no strengths.
+        return kernel.CachePolicy.NEVER
+
+    def attend(self, query, key, value, *, rotate, log_decay, segment_ids, delta=None, axis_name=None):
+        if axis_name is not None:
+            raise ValueError(
+                "kernel 'power_delta' cannot divide time over devices; use a mesh whose axis context is 1"
+            )
+        return self.op(rotate)(query, key, value, delta, log_decay=log_decay, segment_ids=segment_ids)
+
+    def op(self, rotate):
+        attention = self.attention
+        # The attention form is one chunk.
+        chunk = None if attention.form == "attention" else attention.chunk_size
+        return functools.partial(
+            ops.delta_attention, power=attention.power, form=attention.form, chunk_size=chunk
+        )
+
+    def step(self, rotate):
+        return functools.partial(ops.delta_attention_step, power=self.attention.power)
+
+    def init_state(self, batch):
+        return ops.DeltaState.zeros(
+            batch,
+            self.num_kv_heads,
+            self.encoded_dim,
+            self.head_dim,
+            power=self.attention.power,
+            dtype=jnp.dtype(self.state_dtype),
+        )
+
+    def state_sizes(self, feature_map="symmetric"):
+        size, power = self.encoded_dim, self.attention.power
+        return (ops.symmetric_power_dim(size, power) if feature_map == "symmetric" else size**power), 0
+
+    @property
+    def flop_shape(self):
+        return self.encoded_dim, self.head_dim, self.attention.power
+
+    def pair_flops(self, pairs):
+        # Keys are compared with keys too.
+        return super().pair_flops(pairs) * (1 + self.num_kv_heads / self.num_heads)
+
+    def feature_flops(self, form):
+        # Keys read the state, and then update it.
+        size, columns, power = self.flop_shape
+        sizes = {"head_dim": size, "value_dim": columns, "power": power}
+        features = cost.feature_flops(heads=self.num_heads, kv_heads=2 * self.num_kv_heads, **sizes)
+        chunk = {"chunked": self.attention.chunk_size or delta_form.CHUNK, "recurrent": 1}[form]
+        return features + self.pair_flops(chunk / 2)
