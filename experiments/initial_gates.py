@@ -15,7 +15,6 @@ updates and tokens. With `--context`, language is the only task.
 """
 
 import dataclasses
-import itertools
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "zero": {"learned_rope_start": "rope"},
 }
 _BIASES = ("2", "4", "6", "alibi")
-_RATES = ("alibi 10k", "alibi 10k zero")
+_RATES = ("alibi zero", "alibi 10k", "alibi 10k zero")
 VARIANTS = (
     *("softmax", "softmax 10k", "sympow", "sympow 10k", "learned_rope", "learned_rope 10k zero"),
     *("gated", *(f"gated {bias}" for bias in _BIASES), "gated alibi 10k"),
@@ -82,25 +81,19 @@ def _needles(options: _shared.Options) -> list[dict[str, Any]]:
 def _experiment(options: _shared.Options) -> None:
     options = options.at_context()
     plan, setting = options.plan, recall.SETTINGS[options.scale]
-    (context,) = plan.contexts
-    changes: dict[str, Any] = (
-        {"data.batch_tokens": rotation_rates.TOY_TOKENS} if options.scale == "toy" else {}
-    )
-    runs = {}
-    for seed, variant in itertools.product(plan.seeds, options.variants):
-        label, shape = _shared.power_label(variant, options.power), attention(variant, options.power)
-        run = loading.replace(_shared.settings(options, shape, context=context, seed=seed), changes)
-        name = f"{label.replace(' ', '_')}_context{context}_tokens{run.data.batch_tokens}"
-        runs[variant, seed] = f"bias_{name}_steps{plan.steps}_seed{seed}", run
     rows = [] if options.more["context"] else _needles(options)
-    folders = _shared.train_all(options, runs)
-    for (variant, seed), folder in folders.items():
-        losses = {row["context_length"]: row["loss"] for row in _shared.evaluation(folder)}
-        losses[0] = _shared.final_loss(folder)
-        rows += [
-            {"task": "language", "variant": variant, "seed": seed, "point": length, "value": losses[length]}
-            for length in (0, *plan.lengths)
-        ]
+    folders, losses = rotation_rates.train(
+        options,
+        {name: attention(name, options.power) for name in options.variants},
+        lambda name: f"bias_{_shared.power_label(name, options.power)}",
+    )
+    points = {0: "training"} | {length: f"heldout_{length}" for length in plan.lengths}
+    rows += [
+        {"task": "language", "variant": row["variant"], "seed": row["seed"]}
+        | {"point": point, "value": row[name]}
+        for row in losses
+        for point, name in points.items()
+    ]
     path = options.write(rows, folders.values())
     if not options.more["context"]:
         _draw(path, setting, rows, plan.average)

@@ -220,9 +220,13 @@ CONTEXT: Mapping[str, Mapping[str, Any]] = {
 """Flag of `Options.at_context`, for `Experiment.more`."""
 
 
-def power_variants(power: int) -> dict[str, config.AttentionConfig]:
-    """Returns softmax and the symmetric-power variants of the conformal paper."""
-    presets = {"sympow": "sympow", "gated": "sympow_gated_paper", "conformal": "conformal_paper"}
+def power_variants(power: int, start: str = "paper") -> dict[str, config.AttentionConfig]:
+    """Returns softmax and the symmetric-power variants of the conformal paper.
+
+    Gates and learned rates begin as in the paper or, if `start` is `preset`, as in the presets of their names.
+    """
+    ending = {"paper": "_paper", "preset": ""}[start]
+    presets = {"sympow": "sympow", "gated": f"sympow_gated{ending}", "conformal": f"conformal{ending}"}
     return {
         "softmax": config.preset("softmax"),
         **{name: config.preset(preset, power=power) for name, preset in presets.items()},

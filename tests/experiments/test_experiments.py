@@ -124,6 +124,23 @@ def test_rotation_rates(experiment):
 
 
 @pytest.mark.slow
+def test_rotation_rates_that_begin_as_in_the_presets(experiment):
+    _, content = experiment("rotation_rates", "--variants=gated,conformal", "--start=preset", "--seeds=0")
+    assert content["settings"]["model.attention.decay"] == "learned_alibi"
+    assert content["runs"]["conformal_p2_preset_context16_tokens32_steps2_seed0"] == {
+        "model.attention.position": "learned_rope"
+    }
+
+
+@pytest.mark.slow
+def test_presets(experiment):
+    rows, content = experiment("presets", "--variants=softmax,gated delta p=1", "--seeds=0")
+    assert [row["variant"] for row in rows] == ["softmax", "gated delta p=1"]
+    # Keys and values of 16 tokens of width 16, and two heads of 8 features by 8 values.
+    assert content["state_bytes"] == {"softmax": 2 * 16 * 16 * 4, "gated delta p=1": 2 * 8 * 8 * 4}
+
+
+@pytest.mark.slow
 def test_initial_gates(experiment):
     names = ("gated", "gated alibi", "conformal 4", "conformal alibi 10k zero")
     rows, content = experiment("initial_gates", f"--variants={','.join(names)}")

@@ -1,0 +1,91 @@
+"""Language by the presets as they begin by default, and by the delta rule on power features.
+
+The setup is that of `rotation_rates`, in which gates and rates begin as in the paper. Variants are named by their
+power. `gated delta` is the preset `power_delta`, and `delta` the same without a decay. With p = 1 they are the rules of
+"Gated Delta Networks" (Yang et al. 2025) and of "Parallelizing Linear Transformers with the Delta Rule over Sequence
+Length" (Yang et al. 2024), without their short convolutions. The state of softmax is the KV cache of a training
+context.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from experiments import _shared, rotation_rates
+from sympow_jax import config, models
+from sympow_jax.process import workdir
+
+PLANS = rotation_rates.PLANS
+_ATTENTIONS = {
+    "softmax": config.preset("softmax"),
+    **{f"gated p={power}": config.preset("sympow_gated", power=power) for power in (2, 4)},
+    "conformal p=2": config.preset("conformal"),
+    "delta p=1": config.preset("power_delta", power=1, decay="none"),
+    "delta p=2": config.preset("power_delta", decay="none"),
+    **{f"gated delta p={power}": config.preset("power_delta", power=power) for power in (1, 2, 4)},
+}
+VARIANTS = tuple(_ATTENTIONS)
+_BYTES = 4  # of an element of a state
+_PAIRS = (
+    *((f"gated delta p={power}", f"gated p={power}") for power in (2, 4)),
+    ("gated delta p=2", "gated delta p=1"),
+    ("gated delta p=4", "gated delta p=2"),
+    ("delta p=1", "gated delta p=1"),
+    ("delta p=2", "gated delta p=2"),
+    ("conformal p=2", "gated p=2"),
+    *((name, "softmax") for name in ("gated p=2", "gated p=4", "gated delta p=2", "gated delta p=4")),
+)
+
+
+def _experiment(options: _shared.Options) -> None:
+    options = options.at_context()
+    folders, rows = rotation_rates.train(
+        options, _ATTENTIONS, lambda name: f"preset_{name.replace(' p=', '_p')}"
+    )
+    sizes = {}
+    for (variant, _), folder in folders.items():
+        shape = workdir.read_config(folder).model
+        cache = 2 * shape.layers * shape.width * options.plan.contexts[0] * _BYTES
+        softmax = shape.attention.kernel == "softmax"
+        sizes[variant] = cache if softmax else models.state_bytes(shape, bytes_per_element=_BYTES)
+    path = options.write(rows, folders.values(), state_bytes=sizes)
+    (_, beyond), labels = options.plan.lengths, _shared.loss_labels(options.plan.lengths)
+    found = _shared.means(rows, ("variant",), f"heldout_{beyond}")
+    panel = _shared.Panel(
+        lines=_shared.lines({(name, sizes[name] / 1024): mean for (name,), mean in found.items()}),
+        x_label="KiB of state",
+        y_label="loss (nats per token)",
+        ticks=(1, 16, 256, 4096),
+    )
+    _shared.draw_lines(
+        path,
+        [panel],
+        title="Language by presets",
+        subtitle=f"held-out, positions {labels[2]}; {options.plan.average}",
+    )
+
+
+def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
+    """Returns the tables of an experiment's JSON."""
+    long, sizes = rotation_rates.loss_rows(content), content["state_bytes"]
+    found = _shared.loss_table("Final loss, nats per token", long, "loss of")
+    columns = found.columns[0], "bytes of state", *found.columns[1:]
+    with_sizes = [(name, f"{sizes[name]:,}", *cells) for name, *cells in found.rows]
+    return [
+        _shared.Table(found.title, columns, with_sizes),
+        _shared.difference_table("Differences, nats per token", long, "loss of", _PAIRS),
+    ]
+
+
+main = _shared.Experiment(
+    name="presets",
+    description=__doc__,
+    plans=PLANS,
+    variants=VARIANTS,
+    more=_shared.CONTEXT,
+    run=_experiment,
+    tables=tables,
+)
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
