@@ -43,7 +43,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "sympow_learned_rope": _fields("power", "none", "learned_rope"),
     "conformal": _fields("power", "learned_alibi", "learned_rope"),
     "conformal_paper": _fields("power", "learned", "learned_rope", learned_rope_start="paper"),
-    "power_delta": _fields("power_delta", "learned_alibi", "none"),
+    "power_delta": _fields("power_delta", "learned_alibi", "rope"),
     "llama3": _fields("softmax", "none", "rope", rope=_LLAMA3_ROPE),
     "llama31": _fields("softmax", "none", "rope", rope=dataclasses.replace(_LLAMA3_ROPE, scaling="llama3")),
     "llama32": _fields(

@@ -124,7 +124,7 @@ class Attention(nnx.Module):
         dtype: dtype of the matrix products, by name or as a dtype; parameters are float32.
         use_bias: whether projections have a bias, except those of decays and rotation rates. Those of queries, keys and
             values also have one if the kernel's options say `qkv_biases`.
-        norm_epsilon: number that norms of queries and keys add to the mean square.
+        norm_epsilon: number that norms of queries, keys and outputs add to the mean square.
         out_scale: factor of the initial standard deviation of the output projection.
         rngs: source of initial values, or a seed.
 
@@ -154,14 +154,15 @@ class Attention(nnx.Module):
         linear = functools.partial(initializers.Linear, dtype=dtype, rngs=rngs)
         query_width, kv_width = self.num_heads * self.head_dim, self.kv_heads * self.head_dim
         biases = use_bias or kernel.attention.qkv_biases
+        norm = functools.partial(
+            norms.rms_norm, self.head_dim, epsilon=norm_epsilon, dtype=jnp.dtype(dtype), rngs=rngs
+        )
         self.query = linear(width, query_width, names=("embed", "heads"), use_bias=biases)
         self.key = linear(width, kv_width, names=("embed", "kv_heads"), use_bias=biases)
         self.value = linear(width, kv_width, names=("embed", "kv_heads"), use_bias=biases)
         self.out = linear(query_width, width, names=("heads", "embed"), use_bias=use_bias, scale=out_scale)
         if kernel.attention.qk_norm:
-            options = {"epsilon": norm_epsilon, "dtype": jnp.dtype(dtype), "rngs": rngs}
-            self.query_norm = norms.rms_norm(self.head_dim, **options)
-            self.key_norm = norms.rms_norm(self.head_dim, **options)
+            self.query_norm, self.key_norm = norm(), norm()
         self.positions = positions.make(
             kernel.attention,
             num_kv_heads=self.kv_heads,
@@ -181,6 +182,8 @@ class Attention(nnx.Module):
                 width, self.kv_heads * rates, names=("embed", "gates"), scale=scale, exact=True
             )
         if kernel.largest_delta:
+            # Outputs of the delta rule are no means, and are normalized as in Gated DeltaNet.
+            self.out_norm = norm()
             self.delta = linear(width, self.kv_heads, names=("embed", "gates"), exact=True)
 
     @by_default_rules
@@ -367,6 +370,8 @@ class Attention(nnx.Module):
                 ),
                 (partitioning.fit(spec, heads.query.shape), state_specs),
             )
+        if self.kernel.largest_delta:
+            mixed = self.out_norm(mixed)
         (out,) = initializers.project(mixed.reshape(*x.shape[:2], -1), self.out)
         return out, state
 

@@ -123,16 +123,17 @@ class PowerAttention(_PlainAttention):
 class PowerDeltaAttention(_PlainAttention):
     """The delta rule on power features, by which a token overwrites what the state holds for its key.
 
-    The write strength of a token is sigmoid(W x) for each key/value head. The state is that of `PowerAttention` without
-    a normalizer.
+    The write strength of a token is sigmoid(W x) for each key/value head. Outputs are no means of values; those of each
+    head are RMS-normalized, with a scale, as in "Gated Delta Networks" (Yang et al. 2025), the case p = 1. The state is
+    that of `PowerAttention` without a normalizer.
 
     Args:
         width, num_heads, num_kv_heads, head_dim, use_bias, dtype, rngs: as in `SoftmaxAttention`.
         power: degree of the features, at least 1, which is that of DeltaNet; 2.
         negative_eigenvalues: whether write strengths are 2 sigmoid(W x), as tracking states needs.
         decay, decay_bias: as in `PowerAttention`, but none per value channel.
-        position: as in `SoftmaxAttention`; "none". Where positions rotate keys, a key at another position is another
-            key, which is not overwritten.
+        position: as in `SoftmaxAttention`; "rope". Rotations make a key at another position another key, which is not
+            overwritten; for tasks that only overwrite, use "none".
         form, chunk_size: as in `PowerAttention`. The attention form has no state.
         **options: the others of `SoftmaxAttention`, except `causal` and `window`.
 
@@ -144,7 +145,7 @@ class PowerDeltaAttention(_PlainAttention):
         (2, 128, 64)
     """
 
-    defaults: ClassVar = {"kernel": "power_delta", "position": "none"}
+    defaults: ClassVar = {"kernel": "power_delta", "position": "rope"}
     options = (*_PlainAttention.options, "power", "negative_eigenvalues", "form", "chunk_size")
 
 
