@@ -480,6 +480,8 @@ def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
     found = []
     for task, title in TASKS.items():
         rows = [row for row in content["rows"] if row["task"] == task]
+        if not rows:
+            continue
         accuracies, capacity = _shared.means(rows, (*_MODEL, "point"), "accuracy"), capacities(rows)
         points = list(dict.fromkeys(row["point"] for row in rows))
         # Powers of two, without the smallest, where accuracies hardly differ.
