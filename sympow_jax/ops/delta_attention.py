@@ -72,22 +72,23 @@ def delta_attention(
     initial_state: DeltaState | None = None,
     return_state: bool = False,
 ) -> Float[Array, "B T N E"] | tuple[Float[Array, "B T N E"], DeltaState]:
-    """Computes o_i = S_i^T phi(q_i), where S_i = exp(g_i) (I - b_i phi(k_i) phi(k_i)^T) S_(i-1) + b_i phi(k_i) v_i^T.
+    """Computes o_i = S_i^T phi(q_i), where S_i = g_i (I - d_i phi(k_i) phi(k_i)^T) S_(i-1) + d_i phi(k_i) v_i^T.
 
-    phi(q)^T phi(k) = (q . k)^p for queries and keys of unit length, which the op divides by their lengths. With a write
-    strength b = 1, the state then returns v_i for k_i, whatever it has returned before; with b = 0 it is unchanged.
-    With orthogonal keys, the output is the sum of b_j (q . k_j)^p v_j. There is no division by a sum of weights, which
-    has no meaning where values are subtracted. For b in [0, 2] no step amplifies the state, since I - b_i phi(k_i)
-    phi(k_i)^T has eigenvalues from -1 to 1. Computed in float32, or in float64 for float64 inputs; the output has the
-    dtype of `value`.
+    phi(q)^T phi(k) = (q . k)^p for queries and keys of unit length, which the op divides by their lengths. d is `delta`
+    and g the exponential of `log_decay`. With d = 1 the state then returns v_i for k_i, whatever it has returned
+    before; with d = 0 it is unchanged. With orthogonal keys, the output is the sum of d_j (q . k_j)^p v_j. There is no
+    division by a sum of weights, which has no meaning where values are subtracted. For d in [0, 2] no step amplifies
+    the state, since I - d_i phi(k_i) phi(k_i)^T has eigenvalues from -1 to 1. The source is "Gated Delta Networks"
+    (Yang et al. 2025), where p = 1 and d is beta. Computed in float32, or in float64 for float64 inputs; the output has
+    the dtype of `value`.
 
     Args:
         query: N is a multiple of K.
         key: one for each query.
         value: E may differ from D.
-        delta: b, the write strengths, from 0 to 1, or to 2 for negative eigenvalues.
+        delta: d, the write strengths, from 0 to 1, or to 2 for negative eigenvalues.
         power: p, at least 1, which is the rule of DeltaNet.
-        log_decay: g, natural logarithm of a decay, at most 0. A token's own decay applies to the state before it.
+        log_decay: natural logarithm of the decay g, at most 0. A token's own decay applies to the state before it.
         segment_ids: documents, as in `ops.documents`. Padding outputs zero and leaves the state as it is.
         form: `attention` has no state and is quadratic in T; `chunked` takes F E operations per token; `recurrent` goes
             token by token. None chooses `attention` or `chunked`, whichever has fewer FLOPs.

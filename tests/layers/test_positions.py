@@ -32,6 +32,7 @@ VARIANTS = {
     "of softmax": ("softmax", {"position": "lrpe", "lrpe": LEARNED}),
     "of expressive attention": ("expressive", {"position": "lrpe", "lrpe": Lrpe(core="permutation")}),
     "expressive": ("expressive", {"decay": "learned"}),
+    "delta rule": ("power_delta", {"power": 3, "negative_eigenvalues": True}),
     "stochastic": ("linear", {"position": "spe"}),
     "stochastic in softmax": ("softmax", {"position": "spe"}),
     "of Llama": ("softmax", {"rope": LLAMA}),
@@ -43,7 +44,7 @@ VARIANTS = {
     "learned channel gates": ("conformal_paper", {"decay": "channel_learned"}),
 }
 # A default run has one of each kind.
-OFTEN = {"permuteformer", "expressive", "stochastic in softmax", "learned channel gates"}
+OFTEN = {"permuteformer", "delta rule", "expressive", "stochastic in softmax", "learned channel gates"}
 EACH = [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS]
 
 

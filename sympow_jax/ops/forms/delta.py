@@ -1,13 +1,13 @@
 """The delta rule on power features, in chunks.
 
-A token i replaces what the state S returns for its key k_i, by a part beta_i of the difference from its value v_i:
+A token i replaces what the state S returns for its key k_i, by a part d_i of the difference from its value v_i:
 
-    u_i = beta_i (v_i - gamma_i phi(k_i)^T S_(i-1)),    S_i = gamma_i S_(i-1) + phi(k_i) u_i^T,    o_i = phi(q_i)^T S_i
+    u_i = d_i (v_i - gamma_i phi(k_i)^T S_(i-1)),    S_i = gamma_i S_(i-1) + phi(k_i) u_i^T,    o_i = phi(q_i)^T S_i
 
 Within a chunk no features are needed, because phi(k_i)^T phi(k_j) = (k_i . k_j)^p. With the decays b_ij between tokens,
 A_ij = b_ij (k_i . k_j)^p for j < i, and what the chunk's keys read from the state before it, decayed, as rows of R,
 
-    U = (I + diag(beta) A)^-1 diag(beta) (V - R),
+    U = (I + diag(d) A)^-1 diag(d) (V - R),
 
 which is a triangular system. Reads and the state then are those of power attention without a denominator, with U in
 place of V. Source: "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (Yang et al. 2024),
@@ -53,7 +53,7 @@ def attend(
         query: of unit length, or zero.
         key: of unit length, or zero.
         value: V.
-        delta: beta, zero for tokens that write nothing.
+        delta: d, zero for tokens that write nothing.
         log_decay: as `decays.bounded` returns it.
         kv: the state before the first token; None for zeros.
         return_state: whether to return the state.
