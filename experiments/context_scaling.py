@@ -8,9 +8,11 @@ number of tokens per batch, loss falls as the context grows while the state suff
 import dataclasses
 import sys
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from experiments import _shared
+from sympow_jax.config import loading
 
 VARIANTS = tuple(_shared.power_variants(2))
 PLANS = {
@@ -35,6 +37,9 @@ PAPER_LOSSES = {
         "conformal": (2.344, 2.261, 2.236, 2.477),
     },
 }
+_EQUAL = (
+    "What runs at different contexts have as many of; updates are in proportion to the context for documents."
+)
 _PAIRS = (("sympow", "softmax"), ("gated", "softmax"), ("gated", "sympow"), ("conformal", "gated"))
 
 
@@ -42,14 +47,26 @@ def _experiment(options: _shared.Options) -> None:
     if options.scale == "paper":
         plan = dataclasses.replace(options.plan, contexts=PAPER_CONTEXTS[options.power])
         options = dataclasses.replace(options, plan=plan)
-    folders = _shared.train(options, _shared.power_variants(options.power))
+    contexts, steps = options.plan.contexts, options.plan.steps
+    equal_documents = options.more["equal"] == "documents"
+
+    def label(variant):
+        return _shared.power_label(variant, options.power) + ("_documents" if equal_documents else "")
+
+    def change(found, variant):
+        # An update has the same tokens at every context, and so fewer documents at a longer one.
+        ratio = Fraction(found.data.context_length, contexts[len(contexts) // 2]) if equal_documents else 1
+        return loading.replace(found, {"training.steps": max(1, round(steps * ratio))})
+
+    folders = _shared.train(options, _shared.power_variants(options.power), label, change)
     rows: list[dict[str, Any]] = [
         {"variant": variant, "context": context, "seed": seed, "loss": _shared.final_loss(folder)}
         for (variant, context, seed), folder in folders.items()
     ]
     curves = _shared.mean_curves(folders)
     path = options.write(rows, folders.values(), power=options.power, curves=curves)
-    about, contexts = options.plan.average, options.plan.contexts
+    about = options.plan.average
+    updates = f"{steps:,} updates at context {contexts[len(contexts) // 2]:,}, as many documents at others"
     # Losses, and if softmax is among the variants, losses relative to softmax's.
     base = {(row["context"], row["seed"]): row["loss"] for row in rows if row["variant"] == "softmax"}
     values = [("loss", "training loss (nats per token)", rows)]
@@ -73,7 +90,8 @@ def _experiment(options: _shared.Options) -> None:
             for value, label, shown in values
         ],
         title="Final training loss at each training context",
-        subtitle=f"p = {options.power}; last tenth of {options.plan.steps:,} updates of equal size; {about}",
+        subtitle=f"p = {options.power}; last tenth of "
+        f"{updates if equal_documents else f'{steps:,} updates of equal size'}; {about}",
     )
     _shared.draw_lines(
         path.with_stem(f"{path.stem}_curves"),
@@ -100,6 +118,7 @@ main = _shared.Experiment(
     plans=PLANS,
     variants=VARIANTS,
     powers=tuple(PAPER_CONTEXTS),
+    more={"equal": {"choices": ("tokens", "documents"), "default": "tokens", "help": _EQUAL}},
     run=_experiment,
     tables=tables,
 )

@@ -13,13 +13,13 @@ from experiments import _shared
 
 PLANS = {
     "toy": _shared.Plan(
-        seeds=(0, 1, 2), steps=300, contexts=(1024,), lengths=(128, 256, 512, 1024, 2048, 4096, 8192)
+        seeds=(0, 1, 2), steps=300, contexts=(1024,), lengths=tuple(2**exponent for exponent in range(1, 14))
     ),
     "paper": _shared.Plan(
         seeds=(0,),
         steps=100_000,
         contexts=(16_384,),
-        lengths=tuple(2**exponent for exponent in range(8, 17)),
+        lengths=tuple(2**exponent for exponent in range(1, 17)),
         documents=64,
     ),
     "tiny": _shared.Plan(seeds=(0, 1), steps=2, contexts=(16,), lengths=(8, 16, 32), documents=2),

@@ -242,3 +242,10 @@ def test_the_papers_scale_is_its_configuration(monkeypatch, tmp_path, module, co
         524_288,
     )
     assert run.optimizer == config.OptimizerConfig(learning_rate=6e-4)
+
+
+@pytest.mark.slow
+def test_context_scaling_of_equal_documents(experiment):
+    _, content = experiment("context_scaling", "--variants=softmax", "--steps=4", "--equal=documents")
+    assert content["settings"]["training.steps"] == 2  # at context 8; those at 16 are given
+    assert content["runs"]["softmax_documents_context16_steps4_seed0"]["training.steps"] == 4
