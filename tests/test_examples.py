@@ -52,6 +52,14 @@ def test_a_model_learns(name):
     assert name != "hand_written" or result["text"] == [3, 5, 3, 5, 3, 5, 3, 5, 3]
 
 
+@pytest.mark.slow
+def test_the_delta_rule_learns_parity(capsys):
+    run("parity")
+    delta, power = (int(x) for x in re.findall(r": (\d+)%", capsys.readouterr().out))
+    assert delta == 100
+    assert power < 70
+
+
 def run_on_devices(name, count, capsys):
     """Returns the output of an example on a number of devices; the mesh that it sets is reset."""
     with devices.seen(count), jax.set_mesh(jax.make_mesh((1,), ("before",))):
