@@ -29,8 +29,8 @@ CHUNK = 64
 """Tokens per chunk that measured fastest on two CPU cores at p = 2 and D = 32."""
 
 _HIGHEST = jax.lax.Precision.HIGHEST
-# Tokens whose values one inverse corrects.
-_BLOCK = 16
+# Values are corrected in blocks of at least so many tokens, and at most so many blocks.
+_BLOCK, _BLOCKS = 16, 8
 
 
 def attend(
@@ -69,7 +69,7 @@ def attend(
 
     arrays = [chunks(x) for x in (layout.by_group(query, kv_heads), key, value, delta, log_decay)]
     if not has_state:
-        out, *_ = jax.vmap(jax.vmap(jax.vmap(functools.partial(_within_chunk, power))))(*arrays)
+        out, *_ = jax.vmap(jax.vmap(jax.vmap(functools.partial(_within_chunk, power))))(*arrays, None)
     else:
         if kv is None:
             state = features.zeros(value, (batch, kv_heads), head_dim, value_dim, power, value.dtype)
@@ -117,11 +117,11 @@ def _over_chunks_vjp(power, residuals, cotangents):
         query, key, *_ = chunk
         readers = layout.merge_heads(_readers(query, key))
         weighted = features.weighted(state, weights)
-        (_, written, across), pullback = jax.vjp(functools.partial(_within_chunk, power), *chunk, reads)
+        (_, written, across), saved = _within_chunk.fun(power, *chunk, reads, differentiated=True)
         dwritten = features.query(dstate, key, power, _HIGHEST)
         dkey_by_state = features.query_vjp(dstate, key, written, power, _HIGHEST)
         dacross = sum(jnp.vdot(d, s, precision=_HIGHEST) for d, s in zip(dstate, state))
-        dquery, dkey, *others, dreads = pullback((dout, dwritten, dacross))
+        dquery, dkey, *others, dreads = _within_chunk_vjp(power, saved, (dout, dwritten, dacross))
         dreaders = features.query_vjp(weighted, readers, dreads, power, _HIGHEST)
         dkey_by_reads, *dquery_by_reads = layout.split_heads(dreaders, 1 + len(query))
         dreads = features.weighted(features.fold(dreads, readers, power, _HIGHEST), weights)
@@ -140,28 +140,84 @@ def _readers(query, key):
     return jnp.concatenate([key[None], query])
 
 
-def _within_chunk(power, query, key, value, delta, log_decay, reads=None):
+@functools.partial(derivatives.custom_vjp, static=1)
+def _within_chunk(power, query, key, value, delta, log_decay, reads, differentiated=False):
     """Returns the outputs of a chunk [G, E, C], what its tokens write to the state after it, and that one's decay.
 
-    `reads` are those of `_readers`, without decays; None for an empty state.
+    `reads` are those of `_readers`, merged; None for an empty state. What `_within_chunk_vjp` needs is also returned if
+    `differentiated`.
     """
     product = functools.partial(jnp.einsum, precision=_HIGHEST)
     coarse, fine = decays.split(log_decay)
     tokens = jnp.arange(key.shape[1])
     visible = tokens[:, None] >= tokens
     within = decays.within((coarse[:, None], fine[:, None]), (coarse, fine), visible)
-    weights = jax.lax.integer_pow(product("gdi,dj->gij", _readers(query, key), key), power)
-    of_key, *of_queries = within * weights
+    scores = product("gdi,dj->gij", _readers(query, key), key)
+    weights = within * jax.lax.integer_pow(scores, power)
+    from_start, to_end = decays.exp(coarse + fine), decays.exp(decays.sums_after(log_decay))
     wanted, read = value, 0.0
     if reads is not None:
-        reads = decays.exp(coarse + fine) * layout.split_heads(reads, 1 + len(query))
+        reads = from_start * layout.split_heads(reads, 1 + len(query))
         wanted, read = value - reads[0], reads[1:]
-    corrected = _solve(delta[:, None] * of_key, delta * wanted)
-    out = product("gij,ej->gei", jnp.stack(of_queries), corrected) + read
-    return out, corrected * decays.exp(decays.sums_after(log_decay)), decays.exp(log_decay.sum())
+    corrected = _solve(delta[:, None] * weights[0], delta * wanted)
+    out = product("gij,ej->gei", weights[1:], corrected) + read
+    results = out, corrected * to_end, decays.exp(log_decay.sum())
+    if not differentiated:
+        return results
+    saved = (
+        query,
+        key,
+        delta,
+        within,
+        scores,
+        weights,
+        wanted,
+        corrected,
+        reads,
+        from_start,
+        to_end,
+        results[-1],
+    )
+    return results, saved
 
 
-@derivatives.custom_vjp
+def _within_chunk_vjp(power, saved, cotangents):
+    """Returns the gradients of `_within_chunk`.
+
+    As in the chunked form of power attention, a product of a vector with its gradient, over p, is the sum of the
+    gradients by the logarithms of its weights, of which those of the decays are sums.
+    """
+    query, key, delta, within, scores, weights, wanted, corrected, reads, from_start, to_end, across = saved
+    dout, dwritten, dacross = cotangents
+    product, readers = functools.partial(jnp.einsum, precision=_HIGHEST), _readers(query, key)
+    dcorrected = product("gei,gij->ej", dout, weights[1:]) + dwritten * to_end
+    # The transposed equations, from the last token to the first.
+    transposed = (delta[:, None] * weights[0]).T[::-1, ::-1]
+    dright = _solve(transposed, dcorrected[:, ::-1])[:, ::-1]
+    dwanted = delta * dright
+    # By the weights of the keys before the strength of their reader, and by those of queries.
+    by_key = jnp.tril(product("ei,ej->ij", -dright, corrected), -1)
+    dweights = jnp.concatenate([by_key[None], product("gei,ej->gij", dout, corrected)])
+    dscores = dweights * (power * within * jax.lax.integer_pow(scores, power - 1))
+    dreaders = product("dj,gij->gdi", key, dscores)
+    by_log = (readers * dreaders).sum(1) / power
+    ddelta = (dright * wanted).sum(0) + by_log[0]
+    scaled = jnp.concatenate([(delta * key)[None], query])
+    dread = product("gdi,gij->dj", scaled, dscores)
+    dprefix = delta * by_log[0] + by_log[1:].sum(0) - (key * dread).sum(0) / power
+    dreads = jnp.concatenate([-dwanted[None], dout])
+    if reads is not None:
+        dprefix += (reads * dreads).sum((0, 1))
+        dreads = layout.merge_heads(from_start * dreads)
+    dafter = (dwritten * corrected * to_end).sum(0)
+    dlog_decay = decays.sums_from(dprefix) + decays.prefix_sums(dafter) - dafter + dacross * across
+    dkey = delta * dreaders[0] + dread
+    return dreaders[1:], dkey, dwanted, ddelta, dlog_decay, None if reads is None else dreads
+
+
+_within_chunk.defvjp(functools.partial(_within_chunk.fun, differentiated=True), _within_chunk_vjp)
+
+
 def _solve(weights: Float[Array, "C C"], right: Float[Array, "E C"]) -> Float[Array, "E C"]:
     """Returns x with x_i + sum_(j < i) weights_ij x_j = right_i for each column i; reads weights with j < i only.
 
@@ -169,7 +225,7 @@ def _solve(weights: Float[Array, "C C"], right: Float[Array, "E C"]) -> Float[Ar
     solves on CPUs, whose threads wait for each other in every small one, up to 20 times as long on a busy machine.)
     """
     size = right.shape[1]
-    width = min(_BLOCK, 1 << (size - 1).bit_length())
+    width = max(_BLOCK, 1 << (-(-size // _BLOCKS) - 1).bit_length())
     count = -(-size // width)
     ends = 0, count * width - size
     weights, right = jnp.pad(weights, [ends, ends]), jnp.pad(right, [(0, 0), ends])
@@ -177,31 +233,11 @@ def _solve(weights: Float[Array, "C C"], right: Float[Array, "E C"]) -> Float[Ar
     rows = weights.reshape(count, width, count * width)
     own = jnp.diagonal(rows.reshape(count, width, count, width), axis1=0, axis2=2)
     inverses = _inverses(jnp.moveaxis(own, -1, 0))
-
-    def step(x, block):
-        index, row, inverse = block
-        start = index * width
-        left = jax.lax.dynamic_slice_in_dim(right, start, width, 1) - product(x, row.T)
-        return jax.lax.dynamic_update_slice_in_dim(x, product(left, inverse.T), start, 1), None
-
-    x, _ = jax.lax.scan(step, jnp.zeros_like(right), (jnp.arange(count), rows, inverses))
+    x = right[:, :0]
+    for row, inverse, part in zip(rows, inverses, jnp.split(right, count, 1), strict=True):
+        found = product(part - product(x, row[:, : x.shape[1]].T), inverse.T)
+        x = jnp.concatenate([x, found], 1)
     return x[:, :size]
-
-
-def _solve_keeping_x(weights, right):
-    x = _solve(weights, right)
-    return x, (weights, x)
-
-
-def _solve_vjp(residuals, cotangent):
-    weights, x = residuals
-    # The transposed equations, from the last column to the first.
-    dright = _solve(weights.T[::-1, ::-1], cotangent[:, ::-1])[:, ::-1]
-    dweights = -jnp.einsum("ei,ej->ij", dright, x, precision=_HIGHEST)
-    return jnp.tril(dweights, -1), dright
-
-
-_solve.defvjp(_solve_keeping_x, _solve_vjp)
 
 
 def _inverses(weights: Float[Array, "n C C"]) -> Float[Array, "n C C"]:
