@@ -64,6 +64,7 @@ TASKS = {
 ATTENTIONS: dict[str, config.AttentionConfig] = {
     "linear": config.preset("linear"),
     "p=2": config.preset("sympow", power=2),
+    "p=2 qk_norm": config.preset("sympow", power=2, qk_norm=True),
     "p=4": config.preset("sympow", power=4),
     **{f"delta p={power}": config.preset("power_delta", power=power, decay="none") for power in (1, 2, 4)},
     **{
