@@ -40,7 +40,8 @@ def test_logits_and_states_are_those_after_the_accepted_tokens(preset, max_lengt
     draft = np.concatenate([likeliest[:, :6], small.tokens(small.ROWS, 6, seed=3)], axis=1)
     draft[0, 6] = -1
     draft[1, 0] = (draft[1, 0] + 1) % small.VOCABULARY
-    accepted, actual, state = generation.verify(program, state, logits, draft, np.array([12, 12, 6]))
+    verify = jax.jit(generation.verify)  # the program is an argument
+    accepted, actual, state = verify(program, state, logits, draft, np.array([12, 12, 6]))
     np.testing.assert_array_equal(accepted, [6, 0, 6])
     following = small.tokens(small.ROWS, 6, seed=2)
     continued = decoded(model, following, state, actual)
