@@ -1,11 +1,11 @@
-"""A server of text with continuous batching: requests enter and leave a running batch between two tokens.
+"""A server of text with continuous batching, in OpenAI's protocol of completions.
 
     uv run examples/serve.py --workdir=runs/quickstart --port=8000
-    curl localhost:8000 -d '{"prompt": "def ", "max_tokens": 100, "seed": 1}'
+    curl localhost:8000/v1/completions -d '{"model": "quickstart", "prompt": "def ", "max_tokens": 100, "seed": 1}'
 
-Each request takes a slot. Its prompt is prefilled alone, and its state is inserted into the batch, of which one token
-per slot is decoded at a time. A text is that of `generation.generate` for its prompt and seed, whatever the other
-requests are. A client that leaves frees its slot. Bodies and answers are JSON.
+Requests enter and leave a running batch between two tokens. A prompt starts from the state after the longest earlier
+prompt that it begins with, and gets a slot of the batch, of which one token per slot is decoded at a time. A text is
+that of `generation.generate`, whatever the other requests are. A client that leaves frees its slot.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import functools
 import json
 import pathlib
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -23,127 +24,138 @@ import numpy as np
 
 from sympow_jax import data, generation, training
 
-SECONDS = 10  # to send a request, and to receive its answer
+SECONDS = 10  # to send a request, and to receive a part of its answer
 BYTES = 1 << 20  # of the body of a request
+DEFAULTS = {"model": "", "prompt": "", "max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "seed": 0}
+DEFAULTS |= {"stop": [], "stream": False, "n": 1}  # with the types of values; seed is really the time
+STATUSES = dict.fromkeys((ValueError, EOFError, RecursionError, asyncio.LimitOverrunError), "400 Bad Request")
+STATUSES |= {LookupError: "404 Not Found", TimeoutError: "408 Request Timeout", Exception: "500 Server Error"}
 
 
 @dataclasses.dataclass
 class Request:
-    """A prompt that is continued, until its answer is known or canceled."""
+    """A prompt that is continued until it is over: at its end, at an error, or when its client leaves.
 
-    tokens: list[int]
+    pieces: the new text after each token, with the reason if it is the last; or an error.
+    cached: number of the prompt's tokens that were not prefilled.
+    """
+
+    tokens: np.ndarray
     transcript: generation.Transcript
+    sampling: generation.Sampling
     seed: int
-    answer: asyncio.Future[str]
+    stream: bool
+    pieces: asyncio.Queue = dataclasses.field(default_factory=asyncio.Queue)
+    cached: int = 0
+    over: bool = False
 
 
 class Engine:
-    """Decodes a batch of requests, each in a slot; requests without one wait.
+    """Decodes a batch of requests of at most `max_length` tokens, each in a slot; requests without one wait."""
 
-    max_length: tokens of the longest prompt and its continuation.
-    """
-
-    def __init__(self, model, codec, *, slots, max_length, sampling):
-        if slots < 1:
-            raise ValueError(f"slots is {slots}; it must be at least 1")
-        longest = model.config.longest_document
-        if longest is not None and max_length > longest:
-            raise ValueError(
-                f"max_length is {max_length}, but the model's learned positions end at {longest}"
-            )
-        self.program, self.codec, self.max_length = generation.Program(model), codec, max_length
-        sampling = dataclasses.replace(sampling, vocab_size=codec.sampled_vocab_size)
-        self.sample = jax.jit(functools.partial(generation.sample, sampling=sampling))
+    def __init__(self, model, codec, *, name, slots, max_length, cache_bytes):
+        self.program, self.codec, self.name = generation.Program(model), codec, name
+        self.max_length = min(max_length, model.config.longest_document or max_length)
+        self.sample = jax.jit(generation.sample, static_argnames="sampling")
         self.insert = jax.jit(generation.insert)
-        self.waiting: asyncio.Queue[Request] = asyncio.Queue()
-        self.requests: list[Request | None] = [None] * slots
-        state = self.program.init_state(slots, max_length=max_length)
-        self.batch = {"logits": jnp.zeros((slots, model.config.vocab_size)), "state": state}
+        self.waiting, self.requests = asyncio.Queue(), [None] * slots
+        state = self.program.init_state(1, max_length=self.max_length)
+        self.empty = jnp.zeros((1, model.config.vocab_size)), state
+        self.batch = generation.fork(self.empty, slots)
         self.seeds, self.positions = np.zeros(slots, np.uint32), np.zeros(slots, np.int32)
+        # Logits and states after prompts, by the bytes of their tokens; the most recently used is the last.
+        self.kept, self.cache_bytes = {}, cache_bytes
 
-    async def complete(self, body: bytes) -> str:
-        """Returns the continuation that a request asks for; raises ValueError for one that is malformed."""
-        valid = {
-            "prompt": lambda x: type(x) is str,
-            "max_tokens": lambda x: type(x) is int and 1 <= x < self.max_length,
-            "seed": lambda x: type(x) is int and 0 <= x < 2**32,
-            "stops": lambda x: type(x) is list and len(x) <= 16 and all(type(y) is str and y for y in x),
-        }
+    async def submit(self, body: bytes) -> Request:
+        """Returns the request of a body, which waits for a slot; raises ValueError or LookupError for a wrong one."""
         given = json.loads(body)
-        if not isinstance(given, dict) or "prompt" not in given:
-            raise ValueError("the body must be a JSON object with a prompt")
+        if not isinstance(given, dict):
+            raise ValueError("the body must be a JSON object")
+        given = {name: value for name, value in given.items() if value is not None}
+        if isinstance(given.get("prompt"), list) and len(given["prompt"]) == 1:
+            given["prompt"] = given["prompt"][0]
+        if isinstance(given.get("stop"), str):
+            given["stop"] = [given["stop"]]
         for name, value in given.items():
-            if name not in valid or not valid[name](value):
-                raise ValueError(
-                    f"{name[:40]!r} is wrong; a request has a prompt (text), max_tokens (1 to {self.max_length - 1}), "
-                    f"seed (0 to 2^32 - 1) and stops (at most 16 texts)"
-                )
+            kind = type(DEFAULTS.get(name))
+            if type(value) is not kind and (type(value), kind) != (int, float):
+                raise ValueError(f"{name[:40]!r} is wrong; a request is such as {json.dumps(DEFAULTS)}")
+        given = DEFAULTS | {"seed": time.time_ns() % 2**32} | given
+        if given["model"] != self.name:
+            raise LookupError(f"there is no model {given['model'][:40]!r}; this server has {self.name!r}")
+        if given["n"] != 1 or not 0 <= given["seed"] < 2**32 or len(given["stop"]) > 16:
+            raise ValueError("n must be 1, seed from 0 to 2^32 - 1, and stop at most 16 texts")
+        options = {name: given[name] for name in ("temperature", "top_p")}
+        sampling = generation.Sampling(**options, vocab_size=self.codec.sampled_vocab_size)
         tokens = await asyncio.to_thread(self.codec.encode, given["prompt"].encode(), "the prompt")
-        max_tokens = given.get("max_tokens", 100)
-        if len(tokens) + max_tokens > self.max_length:
-            raise ValueError(
-                f"the prompt has {len(tokens)} tokens and max_tokens is {max_tokens}; together they may be "
-                f"{self.max_length}"
-            )
-        stops, answer = given.get("stops", ()), asyncio.get_running_loop().create_future()
-        transcript = generation.Transcript(self.codec, tokens, max_tokens=max_tokens, stops=stops)
-        self.waiting.put_nowait(Request(tokens, transcript, given.get("seed", 0), answer))
-        return await answer
+        count, most = len(tokens), given["max_tokens"]
+        if count + most > self.max_length:
+            raise ValueError(f"the prompt's {count} tokens and max_tokens, {most}, exceed {self.max_length}")
+        transcript = generation.Transcript(self.codec, tokens, max_tokens=most, stops=given["stop"])
+        request = Request(np.array(tokens, np.int32), transcript, sampling, given["seed"], given["stream"])
+        self.waiting.put_nowait(request)
+        return request
 
     async def run(self):
         """Prefills waiting requests into free slots, and decodes a token of each slot, forever."""
         while True:
-            self.requests = [x if x and not x.answer.done() else None for x in self.requests]
+            self.requests = [x if x and not x.over else None for x in self.requests]
             while None in self.requests and (not self.waiting.empty() or not any(self.requests)):
                 request, slot = await self.waiting.get(), self.requests.index(None)
-                if not request.answer.done():
+                if not request.over:
                     await self.attempt([request], self.prefill, slot, request)
-            await self.attempt(self.requests, self.step)
-            for request in filter(None, self.requests):
-                if request.transcript.done and not request.answer.done():
-                    request.answer.set_result(request.transcript.text)
+            for request, text in await self.attempt(self.requests, self.step) or ():
+                end = request.transcript
+                request.over |= end.done
+                request.pieces.put_nowait((text, end.done and ("stop" if end.stopped else "length")))
 
     async def attempt(self, requests, work, *arguments):
         """Calls a function in a thread; its error is the answer to the requests, and the engine continues."""
         try:
-            await asyncio.to_thread(work, *arguments)
+            return await asyncio.to_thread(work, *arguments)
         except Exception as error:
             for request in filter(None, requests):
-                if not request.answer.done():
-                    request.answer.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+                request.over = True
+                request.pieces.put_nowait(RuntimeError(f"{type(error).__name__}: {error}"))
 
     def prefill(self, slot, request):
-        """Fills a slot with the state after a request's prompt."""
-        # Padding to a power of two, so that there are few programs. It leaves the state unchanged.
-        tokens = np.zeros((1, 1 << (len(request.tokens) - 1).bit_length()), np.int32)
-        tokens[0, : len(request.tokens)] = request.tokens
-        logits, state = self.program.prefill(
-            tokens, np.array([len(request.tokens)]), max_length=self.max_length
-        )
-        self.batch = self.insert(self.batch, np.int32(slot), {"logits": logits, "state": state})
-        self.requests[slot], self.seeds[slot] = request, request.seed
-        self.positions[slot] = len(request.tokens)
+        """Fills a slot with the state after a prompt, and keeps it; the least recently used states make room."""
+        tokens, key = request.tokens, request.tokens.tobytes()
+        prefix = max(filter(key.startswith, self.kept), key=len, default=b"")
+        row, request.cached = self.kept.pop(prefix, self.empty), len(prefix) // tokens.itemsize
+        self.kept[prefix] = row
+        if (count := len(tokens) - request.cached) > 0:
+            # Padding to a power of two, so that there are few programs. It leaves the state unchanged.
+            padded = np.zeros((1, 1 << (count - 1).bit_length()), np.int32)
+            padded[0, :count] = tokens[-count:]
+            row = self.program.prefill(padded, np.array([count]), initial_state=row[1])
+        self.kept[key] = row
+        size = sum(x.nbytes for x in jax.tree.leaves(row))  # of each
+        while sum(size + len(key) for key in self.kept) > self.cache_bytes:
+            del self.kept[next(iter(self.kept))]
+        self.batch = self.insert(self.batch, np.int32(slot), row)
+        self.requests[slot], self.seeds[slot], self.positions[slot] = request, request.seed, len(tokens)
 
     def step(self):
-        """Decodes a token of each slot; free slots decode tokens that nobody reads."""
-        tokens = self.sample(self.batch["logits"], seed=self.seeds, position=self.positions)
-        logits, state = self.program.decode(self.batch["state"], tokens)
-        self.batch = {"logits": logits, "state": state}
-        for request, token in zip(self.requests, np.asarray(tokens)):
-            if request is not None:
-                request.transcript.add([int(token)])
+        """Decodes a token of each slot, and returns the new texts; free slots decode tokens that nobody reads."""
+        tokens, (logits, state) = np.zeros(len(self.requests), np.int32), self.batch
+        for sampling in {request.sampling for request in self.requests if request}:
+            chosen = [request is not None and request.sampling == sampling for request in self.requests]
+            drawn = self.sample(logits, sampling, seed=self.seeds, position=self.positions)
+            tokens = np.where(chosen, drawn, tokens)
+        self.batch = self.program.decode(state, tokens)
         self.positions += 1
+        return [(x, x.transcript.add([int(token)])) for x, token in zip(self.requests, tokens) if x]
 
 
-async def receive(reader: asyncio.StreamReader) -> bytes:
-    """Returns the body of a request; raises ValueError for one without or with too long a body."""
+async def receive(reader: asyncio.StreamReader) -> tuple[str, bytes]:
+    """Returns the method and path of a request, and its body; raises ValueError for one without a valid length."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
-    length = re.search(r"\r\ncontent-length: *([0-9]+) *\r\n", head, re.IGNORECASE)
-    if not head.startswith("POST ") or length is None:
-        raise ValueError("send a POST request with a JSON body and its Content-Length")
-    if int(length[1]) > BYTES:
-        raise ValueError(f"the body has {length[1]} bytes; it may have {BYTES}")
-    return await reader.readexactly(int(length[1]))
+    length = re.search(r"\r\ncontent-length: *([0-9]{1,9}) *\r\n", head, re.IGNORECASE)
+    count = int(length[1]) if length else 0
+    if count > BYTES or not (length or head.startswith("GET ")):
+        raise ValueError(f"send a JSON body of at most {BYTES} bytes with its Content-Length")
+    return head.split(" HTTP/")[0], await reader.readexactly(count)
 
 
 async def until_closed(reader: asyncio.StreamReader):
@@ -153,33 +165,65 @@ async def until_closed(reader: asyncio.StreamReader):
             pass
 
 
-async def handle(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
-    """Answers the request of a connection, unless its client leaves first."""
-    left = None
+async def answer(engine: Engine, line: str, body: bytes, send):
+    """Sends the answer to a request."""
+    if line == "GET /v1/models":
+        model = {"id": engine.name, "object": "model", "created": 0, "owned_by": "sympow_jax"}
+        return await send(json.dumps({"object": "list", "data": [model]}))
+    if line != "POST /v1/completions":
+        raise LookupError(f"there is no {line[:40]!r}, only GET /v1/models and POST /v1/completions")
+    request, used, reason, now = await engine.submit(body), 0, None, time.time_ns()
+    about = {"id": f"cmpl-{now}", "object": "text_completion", "created": now // 10**9, "model": engine.name}
     try:
+        while not reason:
+            piece = await request.pieces.get()
+            if isinstance(piece, Exception):
+                raise piece
+            (text, reason), used = piece, used + 1
+            choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason or None}
+            if request.stream:
+                await send("data: " + json.dumps(about | {"choices": [choice]}))
+    finally:
+        request.over = True
+    if request.stream:
+        return await send("data: [DONE]")
+    choice["text"], count = request.transcript.text, len(request.tokens)
+    usage = {"prompt_tokens": count, "completion_tokens": used, "total_tokens": count + used}
+    details = {"prompt_tokens_details": {"cached_tokens": request.cached}}
+    await send(json.dumps(about | {"choices": [choice], "usage": usage | details}))
+
+
+async def handle(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+    """Answers the request of a connection, until its client leaves."""
+    task, left, begun = asyncio.current_task(), None, False
+
+    async def send(part, status="200 OK"):
+        """Sends JSON or an event, after the head of the answer if it is the first."""
+        nonlocal begun
+        kind = "text/event-stream" if part.startswith("data: ") else "application/json"
+        head = "" if begun else f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nConnection: close\r\n\r\n"
+        begun = True
+        writer.write(f"{head}{part}\n\n".encode())
         async with asyncio.timeout(SECONDS):
-            body = await receive(reader)
-        text = asyncio.create_task(engine.complete(body))
-        left = asyncio.create_task(until_closed(reader))
-        left.add_done_callback(lambda _: text.cancel())
-        status, answer = "200 OK", {"text": await text}
-    except TimeoutError:
-        status, answer = "408 Request Timeout", {"error": f"the request took more than {SECONDS} seconds"}
-    except (asyncio.CancelledError, EOFError, OSError):  # the client has left
-        return writer.transport.abort()
-    except (ValueError, RecursionError, asyncio.LimitOverrunError) as error:
-        status, answer = "400 Bad Request", {"error": str(error)}
-    except Exception as error:
-        status, answer = "500 Internal Server Error", {"error": str(error)}
-    content = json.dumps(answer).encode() + b"\n"
-    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\nConnection: close"
-    with contextlib.suppress(OSError):
-        writer.write(f"{head}\r\n\r\n".encode() + content)
+            await writer.drain()
+
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError, asyncio.CancelledError):
+        stack.callback(writer.transport.abort)  # the client has left, is too slow, or has its answer
+        try:
+            async with asyncio.timeout(SECONDS):
+                line, body = await receive(reader)
+            left = asyncio.create_task(until_closed(reader))
+            left.add_done_callback(lambda _: task and task.cancel())
+            await answer(engine, line, body, send)
+        except Exception as error:
+            status = next(status for kind, status in STATUSES.items() if isinstance(error, kind))
+            kind = "server_error" if status.startswith("5") else "invalid_request_error"
+            fault = {"message": str(error), "type": kind, "param": None, "code": None}
+            await send(("data: " if begun else "") + json.dumps({"error": fault}), status)
         writer.write_eof()
         # A connection that is closed with unread input is reset, and its client might miss the answer.
         async with asyncio.timeout(SECONDS):
             await (left or until_closed(reader))
-    writer.transport.abort()
 
 
 async def serve(engine: Engine, port: int):
@@ -192,16 +236,14 @@ async def serve(engine: Engine, port: int):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--workdir", type=pathlib.Path, required=True)
-    parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument("--max_length", type=int, default=4096)
-    flags = parser.parse_args()
+    for name, default in {"port": 8000, "slots": 8, "max_length": 4096, "cache_bytes": 1 << 30}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    flags = vars(parser.parse_args())
+    workdir, port = flags.pop("workdir"), flags.pop("port")
     try:
-        config, model, _ = training.restore_exact(flags.workdir)
-        options = {"slots": flags.slots, "max_length": flags.max_length}
-        sampling = generation.Sampling(temperature=0.8, min_p=0.05)
-        engine = Engine(model, data.codec_of_run(config), sampling=sampling, **options)
-        asyncio.run(serve(engine, flags.port))
+        config, model, _ = training.restore_exact(workdir)
+        engine = Engine(model, data.codec_of_run(config), name=workdir.resolve().name, **flags)
+        asyncio.run(serve(engine, port))
     except KeyboardInterrupt:
         parser.exit(130)
     except (ValueError, OSError, OverflowError) as error:

@@ -5,6 +5,7 @@ States can be saved. They are pytrees of arrays whose first axis is the batch. E
 
 from sympow_jax.generation.batches import fork, insert, take
 from sympow_jax.generation.decoding import Program
+from sympow_jax.generation.drafts import verify
 from sympow_jax.generation.loop import generate
 from sympow_jax.generation.sampling import Sampling, sample
 from sympow_jax.generation.state_file import restore_state, save_state
@@ -26,4 +27,5 @@ __all__ = [
     "save_state",
     "stream",
     "take",
+    "verify",
 ]

@@ -19,7 +19,7 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import arguments
 from sympow_jax.ops.promotion import by_default_rules
 
-__all__ = ["Program", "cache_sizes", "mesh_in_scope", "require_state"]
+__all__ = ["Program", "cache_sizes", "check_batch", "mesh_in_scope", "padded", "require_state"]
 
 # A prompt and its continuation are one document. Padding after shorter prompts leaves the state unchanged.
 _SEGMENT, _PADDING = 0, -1
@@ -115,15 +115,7 @@ class Program:
             ValueError: a row is empty, is longer than T or exceeds the model's learned positions, a token is not in the
                 vocabulary, the state is of another model or batch size, or `max_length` is missing (`init_state`).
         """
-        arguments.check_array("tokens", tokens)
-        arguments.check_array("lengths", lengths)
-        if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
-            raise ValueError(
-                f"tokens have shape {tokens.shape} and lengths {lengths.shape}; they must be [B, T] and [B]"
-            )
-        for name, array in {"tokens": tokens, "lengths": lengths}.items():
-            if not jnp.issubdtype(array.dtype, jnp.integer):
-                raise ValueError(f"{name} have dtype {array.dtype}; it must be an integer dtype")
+        check_batch(tokens, lengths)
         if not isinstance(lengths, jax.core.Tracer):
             counts, longest = np.asarray(lengths), self.config.longest_document
             _check_rows(self.config, tokens, counts)
@@ -148,7 +140,7 @@ class Program:
             state = self.init_state(tokens.shape[0], max_length=max_length)
         lengths = jnp.asarray(lengths)
         with mesh_in_scope(self.leaves):
-            ids, segment_ids = _padded(self, jnp.asarray(tokens), lengths, state)
+            ids, segment_ids = padded(self, jnp.asarray(tokens), lengths, state)
             options: Any = {"compiled": True, "donate_state": initial_state is None}
             hidden, state = self.model.extend_hidden(ids, state, segment_ids=segment_ids, **options)
             return _last_logits(self, hidden, lengths), state
@@ -194,6 +186,19 @@ def mesh_in_scope(leaves: list[Array]) -> contextlib.AbstractContextManager[Any]
     if not isinstance(mesh, jax.sharding.Mesh) or mesh.size == 1:
         return contextlib.nullcontext()
     return jax.set_mesh(mesh)
+
+
+def check_batch(tokens: Array | np.ndarray, lengths: Array | np.ndarray) -> None:
+    """Raises ValueError unless these are arrays of integers of shapes [B, T] and [B]."""
+    arguments.check_array("tokens", tokens)
+    arguments.check_array("lengths", lengths)
+    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+        raise ValueError(
+            f"tokens have shape {tokens.shape} and lengths {lengths.shape}; they must be [B, T] and [B]"
+        )
+    for name, array in {"tokens": tokens, "lengths": lengths}.items():
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(f"{name} have dtype {array.dtype}; it must be an integer dtype")
 
 
 def require_state(model: models.DecoderLM, state: models.DecoderState, batch: int | None = None) -> None:
@@ -260,7 +265,7 @@ def _check_rows(config: config_lib.ModelConfig, tokens: Array | np.ndarray, leng
 
 @jax.jit
 @by_default_rules
-def _padded(program, tokens, lengths, state):
+def padded(program, tokens, lengths, state):
     """Returns tokens without those after each row, and segment ids; raises ValueError for a state of another model."""
     require_state(program.model, state, tokens.shape[0])
     inside = jnp.arange(tokens.shape[1]) < lengths[:, None]

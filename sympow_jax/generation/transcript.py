@@ -39,7 +39,7 @@ class Transcript:
     """Incremental text after a prompt, from blocks of tokens; text that was returned never changes.
 
     Bytes that are not UTF-8 become U+FFFD. The text ends before the first stop string, before the end of the document,
-    or after `max_tokens`. Then `done` is True.
+    or after `max_tokens`. Then `done` is True, and `stopped` is True unless `max_tokens` is the reason.
     """
 
     def __init__(self, codec: Decoder, prompt: Sequence[int], *, max_tokens: int, stops: Sequence[str] = ()):
@@ -48,7 +48,7 @@ class Transcript:
         if "" in self._stops:
             raise ValueError("a stop string is empty; it would stop everything")
         self.text = ""
-        self.done = False
+        self.done = self.stopped = False
         self._codec = codec
         self._prompt = list(prompt[-_PROMPT_TOKENS:])
         self._before = self._decode(self._prompt)
@@ -62,10 +62,10 @@ class Transcript:
         for token in tokens:
             self._left -= 1
             if token == self._codec.end:
-                self._left = 0
+                self.stopped = True
             else:
                 self._tokens.append(int(token))
-            if self._left <= 0:
+            if self.stopped or self._left == 0:
                 self.done = True
                 break
         text = self._decode([*self._prompt, *self._tokens])
@@ -77,7 +77,7 @@ class Transcript:
             text = text.rstrip("\ufffd")
         ends = [index for index in map(text.find, self._stops) if index >= 0]
         if ends:
-            self.done = True
+            self.done = self.stopped = True
             text = text[: min(ends)]
         elif not self.done:
             # The last characters may be the beginning of a stop string.

@@ -84,11 +84,14 @@ def test_tokens_are_those_of_one_device(preset, kv_heads, rows, sizes, row_axis,
     states = [program.init_state(rows, max_length=24)]
     lengths = np.array(LENGTHS[:rows])
     logits, state = program.prefill(small.tokens(rows, 21), lengths, initial_state=states[0])
-    states += [state, program.decode(state, logits.argmax(-1))[1]]
+    draft = np.stack([logits.argmax(-1), np.full(rows, -1)], axis=1)
+    accepted, _, verified = generation.verify(program, state, logits, draft, np.full(rows, 2))
+    np.testing.assert_array_equal(accepted, np.ones(rows))
+    states += [state, program.decode(state, logits.argmax(-1))[1], verified]
     if None not in model.kv_cache_lengths:
         states.append(program.fold(state))
     cache, recurrent = axes(row_axis, head_axis)
-    for state, wanted in zip(states, [cache, cache, cache, recurrent]):
+    for state, wanted in zip(states, [*[cache] * 4, recurrent]):
         leaves = jax.tree_util.tree_leaves_with_path(state)
         specs = {jax.tree_util.keystr(path[2:]): spec(x) for path, x in leaves}
         assert {name: specs[name] for name in wanted if name in specs} == wanted

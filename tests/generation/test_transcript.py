@@ -53,6 +53,7 @@ def test_the_text_ends_before_the_first_stop():
         for size in (1, 2, 3, 5, 100):
             pieces, transcript = told(data, size, stops=stops, max_tokens=len(data))
             assert (transcript.text, transcript.done) == (expected, True)
+            assert transcript.stopped == (expected != text)
             assert all(expected.startswith(before) for before in itertools.accumulate(pieces))
 
 
@@ -62,6 +63,7 @@ def test_tokens_after_the_end_are_ignored():
     assert not transcript.done
     assert transcript.add(list(b"cde")) == "c"
     assert transcript.done
+    assert not transcript.stopped
     assert transcript.add(list(b"fgh")) == ""
     for stops in ([1], "ab"):
         with pytest.raises(ValueError, match="it must be a list of texts"):
@@ -75,6 +77,7 @@ def test_the_end_of_a_document_ends_the_text():
     _, transcript = told(b"ab\0cd", 2, codec=codec)
     assert transcript.text == "ab"
     assert transcript.done
+    assert transcript.stopped
 
 
 def byte_fallback(folder):
