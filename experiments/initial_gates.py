@@ -6,12 +6,12 @@ are named by their bias. `alibi` has a bias for each head, from ALiBi's slopes: 
 heads. Variants of one word have no bias, as in "Conformal Transformations for Symmetric Power Transformers" (Kumar et
 al. 2025).
 
-Its rotation rates are theta_m (1 + tanh(W x)), with theta_m = 2 pi / 65,536^(2m / D). With a small random W the angle
-between two tokens begins as a random walk, in which the fastest pairs turn by several radians within a few tokens.
-In `zero` W begins at 0, and so with the angles of fixed rates, and in `10k` theta_m is 10,000^(-2m / D).
+The paper's rotation rates are theta_m (1 + tanh(W x)), with theta_m = 2 pi / 65,536^(2m / D). With a small random W the
+angle between two tokens begins as a random walk, in which the fastest pairs turn by several radians within a few
+tokens. In `zero` W begins at 0, and so with the angles of fixed rates, and in `10k` theta_m is 10,000^(-2m / D).
 
-Each variant learns two tasks: `needle`, as in `recall`, and the language of `rotation_rates`, at the same context,
-updates and tokens. With `--context`, language is the only task.
+Each variant learns two tasks, each at the context, updates and tokens of its experiment: `needle`, as in `recall`, and
+the language of `rotation_rates`, to which `--steps` belongs. With `--context`, language is the only task.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
 """Language by the presets as they begin by default, and by the delta rule on power features.
 
-The setup is that of `rotation_rates`, in which gates and rates begin as in the paper. Variants are named by their
-power. `gated delta` is the preset `power_delta`, and `delta` the same without a decay. With p = 1 they are the rules of
-"Gated Delta Networks" (Yang et al. 2025) and of "Parallelizing Linear Transformers with the Delta Rule over Sequence
-Length" (Yang et al. 2024), without their short convolutions. The state of softmax is the KV cache of a training
-context.
+Data, sizes and updates are those of `rotation_rates`. Variants are named by their power. `gated delta` is the preset
+`power_delta`, and `delta` the same without a decay. With p = 1 they are the rules of "Gated Delta Networks" (Yang et
+al. 2025) and of "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (Yang et al. 2024), with
+rotary positions and the preset's decay, and without short convolutions. The state of softmax is the KV cache of a
+training context.
 """
 
 import sys
@@ -19,9 +19,9 @@ PLANS = rotation_rates.PLANS
 _ATTENTIONS = {
     "softmax": config.preset("softmax"),
     **{f"gated p={power}": config.preset("sympow_gated", power=power) for power in (2, 4)},
-    "conformal p=2": config.preset("conformal"),
+    "conformal p=2": config.preset("conformal", power=2),
     "delta p=1": config.preset("power_delta", power=1, decay="none"),
-    "delta p=2": config.preset("power_delta", decay="none"),
+    "delta p=2": config.preset("power_delta", power=2, decay="none"),
     **{f"gated delta p={power}": config.preset("power_delta", power=power) for power in (1, 2, 4)},
 }
 VARIANTS = tuple(_ATTENTIONS)

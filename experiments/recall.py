@@ -20,6 +20,9 @@ As in the retrieval task of "Linear Transformers Are Secretly Fast Weight Progra
 its value are one token. Its embedding is the sum of theirs. One layer can then recall, and all that it knows of earlier
 tokens is its state. With one token each, another layer would first have to copy keys to the tokens of their values.
 
+Variants are presets and powers. `delta` is the delta rule without a decay, with strengths `to 2` in two variants, and
+`gated delta` its preset, at p = 2. `p=2 qk_norm` has normalized queries and keys, as the delta rule, but adds values.
+
 The model is the project's `DecoderLM` with one layer, in float32. Only in the task `needle` attention has the positions
 of its preset; the others do not need any, and have none but the learned rotation of `conformal`. In the task `pairs`
 the head size varies at the same width, and so the state: `models.state_bytes` at 4 bytes per element. The state of
@@ -268,7 +271,7 @@ def draw(setting: Setting, task: str, key: Array, *, test: bool) -> Series:
     if task in _THINGS:
         return draw_swaps(setting, key, batch, documents, things=_THINGS[task])
     if test:
-        return draw_needles(setting, key, _TEST_BATCH, setting.distances)
+        return draw_needles(setting, key, batch, setting.distances)
     return draw_needles(setting, key, setting.batch * 2 * setting.pairs // setting.context)
 
 
@@ -305,7 +308,7 @@ def accuracy(
 def model_config(
     setting: Setting, task: str, attention: config.AttentionConfig, head_dim: int
 ) -> config.ModelConfig:
-    """Returns the config of a model with this attention; in the tasks of pairs with learned positions or none."""
+    """Returns the config of a model with this attention; but for `needle` with learned positions or none."""
     if task != "needle" and attention.position != "learned_rope":
         attention = dataclasses.replace(attention, position="none")
     return config.ModelConfig(

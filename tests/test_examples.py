@@ -55,9 +55,10 @@ def test_a_model_learns(name):
 @pytest.mark.slow
 def test_the_delta_rule_learns_parity(capsys):
     run("parity")
-    delta, power = (int(x) for x in re.findall(r": (\d+)%", capsys.readouterr().out))
-    assert delta == 100
-    assert power < 70
+    reflecting, *others = (int(x) for x in re.findall(r": (\d+)%", capsys.readouterr().out))
+    assert reflecting > 95
+    assert len(others) == 2
+    assert max(others) < 70
 
 
 def run_on_devices(name, count, capsys):

@@ -22,8 +22,8 @@ def state_bytes(
     Buckman, Gelada, Zhang 2024, sections 3 and 4). For the kernel `linear`, it is the number of features after their
     rotation.
 
-    Z is the number of elements of the normalizer. Z = F, with two exceptions: an unrotated normalizer has the number of
-    features before their rotation, and per-channel gates have Z = F * E.
+    Z is the number of elements of the normalizer. Z = F, with three exceptions: an unrotated normalizer has the number
+    of features before their rotation, per-channel gates have Z = F * E, and the delta rule has none.
 
     The state of a sliding window of w tokens is the keys and values of w - 1 of them.
 

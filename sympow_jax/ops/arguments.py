@@ -365,8 +365,7 @@ def check_same_length(query, key) -> None:
     """Raises ValueError unless there is one key for each query."""
     if key.shape[1] != query.shape[1]:
         raise ValueError(
-            f"key has {key.shape[1]} tokens and query {query.shape[1]}; they must be equal if causal is False; pass a "
-            f"query for each key"
+            f"key has {key.shape[1]} tokens and query {query.shape[1]}; pass a query for each key"
         )
 
 

@@ -74,24 +74,24 @@ def delta_attention(
 ) -> Float[Array, "B T N E"] | tuple[Float[Array, "B T N E"], DeltaState]:
     """Computes o_i = S_i^T phi(q_i), where S_i = g_i (I - d_i phi(k_i) phi(k_i)^T) S_(i-1) + d_i phi(k_i) v_i^T.
 
-    phi(q)^T phi(k) = (q . k)^p for queries and keys of unit length, which the op divides by their lengths. d is `delta`
-    and g the exponential of `log_decay`. With d = 1 the state then returns v_i for k_i, whatever it has returned
-    before; with d = 0 it is unchanged. With orthogonal keys, the output is the sum of d_j (q . k_j)^p v_j. There is no
-    division by a sum of weights, which has no meaning where values are subtracted. For d in [0, 2] no step amplifies
-    the state, since I - d_i phi(k_i) phi(k_i)^T has eigenvalues from -1 to 1. The source is "Gated Delta Networks"
-    (Yang et al. 2025), where p = 1 and d is beta. Computed in float32, or in float64 for float64 inputs; the output has
-    the dtype of `value`.
+    phi(q)^T phi(k) = (q . k)^p, of queries and keys that the op first divides by their lengths, so that phi(k)^T phi(k)
+    = 1. d is `delta` and g the exponential of `log_decay`. With d = 1 the state then returns v_i for k_i, whatever it
+    has returned before; with d = 0 it is unchanged. With orthogonal keys and no decay, the output is the sum of d_j (q
+    . k_j)^p v_j. There is no division by a sum of weights, which has no meaning where values are subtracted. For d in
+    [0, 2] no step amplifies the state, since I - d_i phi(k_i) phi(k_i)^T has eigenvalues from -1 to 1. The source is
+    "Gated Delta Networks" (Yang et al. 2025), where p = 1 and d is beta. Computed in float32, or in float64 for float64
+    inputs; the output has the dtype of `value`.
 
     Args:
         query: N is a multiple of K.
         key: one for each query.
         value: E may differ from D.
         delta: d, the write strengths, from 0 to 1, or to 2 for negative eigenvalues.
-        power: p, at least 1, which is the rule of DeltaNet.
+        power: p, at least 1; 1 is the rule of DeltaNet.
         log_decay: natural logarithm of the decay g, at most 0. A token's own decay applies to the state before it.
         segment_ids: documents, as in `ops.documents`. Padding outputs zero and leaves the state as it is.
         form: `attention` has no state and is quadratic in T; `chunked` takes F E operations per token; `recurrent` goes
-            token by token. None chooses `attention` or `chunked`, whichever has fewer FLOPs.
+            token by token. None chooses `chunked` with a state or a `chunk_size`, and else what has fewer FLOPs.
         chunk_size: tokens per chunk of the chunked form. Changes speed, and memory: a gradient keeps a state per chunk.
         initial_state: state after the preceding tokens. Running a and then b from a's state equals running a and b
             together.
@@ -199,7 +199,7 @@ def _check(tokens, delta, state, power, sizes) -> int:
     lambda plan: ("B T N E", DeltaState.layout() if plan.return_state else None),
 )
 def _attend(plan, tokens, delta, state=None):
-    return _over_chunks(plan, tokens, delta, state)
+    return _contained(plan, tokens, delta, state)
 
 
 @sharding.op(
@@ -208,11 +208,11 @@ def _attend(plan, tokens, delta, state=None):
 )
 def _step(plan, tokens, delta, state):
     tokens, delta = jax.tree.map(lambda x: x[:, None], (tokens, delta))
-    out, state = _over_chunks(plan, tokens, delta, state)
+    out, state = _contained(plan, tokens, delta, state)
     return out[:, 0], state
 
 
-def _over_chunks(plan, tokens, delta, state):
+def _contained(plan, tokens, delta, state):
     """Runs the form on finite tokens of unit length, and marks what tokens that are not finite reach."""
     dtype, out_dtype = np.promote_types(tokens.query.dtype, jnp.float32), tokens.value.dtype
     # A write strength that is not finite makes its token's value so.

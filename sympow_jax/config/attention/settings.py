@@ -67,7 +67,7 @@ class AttentionConfig:
     negative_eigenvalues: bool = fields.setting(
         False,
         "Whether write strengths of the kernel `power_delta` go to 2 instead of 1. Above 1 a write also changes the "
-        "sign of what the state holds for its key, which tracking states such as a parity needs.",
+        "sign of what the state holds for its key, which tracking states such as a parity needs (Grazzi et al. 2024).",
     )
     feature_map: str = fields.setting(
         "elu",

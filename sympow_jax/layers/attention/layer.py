@@ -42,7 +42,8 @@ class AttentionMaps:
     Attributes:
         weights: weight of the value of each token (last axis) in the output of each token (second last). They sum to 1
             over values, or to 0 if all weights are 0. Weights of the kernel `linear` with rotated features need not
-            sum to 1, and may be negative. For decays per value channel, this is the mean over channels.
+            sum to 1, and may be negative. Those of `power_delta` may be negative too, and precede the norm of outputs.
+            For decays per value channel, this is the mean over channels.
         log_decay: logarithm of the decay of each head, or of each value channel of a head; None without decay.
         rate: distance that each token moves the learned position of a head, or of each of its pairs; None unless
             learned. `Positions.theta` is the angle of a pair at rate 1.
@@ -109,9 +110,11 @@ class Attention(nnx.Module):
 
     Decays gamma = sigmoid(W_gamma x) and rotation rates beta = 1 + tanh(W_beta x), one per key/value head, are from
     "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section 3). `learned_rope_pairs`
-    has a rate per pair of dimensions. The decays `channel_...` are per value channel instead of per head. Recurrent
-    states are computed in float32, whatever `dtype` is, and stored in the kernel's `state_dtype`; a KV cache has
-    `dtype`. Decays, rotation rates and angles and the normalizer are float32, or float64 if `dtype` is.
+    has a rate per pair of dimensions. The decays `channel_...` are per value channel instead of per head. The kernel
+    `power_delta` also has a write strength sigmoid(W_delta x), or twice that, per key/value head, and RMS-normalizes
+    the output of each head, as "Gated Delta Networks" (Yang et al. 2025). Recurrent states are computed in float32,
+    whatever `dtype` is, and stored in the kernel's `state_dtype`; a KV cache has `dtype`. Decays, rotation rates and
+    angles and the normalizer are float32, or float64 if `dtype` is.
 
     Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. On a
     mesh with Explicit axes, rows keep the sharding of `x`, heads have that of the parameters that produce them, and
@@ -122,8 +125,8 @@ class Attention(nnx.Module):
         kernel: an instance of `kernels.Kernel`, whose options name the decay and the position encoding. Positions that
             are added to the embedding are applied by the model, not here.
         dtype: dtype of the matrix products, by name or as a dtype; parameters are float32.
-        use_bias: whether projections have a bias, except those of decays and rotation rates. Those of queries, keys and
-            values also have one if the kernel's options say `qkv_biases`.
+        use_bias: whether projections have a bias, except those of decays, strengths and rates. Those of queries, keys
+            and values also have one if the kernel's options say `qkv_biases`.
         norm_epsilon: number that norms of queries, keys and outputs add to the mean square.
         out_scale: factor of the initial standard deviation of the output projection.
         rngs: source of initial values, or a seed.
@@ -170,7 +173,7 @@ class Attention(nnx.Module):
             of_features=kernel.rotates_features,
             rngs=rngs,
         )
-        # Decays and rates are exact: their products are in float32 if the dtype is shorter.
+        # Decays, rates and strengths are exact: their products are in float32 if the dtype is shorter.
         self.decays = decays.make(kernel)
         if self.decays.num_projected:
             self.decay = linear(width, self.decays.num_projected, names=("embed", "gates"), exact=True)

@@ -56,16 +56,16 @@ def extend(
     log_decay: Float[Array, "B T K ..."] | None,
     segment_ids: Int[Array, "B T"] | None,
     memory: kernels.Memory,
-    **delta: Float[Array, "B T K"],
+    **gates: Float[Array, "B T K"] | None,
 ) -> tuple[Float[Array, "B T N E"], kernels.Memory]:
     """Returns the output after the tokens of a memory, and the memory after these; arguments as for `Kernel.attend`."""
     # The reference has no step.
     one_token = query.shape[1] == 1 and kernel.attention.implementation != "reference"
     one_token &= kernel.weighs_cache or not isinstance(memory, ops.KVCache)
     if one_token:
-        arrays = (query, key, value, log_decay, segment_ids, delta)
-        query, key, value, log_decay, segment_ids, delta = jax.tree.map(lambda x: x[:, 0], arrays)
-    options: Any = {"log_decay": log_decay, "segment_ids": segment_ids, **delta}
+        arrays = (query, key, value, log_decay, segment_ids, gates)
+        query, key, value, log_decay, segment_ids, gates = jax.tree.map(lambda x: x[:, 0], arrays)
+    options: Any = {"log_decay": log_decay, "segment_ids": segment_ids, **gates}
     if not isinstance(memory, ops.KVCache):
         assert isinstance(kernel, kernels.RecurrentKernel)
         if not one_token:

@@ -1,17 +1,18 @@
 """The delta rule on power features, in chunks.
 
-A token i replaces what the state S returns for its key k_i, by a part d_i of the difference from its value v_i:
+A token i moves what the state S returns for its key k_i toward its value v_i, by a part d_i of their difference:
 
     u_i = d_i (v_i - gamma_i phi(k_i)^T S_(i-1)),    S_i = gamma_i S_(i-1) + phi(k_i) u_i^T,    o_i = phi(q_i)^T S_i
 
-Within a chunk no features are needed, because phi(k_i)^T phi(k_j) = (k_i . k_j)^p. With the decays b_ij between tokens,
-A_ij = b_ij (k_i . k_j)^p for j < i, and what the chunk's keys read from the state before it, decayed, as rows of R,
+Within a chunk no features are needed, because phi(k_i)^T phi(k_j) = (k_i . k_j)^p. Let b_ij be the decay from j to i,
+A_ij = b_ij (k_i . k_j)^p for j < i, else 0, and let the rows of R be what the keys read of the state before the chunk,
+decayed. Then
 
     U = (I + diag(d) A)^-1 diag(d) (V - R),
 
-which is a triangular system. Reads and the state then are those of power attention without a denominator, with U in
-place of V. Source: "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (Yang et al. 2024),
-with decays as in "Gated Delta Networks" (Yang et al. 2025); both have p = 1.
+which is a triangular system; V - R is `wanted` here, and U `corrected`. Reads and the state then are those of power
+attention without a denominator, with U in place of V. Source: "Parallelizing Linear Transformers with the Delta Rule
+over Sequence Length" (Yang et al. 2024), with decays as in "Gated Delta Networks" (Yang et al. 2025); both have p = 1.
 """
 
 import functools
@@ -29,8 +30,8 @@ CHUNK = 64
 """Tokens per chunk that measured fastest on two CPU cores at p = 2 and D = 32."""
 
 _HIGHEST = jax.lax.Precision.HIGHEST
-# Values are corrected in blocks of at least so many tokens, and at most so many blocks.
-_BLOCK, _BLOCKS = 16, 8
+# `_solve` has blocks of 16 to 64 tokens, at most 8 if these suffice: 16 and 32 measured alike on two CPU cores.
+_SHORTEST, _LONGEST, _BLOCKS = 16, 64, 8
 
 
 def attend(
@@ -56,7 +57,7 @@ def attend(
         delta: d, zero for tokens that write nothing.
         log_decay: as `decays.bounded` returns it.
         kv: the state before the first token; None for zeros.
-        return_state: whether to return the state.
+        return_state: whether to return the state; it is None if one chunk needs none.
     """
     (batch, time, kv_heads, head_dim), value_dim = key.shape, value.shape[3]
     has_state = kv is not None or return_state or chunk < time
@@ -75,6 +76,7 @@ def attend(
             state = features.zeros(value, (batch, kv_heads), head_dim, value_dim, power, value.dtype)
         else:
             state = features.from_canonical(kv, head_dim, power)
+        # Rows, then key heads: the second and third axis of chunks, and the first of states.
         of_head = jax.vmap(jax.vmap(functools.partial(_over_chunks, power), (1, 0), (1, 0)), (1, 0), (1, 0))
         out, state = of_head(arrays, state)
         kv = features.to_canonical(state, head_dim, power)
@@ -123,10 +125,10 @@ def _over_chunks_vjp(power, residuals, cotangents):
         dacross = sum(jnp.vdot(d, s, precision=_HIGHEST) for d, s in zip(dstate, state))
         dquery, dkey, *others, dreads = _within_chunk_vjp(power, saved, (dout, dwritten, dacross))
         dreaders = features.query_vjp(weighted, readers, dreads, power, _HIGHEST)
-        dkey_by_reads, *dquery_by_reads = layout.split_heads(dreaders, 1 + len(query))
-        dreads = features.weighted(features.fold(dreads, readers, power, _HIGHEST), weights)
-        gradients = dquery + jnp.stack(dquery_by_reads), dkey + dkey_by_state + dkey_by_reads, *others
-        return tuple(across * d + r for d, r in zip(dstate, dreads)), gradients
+        dreaders = layout.split_heads(dreaders, 1 + len(query))
+        by_reads = features.weighted(features.fold(dreads, readers, power, _HIGHEST), weights)
+        gradients = dquery + dreaders[1:], dkey + dkey_by_state + dreaders[0], *others
+        return tuple(across * d + r for d, r in zip(dstate, by_reads)), gradients
 
     dstate, gradients = jax.lax.scan(step, dfinal, (arrays, states, reads, dout), reverse=True)
     return list(gradients), dstate
@@ -142,10 +144,10 @@ def _readers(query, key):
 
 @functools.partial(derivatives.custom_vjp, static=1)
 def _within_chunk(power, query, key, value, delta, log_decay, reads, differentiated=False):
-    """Returns the outputs of a chunk [G, E, C], what its tokens write to the state after it, and that one's decay.
+    """Returns the outputs of a chunk [G, E, C], what its tokens write to the state after it, and the state's decay.
 
-    `reads` are those of `_readers`, merged; None for an empty state. What `_within_chunk_vjp` needs is also returned if
-    `differentiated`.
+    `reads` are those of `_readers`, merged, without decays; None for an empty state. What `_within_chunk_vjp` needs is
+    also returned if `differentiated`.
     """
     product = functools.partial(jnp.einsum, precision=_HIGHEST)
     coarse, fine = decays.split(log_decay)
@@ -155,10 +157,10 @@ def _within_chunk(power, query, key, value, delta, log_decay, reads, differentia
     scores = product("gdi,dj->gij", _readers(query, key), key)
     weights = within * jax.lax.integer_pow(scores, power)
     from_start, to_end = decays.exp(coarse + fine), decays.exp(decays.sums_after(log_decay))
-    wanted, read = value, 0.0
+    wanted, read, decayed = value, 0.0, None
     if reads is not None:
-        reads = from_start * layout.split_heads(reads, 1 + len(query))
-        wanted, read = value - reads[0], reads[1:]
+        decayed = from_start * layout.split_heads(reads, 1 + len(query))
+        wanted, read = value - decayed[0], decayed[1:]
     corrected = _solve(delta[:, None] * weights[0], delta * wanted)
     out = product("gij,ej->gei", weights[1:], corrected) + read
     results = out, corrected * to_end, decays.exp(log_decay.sum())
@@ -173,7 +175,7 @@ def _within_chunk(power, query, key, value, delta, log_decay, reads, differentia
         weights,
         wanted,
         corrected,
-        reads,
+        decayed,
         from_start,
         to_end,
         results[-1],
@@ -184,35 +186,36 @@ def _within_chunk(power, query, key, value, delta, log_decay, reads, differentia
 def _within_chunk_vjp(power, saved, cotangents):
     """Returns the gradients of `_within_chunk`.
 
-    As in the chunked form of power attention, a product of a vector with its gradient, over p, is the sum of the
-    gradients by the logarithms of its weights, of which those of the decays are sums.
+    With L = I + diag(d) A and W = V - R, U = L^-1 diag(d) W has dW = diag(d) L^-T dU, and d(diag(d) A)_ij =
+    -(L^-T dU)_i . U_j. A weight has degree p in each of its vectors, so (x . dx) / p sums the gradients by the
+    logarithms of x's weights, and those of the decays are sums of these: no matrix of pairs is reduced.
     """
-    query, key, delta, within, scores, weights, wanted, corrected, reads, from_start, to_end, across = saved
+    query, key, delta, within, scores, weights, wanted, corrected, decayed, from_start, to_end, across = saved
     dout, dwritten, dacross = cotangents
     product, readers = functools.partial(jnp.einsum, precision=_HIGHEST), _readers(query, key)
     dcorrected = product("gei,gij->ej", dout, weights[1:]) + dwritten * to_end
     # The transposed equations, from the last token to the first.
     transposed = (delta[:, None] * weights[0]).T[::-1, ::-1]
-    dright = _solve(transposed, dcorrected[:, ::-1])[:, ::-1]
-    dwanted = delta * dright
-    # By the weights of the keys before the strength of their reader, and by those of queries.
-    by_key = jnp.tril(product("ei,ej->ij", -dright, corrected), -1)
-    dweights = jnp.concatenate([by_key[None], product("gei,ej->gij", dout, corrected)])
+    dsolved = _solve(transposed, dcorrected[:, ::-1])[:, ::-1]
+    dwanted = delta * dsolved
+    # Of the keys' weights times their readers' strengths, and of the queries' weights.
+    dequations = jnp.tril(product("ei,ej->ij", -dsolved, corrected), -1)
+    dweights = jnp.concatenate([dequations[None], product("gei,ej->gij", dout, corrected)])
     dscores = dweights * (power * within * jax.lax.integer_pow(scores, power - 1))
     dreaders = product("dj,gij->gdi", key, dscores)
     by_log = (readers * dreaders).sum(1) / power
-    ddelta = (dright * wanted).sum(0) + by_log[0]
+    ddelta = (dsolved * wanted).sum(0) + by_log[0]
     scaled = jnp.concatenate([(delta * key)[None], query])
-    dread = product("gdi,gij->dj", scaled, dscores)
-    dprefix = delta * by_log[0] + by_log[1:].sum(0) - (key * dread).sum(0) / power
+    dcompared = product("gdi,gij->dj", scaled, dscores)
+    dprefix = delta * by_log[0] + by_log[1:].sum(0) - (key * dcompared).sum(0) / power
     dreads = jnp.concatenate([-dwanted[None], dout])
-    if reads is not None:
-        dprefix += (reads * dreads).sum((0, 1))
+    if decayed is not None:
+        dprefix += (decayed * dreads).sum((0, 1))
         dreads = layout.merge_heads(from_start * dreads)
     dafter = (dwritten * corrected * to_end).sum(0)
-    dlog_decay = decays.sums_from(dprefix) + decays.prefix_sums(dafter) - dafter + dacross * across
-    dkey = delta * dreaders[0] + dread
-    return dreaders[1:], dkey, dwanted, ddelta, dlog_decay, None if reads is None else dreads
+    dlog_decay = decays.sums_from(dprefix) + decays.sums_after(dafter[::-1])[::-1] + dacross * across
+    dkey = delta * dreaders[0] + dcompared
+    return dreaders[1:], dkey, dwanted, ddelta, dlog_decay, None if decayed is None else dreads
 
 
 _within_chunk.defvjp(functools.partial(_within_chunk.fun, differentiated=True), _within_chunk_vjp)
@@ -221,11 +224,14 @@ _within_chunk.defvjp(functools.partial(_within_chunk.fun, differentiated=True), 
 def _solve(weights: Float[Array, "C C"], right: Float[Array, "E C"]) -> Float[Array, "E C"]:
     """Returns x with x_i + sum_(j < i) weights_ij x_j = right_i for each column i; reads weights with j < i only.
 
-    Blocks of columns follow each other, each by the inverse of its own weights. (XLA calls a library for triangular
+    Blocks of columns follow each other, each by the inverse of its own weights. Its entries are bounded, since no step
+    of the delta rule amplifies the state. (XLA calls a library for triangular
     solves on CPUs, whose threads wait for each other in every small one, up to 20 times as long on a busy machine.)
     """
     size = right.shape[1]
-    width = max(_BLOCK, 1 << (-(-size // _BLOCKS) - 1).bit_length())
+    width = 1
+    while width < min(size, _SHORTEST) or (width < _LONGEST and width * _BLOCKS < size):
+        width *= 2
     count = -(-size // width)
     ends = 0, count * width - size
     weights, right = jnp.pad(weights, [ends, ends]), jnp.pad(right, [(0, 0), ends])
@@ -243,6 +249,7 @@ def _solve(weights: Float[Array, "C C"], right: Float[Array, "E C"]) -> Float[Ar
 def _inverses(weights: Float[Array, "n C C"]) -> Float[Array, "n C C"]:
     """Returns the inverses of I + the strictly lower parts, from those of their diagonal blocks, of 1, 2, 4, ... rows.
 
+    C is a power of two.
     [[A, 0], [M, B]] has the inverse [[A', 0], [-B' M A', B']].
     """
     count, size, _ = weights.shape

@@ -45,6 +45,10 @@ class PowerDeltaKernel(kernel.RecurrentKernel):
         return functools.partial(ops.delta_attention_step, power=self.attention.power)
 
     def init_state(self, batch):
+        if self.attention.form == "attention":
+            raise ValueError(
+                "attention.form is 'attention', which has no state; use 'chunked', or leave it out"
+            )
         return ops.DeltaState.zeros(
             batch,
             self.num_kv_heads,
