@@ -401,5 +401,5 @@ def test_a_server_ends_at_an_interrupt(wait):
 
 
 def test_every_example_is_tested():
-    tested = {"plain_jax", "serve", "linen_model", "hand_written", "equinox_module", *MESHES}
+    tested = {"plain_jax", "serve", "linen_model", "hand_written", "equinox_module", "parity", *MESHES}
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested

@@ -47,7 +47,7 @@ def model_flops_per_token(
     needs. They exclude recomputation (rematerialization, scores in the backward pass) and masked pairs. Conventions:
 
     * A multiplication with its addition counts as two. The backward pass is twice the forward pass.
-    * Matrix products take 6 FLOPs per weight. They are the projections, decays and rotation rates, the feed-forward
+    * Matrix products take 6 FLOPs per weight. They are the projections, those of gates included, the feed-forward
       layers, the embedding of patches and the unembedding, tied or not. If only masked tokens are predicted, only these
       are unembedded. Biases, embedding lookups, norms, activations, rotations, softmax, the head of a row and the
       optimizer are not counted.
@@ -75,9 +75,10 @@ def feed_forward(model: config.ModelConfig) -> float:
 def attention(model: config.ModelConfig, layer: int, context_length: int) -> float:
     """Returns the FLOPs per token of a forward pass of a layer's attention with its projections."""
     kernel = kernels.from_config(model, layer)
-    # Of decays and rotation rates that are projections of a token.
+    # Of decays, rotation rates and write strengths that are projections of a token.
     gates = decays.make(kernel).num_projected
     gates += positions.num_rates(kernel.attention, kernel.position_dim) * kernel.num_kv_heads
+    gates += kernel.num_kv_heads if kernel.largest_delta else 0
     columns = 2 * (kernel.num_heads + kernel.num_kv_heads) * kernel.head_dim + gates
     return 2 * model.width * columns + kernel.flops_per_token(context_length)
 

@@ -152,7 +152,11 @@ OTHERS = [
         {"initial_state": LINEAR_STATE, "rotate": lambda x: x},
         "these inputs need (1, 1, 4, 4)",
     ),
-    (ops.linear_attention, {"causal": False, "query": X[:, 1:]}, "key has 4 tokens and query 3; they must"),
+    (
+        ops.linear_attention,
+        {"causal": False, "query": X[:, 1:]},
+        "key has 4 tokens and query 3; pass a query",
+    ),
     *(
         (op, {"log_decay": decay, "causal": causal}, message)
         for op in (ops.softmax_attention, ops.expressive_attention)
