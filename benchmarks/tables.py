@@ -179,6 +179,22 @@ def cpu_times_of_other_kernels() -> str:
     return markdown(("T", "D", "softmax / linear", "linear, us/token", "softmax / expressive"), rows)
 
 
+def cpu_times_of_the_delta_rule() -> str:
+    """Returns the time of the delta rule on CPUs, relative to that of gated power attention."""
+    rows = [
+        (
+            f"{row['length']:,}",
+            str(row["head_dim"]),
+            *(
+                ratio(row["seconds"]["power_delta" + way], row["seconds"]["power" + way], digits=2)
+                for way in ("", "_grad")
+            ),
+        )
+        for row in read("attention-delta.json")["rows"]
+    ]
+    return markdown(("T", "D", "forward, delta rule / power", "forward + backward, delta rule / power"), rows)
+
+
 def decoding_times() -> str:
     """Returns the time of a token and the bytes of state after a prompt, on CPUs."""
     steps = {(row["preset"], row["length"]): row for row in read("decoding.json")["rows"]}
