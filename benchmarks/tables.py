@@ -40,6 +40,7 @@ def pages() -> dict[str, list[str]]:
         "docs/speed.md": [
             cpu_times(),
             cpu_times_of_other_kernels(),
+            cpu_times_of_the_delta_rule(),
             kernel_times("h100"),
             chunk_times(),
             kernel_times("h200"),

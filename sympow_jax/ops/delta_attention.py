@@ -128,7 +128,8 @@ def delta_attention(
         shape = {"head_dim": sizes["head_dim"], "value_dim": sizes["value_dim"]}
         pair = cost.pair_flops(1, heads=heads + kv_heads, **shape)
         features = cost.feature_flops(heads=heads, kv_heads=2 * kv_heads, power=power, **shape)
-        has_fewer = pair * time / 2 <= pair * chunk / 2 + features and chunk_size is None
+        # Squares of pairs are computed as a whole, also those that are not visible.
+        has_fewer = pair * time <= pair * chunk + features and chunk_size is None
         form = "attention" if has_fewer and not has_state else "chunked"
     if form != "attention":
         cost.require_memory(power=power, **sizes)
