@@ -1,4 +1,4 @@
-"""Trains a layer of the delta rule to tell whether the number of ones so far is odd, beside one of power attention.
+"""Trains layers of the delta rule and of power attention to tell whether the number of ones so far is odd.
 
 A state that only adds cannot: what a one means depends on all bits before it. The delta rule replaces what the state
 holds. With `negative_eigenvalues` a one can change its sign, as parity needs ("Unlocking State-Tracking in Linear RNNs

@@ -8,7 +8,6 @@ number of tokens per batch, loss falls as the context grows while the state suff
 import dataclasses
 import sys
 from collections.abc import Mapping
-from fractions import Fraction
 from typing import Any
 
 from experiments import _shared
@@ -48,15 +47,17 @@ def _experiment(options: _shared.Options) -> None:
         plan = dataclasses.replace(options.plan, contexts=PAPER_CONTEXTS[options.power])
         options = dataclasses.replace(options, plan=plan)
     contexts, steps = options.plan.contexts, options.plan.steps
+    middle = contexts[len(contexts) // 2]
     equal_documents = options.more["equal"] == "documents"
 
     def label(variant):
         return _shared.power_label(variant, options.power) + ("_documents" if equal_documents else "")
 
     def change(found, variant):
+        if not equal_documents:
+            return found
         # An update has the same tokens at every context, and so fewer documents at a longer one.
-        ratio = Fraction(found.data.context_length, contexts[len(contexts) // 2]) if equal_documents else 1
-        return loading.replace(found, {"training.steps": max(1, round(steps * ratio))})
+        return loading.replace(found, {"training.steps": max(1, steps * found.data.context_length // middle)})
 
     folders = _shared.train(options, _shared.power_variants(options.power), label, change)
     rows: list[dict[str, Any]] = [
@@ -66,7 +67,9 @@ def _experiment(options: _shared.Options) -> None:
     curves = _shared.mean_curves(folders)
     path = options.write(rows, folders.values(), power=options.power, curves=curves)
     about = options.plan.average
-    updates = f"{steps:,} updates at context {contexts[len(contexts) // 2]:,}, as many documents at others"
+    updates = f"{steps:,} updates of equal size"
+    if equal_documents:
+        updates = f"{steps:,} updates at context {middle:,}, and equal numbers of documents at others"
     # Losses, and if softmax is among the variants, losses relative to softmax's.
     base = {(row["context"], row["seed"]): row["loss"] for row in rows if row["variant"] == "softmax"}
     values = [("loss", "training loss (nats per token)", rows)]
@@ -90,8 +93,7 @@ def _experiment(options: _shared.Options) -> None:
             for value, label, shown in values
         ],
         title="Final training loss at each training context",
-        subtitle=f"p = {options.power}; last tenth of "
-        f"{updates if equal_documents else f'{steps:,} updates of equal size'}; {about}",
+        subtitle=f"p = {options.power}; last tenth of {updates}; {about}",
     )
     _shared.draw_lines(
         path.with_stem(f"{path.stem}_curves"),

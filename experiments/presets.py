@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from experiments import _shared, rotation_rates
-from sympow_jax import config, models
+from sympow_jax import config
 from sympow_jax.process import workdir
 
 PLANS = rotation_rates.PLANS
@@ -25,7 +25,6 @@ _ATTENTIONS = {
     **{f"gated delta p={power}": config.preset("power_delta", power=power) for power in (1, 2, 4)},
 }
 VARIANTS = tuple(_ATTENTIONS)
-_BYTES = 4  # of an element of a state
 _PAIRS = (
     *((f"gated delta p={power}", f"gated p={power}") for power in (2, 4)),
     ("gated delta p=1", "gated p=2"),
@@ -43,12 +42,11 @@ def _experiment(options: _shared.Options) -> None:
     folders, rows = rotation_rates.train(
         options, _ATTENTIONS, lambda name: f"preset_{name.replace(' p=', '_p')}"
     )
-    sizes = {}
-    for (variant, _), folder in folders.items():
-        shape = workdir.read_config(folder).model
-        cache = 2 * shape.layers * shape.width * options.plan.contexts[0] * _BYTES
-        softmax = shape.attention.kernel == "softmax"
-        sizes[variant] = cache if softmax else models.state_bytes(shape, bytes_per_element=_BYTES)
+    (context,) = options.plan.contexts
+    sizes = {
+        variant: _shared.state_bytes(workdir.read_config(folder).model, context)
+        for (variant, _), folder in folders.items()
+    }
     path = options.write(rows, folders.values(), state_bytes=sizes)
     within, _ = options.plan.lengths
     found = _shared.means(rows, ("variant",), f"heldout_{within}")

@@ -33,7 +33,6 @@ for which the right value has the highest logit of all values, over newly drawn 
 the number of pairs at which accuracy falls below 90 %, interpolated over the logarithm of the number of pairs.
 """
 
-import argparse
 import dataclasses
 import functools
 import itertools
@@ -86,7 +85,6 @@ ATTENTIONS: dict[str, config.AttentionConfig] = {
 RECALLED = 0.9  # accuracy at which pairs count as recalled
 _MODEL = ("variant", "head_dim", "state_bytes")  # columns that name a model
 _LEAST_SHOWN = 16  # smallest point in the tables
-_BYTES = 4  # of an element of a state, in float32
 _HEAD_DIM = 16  # of models that have one head size
 _PARTS = 4  # of a training; its state is saved after each
 _TEST_BATCH = 8
@@ -308,7 +306,7 @@ def accuracy(
 def model_config(
     setting: Setting, task: str, attention: config.AttentionConfig, head_dim: int
 ) -> config.ModelConfig:
-    """Returns the config of a model with this attention; but for `needle` with learned positions or none."""
+    """Returns the config of a model with this attention, in all tasks but `needle` with learned positions or none."""
     if task != "needle" and attention.position != "learned_rope":
         attention = dataclasses.replace(attention, position="none")
     return config.ModelConfig(
@@ -323,9 +321,7 @@ def model_config(
 
 def state_bytes(setting: Setting, task: str, shape: config.ModelConfig) -> int:
     """Returns the bytes of a model's state, for softmax those of its keys and values at the end of a test sequence."""
-    if shape.attention.kernel == "softmax":
-        return 2 * shape.width * shape.layers * _BYTES * (max(places(setting, task).values()) + 1)
-    return models.state_bytes(shape, bytes_per_element=_BYTES)
+    return _shared.state_bytes(shape, max(places(setting, task).values()) + 1)
 
 
 def initial(shape: config.ModelConfig, key: Array) -> nnx.State:
@@ -437,8 +433,7 @@ def _experiment(options: _shared.Options) -> None:
     folder = options.runs / "recall"
     folder.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    tasks = options.more["tasks"]
-    for task, variant in itertools.product(tasks, options.variants):
+    for task, variant in itertools.product(options.more["tasks"], options.variants):
         for head_dim in head_dims(setting, task, variant):
             seeds = "-".join(map(str, plan.seeds))
             name = f"{task}, {variant}, heads of {head_dim}, {plan.steps} updates, seeds {seeds}"
@@ -543,13 +538,6 @@ def _draw(path, setting, rows, average):
     )
 
 
-def _chosen_tasks(text: str) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in TASKS]:
-        raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(TASKS)}")
-    return names
-
-
 main = _shared.Experiment(
     name="recall",
     description=__doc__,
@@ -557,7 +545,12 @@ main = _shared.Experiment(
     variants=tuple(ATTENTIONS),
     trains=False,
     more={
-        "tasks": {"type": _chosen_tasks, "default": tuple(TASKS), "metavar": "A,B", "help": "Tasks to learn."}
+        "tasks": {
+            "type": functools.partial(_shared.names_among, TASKS),
+            "default": tuple(TASKS),
+            "metavar": "A,B",
+            "help": "Tasks to learn.",
+        }
     },
     run=_experiment,
     tables=tables,

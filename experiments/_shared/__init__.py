@@ -7,9 +7,11 @@ from experiments._shared.options import (
     Experiment,
     Options,
     Plan,
+    names_among,
     positive,
     power_label,
     power_variants,
+    state_bytes,
 )
 from experiments._shared.plots import Panel, curves_panel, draw_lines, draw_values, lines
 from experiments._shared.runs import (

@@ -17,7 +17,7 @@ import jax
 import sympow_jax
 from experiments._shared.statistics import Row
 from experiments._shared.tables import Table
-from sympow_jax import config
+from sympow_jax import config, models
 from sympow_jax.commands import command_line
 from sympow_jax.config import serialize
 from sympow_jax.evaluation import over_runs, report
@@ -26,6 +26,7 @@ from sympow_jax.process import atomic, signals, streams, workdir
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 # Digits after the decimal point, for losses in nats and for ratios.
 _DIGITS = 6
+_BYTES = 4  # of an element of a state
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,14 +159,12 @@ class Experiment:
 
     def _parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         def chosen(text: str) -> tuple[str, ...]:
-            names, all_of, base = text.split(","), self.variants, self.base
-            if unknown := [name for name in names if name not in all_of]:
-                raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(all_of)}")
-            if base is not None and (base not in names or names == [base]):
+            names, base = names_among(self.variants, text), self.base
+            if base is not None and (base not in names or names == (base,)):
                 fault = f"it has only {base}" if base in names else f"it leaves out {base}"
                 remedy = "add another" if base in names else "add it"
                 raise argparse.ArgumentTypeError(f"{fault}, which all else is relative to; {remedy}")
-            return tuple(name for name in all_of if name in names)
+            return names
 
         def seeds(text: str) -> tuple[int, ...]:
             words = text.split(",")
@@ -203,6 +202,14 @@ class Experiment:
         return parser.parse_args(arguments)
 
 
+def names_among(all_of: Iterable[str], text: str) -> tuple[str, ...]:
+    """Returns the names that a flag lists with commas, in the order of `all_of`."""
+    names, known = text.split(","), tuple(all_of)
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"there is no {unknown[0]!r}; there are {', '.join(known)}")
+    return tuple(name for name in known if name in names)
+
+
 def positive(text: str) -> int:
     """Returns the whole number, from 1 to 2^31 - 1, that a flag has."""
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and 0 < int(text) < 2**31):
@@ -231,6 +238,13 @@ def power_variants(power: int, start: str = "paper") -> dict[str, config.Attenti
         "softmax": config.preset("softmax"),
         **{name: config.preset(preset, power=power) for name, preset in presets.items()},
     }
+
+
+def state_bytes(model: config.ModelConfig, cached: int) -> int:
+    """Returns the bytes of a model's state in float32, for softmax those of the keys and values of `cached` tokens."""
+    if model.attention.kernel == "softmax":
+        return 2 * model.width * model.layers * _BYTES * cached
+    return models.state_bytes(model, bytes_per_element=_BYTES)
 
 
 def power_label(variant: str, power: int) -> str:

@@ -361,11 +361,12 @@ def check_segment_ids(segment_ids, shape: tuple[int, ...]) -> None:
         )
 
 
-def check_same_length(query, key) -> None:
-    """Raises ValueError unless there is one key for each query."""
+def check_same_length(query, key, condition: str = "") -> None:
+    """Raises ValueError, which states the condition, unless there is one key for each query."""
     if key.shape[1] != query.shape[1]:
         raise ValueError(
-            f"key has {key.shape[1]} tokens and query {query.shape[1]}; pass a query for each key"
+            f"key has {key.shape[1]} tokens and query {query.shape[1]}; they must be equal{condition}; pass a "
+            f"query for each key"
         )
 
 

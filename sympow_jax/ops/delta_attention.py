@@ -76,11 +76,11 @@ def delta_attention(
 
     phi(q)^T phi(k) = (q . k)^p, of queries and keys that the op first divides by their lengths, so that phi(k)^T phi(k)
     = 1. d is `delta` and g the exponential of `log_decay`. With d = 1 the state then returns v_i for k_i, whatever it
-    has returned before; with d = 0 it is unchanged. With orthogonal keys and no decay, the output is the sum of d_j (q
-    . k_j)^p v_j. There is no division by a sum of weights, which has no meaning where values are subtracted. For d in
-    [0, 2] no step amplifies the state, since I - d_i phi(k_i) phi(k_i)^T has eigenvalues from -1 to 1. The source is
-    "Gated Delta Networks" (Yang et al. 2025), where p = 1 and d is beta. Computed in float32, or in float64 for float64
-    inputs; the output has the dtype of `value`.
+    has returned before; with d = 0 it is unchanged. With orthogonal keys and no decay, the output is the sum of
+    d_j (q . k_j)^p v_j. There is no division by a sum of weights, which has no meaning where values are subtracted. For
+    d in [0, 2] no step amplifies the state, since I - d_i phi(k_i) phi(k_i)^T has eigenvalues from -1 to 1. The source
+    is "Gated Delta Networks" (Yang et al. 2025), where p = 1 and d is beta. Computed in float32, or in float64 for
+    float64 inputs; the output has the dtype of `value`.
 
     Args:
         query: N is a multiple of K.

@@ -155,7 +155,7 @@ OTHERS = [
     (
         ops.linear_attention,
         {"causal": False, "query": X[:, 1:]},
-        "key has 4 tokens and query 3; pass a query",
+        "key has 4 tokens and query 3; they must be equal if causal is False; pass a query for each key",
     ),
     *(
         (op, {"log_decay": decay, "causal": causal}, message)

@@ -33,7 +33,7 @@ def require_supported(tokens: Tokens, implementation: str | None, absent: dict) 
         raise NotImplementedError(
             f"causal is False, which has the implementations 'reference' and 'xla', not {implementation!r}"
         )
-    arguments.check_same_length(tokens.query, tokens.key)
+    arguments.check_same_length(tokens.query, tokens.key, " if causal is False")
 
 
 class Plan(NamedTuple):

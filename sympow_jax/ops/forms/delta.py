@@ -91,12 +91,12 @@ def _over_chunks(power, arrays, state, differentiated=False):
 
     Also returned if `differentiated`: the chunks, the state before each, and what was read of it.
     """
-    weights = features.weights(arrays[1].shape[1], power, arrays[1].dtype)
+    feature_weights = features.weights(arrays[1].shape[1], power, arrays[1].dtype)
 
     def step(state, chunk):
         query, key, *_ = chunk
         readers = layout.merge_heads(_readers(query, key))
-        reads = features.query(features.weighted(state, weights), readers, power, _HIGHEST)
+        reads = features.query(features.weighted(state, feature_weights), readers, power, _HIGHEST)
         out, written, across = _within_chunk(power, *chunk, reads)
         new = features.fold(written, key, power, _HIGHEST)
         after = tuple(across * s + n for s, n in zip(state, new))
@@ -112,13 +112,13 @@ def _over_chunks(power, arrays, state, differentiated=False):
 def _over_chunks_vjp(power, residuals, cotangents):
     arrays, states, reads = residuals
     dout, dfinal = cotangents
-    weights = features.weights(arrays[1].shape[1], power, arrays[1].dtype)
+    feature_weights = features.weights(arrays[1].shape[1], power, arrays[1].dtype)
 
     def step(dstate, inputs):
         chunk, state, reads, dout = inputs
         query, key, *_ = chunk
         readers = layout.merge_heads(_readers(query, key))
-        weighted = features.weighted(state, weights)
+        weighted = features.weighted(state, feature_weights)
         (_, written, across), saved = _within_chunk.fun(power, *chunk, reads, differentiated=True)
         dwritten = features.query(dstate, key, power, _HIGHEST)
         dkey_by_state = features.query_vjp(dstate, key, written, power, _HIGHEST)
@@ -126,7 +126,7 @@ def _over_chunks_vjp(power, residuals, cotangents):
         dquery, dkey, *others, dreads = _within_chunk_vjp(power, saved, (dout, dwritten, dacross))
         dreaders = features.query_vjp(weighted, readers, dreads, power, _HIGHEST)
         dreaders = layout.split_heads(dreaders, 1 + len(query))
-        by_reads = features.weighted(features.fold(dreads, readers, power, _HIGHEST), weights)
+        by_reads = features.weighted(features.fold(dreads, readers, power, _HIGHEST), feature_weights)
         gradients = dquery + dreaders[1:], dkey + dkey_by_state + dreaders[0], *others
         return tuple(across * d + r for d, r in zip(dstate, by_reads)), gradients
 
