@@ -1,10 +1,11 @@
 """Language by the presets as they begin by default, and by the delta rule on power features.
 
-Data, sizes and updates are those of `rotation_rates`. Variants are named by their power. `gated delta` is the preset
-`power_delta`, and `delta` the same without a decay. With p = 1 they are the rules of "Gated Delta Networks" (Yang et
-al. 2025) and of "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (Yang et al. 2024), with
-rotary positions and the preset's decay, and without short convolutions. The state of softmax is the KV cache of a
-training context.
+Data, sizes and updates are those of `rotation_rates`. `expressive` has the attention of "Reorganizing attention-space
+geometry with expressive attention" (Gros 2024) with rotary positions. Other variants are named by their power. `gated
+delta` is the preset `power_delta`, and `delta` the same without a decay. With p = 1 they are the rules of "Gated Delta
+Networks" (Yang et al. 2025) and of "Parallelizing Linear Transformers with the Delta Rule over Sequence Length" (Yang
+et al. 2024), with rotary positions and the preset's decay, and without short convolutions. The state of softmax and
+expressive attention is the KV cache of a training context.
 """
 
 import sys
@@ -18,6 +19,7 @@ from sympow_jax.process import workdir
 PLANS = rotation_rates.PLANS
 _ATTENTIONS = {
     "softmax": config.preset("softmax"),
+    "expressive": config.preset("expressive"),
     **{f"gated p={power}": config.preset("sympow_gated", power=power) for power in (2, 4)},
     "conformal p=2": config.preset("conformal", power=2),
     "delta p=1": config.preset("power_delta", power=1, decay="none"),
@@ -33,6 +35,8 @@ _PAIRS = (
     ("delta p=1", "gated delta p=1"),
     ("delta p=2", "gated delta p=2"),
     ("conformal p=2", "gated p=2"),
+    ("expressive", "softmax"),
+    ("expressive", "gated p=2"),
     *((name, "softmax") for name in ("gated p=2", "gated p=4", "gated delta p=1", "gated delta p=2")),
 )
 

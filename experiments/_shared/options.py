@@ -241,8 +241,8 @@ def power_variants(power: int, start: str = "paper") -> dict[str, config.Attenti
 
 
 def state_bytes(model: config.ModelConfig, cached: int) -> int:
-    """Returns the bytes of a model's state in float32, for softmax those of the keys and values of `cached` tokens."""
-    if model.attention.kernel == "softmax":
+    """Returns the bytes of a model's state in float32, without one those of the keys and values of `cached` tokens."""
+    if model.attention.kernel in ("softmax", "expressive"):
         return 2 * model.width * model.layers * _BYTES * cached
     return models.state_bytes(model, bytes_per_element=_BYTES)
 
