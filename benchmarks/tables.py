@@ -6,11 +6,15 @@ prints those of each page.
 """
 
 import collections
+import functools
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import _rows
+from sympow_jax import config, tasks
+from sympow_jax.tasks import flops
 
 CONTENDERS = CHUNKED, ATTENTION, CUDNN = "chunked/mosaic_gpu", "attention/mosaic_gpu", "softmax/cudnn"
 PASSES = {"forward": "forward", "training": "forward + backward"}
@@ -37,6 +41,7 @@ def pages() -> dict[str, list[str]]:
         "docs/comparison.md": [both_passes()],
         "docs/data.md": [reading_speeds()],
         "docs/generation.md": [rounding_errors()],
+        "docs/retrofit.md": [retrofit_hours()],
         "docs/speed.md": [
             cpu_times(),
             cpu_times_of_other_kernels(),
@@ -254,6 +259,48 @@ def both_passes() -> str:
         ("`retention` 1.0.7, reported", "one H100", "16.8 ms", "49.7 ms (FlashAttention-2)", "3.0x"),
     ]
     return markdown(columns, rows)
+
+
+def retrofit_hours() -> str:
+    """Returns the FLOPs of the stages of retrofits, and the GPU hours that these take at the MFU of training steps."""
+    shape = functools.partial(
+        config.ModelConfig,
+        kv_heads=8,
+        activation="swiglu",
+        norm="rms",
+        attention=config.preset("softmax"),
+        attention_pattern=("sympow_gated",),
+    )
+    models = {
+        "Llama 3.2 1B": shape(
+            vocab_size=128_256, layers=16, width=2048, heads=32, head_dim=64, mlp_width=8192
+        ),
+        "Qwen3 8B": shape(
+            vocab_size=151_936, layers=36, width=4096, heads=32, head_dim=128, mlp_width=12_288
+        ),
+    }
+    rows = []
+    for (name, model), context in itertools.product(models.items(), (4096, 65_536)):
+        wanted: dict[str, Sequence] = {"context": [context], "preset": ["conformal"]}
+        (step,) = select(read("h200/training.json")["rows"], wanted)
+        settings = config.Config(
+            model=model,
+            task=config.TaskConfig(name="match_attention", initial_run="original"),
+            data=config.DataConfig(context_length=context, batch_tokens=context),
+        )
+        stages = tasks.make(settings).flops_per_token(), flops.model_flops_per_token(model, context)
+        hours = [1e9 * stage / step["model_flops_per_second"] / 3600 for stage in stages]
+        rows.append(
+            (
+                name,
+                f"{context:,}",
+                *(f"{stage / 1e9:.1f}" for stage in stages),
+                *(f"{x:.0f}" for x in hours),
+                f"{step['mfu']:.0%}",
+            )
+        )
+    columns = ("", "tokens per row", "GFLOP per token, first stage", "second stage")
+    return markdown((*columns, "hours per billion tokens, first", "second", "at an MFU of"), rows)
 
 
 def main() -> None:
