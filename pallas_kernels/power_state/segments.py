@@ -8,8 +8,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch
+from pallas_kernels.power_state import preparation
 
 __all__ = ["add_arriving", "join"]
+
+# A state that arrives with a smaller factor is forgotten: it changes no entry, since entries are at most 2^HEADROOM and
+# the smallest step of float16 is 2^-24.
+_LEAST_FACTOR = 2.0 ** -(preparation.HEADROOM + 26)
 
 # Threads of a warpgroup, elements per load of one thread (16 bytes of float16), and its maximum number of loads.
 _THREADS, _VECTOR, _LOADS = 128, 8, 5
@@ -33,8 +38,8 @@ def join(states, finals, log2_carry, stored=lambda state: state, *, interpret=No
     length = -(-chunks // segments)
     decay = jnp.pad(log2_carry, [(0, 0), (0, segments * length - chunks)])
     since = jnp.cumsum(decay.reshape(-1, segments, length), -1)
-    arriving, state = [], jnp.zeros_like(finals[:, 0])
-    for segment in range(segments):
+    arriving, state = [], finals[:, 0]
+    for segment in range(1, segments):
         arriving.append(stored(state))
         state = jnp.exp2(since[:, segment, -1, None, None, None]) * state + finals[:, segment]
     factor = jnp.exp2(jnp.pad(since[..., :-1], [(0, 0), (0, 0), (1, 0)])).reshape(len(states), -1)[:, :chunks]
@@ -42,12 +47,13 @@ def join(states, finals, log2_carry, stored=lambda state: state, *, interpret=No
 
 
 def add_arriving(states, arriving, factor, *, interpret=None):
-    """Adds factor [H, n] * arriving state [H, segments, ...] to the states [H, n, ...] of later segments.
+    """Adds factor [H, n] * arriving state [H, segments - 1, ...] to the states [H, n, ...] of later segments.
 
-    The states are changed in place. Those of the first segment, to which nothing is added, are not moved.
+    The states are changed in place. Those of the first segment, at which nothing arrives, are not moved, nor those of
+    chunks that remember nothing of what arrives.
     """
     heads, chunks, *rest = states.shape
-    length = -(-chunks // arriving.shape[1])
+    length = -(-chunks // (arriving.shape[1] + 1))
     count = math.prod(rest)
     unit = _THREADS * _VECTOR
     # Every layout has whole tiles, so that `unit` divides the size of a state.
@@ -57,11 +63,15 @@ def add_arriving(states, arriving, factor, *, interpret=None):
 
     def body(states, arriving, factor):
         head, part = lax.axis_index("head"), lax.axis_index("part")
-        chunk = lax.axis_index("chunk") + length
-        source = arriving.at[head, lax.div(chunk, jnp.int32(length)), part]
-        state = plgpu.load(states.at[head, chunk, part], layout=layout, optimized=False).astype(jnp.float32)
-        joined = state + factor[head, chunk] * plgpu.load(source, layout=layout, optimized=False)
-        states[head, chunk, part] = joined.astype(states.dtype)
+        later = lax.axis_index("chunk")
+        chunk, source = later + length, arriving.at[head, lax.div(later, jnp.int32(length)), part]
+        scale = factor[head, chunk]
+
+        @pl.when(jnp.logical_not(scale < _LEAST_FACTOR))  # also if it is NaN
+        def _add():
+            state = plgpu.load(states.at[head, chunk, part], layout=layout, optimized=False)
+            joined = state.astype(jnp.float32) + scale * plgpu.load(source, layout=layout, optimized=False)
+            states[head, chunk, part] = joined.astype(states.dtype)
 
     def update(states):
         plgpu.kernel(

@@ -84,9 +84,10 @@ def recurrence(carry, factor, new, start, *, interpret):
 def add_arriving(states, arriving, factor, *, interpret):
     """Computes `segments.add_arriving`."""
     chunks = states.shape[1]
-    more = jnp.repeat(arriving, -(-chunks // arriving.shape[1]), 1)[:, :chunks]
-    factor = factor.reshape(*factor.shape, *[1] * (states.ndim - 2))
-    return (states + factor * more).astype(states.dtype)
+    length = -(-chunks // (arriving.shape[1] + 1))
+    more = jnp.repeat(arriving, length, 1)[:, : chunks - length]
+    factor = factor[:, length:].reshape(len(factor), -1, *[1] * (states.ndim - 2))
+    return states.at[:, length:].set((states[:, length:] + factor * more).astype(states.dtype))
 
 
 def query_states(operands, *, time, with_remainder, call):
