@@ -178,8 +178,7 @@ class Attention(nnx.Module):
         if self.decays.num_projected:
             self.decay = linear(width, self.decays.num_projected, names=("embed", "gates"), exact=True)
         self.decays.init_parameters(self)
-        self.has_rate = bool(rates := positions.num_rates(kernel.attention, kernel.position_dim))
-        if self.has_rate:
+        if rates := positions.num_rates(kernel.attention, kernel.position_dim):
             scale = float(kernel.attention.learned_rope_start == "paper")
             self.rate = linear(
                 width, self.kv_heads * rates, names=("embed", "gates"), scale=scale, exact=True
@@ -320,29 +319,25 @@ class Attention(nnx.Module):
 
     def _project(self, x) -> "_Heads":
         """Returns queries, keys and values per head, and decays and rotation rates per key/value head."""
-        projections = [self.query, self.key, self.value]
-        projections += [self.decay] if self.decays.num_projected else []
-        projections += [self.rate] if self.has_rate else []
-        projections += [self.delta] if self.kernel.largest_delta else []
-        projected = initializers.project(x, *projections)
-        if partitioning.is_explicit(projected[0]):
+        names = ["query", "key", "value"]
+        names += [name for name in ("decay", "rate", "delta") if hasattr(self, name)]
+        arrays = initializers.project(x, *(getattr(self, name) for name in names))
+        if partitioning.is_explicit(arrays[0]):
             # Shard by whole heads: by the axes of the query's heads if they divide the key/value heads. Gather time.
-            rows, _, axes = partitioning.explicit_spec(projected[0])
-            spec = (rows, (), partitioning.explicit_axes(axes, self.kv_heads, projected[0]))
-            projected = tuple(partitioning.reshard(array, spec) for array in projected)
-        query, key, value, *rest = projected
-        decay = rest.pop(0) if self.decays.num_projected else None
-        rate = rest.pop(0) if self.has_rate else None
-        delta = rest.pop(0) if self.kernel.largest_delta else None
+            rows, _, axes = partitioning.explicit_spec(arrays[0])
+            spec = (rows, (), partitioning.explicit_axes(axes, self.kv_heads, arrays[0]))
+            arrays = tuple(partitioning.reshard(array, spec) for array in arrays)
+        projected = dict(zip(names, arrays, strict=True))
         shape = (*x.shape[:2], -1, self.head_dim)
-        query, key = query.reshape(shape), key.reshape(shape)
+        query, key, value = (projected[name].reshape(shape) for name in names[:3])
         if self.kernel.attention.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
+        rate, delta = projected.get("rate"), projected.get("delta")
         return _Heads(
             query=query,
             key=key,
-            value=value.reshape(shape),
-            log_decay=self.decays.log_decay(self, x, decay),
+            value=value,
+            log_decay=self.decays.log_decay(self, x, projected.get("decay")),
             rate=None if rate is None else self.positions.rate(rate),
             delta=None if delta is None else self.kernel.largest_delta * jax.nn.sigmoid(delta),
         )
