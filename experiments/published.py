@@ -6,6 +6,7 @@ The model is imported, and text is tokenized by its own tokenizer: without --dat
 Python files of the installed packages and evaluated on those of the standard library. New attention has a first stage,
 in which it learns the outputs of the old, and a second one, in which the whole model predicts the next token. `softmax`
 is the original with the second stage alone, so that what new attention costs is told apart from what the data teaches.
+`window` is softmax over the last tokens, half a training context, whose memory has a constant size too.
 """
 
 import dataclasses
@@ -53,6 +54,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "gated": {"preset": "sympow_gated"},
     "conformal": {"preset": "conformal"},
     "gated and softmax": {"preset": "sympow_gated", "every": "3"},
+    "window": {"preset": "sliding_window"},
 }
 ORIGINAL = "original"
 # Updates of the first stage, relative to the second, and the rate of learning of each.
@@ -143,7 +145,8 @@ def _imported(
     if not workdir.checkpoint_steps(folder):
         found = files.read_settings(files.settings_path(weights))
         (context,) = options.plan.contexts
-        changes = {"data.context_length": context} | _SETTINGS[options.scale]
+        changes = {"data.context_length": context, "model.attention.window": context // 2}
+        changes |= _SETTINGS[options.scale]
         runs.import_run(weights, loading.replace(found, changes), folder)
     source = workdir.read_config(folder).data
     if source.tokenizer is None:
