@@ -300,7 +300,9 @@ def retrofit_hours() -> str:
             )
         )
     columns = ("", "tokens per row", "GFLOP per token, first stage", "second stage")
-    return markdown((*columns, "hours per billion tokens, first", "second", "at an MFU of"), rows)
+    return markdown(
+        (*columns, "hours per billion tokens, first", "second", "at an MFU, by wall time, of"), rows
+    )
 
 
 def main() -> None:

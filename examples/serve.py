@@ -240,8 +240,8 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=int, default=default)
     flags = vars(parser.parse_args())
     workdir, port = flags.pop("workdir"), flags.pop("port")
-    if not 0 <= port < 1 << 16 or flags["slots"] < 1:
-        parser.error("--port must be from 0 to 65535, and --slots at least 1")
+    if not 0 <= port < 1 << 16 or flags["slots"] < 1 or flags["cache_bytes"] < 0:
+        parser.error("--port must be from 0 to 65535, --slots at least 1 and --cache_bytes at least 0")
     try:
         config, model, _ = training.restore_exact(workdir)
         engine = Engine(model, data.codec_of_run(config), name=workdir.resolve().name, **flags)

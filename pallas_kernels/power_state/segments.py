@@ -12,8 +12,8 @@ from pallas_kernels.power_state import preparation
 
 __all__ = ["add_arriving", "join"]
 
-# A state that arrives with a smaller factor is forgotten: it changes no entry, since entries are at most 2^HEADROOM and
-# the smallest step of float16 is 2^-24.
+# A state that arrives with a smaller factor is forgotten: it changes no entry. Entries are at most 2^HEADROOM, the
+# smallest step of float16 is 2^-24, and half of it rounds to nothing; the last bit is a margin.
 _LEAST_FACTOR = 2.0 ** -(preparation.HEADROOM + 26)
 
 # Threads of a warpgroup, elements per load of one thread (16 bytes of float16), and its maximum number of loads.
@@ -24,8 +24,8 @@ def join(states, finals, log2_carry, stored=lambda state: state, *, interpret=No
     """Returns the state before each chunk and the final state. Each segment except the first began at zero.
 
     Args:
-        states: [H, n, A, B, C], the states that chunks read, each from its own segment only.
-        finals: float32 [H, segments, ...], the state after each segment; zero after a segment without chunks.
+        states: float16 [H, n, A, B, C], the states that chunks read, each from its own segment only.
+        finals: float32 [H, segments, P, Q, R], the state after each segment; zero after a segment without chunks.
         log2_carry: float32 [H, n], log2 of the decay over each chunk.
         stored: linear map from states in the layout of `finals` to states as chunks read them.
         interpret: parameters of the GPU interpreter, or None to run on a GPU.

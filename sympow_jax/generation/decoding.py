@@ -168,12 +168,12 @@ class Program:
     def fold(self, state: models.DecoderState) -> models.DecoderState:
         """Converts a KV cache to the recurrent state of its tokens, which does not grow.
 
-        Decoding continues with the same results. Recurrent states are returned unchanged, and so are caches of layers
-        that have no recurrent state. Rows that have already exceeded the capacity of a cache that is converted become
-        NaN.
+        Decoding continues with the same results. The cache of a sliding window gets room for the whole window.
+        Recurrent states are returned unchanged, and so are caches of layers that have neither. Rows that have already
+        exceeded the capacity of a cache that is converted become NaN.
 
         Raises:
-            ValueError: the state is of another model, or no layer has a recurrent state.
+            ValueError: the state is of another model, or no layer has a recurrent state or a window.
         """
         with mesh_in_scope(self.leaves):
             return _fold(self, state)
@@ -192,9 +192,9 @@ def check_batch(tokens: Array | np.ndarray, lengths: Array | np.ndarray) -> None
     """Raises ValueError unless these are arrays of integers of shapes [B, T] and [B]."""
     arguments.check_array("tokens", tokens)
     arguments.check_array("lengths", lengths)
-    if tokens.ndim != 2 or lengths.shape != tokens.shape[:1]:
+    if tokens.ndim != 2 or 0 in tokens.shape or lengths.shape != tokens.shape[:1]:
         raise ValueError(
-            f"tokens have shape {tokens.shape} and lengths {lengths.shape}; they must be [B, T] and [B]"
+            f"tokens have shape {tokens.shape} and lengths {lengths.shape}; they must be [B, T] and [B], T at least 1"
         )
     for name, array in {"tokens": tokens, "lengths": lengths}.items():
         if not jnp.issubdtype(array.dtype, jnp.integer):

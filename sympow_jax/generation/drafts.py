@@ -10,6 +10,7 @@ from sympow_jax import models
 from sympow_jax.array_types import Array, Float, Int, UInt32
 from sympow_jax.generation import decoding
 from sympow_jax.generation import sampling as sampling_lib
+from sympow_jax.ops import arguments
 from sympow_jax.ops.promotion import by_default_rules
 
 __all__ = ["verify"]
@@ -49,8 +50,8 @@ def verify(
         position: number of tokens before the draft in each row; None if the temperature is 0.
 
     Raises:
-        ValueError: the shapes or dtypes are wrong, a length is above T, the state is of another model or batch size,
-            there is a repetition penalty, or there are draws and `position` is None.
+        ValueError: the shapes or dtypes are wrong, a length is below 0 or above T, the state is of another model or
+            batch size, there is a repetition penalty, or there are draws and `position` is None.
 
     Examples:
         >>> import numpy as np
@@ -64,6 +65,7 @@ def verify(
         [1]
     """
     decoding.check_batch(tokens, lengths)
+    arguments.check_array("logits", logits)
     rows, time = tokens.shape
     if logits.shape != (rows, program.config.vocab_size):
         raise ValueError(
@@ -88,14 +90,14 @@ def verify(
         position = np.zeros(rows, np.int32)
     with decoding.mesh_in_scope(program.leaves):
         seeds = jnp.broadcast_to(jnp.asarray(seed, jnp.uint32), (rows,))
-        draft = jnp.asarray(tokens), jnp.asarray(lengths)
-        return _verify(program, sampling, state, logits, draft, seeds, jnp.asarray(position))
+        options = {"seeds": seeds, "position": jnp.asarray(position)}
+        return _verify(program, sampling, state, logits, jnp.asarray(tokens), jnp.asarray(lengths), **options)
 
 
 @functools.partial(jax.jit, static_argnames="sampling")
 @by_default_rules
-def _verify(program, sampling, state, logits, draft, seeds, position):
-    model, (tokens, lengths) = program.model, draft
+def _verify(program, sampling, state, logits, tokens, lengths, *, seeds, position):
+    model = program.model
     is_known = (tokens >= 0) & (tokens < model.config.vocab_size)
     known = jnp.where(is_known, tokens, 0)
 

@@ -131,9 +131,10 @@ def delta_attention(
         # Squares of pairs are computed as a whole, also those that are not visible.
         has_fewer = pair * time <= pair * chunk + features and chunk_size is None
         form = "attention" if has_fewer and not has_state else "chunked"
-    if form != "attention":
-        cost.require_memory(power=power, **sizes)
     chunk = {"attention": time, "chunked": min(chunk, time), "recurrent": 1}[form]
+    if has_state or chunk < time:
+        itemsize = np.promote_types(tokens.query.dtype, jnp.float32).itemsize
+        cost.require_memory(power=power, itemsize=itemsize, **sizes)
     out, state = _attend(_Plan(power, chunk, return_state), tokens=tokens, delta=delta, state=initial_state)
     return (out, state) if return_state else out
 

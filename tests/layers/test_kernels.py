@@ -78,7 +78,7 @@ KERNELS = {
         overwrite,
         ops.DeltaState,
         kernels.CachePolicy.NEVER,
-        {"negative_eigenvalues": True},
+        {"negative_eigenvalues": True, "form": "attention"},
         elements=36 * SIZE,
     ),
     "softmax": Case(

@@ -318,7 +318,7 @@ class Attention(nnx.Module):
             require(shape == own, f"has an array of shape {shape} where this layer needs {own}")
 
     def _project(self, x) -> "_Heads":
-        """Returns queries, keys and values per head, and decays and rotation rates per key/value head."""
+        """Returns queries, keys and values per head, and decays, rates and write strengths per key/value head."""
         names = ["query", "key", "value"]
         names += [name for name in ("decay", "rate", "delta") if hasattr(self, name)]
         arrays = initializers.project(x, *(getattr(self, name) for name in names))
@@ -353,19 +353,16 @@ class Attention(nnx.Module):
             # Each device has a shard of rows and heads and, without a state, of times.
             divisible = self.kv_heads % partitioning.size(partitioning.TENSOR) == 0
             rows, times, tensor = partitioning.HEADS
-            spec = jax.sharding.PartitionSpec(rows, None if state else times, tensor if divisible else None)
+            partition = jax.sharding.PartitionSpec
+            spec = partition(rows, times if state is None else None, tensor if divisible else None)
             divided = partitioning.CONTEXT in partitioning.dividing(spec, heads.query.shape)
             state_specs = _state_specs(state)
+            # Key/value heads are the first axis of the positions' arrays.
+            in_specs = (spec, partition(spec[2]), partition(*spec[:2]), state_specs)
             mixed, state = partitioning.over_devices(
                 functools.partial(self._mix, axis_name=partitioning.CONTEXT if divided else None),
                 (heads, arrays, segment_ids, state),
-                # Key/value heads are the first axis of the positions' arrays.
-                (
-                    spec,
-                    jax.sharding.PartitionSpec(spec[2]),
-                    jax.sharding.PartitionSpec(*spec[:2]),
-                    state_specs,
-                ),
+                in_specs,
                 (partitioning.fit(spec, heads.query.shape), state_specs),
             )
         if self.kernel.largest_delta:

@@ -134,7 +134,7 @@ class PowerDeltaAttention(_PlainAttention):
         decay, decay_bias: as in `PowerAttention`, but none per value channel.
         position: as in `SoftmaxAttention`; "rope". Rotations make a key at another position another key, which is not
             overwritten; for tasks that only overwrite, use "none".
-        form, chunk_size: as in `PowerAttention`. The attention form has no state.
+        form, chunk_size: as in `PowerAttention`. The attention form is used for calls without a state only.
         **options: the others of `SoftmaxAttention`, except `causal` and `window`.
 
     Examples:

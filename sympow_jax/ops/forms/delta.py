@@ -2,7 +2,7 @@
 
 A token i moves what the state S returns for its key k_i toward its value v_i, by a part d_i of their difference:
 
-    u_i = d_i (v_i - gamma_i phi(k_i)^T S_(i-1)),    S_i = gamma_i S_(i-1) + phi(k_i) u_i^T,    o_i = phi(q_i)^T S_i
+    u_i = d_i (v_i - g_i phi(k_i)^T S_(i-1)),    S_i = g_i S_(i-1) + phi(k_i) u_i^T,    o_i = phi(q_i)^T S_i
 
 Within a chunk no features are needed, because phi(k_i)^T phi(k_j) = (k_i . k_j)^p. Let b_ij be the decay from j to i,
 A_ij = b_ij (k_i . k_j)^p for j < i, else 0, and let the rows of R be what the keys read of the state before the chunk,
@@ -30,7 +30,8 @@ CHUNK = 64
 """Tokens per chunk that measured fastest on two CPU cores at p = 2 and D = 32."""
 
 _HIGHEST = jax.lax.Precision.HIGHEST
-# `_solve` has blocks of 16 to 64 tokens, at most 8 if these suffice: 16 and 32 measured alike on two CPU cores.
+# `_solve` has blocks of 16 to 64 tokens (less in a shorter chunk), at most 8 if these suffice: 16 and 32 measured alike
+# on two CPU cores.
 _SHORTEST, _LONGEST, _BLOCKS = 16, 64, 8
 
 
@@ -57,7 +58,7 @@ def attend(
         delta: d, zero for tokens that write nothing.
         log_decay: as `decays.bounded` returns it.
         kv: the state before the first token; None for zeros.
-        return_state: whether to return the state; it is None if one chunk needs none.
+        return_state: whether to return the state. Without it, what is returned in its place has no meaning.
     """
     (batch, time, kv_heads, head_dim), value_dim = key.shape, value.shape[3]
     has_state = kv is not None or return_state or chunk < time
@@ -198,7 +199,7 @@ def _within_chunk_vjp(power, saved, cotangents):
     transposed = (delta[:, None] * weights[0]).T[::-1, ::-1]
     dsolved = _solve(transposed, dcorrected[:, ::-1])[:, ::-1]
     dwanted = delta * dsolved
-    # Of the keys' weights times their readers' strengths, and of the queries' weights.
+    # The cotangents of d_i A_ij, and of all weights, in which those of keys have their strengths.
     dequations = jnp.tril(product("ei,ej->ij", -dsolved, corrected), -1)
     dweights = jnp.concatenate([dequations[None], product("gei,ej->gij", dout, corrected)])
     dscores = dweights * (power * within * jax.lax.integer_pow(scores, power - 1))
@@ -224,9 +225,9 @@ _within_chunk.defvjp(functools.partial(_within_chunk.fun, differentiated=True), 
 def _solve(weights: Float[Array, "C C"], right: Float[Array, "E C"]) -> Float[Array, "E C"]:
     """Returns x with x_i + sum_(j < i) weights_ij x_j = right_i for each column i; reads weights with j < i only.
 
-    Blocks of columns follow each other, each by the inverse of its own weights. Its entries are bounded, since no step
-    of the delta rule amplifies the state. (XLA calls a library for triangular
-    solves on CPUs, whose threads wait for each other in every small one, up to 20 times as long on a busy machine.)
+    Blocks of columns follow each other, each by the inverse of its own weights. The entries of an inverse are bounded,
+    since no step of the delta rule amplifies the state. (XLA calls a library for triangular solves on CPUs, whose
+    threads wait for each other in every small one, up to 20 times as long on a busy machine.)
     """
     size = right.shape[1]
     width = 1
@@ -249,8 +250,7 @@ def _solve(weights: Float[Array, "C C"], right: Float[Array, "E C"]) -> Float[Ar
 def _inverses(weights: Float[Array, "n C C"]) -> Float[Array, "n C C"]:
     """Returns the inverses of I + the strictly lower parts, from those of their diagonal blocks, of 1, 2, 4, ... rows.
 
-    C is a power of two.
-    [[A, 0], [M, B]] has the inverse [[A', 0], [-B' M A', B']].
+    C is a power of two. [[A, 0], [M, B]] has the inverse [[A', 0], [-B' M A', B']].
     """
     count, size, _ = weights.shape
     product = functools.partial(jnp.matmul, precision=_HIGHEST)

@@ -26,29 +26,28 @@ class PowerDeltaKernel(kernel.RecurrentKernel):
         # A KV cache has no strengths.
         return kernel.CachePolicy.NEVER
 
-    def attend(self, query, key, value, *, rotate, log_decay, segment_ids, delta=None, axis_name=None):
+    def attend(self, query, key, value, *, rotate, log_decay, segment_ids, delta, axis_name=None):
         if axis_name is not None:
             raise ValueError(
                 "kernel 'power_delta' cannot divide time over devices; use a mesh whose axis context is 1"
             )
-        return self.op(rotate)(query, key, value, delta, log_decay=log_decay, segment_ids=segment_ids)
+        options = {"log_decay": log_decay, "segment_ids": segment_ids}
+        if self.attention.form == "attention":
+            options |= {"form": "attention", "chunk_size": None}
+        return self.op(rotate)(query, key, value, delta, **options)
 
     def op(self, rotate):
         attention = self.attention
-        # The attention form is one chunk.
-        chunk = None if attention.form == "attention" else attention.chunk_size
+        # The attention form has no state, so only `attend` uses it.
+        form = None if attention.form == "attention" else attention.form
         return functools.partial(
-            ops.delta_attention, power=attention.power, form=attention.form, chunk_size=chunk
+            ops.delta_attention, power=attention.power, form=form, chunk_size=attention.chunk_size
         )
 
     def step(self, rotate):
         return functools.partial(ops.delta_attention_step, power=self.attention.power)
 
     def init_state(self, batch):
-        if self.attention.form == "attention":
-            raise ValueError(
-                "attention.form is 'attention', which has no state; use 'chunked', or leave it out"
-            )
         return ops.DeltaState.zeros(
             batch,
             self.num_kv_heads,
