@@ -77,12 +77,12 @@ def test_a_published_model(experiment, tmp_path):
     codec.save(str(folder / "tokenizer.json"))
     text = pathlib.Path(__file__)
     flags = f"--weights={folder}", f"--heldout={text},{text.with_name('conftest.py')}"
-    rows, content = experiment("published", *flags, "--variants=softmax,gated")
-    assert [row["variant"] for row in rows] == [
-        name for name in ("original", "softmax", "gated") for _ in range(3)
-    ]
+    rows, content = experiment("published", *flags, "--variants=softmax,gated,window")
+    variants = ("original", "softmax", "gated", "window")
+    assert [row["variant"] for row in rows] == [name for name in variants for _ in range(3)]
     assert all(abs(float(row["loss"]) - math.log(259)) < 0.5 for row in rows)
-    assert set(content["tokens_per_second"]) == {"softmax, second", "gated, first", "gated, second"}
+    stages = {f"{name}, {stage}" for name in variants[2:] for stage in ("first", "second")}
+    assert set(content["tokens_per_second"]) == stages | {"softmax, second"}
     assert {point["stage"] for point in content["curves"]} == {"first", "second"}
 
 
