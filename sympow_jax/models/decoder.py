@@ -153,7 +153,7 @@ class DecoderLM(trunk.TokenTrunk):
 
         0 if a cache is never used, None if always.
         """
-        return tuple(block.attention.kv_cache_length for block in self.blocks)
+        return tuple(block.attention.kernel.max_cache_length for block in self.blocks)
 
     def fold(self, state: DecoderState) -> DecoderState:
         """Returns the state with KV caches replaced by the recurrent states of their tokens, which do not grow.

@@ -250,14 +250,6 @@ class Attention(nnx.Module):
         state = AttentionState(memory=memory, position=self.positions.init_state(batch))
         return jax.tree.map(partitioning.constrain, state, _state_specs(state))
 
-    @property
-    def kv_cache_length(self) -> int | None:
-        """Longest KV cache that takes no more memory than the recurrent state.
-
-        0 if a cache is never used, None if always.
-        """
-        return self.kernel.max_cache_length
-
     @by_default_rules
     def fold(self, state: AttentionState) -> AttentionState:
         """Returns the state with a KV cache replaced by the recurrent state of its positions, which does not grow.

@@ -164,23 +164,11 @@ def _within_chunk(power, query, key, value, delta, log_decay, reads, differentia
         wanted, read = value - decayed[0], decayed[1:]
     corrected = _solve(delta[:, None] * weights[0], delta * wanted)
     out = product("gij,ej->gei", weights[1:], corrected) + read
-    results = out, corrected * to_end, decays.exp(log_decay.sum())
+    across = decays.exp(log_decay.sum())
+    results = out, corrected * to_end, across
     if not differentiated:
         return results
-    saved = (
-        query,
-        key,
-        delta,
-        within,
-        scores,
-        weights,
-        wanted,
-        corrected,
-        decayed,
-        from_start,
-        to_end,
-        results[-1],
-    )
+    saved = query, key, delta, within, scores, weights, wanted, corrected, decayed, from_start, to_end, across
     return results, saved
 
 
