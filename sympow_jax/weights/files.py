@@ -173,7 +173,9 @@ def read_settings(path: str | os.PathLike[str]) -> config.Config:
     try:
         values = gguf.config(path) if gguf.is_file(path) else serialize.read_object(path)
     except OSError as error:
-        raise ValueError(f"cannot read the settings {path}: {error.strerror}") from error
+        raise ValueError(
+            f"cannot read the settings {path}: {error.strerror}; a file or folder of weights needs them beside it"
+        ) from error
     try:
         if families.is_config(values):
             settings = families.settings(values)
