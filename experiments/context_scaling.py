@@ -69,7 +69,7 @@ def _experiment(options: _shared.Options) -> None:
     about = options.plan.average
     updates = f"{steps:,} updates of equal size"
     if equal_documents:
-        updates = f"{steps:,} updates at context {middle:,}, and equal numbers of documents at others"
+        updates = f"training, {steps:,} updates at {middle:,}, equal documents"
     # Losses, and if softmax is among the variants, losses relative to softmax's.
     base = {(row["context"], row["seed"]): row["loss"] for row in rows if row["variant"] == "softmax"}
     values = [("loss", "training loss (nats per token)", rows)]
