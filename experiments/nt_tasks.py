@@ -139,11 +139,14 @@ FIGURES: dict[str, list[Setting]] = {
 
 # What the paper says of each series.
 _PAPER = {
+    ("figure3", "N16T2, 16"): "expressive solves it in about 2,000 epochs",
     ("figure3", "N16T2, 32"): "both near 0.55, expressive leaves it slowly",
     ("figure3", "N16T2, 52"): "softmax near 0.55",
     ("figure3", "N16T2, 56"): "both solve it within 100 epochs",
     ("figure4", "N2T5, 16"): "expressive much sooner than softmax",
     ("figure5", "N16T5, 128"): "both near 0.2, expressive leaves it",
+    ("figure5", "N16T5, 256"): "softmax near 0.44",
+    ("figure5", "N16T5, 512"): "both unstable",
     ("figure6", "N16T2 of N16T2 + N16T2-S, 32"): "softmax near 0.34, expressive leaves it",
     ("figure6", "N16T2-S of N16T2 + N16T2-S, 32"): "both above 0.99",
     ("figure7", "N16T2-R, 64"): "0.988; softmax near 0.36",
