@@ -279,24 +279,25 @@ def retrofit_hours() -> str:
             vocab_size=151_936, layers=36, width=4096, heads=32, head_dim=128, mlp_width=12_288
         ),
     }
+    steps = {
+        row["context"]: row for row in gpu_rows("h200", ["training.json"]) if row["preset"] == "conformal"
+    }
     rows = []
     for (name, model), context in itertools.product(models.items(), (4096, 65_536)):
-        wanted: dict[str, Sequence] = {"context": [context], "preset": ["conformal"]}
-        (step,) = select(read("h200/training.json")["rows"], wanted)
         settings = config.Config(
             model=model,
             task=config.TaskConfig(name="match_attention", initial_run="original"),
             data=config.DataConfig(context_length=context, batch_tokens=context),
         )
         stages = tasks.make(settings).flops_per_token(), flops.model_flops_per_token(model, context)
-        hours = [1e9 * stage / step["model_flops_per_second"] / 3600 for stage in stages]
+        hours = [1e9 * stage / steps[context]["model_flops_per_second"] / 3600 for stage in stages]
         rows.append(
             (
                 name,
                 f"{context:,}",
                 *(f"{stage / 1e9:.1f}" for stage in stages),
                 *(f"{x:.0f}" for x in hours),
-                f"{step['mfu']:.0%}",
+                f"{steps[context]['mfu']:.0%}",
             )
         )
     columns = ("", "tokens per row", "GFLOP per token, first stage", "second stage")

@@ -49,8 +49,8 @@ def join(states, finals, log2_carry, stored=lambda state: state, *, interpret=No
 def add_arriving(states, arriving, factor, *, interpret=None):
     """Adds factor [H, n] * arriving state [H, segments - 1, ...] to the states [H, n, ...] of later segments.
 
-    The states are changed in place. Those of the first segment, at which nothing arrives, are not moved, nor those of
-    chunks that remember nothing of what arrives.
+    The states are changed in place. Two kinds are not moved: those of the first segment, at which nothing arrives, and
+    those of chunks that have forgotten what arrives.
     """
     heads, chunks, *rest = states.shape
     length = -(-chunks // (arriving.shape[1] + 1))
