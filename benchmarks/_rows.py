@@ -206,15 +206,6 @@ def _one_line(error: Exception) -> str:
     return text if isinstance(error, NotImplementedError) and text else f"{type(error).__name__}: {text}"
 
 
-def require_hopper() -> None:
-    """Raises NotImplementedError unless the first device is a Hopper GPU."""
-    device = jax.devices()[0]
-    if not str(getattr(device, "compute_capability", "")).startswith("9."):
-        raise NotImplementedError(
-            f"it needs a Hopper GPU (compute capability 9.x), not {device.device_kind or device.platform}"
-        )
-
-
 def version(package: str) -> str | None:
     """Returns the version of an installed package, or None."""
     try:

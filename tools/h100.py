@@ -5,9 +5,8 @@ Each compilation runs in a separate process, since LLVM may crash it:
     python -m tools.h100 report power_attention p2-d64-e64-bfloat16
     python -m tools.h100 table
 
-A module `tools.compiled.KERNEL` has CASES, by name, and RARE ones, which the table leaves out; build(case), which
-returns a function of one kernel and the shapes it is compiled for; and predict(case, kernel), which returns its main
-loops and predicted time, or None if the table leaves the kernel out. Needs the packages of the dependency group `h100`.
+A module `tools.compiled.KERNEL` has CASES, by name, and RARE ones, which the table leaves out, and build(case), which
+returns a function of one kernel and the shapes it is compiled for. Needs the packages of the dependency group `h100`.
 """
 
 import contextlib
@@ -31,17 +30,6 @@ KERNELS = sorted(
     path.stem for path in (pathlib.Path(__file__).parent / "compiled").glob("*.py") if path.stem != "__init__"
 )
 
-# Assumptions of the predictions, in cycles of one multiprocessor, which `benchmarks.hopper.hardware` measures.
-# Dense matrix products sustain about 0.8 of the data sheet's 989 TFLOP/s, given the clock under load.
-SUSTAINED_HERTZ = 0.8 * 1.83e9
-MULTIPROCESSORS = 132
-# Bytes per cycle from shared memory, which wgmma reads at half that rate, and from L2 (measured, on an H100).
-SHARED_BYTES, PRODUCT_BYTES, CACHE_BYTES = 128, 64, 90
-# Key heads and tokens of the shape whose time is predicted.
-HEADS, TIME = 8, 65_536
-# Kinds of instructions that are counted in loops.
-KINDS = ("HGMMA", "HMUL2", "FMUL", "FFMA", "FADD", "F2FP", "MUFU", "LDS", "LDSM", "BAR")
-
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
@@ -58,10 +46,6 @@ class Kernel:
     hgmma: int
     tma_loads: int
     bulk_stores: int  # contiguous copies to global memory, clipped only at the end of the whole array
-    instructions: int
-    loops: list[
-        dict[str, int]
-    ]  # instructions of each by kind, and of all kinds; inner loops before outer ones
     short_dots: int  # 16-bit mma.sync whose K halves are one register: K < 16, wrong on the device
     tf32: int
 
@@ -159,24 +143,8 @@ def _assemble(path: pathlib.Path) -> Kernel:
     shared = re.search(r"smem_scratch_bytes=(\d+)", resources.read_text()) if resources else None
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas.stderr)
 
-    # Address and text of each instruction, without predicates.
-    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", sass)
-    code = [(int(address, 16), text) for address, text in found]
-
-    # Loops, by their backward branches, the shortest first.
-    found = re.findall(r"(\.L_x_\d+):\s*\n\s*/\*([0-9a-f]{4,})\*/", sass)
-    labels = {label: int(address, 16) for label, address in found}
-    bodies = []
-    for address, text in code:
-        target = re.match(r"BRA\S*\s.*?`\((\.L_x_\d+)\)", text)
-        if target and (begin := labels.get(target[1], address + 1)) <= address:
-            bodies.append([text for at, text in code if begin <= at <= address])
-    loops = [
-        {kind: sum(x.split(".")[0].split()[0] == kind for x in body) for kind in KINDS}
-        | {"instructions": len(body)}
-        for body in sorted(bodies, key=len)
-    ]
-
+    # Instructions without their addresses and predicates.
+    code = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][^;]*);", sass)
     short_dots = 0
     operands = r"mma\.sync\.aligned\.m16n8k\d+\S+\s+\{[^}]*\},\s*\{([^}]*)\},\s*\{([^}]*)\}"
     for left, right in re.findall(operands, ptx):
@@ -188,11 +156,9 @@ def _assemble(path: pathlib.Path) -> Kernel:
         spill_bytes=sum(map(int, spills)),
         shared_bytes=int(shared[1]) if shared else 0,
         serialized=bool(re.search("instructions are serialized|C75(10|11|12|15|20)", ptxas.stderr)),
-        hgmma=sum(text.startswith("HGMMA") for _, text in code),
-        tma_loads=sum(text.startswith("UTMALDG") for _, text in code),
+        hgmma=sum(text.startswith("HGMMA") for text in code),
+        tma_loads=sum(text.startswith("UTMALDG") for text in code),
         bulk_stores=len(re.findall(r"cp\.async\.bulk\.global\.shared::cta\.bulk_group", ptx)),
-        instructions=len(code),
-        loops=loops,
         short_dots=short_dots,
         tf32=ptx.count("tf32"),
     )
@@ -207,38 +173,24 @@ def _tool(name: str) -> str:
     raise FileNotFoundError(name)
 
 
-@dataclasses.dataclass(frozen=True)
-class Loop:
-    """Main loop: its name, its instructions by kind of one warp, and the tensor cycles of one warpgroup."""
-
-    name: str
-    counts: dict[str, int]
-    tensor: int
-
-    def __str__(self) -> str:
-        each = self.counts["instructions"] / self.counts["HGMMA"]
-        return f"{self.name}: {self.counts['instructions']} ({each:.0f} a wgmma) in {self.tensor}"
-
-
 def main(command: str, *names: str) -> None:
-    """Prints the kernels of a case as JSON or, as Markdown, those of every case with the predictions of `predict`."""
+    """Prints the kernels of a case as JSON or, as Markdown, those of every case."""
     if command == "report":
         name, case = names
         function, arguments = compiled(name).build(case)
         print(json.dumps([dataclasses.asdict(kernel) for kernel in kernels(function, *arguments)]))
         return
-    columns = ["kernel", "case", "registers", "spills", "shared KB", "HGMMA", "main loops", "predicted"]
+    columns = ["kernel", "case", "registers", "spills", "shared KB", "HGMMA"]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for name in names or KERNELS:
         for case in compiled(name).CASES:
             rows = []
             for kernel in report(name, case):
-                if (found := compiled(name).predict(case, kernel)) is None:
+                # Kernels of passes that only prepare operands or join results have no products.
+                if not kernel.hgmma and name != "power_step":
                     continue
-                loops, predicted = found
                 row = [kernel.name, case, kernel.registers, kernel.spill_bytes]
                 row += [round(kernel.shared_bytes / 1024), kernel.hgmma]
-                row += [", ".join(map(str, loops)) or "-", predicted]
                 rows.append(f"| {' | '.join(map(str, row))} |")
             # Kernels that differ in no column share a row.
             print(*dict.fromkeys(rows), sep="\n", flush=True)

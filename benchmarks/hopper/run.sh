@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All measurements on one Hopper GPU, the most important first: benchmarks/hopper/run.sh DIR. It needs no network.
-# Each program has a time limit, 23 minutes in all without `text`, and writes DIR/<part>.json and DIR/<part>.log, which
+# Each program has a time limit, 22 minutes in all without `text`, and writes DIR/<part>.json and DIR/<part>.log, which
 # ends with its table; `text` writes runs of train.py to DIR/text. The same command again resumes: finished rows are
 # not repeated.
 set -u -o pipefail
@@ -18,7 +18,6 @@ part() {  # NAME SECONDS ARGUMENTS of python
 [ -e "$out/check.json" ] || part check 480 -c "import sys; from sympow_jax import commands; \
     sys.exit(commands.main(sys.argv[1:]))" check --brief
 part kernels 420 -m benchmarks.kernels --part=brief --jobs=8 --resume --minutes=6.3
-part hardware 90 -m benchmarks.hopper.hardware --jobs=4 --resume --minutes=0.8
 part chunks 150 -m benchmarks.kernels --part=chunks --jobs=8 --resume --minutes=1.8
 part training 240 -m benchmarks.training --context={65536,16384,4096} --preset={conformal,softmax} \
     --jobs=3 --resume --minutes=3.3

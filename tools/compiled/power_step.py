@@ -1,4 +1,4 @@
-"""The kernels of the step compiled for an H100, and the times predicted from their bytes."""
+"""The kernels of the step compiled for an H100."""
 
 import functools
 import math
@@ -21,8 +21,6 @@ RARE = [f"{kernel}-p2-d{d}-b4-k8-g{g}" for kernel in ("read", "fold") for d in (
 _WINDOW = 64
 # Number of rows of the batch per call of the fold.
 _FOLDED = 4
-# Fraction of the data sheet's 3.35 TB/s that copies reach.
-BANDWIDTH = 0.9 * 3.35e12
 
 
 def build(case: str):
@@ -51,17 +49,3 @@ def build(case: str):
     keys = _FOLDED, heads, _WINDOW, width if power == 2 else features
     tokens = keys, (_FOLDED, _WINDOW, heads, width), (_FOLDED, heads)
     return fold, (*state, *rows, *map(floats, tokens))
-
-
-def predict(case: str, kernel: h100.Kernel) -> tuple[list[h100.Loop], str]:
-    """Returns no main loop, since none multiplies matrices, and the time for the bytes, with their number.
-
-    The fold reads and writes the tiles of the updated rows.
-    """
-    power, width, batch, heads, group = h100.parsed(case).values()
-    features = math.comb(width + power - 1, power)
-    state = features * (width + 1)
-    moved = 4 * batch * heads * (state + 2 * _WINDOW * 2 * width + (power != 2) * group * features)
-    if case.startswith("fold"):
-        moved = 4 * _FOLDED * heads * (2 * state + _WINDOW * ((width if power == 2 else features) + width))
-    return [], f"{1e6 * moved / BANDWIDTH:.1f} us ({moved / 1e6:.1f} MB)"
