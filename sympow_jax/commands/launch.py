@@ -28,8 +28,6 @@ def main(arguments: Sequence[str], program: str = "sympow train") -> int:
         if jax.process_count() > 1:
             # Use only kernels that every process has verified, so that all compile the same program.
             verdict.agree(jax.devices()[0].device_kind)
-        if advice := compile_cache.unused_gpu():
-            hosts.say(advice, error=True)
         code = loop.train(config, folder)
         if code == 0:
             hosts.say(summary.next_command(workdir.read_config(folder), folder, program))

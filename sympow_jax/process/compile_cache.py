@@ -1,21 +1,18 @@
-"""Machine of a command: the folder of its compiled programs, and a GPU that JAX does not use."""
+"""Folder of compiled programs."""
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import os
 import pathlib
 import platform
 
 import jax
 
-__all__ = ["cache_programs", "unused_gpu"]
+__all__ = ["cache_programs"]
 
 # Seconds of compilation from which a program is cached. By default of JAX, many small programs are compiled each time.
 _LEAST_SECONDS = 0.0
 _CPU_INFO = pathlib.Path("/proc/cpuinfo")
-_NVIDIA = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")  # the last is that of Windows' Linux
-_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 
 
 def cache_programs() -> None:
@@ -47,14 +44,3 @@ def cache_programs() -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", _LEAST_SECONDS)
-
-
-def unused_gpu() -> str | None:
-    """Returns a line for a machine with an NVIDIA GPU whose JAX is for CPUs only; None elsewhere."""
-    device = next((path for path in _NVIDIA if os.path.exists(path)), None)
-    if device is None or any(map(importlib.util.find_spec, _PLUGINS)) or jax.config.jax_platforms:
-        return None
-    return (
-        f"this machine has an NVIDIA GPU ({device}), but this JAX is for CPUs only; use the GPU with "
-        f"`uv run --extra cuda13`, or `pip install 'sympow-jax[train,cuda13]'` (cuda12 for an older driver)"
-    )

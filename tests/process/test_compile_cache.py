@@ -1,4 +1,4 @@
-"""Tests of the cache of compiled programs, and of the line about an unused GPU."""
+"""Tests of the cache of compiled programs."""
 
 import os
 
@@ -66,18 +66,3 @@ def test_a_cache_that_cannot_be_is_not_used(config, tmp_path, monkeypatch, cause
         monkeypatch.setattr(os, "access", lambda path, mode: path != folder or not mode & os.W_OK)
     compile_cache.cache_programs()
     assert config.jax_compilation_cache_dir is None
-
-
-def test_a_gpu_that_jax_does_not_use(tmp_path, monkeypatch):
-    monkeypatch.setattr(compile_cache, "_PLUGINS", ("no_such_plugin",))
-    before = jax.config.jax_platforms
-    jax.config.update("jax_platforms", None)
-    monkeypatch.setattr(compile_cache, "_NVIDIA", (str(tmp_path / "nvidia0"),))
-    assert compile_cache.unused_gpu() is None
-    (tmp_path / "nvidia0").touch()
-    line = compile_cache.unused_gpu()
-    assert "\n" not in line
-    assert "uv run --extra cuda13" in line
-    jax.config.update("jax_platforms", "cpu")
-    assert compile_cache.unused_gpu() is None
-    jax.config.update("jax_platforms", before)
