@@ -87,16 +87,10 @@ MISTAKES = (
     ("--config.modle.layer=3", "did you mean --config.model.layers?"),
     ("--config.model.power=4", "did you mean --config.model.attention.power?"),
     ("--config.train.seed=4", "did you mean --config.training.seed?"),
-    (
-        "--config.model.attention.p=4",
-        "model.attention has kernel, decay, decay_bias, position, learned_rope_start",
-    ),
-    ("--config.optimizer.x=4", "optimizer has name, learning_rate"),
+    ("--config.model.attention=softmax", "no setting --config.model.attention; see --help for all"),
+    ("--config.optimizer.x=4", "no setting --config.optimizer.x; see --help for all"),
     ("--config.optimizer.lr=4", "did you mean --config.optimizer.learning_rate?"),
     ("--config.training.batch_size=4", "did you mean --config.data.batch_tokens?"),
-    ("--config.model=3", "no setting --config.model; it is a group, which has vocab_size, layers"),
-    ("--config.model.layers.x=3", "did you mean --config.model.layers?"),
-    ("--config.x=3", "the groups are model, model.attention, model.attention.rope"),
     *(
         (f"--config.model.layers={x}", f"layers is '{x}'; it must be INT")
         for x in ("three", "2.5", "inf", "none")

@@ -91,16 +91,13 @@ class Parser(argparse.ArgumentParser):
         """Returns the error message for an argument that does not exist."""
         options = self._option_string_actions
         path = argument.removeprefix("--").partition("=")[0]
+        name = path.removeprefix("config.")
         near = spelling.nearest(argument, options)
         if any(option.startswith("--config.") for option in options):
-            setting = loading.nearest_setting(path.removeprefix("config."))
+            setting = loading.nearest_setting(name)
             if path.startswith("config."):
-                changeable = setting != path.removeprefix("config.")
-                return (
-                    loading.unknown_setting(path.removeprefix("config."))
-                    if changeable
-                    else f"--{path} cannot be changed here; see {self.prog} --help"
-                )
+                unchangeable = f"--{path} cannot be changed here; see {self.prog} --help"
+                return unchangeable if setting == name else loading.unknown_setting(name)
             near = near or (setting and f"--config.{setting}")
         what = "unknown option" if argument.startswith("-") else "unexpected argument"
         return f"{what} {argument!r}; {f'did you mean {near}?' if near else f'see {self.prog} --help'}"

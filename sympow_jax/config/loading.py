@@ -216,40 +216,27 @@ _SYNONYMS = {
 }
 
 
-def _names_by_group() -> dict[str, list[str]]:
-    return {
-        group.path: [setting.path.rpartition(".")[2] for setting in group.settings]
-        for group in fields.groups(run.Config)
-    }
-
-
 def nearest_setting(path: str) -> str | None:
     """Returns the setting that is most similar to one that does not exist, or None if none is similar."""
-    group, _, name = path.rpartition(".")
-    names = _names_by_group()
+    names = {
+        setting.path: setting.path.rpartition(".")[2]
+        for group in fields.groups(run.Config)
+        for setting in group.settings
+    }
+    name = path.rpartition(".")[2]
     if synonym := next((known for known, others in _SYNONYMS.items() if name in others), None):
         return synonym
-    if same := [f"{x}.{name}" for x in names if name in names[x]]:
-        return spelling.nearest(path, same, similarity=0)
-    if group in names:
-        # Not by the whole path, of which the group would be most.
-        near = spelling.nearest(name, names[group])
-        return near and f"{group}.{near}"
-    return spelling.nearest(path, [f"{x}.{y}" for x in names for y in names[x]])
+    if any(known.startswith(f"{path}.") for known in names):  # a group
+        return None
+    # Not by the whole path, of which the group would be most.
+    near = spelling.nearest(name, names.values())
+    return spelling.nearest(path, [known for known in names if names[known] == near], similarity=0)
 
 
 def unknown_setting(path: str) -> str:
     """Returns the error message for a setting that does not exist."""
-    names = _names_by_group()
-    group = path.rpartition(".")[0]
-    if path in names:
-        remedy = f"it is a group, which has {', '.join(names[path])}"
-    elif near := nearest_setting(path):
-        remedy = f"did you mean --config.{near}?"
-    elif group in names:
-        remedy = f"{group} has {', '.join(names[group])}"
-    else:
-        remedy = f"the groups are {', '.join(names)}"
+    near = nearest_setting(path)
+    remedy = f"did you mean --config.{near}?" if near else "see --help for all"
     return f"there is no setting --config.{spelling.cut(path, 80)}; {remedy}"
 
 
