@@ -9,11 +9,10 @@ from sympow_jax.generation.drafts import verify
 from sympow_jax.generation.loop import generate
 from sympow_jax.generation.sampling import Sampling, sample
 from sympow_jax.generation.state_file import restore_state, save_state
-from sympow_jax.generation.text import Codec, Piece, complete, stream
+from sympow_jax.generation.text import Piece, complete, stream
 from sympow_jax.generation.transcript import Transcript
 
 __all__ = [
-    "Codec",
     "Piece",
     "Program",
     "Sampling",

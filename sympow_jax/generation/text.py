@@ -2,27 +2,19 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sympow_jax import models
 from sympow_jax.generation import loop, transcript
 from sympow_jax.generation import sampling as sampling_lib
 from sympow_jax.ops import arguments
 
-__all__ = ["Codec", "Piece", "complete", "stream"]
+if TYPE_CHECKING:
+    from sympow_jax import data
+
+__all__ = ["Piece", "complete", "stream"]
 
 _SAMPLING = sampling_lib.Sampling()
-
-
-class Codec(transcript.Decoder, Protocol):
-    """Conversion between text and tokens, such as `sympow_jax.data.Codec`."""
-
-    @property
-    def sampled_vocab_size(self) -> int:
-        """Number of ids that may be sampled."""
-
-    def encode(self, prompt: bytes, name: str) -> list[int]:
-        """Returns the tokens of a prompt, which errors call `name`."""
 
 
 class Piece(NamedTuple):
@@ -39,7 +31,7 @@ class Piece(NamedTuple):
 
 def complete(
     model: models.DecoderLM,
-    codec: Codec,
+    codec: "data.Codec",
     prompts: Sequence[str],
     *,
     max_tokens: int,
@@ -83,7 +75,7 @@ def complete(
 
 def stream(
     model: models.DecoderLM,
-    codec: Codec,
+    codec: "data.Codec",
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,

@@ -1,12 +1,15 @@
 """Text of one row as its tokens arrive, in whole characters, up to the first stop string."""
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from sympow_jax import spelling
 from sympow_jax.ops import arguments
 
-__all__ = ["Decoder", "Transcript", "texts"]
+if TYPE_CHECKING:
+    from sympow_jax import data
+
+__all__ = ["Transcript", "texts"]
 
 # Tokenizers decode a token depending on earlier ones. This many prompt tokens suffice for the first new token.
 _PROMPT_TOKENS = 16
@@ -24,17 +27,6 @@ def texts(values: Iterable[str], name: str) -> list[str]:
     return found
 
 
-class Decoder(Protocol):
-    """Decoder of tokens to text, such as `sympow_jax.data.Codec`."""
-
-    @property
-    def end(self) -> int | None:
-        """Id that ends a document; None for none."""
-
-    def decode(self, tokens: Sequence[int]) -> bytes:
-        """Returns the bytes of tokens."""
-
-
 class Transcript:
     """Incremental text after a prompt, from blocks of tokens; text that was returned never changes.
 
@@ -42,7 +34,9 @@ class Transcript:
     or after `max_tokens`. Then `done` is True, and `stopped` is True unless `max_tokens` is the reason.
     """
 
-    def __init__(self, codec: Decoder, prompt: Sequence[int], *, max_tokens: int, stops: Sequence[str] = ()):
+    def __init__(
+        self, codec: "data.Codec", prompt: Sequence[int], *, max_tokens: int, stops: Sequence[str] = ()
+    ):
         """Raises ValueError for `max_tokens` below 1, an empty stop string, and stops that are no list of texts."""
         self._stops = texts(stops, "stops")
         if "" in self._stops:
