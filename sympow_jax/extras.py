@@ -8,8 +8,8 @@ __all__ = ["required"]
 _OWN = ("sympow_jax", "pallas_kernels")
 
 
-class _MissingError(ModuleNotFoundError):
-    """Error of a package that an extra has."""
+class _MissingError(ModuleNotFoundError, ValueError):
+    """Error of a package that an extra has. It is a ValueError too, since a user's argument may need the package."""
 
     extra: str
 

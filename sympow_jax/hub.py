@@ -1,10 +1,11 @@
 """Download of weights and tokenizers from the Hugging Face Hub."""
 
-import importlib
 import os
 import pathlib
 import re
 from collections.abc import Sequence
+
+from sympow_jax import extras
 
 __all__ = ["TOKENIZER", "WEIGHTS", "is_remote", "local_path"]
 
@@ -39,15 +40,10 @@ def local_path(path: str | os.PathLike[str], patterns: Sequence[str]) -> pathlib
     match = _NAME.fullmatch(name.removeprefix(_SCHEME))
     if match is None:
         raise ValueError(f"{name} is no name of a repository; write hf://ORG/NAME or hf://ORG/NAME@REVISION")
+    with extras.required("hub", name):
+        import huggingface_hub
     try:
-        library = importlib.import_module("huggingface_hub")
-    except ImportError as error:
-        raise ValueError(
-            f"{name} needs the package 'huggingface_hub', which is not installed; install the optional extra with "
-            f"pip install 'sympow-jax[hub]', or download the files yourself"
-        ) from error
-    try:
-        folder = library.snapshot_download(
+        folder = huggingface_hub.snapshot_download(
             match["repo"], revision=match["revision"], allow_patterns=list(patterns)
         )
     except Exception as error:  # of the library, of the HTTP client below it, or of the system

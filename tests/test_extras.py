@@ -22,6 +22,8 @@ def test_something_missing_names_the_extra(monkeypatch):
     expected = "sympow_jax.data needs grain, which is not installed: pip install 'sympow-jax[train]'"
     assert str(raised.value) == expected
     assert raised.value.name == "grain"
+    # Callers that an argument makes import it document ValueError.
+    assert isinstance(raised.value, ValueError)
     # A program replaces the name of the module by its own, and exits without a traceback.
     with pytest.raises(SystemExit) as stopped, extras.required("train", "train.py", exits=True):
         raise raised.value

@@ -3,18 +3,16 @@
 import contextlib
 import dataclasses
 import hashlib
-import importlib
 import itertools
 import json
 import os
 import pathlib
-import types
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Integer
 
-from sympow_jax import hub, spelling
+from sympow_jax import extras, hub, spelling
 from sympow_jax.config import serialize
 
 __all__ = ["Tokenizer", "absolute_name", "load", "local_name"]
@@ -90,15 +88,6 @@ _BYTES = Tokenizer(
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
-def _library(name: str, option: str) -> types.ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise ValueError(
-            f"{option} needs the package {name!r}, which is not installed; pip install 'sympow-jax[tokenizers]'"
-        ) from error
-
-
 @contextlib.contextmanager
 def _errors_as(message: str) -> Iterator[None]:
     """Turns any error of a tokenizer library, whose Rust code raises BaseException if it panics, into a ValueError."""
@@ -123,9 +112,10 @@ def _encoder(name: str, encode: Callable[[str], Sequence[int]]) -> Callable[[byt
 
 def _from_file(path: pathlib.Path, option: str, *, name: str) -> Tokenizer:
     """Returns the tokenizer of a `tokenizers` file; `option` is the setting and its value, for errors."""
-    library = _library("tokenizers", option)
+    with extras.required("tokenizers", option):
+        import tokenizers
     with _errors_as(f"{option} is not a `tokenizers` file"):
-        loaded = library.Tokenizer.from_file(str(path))
+        loaded = tokenizers.Tokenizer.from_file(str(path))
     # Text that spells a special token is encoded as text.
     loaded.encode_special_tokens = True
     # The file may ask for both, for a model's inputs. A document has its own length.
@@ -163,8 +153,8 @@ def _from_file(path: pathlib.Path, option: str, *, name: str) -> Tokenizer:
 
     # Byte fallback loses a whole run of bytes if one is not UTF-8. Those become U+FFFD first, so that a later byte does
     # not change earlier text.
-    ids = [vocabulary.get(f"<0x{byte:02X}>") for byte in range(256)]
-    falls_back = None not in ids and loaded.decode([ids[65]]) == "A"
+    ids = [vocabulary.get(f"<0x{byte:02X}>", -1) for byte in range(256)]
+    falls_back = -1 not in ids and loaded.decode([ids[65]]) == "A"
     bytes_of = {token: byte for byte, token in enumerate(ids)} if falls_back else {}
 
     def decode(tokens: Sequence[int]) -> bytes:
@@ -185,13 +175,14 @@ def _from_file(path: pathlib.Path, option: str, *, name: str) -> Tokenizer:
 
 
 def _from_tiktoken(name: str, option: str) -> Tokenizer:
-    library = _library("tiktoken", option)
-    known = ", ".join(library.list_encoding_names())
+    with extras.required("tokenizers", option):
+        import tiktoken
+    known = ", ".join(tiktoken.list_encoding_names())
     with _errors_as(
         f"{option} is no file and cannot be had from tiktoken; give byte, a file, a folder as ./NAME, or one of "
         f"{known}, which tiktoken downloads or finds in the folder TIKTOKEN_CACHE_DIR"
     ):
-        loaded = library.get_encoding(name)
+        loaded = tiktoken.get_encoding(name)
     separator = loaded.eot_token if "<|endoftext|>" in loaded.special_tokens_set else None
 
     def decode(tokens: Sequence[int]) -> bytes:

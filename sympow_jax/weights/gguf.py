@@ -6,7 +6,6 @@ The package `gguf`, which is an extra, reads the files and dequantizes their ten
 import contextlib
 import dataclasses
 import functools
-import importlib
 import json
 import os
 import pathlib
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from sympow_jax import spelling
+from sympow_jax import extras, spelling
 from sympow_jax.ops import rotary
 from sympow_jax.weights import families, layouts
 
@@ -78,15 +77,11 @@ class _File:
     """
 
     def __init__(self, path: str):
+        with extras.required("gguf", path):
+            import gguf
+        self.library: Any = gguf
         try:
-            self.library = importlib.import_module("gguf")
-        except ImportError as error:
-            raise ValueError(
-                f"{path} needs the package 'gguf', which is not installed; install the optional extra with "
-                f"pip install 'sympow-jax[gguf]'"
-            ) from error
-        try:
-            reader = self.library.GGUFReader(path)
+            reader = gguf.GGUFReader(path)
             # The library has several arrays for each token.
             self._metadata = {key: field.contents() for key, field in reader.fields.items()}
             self.tensors = {tensor.name: tensor for tensor in reader.tensors}

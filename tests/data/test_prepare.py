@@ -154,13 +154,6 @@ def test_tiktoken_encoding(folder, monkeypatch):
     assert stored("a.bin")[0] == 257
 
 
-@pytest.mark.parametrize(("name", "library"), [("words.json", "tokenizers"), ("gpt2", "tiktoken")])
-def test_missing_library(folder, word_tokenizer, monkeypatch, name, library):
-    monkeypatch.setitem(sys.modules, library, None)
-    with builders.refused(f"needs the package '{library}', which is not installed; pip"):
-        tokenizer.load(name)
-
-
 def test_a_chunk_of_zeros_is_written(folder, word_tokenizer):
     builders.write_files(folder, {"unknown.txt": b"y " * 4095})
     arguments = ["--out=a.zarr", "--row_tokens=4096", "--tokenizer=words.json", "unknown.txt"]
