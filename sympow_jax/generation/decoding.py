@@ -85,12 +85,8 @@ class Program:
             ValueError: `max_length` is None and a layer has neither a recurrent state nor a window, or the recurrent
                 state would exceed the memory of the device.
         """
-        model, kv_cache = self.model, None
-        if max_length is not None:
-            max_length = arguments.check_integer("max_length", max_length, 1)
-            kv_cache = [limit is None or max_length <= limit for limit in model.kv_cache_lengths]
         with mesh_in_scope(self.leaves):
-            return model.init_state(batch, max_length=max_length, kv_cache=kv_cache)
+            return self.model.init_state(batch, max_length=max_length)
 
     def prefill(
         self,

@@ -130,7 +130,7 @@ class DecoderLM(trunk.TokenTrunk):
             max_length: capacity of a KV cache, in tokens of a document over all calls; at least 1. Outputs beyond are
                 NaN. None for memories that do not grow: recurrent states, and caches of a whole window.
             kv_cache: whether layers use a KV cache instead of the recurrent state, for all layers or for each. None
-                chooses the cheaper one for each layer.
+                chooses the one that takes less memory for each layer.
 
         Raises:
             ValueError: the recurrent state would exceed memory, the attention of a layer does not support `kv_cache` or

@@ -237,8 +237,8 @@ class Attention(nnx.Module):
             max_length: capacity of a KV cache, in positions; at least 1. A kernel with a window has a smaller cache if
                 fewer positions suffice. None for a memory that does not grow: the recurrent state, or the cache of a
                 whole window.
-            kv_cache: whether to use a KV cache. None uses one if attending to it costs less than the recurrent state,
-                or if the kernel or its form requires it.
+            kv_cache: whether to use a KV cache. None uses one if `max_length` positions take no more memory than the
+                recurrent state, or if the kernel or its form requires it.
 
         Raises:
             ValueError: the recurrent state would exceed memory, the kernel does not support `kv_cache`, or the memory

@@ -10,16 +10,7 @@ from sympow_jax import ops
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers.attention import kernels, positions
 
-__all__ = ["extend", "fold", "init", "is_bounded", "prefers_cache"]
-
-
-def prefers_cache(kernel: kernels.Kernel, max_length: int) -> bool:
-    """Returns whether a cache of `max_length` positions is cheaper than the recurrent state, or required."""
-    if kernel.cache_policy is kernels.CachePolicy.WHILE_SMALLER:
-        assert isinstance(kernel, kernels.RecurrentKernel)
-        # A decoded token attends to the whole cache, not to half of it.
-        return kernel.pair_flops(max_length) <= kernel.feature_flops("recurrent")
-    return kernel.cache_policy is kernels.CachePolicy.ALWAYS
+__all__ = ["extend", "fold", "init", "is_bounded"]
 
 
 def init(
@@ -28,8 +19,8 @@ def init(
     """Returns the memory before any token; `Attention.init_state` documents the arguments and errors."""
     name = kernel.attention.kernel
     if kv_cache is None:
-        required = kernel.cache_policy is kernels.CachePolicy.ALWAYS
-        kv_cache = required if max_length is None else prefers_cache(kernel, max_length)
+        limit = kernel.max_cache_length
+        kv_cache = limit is None or (max_length is not None and max_length <= limit)
     elif not kernel.supports_memory(kv_cache=kv_cache):
         raise ValueError(
             f"kv_cache is {kv_cache}, which this attention of kernel {name!r} does not support; pass "

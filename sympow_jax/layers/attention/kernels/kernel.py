@@ -28,7 +28,7 @@ class CachePolicy(enum.Enum):
     NEVER = enum.auto()
     """The recurrent state is the only memory."""
     WHILE_SMALLER = enum.auto()
-    """Both are supported. The cache is used while it is smaller or cheaper."""
+    """Both are supported. The cache is used while it takes no more memory."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
