@@ -198,8 +198,9 @@ def _train(
 
     def train(label: str, settings: config.Config, seed: int, rate: float, steps: int) -> pathlib.Path:
         settings = config.override(settings, data)
-        run = f"{label}{steps}_seed{seed}", _changed(options, settings, seed, rate, steps)
-        return _shared.train_all(options, {label: run})[label]
+        often = {"checkpoint_every": min(steps, 500), "log_every": 50}
+        run = _shared.stage(options, settings, rate=rate, warmup=50, steps=steps, seed=seed, **often)
+        return _shared.train_all(options, {label: (f"{label}{steps}_seed{seed}", run)})[label]
 
     # One after the other, so that what a stopped command has is whole variants.
     folders = {}
@@ -214,26 +215,6 @@ def _train(
         folders[variant, seed] = [*found, train(f"{name}_steps", second, seed, _RATE, steps)]
     _shared.require_same_data(options, [folder for found in folders.values() for folder in found])
     return folders
-
-
-def _changed(
-    options: _shared.Options, settings: config.Config, seed: int, rate: float, steps: int
-) -> config.Config:
-    """Returns settings with the optimizer, length and evaluation of this experiment."""
-    lengths = () if settings.task.replaces_attention else options.plan.lengths
-    changes = {
-        "optimizer": config.OptimizerConfig(
-            learning_rate=rate, schedule="cosine", warmup_steps=min(50, steps // 2), clip_norm=1.0
-        ),
-        "evaluation": config.EvaluationConfig(context_lengths=lengths, documents=options.plan.documents),
-        "training.steps": steps,
-        "training.seed": seed,
-        "training.checkpoint_every": min(steps, 500),
-        "training.keep_checkpoints": 1,
-        "training.log_every": 50,
-        "data.seed": seed,
-    }
-    return loading.replace(settings, changes)
 
 
 def _speed(folder: pathlib.Path) -> float:

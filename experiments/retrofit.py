@@ -109,7 +109,7 @@ def _train(options: _shared.Options) -> tuple[pathlib.Path, dict[tuple[str, str,
     (context,) = plan.contexts
     base = _shared.settings(options, config.preset("llama3"), context=context, seed=0)
     base = loading.replace(base, _BODY | {"model.layers": max(2, base.model.layers)})
-    base = _changed(options, base, rate=_RATES["base"], steps=base_steps, seed=0)
+    base = _stage(options, base, _RATES["base"], base_steps, seed=0)
     (folder,) = _shared.train_all(options, {"base": (f"retrofit_base_steps{base_steps}", base)}).values()
     keys, whole = list(itertools.product(options.variants, plan.seeds)), first + steps
 
@@ -124,7 +124,7 @@ def _train(options: _shared.Options) -> tuple[pathlib.Path, dict[tuple[str, str,
     ) -> tuple[str, config.Config]:
         length = f"{first}_{steps}" if start == "matched" else f"{steps}"
         label = f"retrofit_{variant.replace(' ', '_')}_of{base_steps}_seed{seed}_{start}{length}"
-        return label, _changed(options, found, rate=_RATES[start], steps=steps, seed=seed)
+        return label, _stage(options, found, _RATES[start], steps, seed)
 
     match = {key: run("match", *key, retrofit(key[0], match="true"), first) for key in keys}
     matches = _shared.train_all(options, match)
@@ -140,24 +140,10 @@ def _train(options: _shared.Options) -> tuple[pathlib.Path, dict[tuple[str, str,
     return folder, _shared.train_all(options, runs)
 
 
-def _changed(
-    options: _shared.Options, settings: config.Config, *, rate: float, steps: int, seed: int
-) -> config.Config:
-    """Returns settings with the optimizer, length, seed and evaluation of this experiment."""
-    lengths = () if settings.task.replaces_attention else options.plan.lengths
-    changes = {
-        "optimizer": config.OptimizerConfig(
-            learning_rate=rate, schedule="cosine", warmup_steps=min(20, steps // 2), clip_norm=1.0
-        ),
-        "evaluation": config.EvaluationConfig(
-            context_lengths=lengths, documents=options.plan.documents, every=max(1, steps // _HELDOUT_TIMES)
-        ),
-        "training.steps": steps,
-        "training.seed": seed,
-        "data.seed": seed,
-    }
-    every = {"training.checkpoint_every": 100, "training.keep_checkpoints": 1, "training.log_every": 100}
-    return loading.replace(settings, changes | every)
+def _stage(options: _shared.Options, base: config.Config, rate: float, steps: int, seed: int):
+    often = {"checkpoint_every": 100, "log_every": 100}
+    found = _shared.stage(options, base, rate=rate, warmup=20, steps=steps, seed=seed, **often)
+    return loading.replace(found, {"evaluation.every": max(1, steps // _HELDOUT_TIMES)})
 
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:

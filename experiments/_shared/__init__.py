@@ -29,6 +29,7 @@ from experiments._shared.runs import (
     restore_arrays,
     save_arrays,
     settings,
+    stage,
     train,
     train_all,
     update,

@@ -96,6 +96,29 @@ def settings(
     return loading.replace(base, changed)
 
 
+def stage(
+    options: Options, base: config.Config, *, rate: float, warmup: int, steps: int, seed: int, **training: int
+) -> config.Config:
+    """Returns settings with the optimizer, length, seed and evaluation of one stage of a retrofit.
+
+    Learning rates rise over `warmup` steps, or over half of the run if it is shorter. `training` are further settings
+    of that group.
+    """
+    lengths = () if base.task.replaces_attention else options.plan.lengths
+    optimizer: dict[str, Any] = {
+        "learning_rate": rate,
+        "schedule": "cosine",
+        "warmup_steps": min(warmup, steps // 2),
+    }
+    training |= {"steps": steps, "seed": seed, "keep_checkpoints": 1}
+    changes = {
+        "optimizer": config.OptimizerConfig(**optimizer, clip_norm=1.0),
+        "evaluation": config.EvaluationConfig(context_lengths=lengths, documents=options.plan.documents),
+        "data.seed": seed,
+    }
+    return loading.replace(base, changes | {f"training.{name}": value for name, value in training.items()})
+
+
 def train_all[Key](
     options: Options, runs: Mapping[Key, tuple[str, config.Config]]
 ) -> dict[Key, pathlib.Path]:
