@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from experiments import _shared
-from sympow_jax import config, models
+from sympow_jax import config, models, ops
 
 POWERS = (2, 4, 6)
 PLANS = {
@@ -79,8 +79,9 @@ def state_sizes() -> list[dict[str, int]]:
     rows = []
     for power in _STATE_POWERS:
         model = _shared.model("gpt2_124m", config.preset("sympow", power=power))
-        found = {name: models.state_bytes(model, feature_map=name) for name in ("tensor", "symmetric")}
-        rows.append({"power": power} | found)
+        size, symmetric = model.head_size, models.state_bytes(model)
+        tensor = symmetric // ops.symmetric_power_dim(size, power) * size**power
+        rows.append({"power": power, "tensor": tensor, "symmetric": symmetric})
     return rows
 
 
@@ -90,7 +91,8 @@ def linear_states(sizes: Sequence[str] = _LINEAR_SIZES) -> list[dict[str, Any]]:
     for name in sizes:
         model = _shared.model(name, config.preset("linear"))
         weights = _shared.parameters(model)
-        state = models.state_bytes(model, bytes_per_element=1, normalizer=False)
+        size = model.head_size
+        state = models.state_bytes(model, bytes_per_element=1) * size // (size + 1)
         rows.append({"model": name, "weights": weights, "state": state, "ratio": state / weights})
     return rows
 

@@ -154,10 +154,8 @@ class Kernel(abc.ABC):
         """Capacity that a KV cache never needs to exceed, in positions; None if it grows with the document."""
         return None
 
-    def state_bytes(
-        self, *, bytes_per_element: int = 4, feature_map: str = "symmetric", normalizer: bool = True
-    ) -> int:
-        """Returns the bytes of the recurrent state of one row; `models.state_bytes` documents the arguments.
+    def state_bytes(self, *, bytes_per_element: int = 4) -> int:
+        """Returns the bytes of the recurrent state of one row.
 
         Raises:
             ValueError: there is no recurrent state.
@@ -228,11 +226,8 @@ class RecurrentKernel(Kernel):
         """Returns the op for one token, its options bound."""
 
     @abc.abstractmethod
-    def state_sizes(self, feature_map: str = "symmetric") -> tuple[int, int]:
-        """Returns F, the exact number of features of a key in the state, and the elements of the normalizer per head.
-
-        `feature_map` is that of a power: `symmetric` or `tensor`.
-        """
+    def state_sizes(self) -> tuple[int, int]:
+        """Returns F, the exact number of features of a key, and the number of elements of the normalizer per head."""
 
     @property
     def form(self) -> str | None:
@@ -244,11 +239,10 @@ class RecurrentKernel(Kernel):
         options = {"log_decay": log_decay, "segment_ids": segment_ids, "axis_name": axis_name}
         return self.op(rotate)(query, key, value, **options)
 
-    def state_bytes(self, *, bytes_per_element=4, feature_map="symmetric", normalizer=True):
-        """Returns the bytes of the recurrent state of one row; only powers use `feature_map`."""
-        features, normalizers = self.state_sizes(feature_map)
-        elements = features * self.head_dim + (normalizers if normalizer else 0)
-        return self.num_kv_heads * elements * bytes_per_element
+    def state_bytes(self, *, bytes_per_element=4):
+        """Returns the bytes of the recurrent state of one row."""
+        features, normalizers = self.state_sizes()
+        return self.num_kv_heads * (features * self.head_dim + normalizers) * bytes_per_element
 
     def flops_per_token(self, context_length):
         """Returns the FLOPs of a forward pass per token, all heads, averaged over a context.

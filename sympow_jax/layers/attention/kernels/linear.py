@@ -79,7 +79,7 @@ class LinearKernel(kernel.RecurrentKernel):
             return None
         return positions.encoded_dim(self.attention, self.mapped_dim)
 
-    def state_sizes(self, feature_map="symmetric"):
+    def state_sizes(self):
         features = self.rotated_dim or self.mapped_dim
         return features, features if self.attention.normalizer == "rotated" else self.mapped_dim
 

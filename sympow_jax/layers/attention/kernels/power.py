@@ -75,9 +75,8 @@ class PowerKernel(kernel.RecurrentKernel):
         growing = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state) if x.ndim > 1)
         return growing // (one - empty)
 
-    def state_sizes(self, feature_map="symmetric"):
-        size, power = self.encoded_dim, self.attention.power
-        features = ops.symmetric_power_dim(size, power) if feature_map == "symmetric" else size**power
+    def state_sizes(self):
+        features = ops.symmetric_power_dim(self.encoded_dim, self.attention.power)
         return features, features * self.head_dim if self._per_channel else features
 
     @property

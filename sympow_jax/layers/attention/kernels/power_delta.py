@@ -57,9 +57,8 @@ class PowerDeltaKernel(kernel.RecurrentKernel):
             dtype=jnp.dtype(self.state_dtype),
         )
 
-    def state_sizes(self, feature_map="symmetric"):
-        size, power = self.encoded_dim, self.attention.power
-        return (ops.symmetric_power_dim(size, power) if feature_map == "symmetric" else size**power), 0
+    def state_sizes(self):
+        return ops.symmetric_power_dim(self.encoded_dim, self.attention.power), 0
 
     @property
     def flop_shape(self):

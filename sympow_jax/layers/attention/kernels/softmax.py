@@ -60,7 +60,7 @@ class SlidingWindowKernel(SoftmaxKernel):
         # A query brings its own key. A cache has at least one slot.
         return max(1, self.attention.window - 1)
 
-    def state_bytes(self, *, bytes_per_element=4, feature_map="symmetric", normalizer=True):
+    def state_bytes(self, *, bytes_per_element=4):
         """Returns the bytes of the keys and values of a full cache of one row, without decays and segment ids."""
         assert self.cache_limit is not None
         elements = self.num_kv_heads * (self.encoded_dim + self.head_dim)
