@@ -17,12 +17,8 @@ _PROMPT_TOKENS = 16
 
 def texts(values: Iterable[str], name: str) -> list[str]:
     """Returns texts as a list; raises ValueError, which calls them `name`, if they are no list of texts."""
-    found: list[str] | None
-    try:
-        found = list(values)
-    except TypeError:
-        found = None
-    if found is None or isinstance(values, str) or not all(isinstance(text, str) for text in found):
+    found = list(values)
+    if isinstance(values, str) or not all(isinstance(text, str) for text in found):
         raise ValueError(f"{name} is {spelling.shown(values)}; it must be a list of texts")
     return found
 
