@@ -8,7 +8,7 @@ import math
 import operator
 import pathlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
 import jax
@@ -30,7 +30,6 @@ __all__ = [
     "check_floating",
     "check_ids_fit",
     "check_integer",
-    "check_linear_state",
     "check_number",
     "check_positions",
     "check_power",
@@ -242,53 +241,31 @@ def _check_layout(query, key, *, step: bool, plain: bool) -> None:
         )
 
 
-def check_state(
-    state: Any,
-    kind: type[Any],
-    dtype,
-    *,
-    batch: int,
-    kv_heads: int,
-    head_dim: int,
-    value_dim: int,
-    power: int,
-    exact_window: int | None = None,
-    segment_ids=None,
-) -> None:
-    """Raises ValueError unless the state is of the class `kind`, these sizes and, if given, this window.
+def check_state(state: Any, kind: type[Any], make: str, shapes: Mapping[str, tuple[int, ...]], dtype) -> None:
+    """Raises ValueError unless a state is a `kind` whose arrays have these shapes and can hold sums in `dtype`.
 
-    Segment ids, if given, must fit in the dtype of the state's segment ids.
+    Args:
+        state: the state passed to an op.
+        kind: the class of its states.
+        make: the call that makes the right state.
+        shapes: shapes by the path of an attribute; the first is that of sums.
+        dtype: the dtype in which the op accumulates.
     """
-    of_exact_window = "" if exact_window is None else f", exact_window={exact_window}"
-    constructor = (
-        f"{kind.__name__}.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, power={power}{of_exact_window})"
-    )
     if not isinstance(state, kind):
-        raise ValueError(f"the state is a {type(state).__name__}; make it with {constructor}")
-    expected = (batch, kv_heads, math.comb(head_dim + power - 1, power), value_dim)
-    if state.kv.shape != expected:
+        raise ValueError(f"the state is a {type(state).__name__}; make it with {make}")
+    arrays = {name: operator.attrgetter(name)(state) for name in shapes}
+    for name, array in arrays.items():
+        if array.shape != shapes[name]:
+            raise ValueError(
+                f"the shape of the state's {name} is {array.shape}; these inputs need {shapes[name]}; make it with "
+                f"{make}"
+            )
+    sums = next(iter(arrays.values()))
+    if sums.dtype not in (dtype, jnp.bfloat16):
         raise ValueError(
-            f"the state's kv has shape {state.kv.shape}; power {power} and these inputs need {expected}; make it with "
-            f"{constructor}"
+            f"the state has dtype {sums.dtype}; it must be {dtype}, in which inputs of this dtype accumulate, or "
+            f"bfloat16; make it with {make}"
         )
-    # States of two head sizes may have the same number of features: D = 2 at p = 14, and D = 5 at p = 2.
-    batch_kv_heads_dim = state.keys.shape[0], *state.keys.shape[2:]
-    if batch_kv_heads_dim != (batch, kv_heads, head_dim):
-        raise ValueError(
-            f"the state's keys have shape {state.keys.shape}; these inputs need "
-            f"{(batch, 2 * state.exact_window, kv_heads, head_dim)}; make it with {constructor}"
-        )
-    if state.kv.dtype not in (dtype, jnp.bfloat16):
-        raise ValueError(
-            f"the state has dtype {state.kv.dtype}; it must be {dtype}, in which inputs of this dtype accumulate, or "
-            f"bfloat16; make it with {constructor[:-1]}, dtype={jnp.dtype(dtype).name!r})"
-        )
-    if exact_window is not None and state.exact_window != exact_window:
-        raise ValueError(
-            f"exact_window is {exact_window} and the state has {state.exact_window}; pass "
-            f"exact_window={state.exact_window}"
-        )
-    check_ids_fit(segment_ids, state)
 
 
 def check_ids_fit(segment_ids, state: Any) -> None:
@@ -296,57 +273,6 @@ def check_ids_fit(segment_ids, state: Any) -> None:
     if segment_ids is not None and segment_ids.dtype.itemsize > state.segment.dtype.itemsize:
         raise ValueError(
             f"segment_ids has dtype {segment_ids.dtype} and the state {state.segment.dtype}; convert them with astype"
-        )
-
-
-def check_linear_state(
-    state: Any,
-    kind: type[Any],
-    query,
-    key,
-    value,
-    *,
-    power: int,
-    rotated_dim: int | None,
-    separate: bool,
-) -> None:
-    """Raises ValueError if the state's sizes or feature map do not match the arguments.
-
-    Args:
-        state: the state passed to linear attention.
-        kind: `LinearState`.
-        query: [..., N, D].
-        key: [..., K, D].
-        value: [..., K, E].
-        power: the degree of the feature map.
-        rotated_dim: number of features after `rotate`; None without one.
-        separate: the denominator has a state of its own.
-    """
-    batch, (kv_heads, head_dim), value_dim = query.shape[0], key.shape[-2:], value.shape[-1]
-    sizes = f"{batch}, {kv_heads}, {head_dim}, {value_dim}"
-    remedy = f"make it with LinearState.zeros({sizes}, rotated_dim={rotated_dim}, ...)"
-    if not isinstance(state, kind):
-        raise ValueError(f"the state is a {type(state).__name__}; {remedy}")
-    if separate != (state.denominator is not None):
-        has = "no" if separate else "a"
-        raise ValueError(
-            f"the state has {has} denominator of its own, which does not fit rotate and normalizer; {remedy}"
-        )
-    features = math.comb(head_dim + power - 1, power)
-    expected = {"numerator": (batch, kv_heads, rotated_dim or features, value_dim)}
-    if separate:
-        expected["denominator"] = (batch, kv_heads, features, 0)
-    for name, shape in expected.items():
-        kv = getattr(state, name).kv
-        if kv.shape != shape:
-            raise ValueError(
-                f"the state's {name}.kv has shape {kv.shape}; these inputs need {shape}; {remedy}"
-            )
-    dtype = np.promote_types(query.dtype, jnp.float32)
-    if state.numerator.kv.dtype not in (dtype, jnp.bfloat16):
-        raise ValueError(
-            f"the state has dtype {state.numerator.kv.dtype}; it must be {dtype}, in which inputs of this dtype "
-            f"accumulate, or bfloat16; {remedy}"
         )
 
 

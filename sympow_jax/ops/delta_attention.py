@@ -181,17 +181,12 @@ def _check(tokens, delta, state, power, sizes) -> int:
     if state is None:
         return power
     dtype = np.promote_types(tokens.query.dtype, jnp.float32)
-    call = ", ".join(str(size) for size in sizes.values())
-    remedy = f"make it with DeltaState.zeros({call}, power={power}, dtype={dtype.name!r})"
-    if not isinstance(state, DeltaState):
-        raise ValueError(f"the state is a {type(state).__name__}; {remedy}")
-    features = feature_maps.symmetric_power_dim(sizes["head_dim"], power)
-    expected = (sizes["batch"], sizes["kv_heads"], features, sizes["value_dim"])
-    if state.kv.shape != expected or state.kv.dtype not in (dtype, jnp.bfloat16):
-        raise ValueError(
-            f"the state's kv has shape {state.kv.shape} and dtype {state.kv.dtype}; these inputs need {expected} and "
-            f"{dtype} or bfloat16; {remedy}"
-        )
+    batch, kv_heads, head_dim, value_dim = sizes.values()
+    shape = (batch, kv_heads, feature_maps.symmetric_power_dim(head_dim, power), value_dim)
+    make = (
+        f"DeltaState.zeros({batch}, {kv_heads}, {head_dim}, {value_dim}, power={power}, dtype={dtype.name!r})"
+    )
+    arguments.check_state(state, DeltaState, make, {"kv": shape}, dtype)
     arguments.check_ids_fit(tokens.segment_ids, state)
     return power
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import (
@@ -299,9 +300,24 @@ def _mean(attend, kernel, tokens, rotate, normalizer, state):
     def with_features(query, key, value=value):
         return tokens._replace(query=query, key=key, value=value)
 
-    def check_state(**options):
-        if state is not None:
-            arguments.check_linear_state(state, LinearState, query, key, value, power=kernel.power, **options)
+    def check_state(rotated_dim, separate):
+        if state is None:
+            return
+        batch, (kv_heads, head_dim), value_dim = query.shape[0], key.shape[-2:], value.shape[-1]
+        sizes = f"{batch}, {kv_heads}, {head_dim}, {value_dim}"
+        make = f"LinearState.zeros({sizes}, rotated_dim={rotated_dim}, ...)"
+        if isinstance(state, LinearState) and separate != (state.denominator is not None):
+            has = "no" if separate else "a"
+            raise ValueError(
+                f"the state has {has} denominator of its own, which does not fit rotate and normalizer; make it with "
+                f"{make}"
+            )
+        features = feature_maps.symmetric_power_dim(head_dim, kernel.power)
+        shapes = {"numerator.kv": (batch, kv_heads, rotated_dim or features, value_dim)}
+        if separate:
+            shapes["denominator.kv"] = (batch, kv_heads, features, 0)
+        dtype = np.promote_types(query.dtype, jnp.float32)
+        arguments.check_state(state, LinearState, make, shapes, dtype)
 
     if rotate is None:
         query, key = _mapped(kernel, query), _mapped(kernel, key)

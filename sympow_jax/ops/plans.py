@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sympow_jax.ops import arguments, cost, means, power_state, target
+from sympow_jax.ops import arguments, cost, feature_maps, means, power_state, target
 
 __all__ = ["FORMS", "IMPLEMENTATIONS", "Candidate", "Plan", "make", "make_step"]
 
@@ -336,7 +336,8 @@ def _request(
         *tokens, step=step, per_channel=None, may_lack_values=division is means.Division.NONE
     )
     arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
-    state_per_channel = state.per_channel if isinstance(state, power_state.PowerState) else None
+    is_power_state = isinstance(state, power_state.PowerState)
+    state_per_channel = state.per_channel if is_power_state else None
     if tokens.log_decay is None:
         per_channel = bool(state_per_channel)
     else:
@@ -348,8 +349,21 @@ def _request(
             )
     dtype = np.promote_types(tokens.query.dtype, jnp.float32)
     if step or state is not None:
-        window = {"exact_window": exact_window, "segment_ids": tokens.segment_ids}
-        arguments.check_state(state, power_state.PowerState, dtype, power=power, **window, **sizes)
+        window = state.exact_window if is_power_state else 0
+        option = "" if exact_window is None else f", exact_window={exact_window}"
+        call = f"{', '.join(map(str, sizes.values()))}, power={power}{option}, dtype={dtype.name!r}"
+        features = feature_maps.symmetric_power_dim(sizes["head_dim"], power)
+        # States of two head sizes may have the same number of features: D = 2 at p = 14, and D = 5 at p = 2.
+        shapes = {
+            "kv": (sizes["batch"], sizes["kv_heads"], features, sizes["value_dim"]),
+            "keys": (sizes["batch"], 2 * window, sizes["kv_heads"], sizes["head_dim"]),
+        }
+        arguments.check_state(state, power_state.PowerState, f"PowerState.zeros({call})", shapes, dtype)
+        if exact_window not in (None, window):
+            raise ValueError(
+                f"exact_window is {exact_window} and the state has {window}; pass exact_window={window}"
+            )
+        arguments.check_ids_fit(tokens.segment_ids, state)
     return _Request(
         tokens=tokens,
         state=state,

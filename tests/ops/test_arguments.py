@@ -85,9 +85,12 @@ POWER = {
     "log_decay has dtype int32; it must be one of float16": {"log_decay": X[..., 0].astype("int32")},
     "the state is a LinearState; make it with PowerState.zeros(1, 1, 4,": {"initial_state": LINEAR_STATE},
     "exact_window is 64 and the state has 3; pass exact_window=3": {"initial_state": STATE},
-    "the state's kv has shape (1, 1, 10, 4); power 4 and these": {"initial_state": STATE, "power": 4},
+    "the shape of the state's kv is (1, 1, 10, 4); these inputs need (1, 1, 35, 4); make it with": {
+        "initial_state": STATE,
+        "power": 4,
+    },
     # Both have 15 features.
-    "the state's keys have shape (1, 6, 1, 2); these inputs need (1, 6, 1, 5)": {
+    "the shape of the state's keys is (1, 6, 1, 2); these inputs need (1, 6, 1, 5)": {
         "query": jnp.ones((1, 4, 1, 5)),
         "key": jnp.ones((1, 4, 1, 5)),
         "initial_state": ops.PowerState.zeros(1, 1, 2, 4, power=14, exact_window=3),
