@@ -444,7 +444,6 @@ def attention_arguments(draw):
     }
 
 
-@pytest.mark.filterwarnings("ignore:query has shape")
 def test_arguments_of_attention():
     def trace(arguments):
         traced = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}

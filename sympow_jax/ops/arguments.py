@@ -6,8 +6,6 @@ Arrays may be abstract (`jax.ShapeDtypeStruct`) in every check. `to_arrays` come
 
 import math
 import operator
-import pathlib
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
 
@@ -17,7 +15,6 @@ import numpy as np
 
 __all__ = [
     "Constant",
-    "LayoutWarning",
     "Sizes",
     "check_array",
     "check_attention",
@@ -45,15 +42,6 @@ __all__ = [
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _INT32 = np.iinfo(np.int32)
-_PACKAGE = str(pathlib.Path(__file__).parents[1])
-
-
-class LayoutWarning(UserWarning):
-    """Warning for valid shapes that look like [B, N, T, D] where the ops take [B, T, N, D]."""
-
-
-# Layers always use the right layout, and a short prompt of a model with many heads would trigger the warning.
-warnings.filterwarnings("ignore", category=LayoutWarning, module=r"sympow_jax\.")
 
 
 class Sizes(TypedDict):
@@ -187,7 +175,14 @@ def check_attention(
         )
     if 0 in (*query.shape, *key.shape) or (0 in value.shape and not may_lack_values):
         raise ValueError(f"shapes are {shapes}; every size must be at least 1")
-    _check_layout(query, key, step=step, plain=log_decay is None and segment_ids is None)
+    if not step and key.shape[1] < query.shape[1]:
+        swapped = f"[{query.shape[0]}, {query.shape[1]}, T, {head_dim}]"
+        hint = (
+            f" (if axes 1 and 2 are heads and time, as in {swapped}, swap them)" if heads == kv_heads else ""
+        )
+        raise ValueError(
+            f"key has {key.shape[1]} tokens and query {query.shape[1]}; there must be a key for each query{hint}"
+        )
     if heads % kv_heads:
         raise ValueError(f"query has {heads} heads and key {kv_heads}; N must be a multiple of K")
     if len({array.dtype for array in arrays.values()}) > 1 or query.dtype.name not in _DTYPES:
@@ -215,30 +210,6 @@ def check_attention(
         "head_dim": head_dim,
         "value_dim": value.shape[-1],
     }
-
-
-def _check_layout(query, key, *, step: bool, plain: bool) -> None:
-    """Raises ValueError for fewer keys than queries; warns of a layout that fits by accident."""
-    if step:
-        return
-    (_, time, heads, head_dim), (_, key_time, kv_heads, _) = query.shape, key.shape
-    swapped = (
-        f"if axes 1 and 2 are heads and time, as in [{query.shape[0]}, {time}, T, {head_dim}], swap them"
-    )
-    if key_time < time:
-        hint = f" ({swapped})" if heads == kv_heads else ""
-        raise ValueError(
-            f"key has {key_time} tokens and query {time}; there must be a key for each query{hint}"
-        )
-    # In the wrong layout axis 2 is time and has equal sizes; log_decay or segment_ids would raise an error instead.
-    if plain and 1 < time < heads and time == key_time and heads == kv_heads:
-        warnings.warn(
-            f"query has shape {query.shape}, which is {time} tokens of {heads} heads; {swapped} with "
-            f"jnp.swapaxes(x, 1, 2)",
-            LayoutWarning,
-            stacklevel=2,
-            skip_file_prefixes=(str(pathlib.Path(_PACKAGE) / "ops"),),
-        )
 
 
 def check_state(state: Any, kind: type[Any], make: str, shapes: Mapping[str, tuple[int, ...]], dtype) -> None:
