@@ -69,7 +69,7 @@ class Constant(NamedTuple):
         return np.array(self.values).reshape(self.shape)
 
 
-_OPTIONAL = ("log_decay", "segment_ids", "key_positions")
+_OPTIONAL = ("log_decay", "segment_ids")
 
 
 def to_arrays(**arguments) -> list[Any]:

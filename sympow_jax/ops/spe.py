@@ -19,15 +19,14 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 
 def encode(
     query: Float[Array, "B T N D"],
-    key: Float[Array, "B S K D"],
+    key: Float[Array, "B T K D"],
     positions: Int[Array, "B T"],
-    key_positions: Int[Array, "B S"] | None = None,
     *,
     frequencies: Float[Array, "K D sines"],
     phases: Float[Array, "K D sines"],
     gains: Float[Array, "K D sines"],
     noise: Float[Array, "K D 2*sines R"],
-) -> tuple[Float[Array, "B T N R"], Float[Array, "B S K R"]]:
+) -> tuple[Float[Array, "B T N R"], Float[Array, "B T K R"]]:
     """Encodes queries and keys so that E[q . k] = sum_d q_d k_d P_d(t - s).
 
     The query is at t and the key at s, and the expectation is over normal noise. P_d(tau) = sum_j gain_j^2
@@ -41,8 +40,7 @@ def encode(
     The gradient with respect to a frequency is a difference of terms as large as the positions, and its float32 error
     grows with them. The paper's gate, which mixes in an unencoded part, is left out.
 
-    `key_positions` default to those of the queries. Computed in float32 or wider, returned in the dtypes of `query` and
-    `key`.
+    Computed in float32 or wider, returned in the dtypes of `query` and `key`.
 
     Raises:
         ValueError: shapes do not match.
@@ -59,18 +57,17 @@ def encode(
         >>> query.shape
         (1, 8, 4, 32)
     """
-    query, key, positions, key_positions, frequencies, phases, gains, noise = arguments.to_arrays(
+    query, key, positions, frequencies, phases, gains, noise = arguments.to_arrays(
         query=query,
         key=key,
         positions=positions,
-        key_positions=key_positions,
         frequencies=frequencies,
         phases=phases,
         gains=gains,
         noise=noise,
     )
     arguments.check_axes("query", query, "[B, T, N, D]")
-    arguments.check_axes("key", key, "[B, S, K, D]")
+    arguments.check_axes("key", key, "[B, T, K, D]")
     heads, (kv_heads, head_dim) = query.shape[2], key.shape[2:]
     if query.shape[-1] != head_dim or heads % kv_heads:
         raise ValueError(
@@ -89,17 +86,17 @@ def encode(
             f"noise has shape {noise.shape}; it must be [{kv_heads}, {head_dim}, {2 * sines}, realizations], since "
             f"each of {sines} sines has a cosine too"
         )
-    of_keys = positions if key_positions is None else key_positions
-    for name, array, x in (("positions", positions, query), ("key_positions", of_keys, key)):
-        arguments.check_positions(name, array, "[B, T]" if x is query else "[B, S]")
-        if any(n not in (1, size) for n, size in zip(array.shape, x.shape)):
-            raise ValueError(f"{name} has shape {array.shape}; it must be {x.shape[:2]}, one per token")
+    arguments.check_positions("positions", positions, "[B, T]")
+    arguments.check_same_length(query, key)
+    if any(n not in (1, size) for n, size in zip(positions.shape, query.shape)):
+        raise ValueError(
+            f"positions has shape {positions.shape}; it must be {query.shape[:2]}, one per token"
+        )
     return _encode(
         None,
         query=query,
         key=key,
         positions=positions,
-        key_positions=key_positions,
         frequencies=frequencies,
         phases=phases,
         gains=gains,
@@ -107,8 +104,8 @@ def encode(
     )
 
 
-@sharding.op({"query": "B T N D", "key": "B S K D"}, lambda _: ("B T N R", "B S K R"))
-def _encode(_, query, key, positions, key_positions, frequencies, phases, gains, noise):
+@sharding.op({"query": "B T N D", "key": "B T K D"}, lambda _: ("B T N R", "B T K R"))
+def _encode(_, query, key, positions, frequencies, phases, gains, noise):
     dtype = np.promote_types(np.promote_types(query.dtype, key.dtype), jnp.float32)
     # Phases rotate the noise of the queries, so that queries and keys can use the same cosines and sines.
     cos, sin = (wave(phases.astype(dtype))[..., None] for wave in (jnp.cos, jnp.sin))
@@ -117,8 +114,7 @@ def _encode(_, query, key, positions, key_positions, frequencies, phases, gains,
     scale = jnp.concatenate([gains, gains], axis=-1).astype(dtype)[..., None] * noise.shape[-1] ** -0.5
 
     waves = _waves(positions, frequencies, dtype)
-    key_waves = waves if key_positions is None else _waves(key_positions, frequencies, dtype)
-    return _mixed(query, waves, scale * rotated), _mixed(key, key_waves, scale * noise.astype(dtype))
+    return _mixed(query, waves, scale * rotated), _mixed(key, waves, scale * noise.astype(dtype))
 
 
 def _waves(positions, frequencies, dtype):
