@@ -21,20 +21,49 @@ def tokens(rows=1):
     return np.random.default_rng(1).integers(0, families.VOCABULARY, (rows, TIME)).astype(np.int32)
 
 
-def test_parameters_are_as_many_as_published():
-    for size, published in (
-        ("llama3_8b", 8_030_261_248),
-        ("llama32_1b", 1_235_814_400),
-        ("qwen2_500m", 494_032_768),
-        ("qwen2_7b", 7_615_616_512),
-        ("qwen3_600m", 596_049_920),
-        ("qwen3_14b", 14_768_307_200),
-        ("starcoder2_3b", 3_030_371_328),
-    ):
-        attention = config.preset(size.partition("_")[0])
-        model = config.ModelConfig(**config.MODEL_SIZES[size], attention=attention)
-        shapes = nnx.eval_shape(lambda model=model: models.DecoderLM(model, rngs=nnx.Rngs(0), stacked=True))
-        assert sum(math.prod(x.shape) for x in jax.tree.leaves(nnx.state(shapes, nnx.Param))) == published
+def sized(size, preset=None):
+    attention = config.preset(preset or size.partition("_")[0])
+    return config.ModelConfig(**config.MODEL_SIZES[size], attention=attention)
+
+
+def bidirectional(**sizes):
+    return config.ModelConfig(**sizes, attention=config.lrpe_method("base", causal=False))
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "published"),
+    [
+        (sized("llama3_8b"), {}, 8_030_261_248),
+        (sized("llama32_1b"), {}, 1_235_814_400),
+        (sized("qwen2_500m"), {}, 494_032_768),
+        (sized("qwen2_7b"), {}, 7_615_616_512),
+        (sized("qwen3_600m"), {}, 596_049_920),
+        (sized("qwen3_14b"), {}, 14_768_307_200),
+        (sized("starcoder2_3b"), {}, 3_030_371_328),
+        (config.load("gpt2:gpt2").model, {}, 124_439_808),
+        (config.load("gpt2:gpt2-medium").model, {}, 354_823_168),
+        (config.load("gpt2:gpt2-large").model, {}, 774_030_080),
+        (config.load("gpt2:gpt2-xl").model, {}, 1_557_611_200),
+        (sized("gpt2_124m", "sympow"), {}, 123_608_064),
+        (sized("gpt2_124m", "sympow_gated_paper"), {}, 123_608_064 + 12 * 12 * 768),
+        (sized("gpt2_124m", "conformal_paper"), {}, 123_608_064 + 2 * 12 * 12 * 768),
+        (
+            bidirectional(vocab_size=50_265, layers=2, width=768, heads=12),
+            {"name": "masked_token"},
+            2 * (12 * 768**2 + 4 * 768) + 50_265 * 768 + 4 * 768,
+        ),
+        # Table 3 counts DeiT, which has biases and learned positions.
+        (
+            bidirectional(patch_size=16, layers=12, width=384, heads=6),
+            {"name": "classification", "classes": 1000},
+            pytest.approx(22.04e6, rel=0.01),
+        ),
+    ],
+)
+def test_parameters_are_as_many_as_published(model, task, published):
+    task = config.TaskConfig(**task)
+    shapes = nnx.eval_shape(lambda: models.make(model, task, rngs=nnx.Rngs(0), stacked=True))
+    assert sum(x.size for x in jax.tree.leaves(nnx.state(shapes, nnx.Param))) == published
 
 
 def run(name, **changes):
