@@ -155,13 +155,13 @@ def append_to_cache():
     return call, arguments, LAYOUTS | {"state": ops.KVCache.layout()}, (ops.KVCache.layout(), "B T")
 
 
-def _squared(scores, log_decay):
+def squares(scores, log_decay):
     return scores**2 * jnp.exp(log_decay)
 
 
 def cache_step():
     def call(state, **token):
-        return state.step(**token, weigh=_squared)
+        return state.step(**token, weigh=squares)
 
     def filled():
         state = ops.KVCache.zeros(BATCH, 8, KV_HEADS, HEAD_DIM, VALUE_DIM)

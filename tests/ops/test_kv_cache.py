@@ -6,14 +6,10 @@ import numpy as np
 import pytest
 
 from sympow_jax import ops
-from tests.ops import cases
+from tests.ops import cases, every_op
 
 BATCH, TIME, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 40, 4, 2, 8, 6
 IDS = np.array([[0] * 13 + [-1] * 3 + [0] * 6 + [1] * 18, [2] * 17 + [-1] * 5 + [2] * 18], np.int32)
-
-
-def squares(scores, log_decay):
-    return scores**2 * jnp.exp(log_decay)
 
 
 def drawn(decay_scale=0.3):
@@ -47,7 +43,7 @@ def stepped(cache, arrays, segment_ids):
 
     def step(cache, token):
         *vectors, log_decay, ids = token
-        out, cache, missing = cache.step(*vectors, log_decay, ids, weigh=squares)
+        out, cache, missing = cache.step(*vectors, log_decay, ids, weigh=every_op.squares)
         return cache, (out, missing)
 
     tokens = jax.tree.map(lambda x: jnp.moveaxis(jnp.asarray(x), 1, 0), (*arrays, segment_ids))

@@ -127,10 +127,6 @@ def test_a_second_call_outside_jit_compiles_nothing(name):
     assert not [event for event in _events if "compile" in event]
 
 
-def squares(scores, log_decay):
-    return scores**2 * jnp.exp(log_decay)
-
-
 @pytest.mark.parametrize(
     ("state", "names", "step", "operations"),
     [
@@ -144,7 +140,7 @@ def squares(scores, log_decay):
             (
                 ops.KVCache.zeros(batch, 500, 2, 16, 12),
                 ("key", "value"),
-                lambda cache, *token: cache.step(*token, None, weigh=squares)[:2],
+                lambda cache, *token: cache.step(*token, None, weigh=every_op.squares)[:2],
                 "copy|transpose|concatenate|select",
             )
             for batch in (1, 3)
