@@ -154,20 +154,3 @@ def test_by_step_after_a_prompt_that_is_shorter_than_the_window():
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, expected)), atol=1e-2)
     for name in ("kv", "norm", "keys", "length"):
         np.testing.assert_array_equal(getattr(state, name), getattr(plain, name))
-
-
-def test_none_takes_the_kernels_where_they_can():
-    """On a Hopper GPU, for inputs of 16 bits; unsupported requests fall back to the plain form."""
-    drawn = cases.arrays(cases.Case(head_dim=32, time=70, decay="gentle"), batch=1)
-    for dtype, exact_window, kernel in (
-        ("bfloat16", 64, True),
-        ("float32", 64, False),
-        ("bfloat16", 10, False),
-    ):
-        short = cases.cast(drawn, dtype)
-        del short["dout"]
-
-        def call(arrays, exact_window=exact_window):
-            return ops.power_attention(**arrays, form="chunked", exact_window=exact_window)
-
-        assert ("power_state" in str(jax.make_jaxpr(call)(short))) == kernel, (dtype, exact_window)
