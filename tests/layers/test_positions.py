@@ -140,25 +140,6 @@ def test_bidirectional_attention_ignores_order_except_in_positions(preset):
             layer.extend(X, layer.init_state(2, max_length=TIME))
 
 
-def test_sizes_of_encoded_queries_and_keys():
-    sizes = {}
-    for variant in ("rope behind features", "unitary", "of symmetric features", "of powers", "stochastic"):
-        kernel = make(variant).kernel
-        linear = kernel.attention.kernel == "linear"
-        sizes[variant] = (
-            kernel.encoded_dim,
-            kernel.mapped_dim if linear else None,
-            kernel.rotated_dim if linear else None,
-        )
-    assert sizes == {
-        "rope behind features": (8, 8, 8),
-        "unitary": (8, 8, 16),
-        "of symmetric features": (8, 36, 36),
-        "of powers": (16, None, None),
-        "stochastic": (64, 64, None),
-    }
-
-
 def test_parameters_are_what_is_learned():
     def shapes(variant):
         layer = make(variant)
