@@ -41,20 +41,6 @@ def test_every_exponent():
     assert exact_angles.largest_difference(angles, exact_angles.angles(positions, rates)) < 5e-7
 
 
-def test_gradient_is_the_position():
-    positions = np.array([[3, 2**20 + 1]], np.int32)
-    rates = jnp.float32([[0.1, -7.0], [2.0, 1e-3]])
-    weight = np.random.default_rng(0).standard_normal((1, 2, 2, 2)).astype(np.float32)
-    expected = (weight * positions[:, :, None, None]).sum((0, 1))
-
-    def loss(rates, unit):
-        return (phase.learned(positions, rates, unit=unit) * weight).sum()
-
-    for unit, scale in (("radians", 1), ("turns", 2 * np.pi)):
-        gradient = jax.jit(jax.grad(loss), static_argnums=1)(rates, unit)
-        np.testing.assert_allclose(gradient, scale * expected, rtol=1e-6)
-
-
 def test_a_nonfinite_rate_gives_nan():
     angles = jax.jit(phase.learned)(np.arange(3), jnp.float32([np.inf, np.nan, 1.0]))
     np.testing.assert_array_equal(np.isnan(angles), [[True, True, False]] * 3)
