@@ -158,19 +158,6 @@ def test_a_finished_run_is_left_as_it_is(tmp_path, with_training, finished, batc
         loop.train(with_training(steps=9), run)
 
 
-@pytest.mark.robust
-def test_a_damaged_newest_checkpoint(tmp_path, settings, finished, capfd):
-    finished.copy(tmp_path / "run")
-    for path in (tmp_path / "run" / "checkpoints" / "10" / "params").rglob("manifest.ocdbt"):
-        path.write_bytes(path.read_bytes()[:10])
-    capfd.readouterr()
-    assert loop.train(settings, tmp_path / "run") == 0
-    captured = capfd.readouterr()
-    assert "the checkpoint of step 10" in captured.err
-    assert "training: step 8 of 10" in captured.out
-    assert small.losses(tmp_path / "run") == small.losses(finished.folder)
-
-
 @pytest.mark.parametrize("every", [1, 1000])
 def test_a_loss_that_is_not_finite(tmp_path, settings, every):
     diverging = config.OptimizerConfig(name="sgd", learning_rate=1e30)
