@@ -274,21 +274,6 @@ def test_a_step_names_its_own_axes():
     raises_one_line("per_channel=True", step, *token, STATE, log_decay=TOKEN)
 
 
-def test_numpy_arguments_are_as_good_as_those_of_jax():
-    expected = ops.power_attention(X, X, X, segment_ids=jnp.zeros((1, 4), jnp.int32), exact_window=3)
-    actual = ops.power_attention(
-        *(np.asarray(X, "float64"),) * 3,
-        segment_ids=np.zeros((1, 4), "int64"),
-        power=np.int64(2),
-        exact_window=np.int32(3),
-        chunk_size=np.int8(4),
-        form=np.str_("chunked"),
-        return_state=np.False_,
-    )
-    assert actual.dtype == jnp.float32
-    np.testing.assert_allclose(actual, expected, rtol=1e-6)
-
-
 def test_explain_converts_arguments_as_the_op_does():
     arrays = (np.asarray(X, "float64"),) * 3
     options = {"segment_ids": np.zeros((1, 4), "int64"), "initial_state": STATE, "exact_window": 3}
