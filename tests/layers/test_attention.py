@@ -8,7 +8,6 @@ from flax import nnx
 
 from sympow_jax import config, layers, ops
 from sympow_jax.layers.attention import kernels
-from sympow_jax.ops import kv_cache
 
 WIDTH, TIME = 16, 24
 
@@ -136,21 +135,6 @@ def test_float64_is_right_to_float64():
         mixed.append(power / power.sum(1, keepdims=True) @ heads("value")[:, head // 2])
     expected = np.concatenate(mixed, 1) @ weights["out"]
     np.testing.assert_allclose(out[0], expected, rtol=1e-10, atol=1e-10 * np.abs(expected).max())
-
-
-def test_state_is_what_costs_less():
-    for preset, max_length, changes, recurrent in (
-        ("softmax", 10**6, {}, False),
-        ("even_power", 10**6, {}, False),
-        ("linear", 8, {}, True),
-        ("sympow", 10**6, {}, True),
-        ("sympow", 8, {}, False),
-        ("sympow", 8, {"form": "chunked"}, True),
-        ("conformal_paper", 1024, {"power": 8}, True),  # F = 165 at head size 4
-    ):
-        layer = nnx.eval_shape(lambda preset=preset, changes=changes: make(preset, **changes))
-        state = jax.eval_shape(lambda layer=layer, length=max_length: layer.init_state(1, max_length=length))
-        assert isinstance(state.memory, kv_cache.KVCache) != recurrent, (preset, max_length)
 
 
 def test_outgrowing_the_kv_cache_is_not_silent():
