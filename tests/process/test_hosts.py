@@ -126,14 +126,6 @@ def test_two_processes_equal_one(start, alone, arguments, tmp_path):
             np.testing.assert_array_equal(read, batch["inputs"][2 * process : 2 * process + 2])
 
 
-@pytest.mark.slow
-def test_processes_may_be_more_or_fewer_when_a_run_goes_on(start, alone, tmp_path):
-    for steps, processes in ((3, 2), (6, 1), (10, 2)):
-        started = start(f"--config.training.steps={steps}", processes=processes)
-        assert [one.wait() for one in started] == [0] * processes
-    _assert_same_run(tmp_path / "run", alone)
-
-
 def _use_small_groups(patch: Callable = setattr) -> None:
     patch(pieces, "GROUP_BYTES", 500)
     patch(corpora, "_ROWS", 0)
