@@ -127,14 +127,7 @@ def test_settings_that_no_run_can_have(tmp_path):
     for path, value, message in (
         ("model.layers", "100000", "model.layers is 100000; it must be at least 1 and at most 1024"),
         ("model.layers", "1.0", "model.layers is 1.0, a float; it must be an int: write 1"),
-        ("model.layers", "NaN", "model.layers is nan"),
-        ("data.paths", '"x"', "data.paths is 'x'"),
-        ("model.width", str(10**30), "model.width is an integer of 100 bits; it must fit in 64"),
         ("model.dtype", "1", "dtype is 1; it must be a dtype or its name"),
-        ("training.seed", str(10**30), "training.seed is an integer of 100 bits; it must fit in 64"),
-        ("data.seed", str(2**32), "data.seed is 4294967296; it must be at least 0 and below 4294967296"),
-        ("optimizer.learning_rate", "NaN", "optimizer.learning_rate is nan; it must be a finite number"),
-        ("optimizer.clip_norm", "Infinity", "optimizer.clip_norm is inf; it must be a finite number"),
         ("model.attention", "[" * 100_000, "its JSON has too many levels"),
     ):
         values = dataclasses.asdict(_settings())
