@@ -70,11 +70,3 @@ def test_a_script_is_the_command_under_its_own_name(name, capsys, monkeypatch):
     # Lines break in other places, since the names differ in length.
     of_command = capsys.readouterr().out.replace(f"sympow {name}", f"{name}.py")
     assert of_command.split() == of_script.split()
-
-
-def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path, monkeypatch):
-    (tmp_path / "command_without_its_package.py").write_text("import not_installed")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(commands.COMMANDS, "train", ("command_without_its_package", ""))
-    with pytest.raises(SystemExit, match=r"^error: train.py needs not_installed, .*'sympow-jax\[train\]'$"):
-        commands.run("train", [], program="train.py")
