@@ -136,6 +136,7 @@ def test_unsupported_requests_are_named():
     assert out.shape == (1, 3, 1, 4)
 
 
+DELTA = functools.partial(ops.delta_attention, delta=X[..., 0])
 OTHERS = [
     (ops.linear_attention, {"feature_map": "cosine"}, "it must be one of 'elu', 'relu', 'identity',"),
     (ops.linear_attention, {"feature_map": "tensor", "power": 0}, "power is 0; it must be at least 1"),
@@ -178,6 +179,12 @@ OTHERS = [
             (jnp.ones(3), "scale is an array of shape (3,); it must be a number"),
         )
     ),
+    (ops.delta_attention, {"delta": X}, "delta has shape (1, 4, 1, 4); it must be (1, 4, 1)"),
+    (ops.delta_attention, {"delta": X[..., 0].astype(int)}, "delta has dtype int32"),
+    (DELTA, {"initial_state": STATE}, "the state is a PowerState; make it with DeltaState.zeros(1, 1, 4, 4,"),
+    (DELTA, {"initial_state": ops.DeltaState.zeros(1, 1, 4, 4, power=4)}, "inputs need (1, 1, 10, 4)"),
+    (DELTA, {"form": "attention", "return_state": True}, "form is 'attention', which has no state"),
+    (DELTA, {"form": "recurrent", "chunk_size": 4}, "chunk_size is 4, but form 'recurrent'"),
     (ops.expressive_attention, {"implementation": "cudnn"}, "it must be one of None, 'reference', 'xla'"),
     (ops.expressive_attention, {"block_size": 0}, "block_size is 0; it must be at least 1"),
     (ops.expressive_attention, {"scale": None}, "scale is None; it must be a number"),

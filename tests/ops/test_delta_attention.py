@@ -160,28 +160,3 @@ def test_long_documents_with_repeated_keys_are_stable(power, largest):
     assert np.abs(exact).max() < 100
     assert cases.error(out, exact) < 1e-5
     assert cases.error(state.kv, end.kv) < 1e-5
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"delta": np.ones((1, 4, 2), "float32")}, r"delta has shape \(1, 4, 2\); it must be \(1, 4, 1\)"),
-        ({"delta": np.ones((1, 4, 1), int)}, "delta has dtype int"),
-        ({"power": 0}, "power is 0"),
-        ({"form": "attention", "return_state": True}, "form is 'attention', which has no state"),
-        ({"form": "recurrent", "chunk_size": 4}, "chunk_size is 4, but form 'recurrent'"),
-        (
-            {"initial_state": ops.PowerState.zeros(1, 1, 4, 3, power=2)},
-            "the state is a PowerState; make it with",
-        ),
-        ({"initial_state": ops.DeltaState.zeros(1, 1, 4, 3, power=4)}, r"needs? \(1, 1, 10, 3\)"),
-        ({"query": np.ones((1, 2, 1, 4), "float32")}, "key has 4 tokens and query 2"),
-    ],
-)
-def test_mistakes(changes, message):
-    given = {
-        name: np.ones((1, 4, 1, size), "float32") for name, size in (("query", 4), ("key", 4), ("value", 3))
-    }
-    given |= {"delta": np.ones((1, 4, 1), "float32")} | changes
-    with pytest.raises(ValueError, match=message):
-        ops.delta_attention(**given)
