@@ -1,7 +1,6 @@
 """Tests of stacked layers: an update that loops over them is the update that runs them one after another."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -98,20 +97,3 @@ def test_abstract_states_are_those_of_the_states(settings, name, monkeypatch):
     assert jax.tree.structure(state) == jax.tree.structure(program.abstract)
     for leaf, shape in zip(jax.tree.leaves(state), jax.tree.leaves(program.abstract)):
         assert (leaf.shape, leaf.dtype, leaf.sharding) == (shape.shape, shape.dtype, shape.sharding)
-
-
-def test_elementwise_values_are_not_kept():
-    """A feed-forward layer keeps its hidden values before gelu, once, and nothing of gelu."""
-    model = config.ModelConfig(
-        vocab_size=8, layers=2, width=16, heads=2, dtype="float32", remat="elementwise"
-    )
-    for stacked in (False, True):
-        made = nnx.eval_shape(lambda stacked=stacked: models.DecoderLM(model, rngs=0, stacked=stacked))
-        graph, params = nnx.split(made)
-
-        def residuals(params, graph=graph):
-            return jax.vjp(lambda tree: nnx.merge(graph, tree)(jnp.zeros((3, 40), jnp.int32)), params)[1]
-
-        kept = jax.tree.leaves(jax.eval_shape(residuals, params))
-        hidden = [x.size for x in kept if x.shape[-2:] == (3 * 40, 64)]
-        assert sum(hidden) == 2 * 3 * 40 * 64
