@@ -89,6 +89,7 @@ def drawn_for(sizes):
     drawn["key"] *= cases.lengths(drawn["key"].shape[:3], 2)[..., None]
     drawn["dout"] *= cases.lengths(drawn["dout"].shape[:3], 3, seed=1)[..., None]
     drawn["query"][:, 5:9] = 0
+    drawn["key"][:, 20:30] = 0
     drawn["log_decay"][:, 40] = -1000
     return drawn
 
