@@ -14,8 +14,6 @@ import numpy as np
 from sympow_jax import config, models, ops, plotting
 from sympow_jax.ops import cost
 
-__all__ = ["FIGURES"]
-
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 LENGTHS = [2**n for n in range(8, 21)]
 BLUE, RED, GREEN, PINK, YELLOW, *_ = plotting.COLORS

@@ -13,8 +13,6 @@ import numpy as np
 
 from sympow_jax import ops, plotting
 
-__all__ = ["FIGURES"]
-
 BLUE, RED, GREEN, PINK, *_ = plotting.COLORS
 SOFTMAX, EXPRESSIVE = (color for color, _ in plotting.styles(["softmax", "expressive"]))
 

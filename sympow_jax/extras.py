@@ -3,8 +3,6 @@
 import contextlib
 from collections.abc import Iterator
 
-__all__ = ["required"]
-
 _OWN = ("sympow_jax", "pallas_kernels")
 
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from sympow_jax import extras
 
-__all__ = ["TOKENIZER", "WEIGHTS", "is_remote", "local_path"]
-
 _SCHEME = "hf://"
 _NAME = re.compile(r"(?P<repo>[^/@]+/[^/@]+)(@(?P<revision>[^@]+))?")
 # Names of files to download. Of a model: weights, settings and tokenizers, but no pickles.

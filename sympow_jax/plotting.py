@@ -16,25 +16,6 @@ from numpy.typing import ArrayLike
 from sympow_jax import spelling
 from sympow_jax.process import atomic
 
-__all__ = [
-    "COLORS",
-    "GRAY",
-    "INK",
-    "MARKERS",
-    "TITLE",
-    "blank",
-    "draw_line",
-    "has_glyph",
-    "label_lines",
-    "make",
-    "mark",
-    "plain",
-    "save",
-    "set_log2_ticks",
-    "style",
-    "styles",
-]
-
 # Okabe and Ito's palette, which readers with any color vision can distinguish. Its yellow, too light for a line on
 # white, is replaced by a brown. Markers repeat the distinction for print.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C510A")

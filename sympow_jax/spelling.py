@@ -4,8 +4,6 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["LINE", "cut", "listed", "nearest", "one_line", "printable", "remedy", "shown"]
-
 LINE = 500
 """Characters of an error about settings."""
 

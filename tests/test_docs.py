@@ -289,6 +289,18 @@ def test_links_lead_somewhere():
         assert [str(path) for path in there if not path.exists()] == [], page
 
 
+def shown_whole(module: types.ModuleType) -> list[str]:
+    """Returns the functions, classes and documented values of a module that are not private."""
+    body = ast.parse(pathlib.Path(module.__file__ or "").read_text()).body
+    names = [node.name for node in body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    # A value's docstring follows it.
+    for node, after in itertools.pairwise(body):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            names.append(ast.unparse(target))
+    return [name for name in names if not name.startswith("_")]
+
+
 def documented() -> dict[tuple[str, str], str]:
     """Returns the documented names of the reference, as module and name, by page."""
     pages = {}
@@ -299,7 +311,7 @@ def documented() -> dict[tuple[str, str], str]:
                 pages[tuple(path.rpartition(".")[::2])] = page
                 continue
             module = importlib.import_module(path)
-            shown = members[1].split(", ") if members else module.__all__
+            shown = members[1].split(", ") if members else shown_whole(module)
             if "members: false" not in directive[2]:
                 pages |= {(path, name): page for name in shown}
     return pages

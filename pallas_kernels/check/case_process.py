@@ -20,9 +20,6 @@ import numpy as np  # noqa: E402
 
 from pallas_kernels.check import cases, supervisor  # noqa: E402
 
-__all__ = ["measure"]
-
-
 RUNS = 3
 _TIMED_RUNS = 5
 

@@ -14,8 +14,6 @@ from pallas_kernels import power_attention, power_state, power_step
 from pallas_kernels.check import formula
 from pallas_kernels.hopper import launch, numerics
 
-__all__ = ["CASES", "Case", "Prepared", "prepare"]
-
 WINDOW = 64
 # Maximum numbers of queries and of features of a state that are compared.
 ROWS, FEATURES = 192, 192

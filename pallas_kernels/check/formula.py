@@ -12,8 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = ["Decays", "Rows", "attend", "gradients", "monomials", "state", "state_gradient"]
-
 _EXACT = jax.lax.Precision.HIGHEST
 
 

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 
 from pallas_kernels.check import supervisor, verdict
 
-__all__ = ["MOST_JOBS", "run_check"]
-
 # Compilation, nearly all of a case's time, takes longer with more cases at once: with 15 on 16 cores, up to 54 s for
 # one of a pass's kernels, of which there are up to four.
 CASE_SECONDS = 300.0

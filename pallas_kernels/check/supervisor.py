@@ -17,8 +17,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-__all__ = ["RESULT", "Outcome", "Status", "exclusive", "run", "run_all"]
-
 RESULT = "check-result "
 DEBUGGER_SECONDS = 20.0
 _OUT_OF_TIME = "not finished: the check ran out of time"

@@ -16,8 +16,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-__all__ = ["COMMAND", "FAMILIES", "advice", "agree", "driver_version", "machine", "path", "store", "trusted"]
-
 COMMAND = "sympow check"
 # Families of kernels, each with its own verdict: trusted if every case that ran its kernels was right.
 FAMILIES = ("power_attention", "power_state_square", "power_state_quartic", "power_step")

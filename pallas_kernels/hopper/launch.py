@@ -10,8 +10,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import tensor_core
 
-__all__ = ["head_index", "heads_grid", "interpreted", "launch", "require", "store"]
-
 # Bytes that all blocks that run at once may read repeatedly: most of an H100's L2 of 50 MB. With 201 MB, 192 heads
 # at 4,096 tokens, the forward kernel took 1.3 times as long.
 _CACHED_BYTES = 32 << 20

@@ -7,21 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = [
-    "FLOOR",
-    "INFINITE",
-    "coarse",
-    "decay",
-    "exponent",
-    "factors",
-    "normal_exponent",
-    "over_earlier",
-    "power_of_two",
-    "running_sums",
-    "scaled",
-    "suffix_sums",
-]
-
 # Log decays below this count as a decay of zero, since exp would not be a normal float32.
 FLOOR = int(np.log(np.finfo(np.float32).tiny))
 # What `normal_exponent` returns for infinity and NaN.

@@ -11,8 +11,6 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.hopper import tensor_core
 
-__all__ = ["block", "kind", "whole"]
-
 # Tokens in a swizzled tile; arrays that TMA copies have whole tiles.
 _TILE = 8
 

@@ -5,8 +5,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["drain", "fill", "put", "slot_of"]
-
 
 def slot_of(step, stages):
     """Returns the slot of a step."""

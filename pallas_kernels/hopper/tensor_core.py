@@ -9,8 +9,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-__all__ = ["PER_COLUMN", "PER_ROW", "ROWS", "TensorCore", "along_columns", "operand", "split"]
-
 # Rows of an accumulator, 16 for each warp of a warpgroup.
 ROWS = 64
 # Register layouts of a vector with an entry for each row, or each column, of an accumulator.

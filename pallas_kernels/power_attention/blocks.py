@@ -17,8 +17,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import launch, numerics, tensor_core
 from pallas_kernels.power_attention import configs, pairs, sequence
 
-__all__ = ["VALUE_BITS", "Blocks", "Scalar", "Vector", "prepare", "scalar_at"]
-
 # Blocks of keys per thread block: two are four warpgroups, which limits registers to 128 per thread.
 _TOGETHER = 2
 # The largest value of a block is near 2^15: float16 ends just below 2^16.

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.hopper import tensor_core
 
-__all__ = ["BLOCK", "Call", "Config", "VjpConfig", "choose", "choose_vjp", "query_bits", "scaled_by_row"]
-
 # Two warpgroups of queries share every block of keys; a block of queries is as long as a block of keys, so that
 # exactly one block of keys, the diagonal one, needs a mask.
 BLOCK = 2 * tensor_core.ROWS

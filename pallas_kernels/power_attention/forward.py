@@ -19,8 +19,6 @@ from pallas_kernels.hopper import launch, numerics, ring, tensor_core
 from pallas_kernels.power_attention import blocks, configs, pairs
 from pallas_kernels.power_attention.blocks import Scalar, Vector
 
-__all__ = ["Operands", "means"]
-
 # Weights of the diagonal block, and all weights of high powers, are scaled per row so that the largest is 2^15.
 _WEIGHT_BITS = 15
 # Lower bound on a row's largest weight, so that its inverse stays finite.

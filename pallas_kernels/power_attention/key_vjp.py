@@ -22,8 +22,6 @@ from pallas_kernels.power_attention import configs, pairs
 from pallas_kernels.power_attention import vjp_operands as inputs
 from pallas_kernels.power_attention.vectors import KeyVector, QueryVector
 
-__all__ = ["key_vjp", "sums"]
-
 _BLOCK = pairs.BLOCK
 
 

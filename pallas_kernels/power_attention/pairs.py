@@ -7,18 +7,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import numerics, tensor_core
 from pallas_kernels.power_attention import sequence
 
-__all__ = [
-    "BLOCK",
-    "LAYOUT",
-    "by_column",
-    "by_row",
-    "diagonal_factor",
-    "in_units",
-    "length_factor",
-    "scaled",
-    "slopes",
-]
-
 BLOCK = tensor_core.ROWS
 LAYOUT = plgpu.Layout.WGMMA
 

@@ -20,8 +20,6 @@ from pallas_kernels.power_attention import configs, pairs
 from pallas_kernels.power_attention import vjp_operands as inputs
 from pallas_kernels.power_attention.vectors import KeyVector, QueryVector
 
-__all__ = ["query_vjp"]
-
 _BLOCK = pairs.BLOCK
 
 

@@ -7,15 +7,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.hopper import numerics
 
-__all__ = [
-    "FORGET",
-    "NOTHING",
-    "Tokens",
-    "visible_blocks",
-    "whole_blocks",
-    "within_documents",
-]
-
 # Log decay of the first token of a document.
 FORGET = numerics.FLOOR - 1
 # Exponent of a length of zero, below those of all others.

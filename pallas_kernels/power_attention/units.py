@@ -10,8 +10,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import launch, numerics, tensor_core
 from pallas_kernels.power_attention import pairs, sequence
 
-__all__ = ["unit_lengths"]
-
 _LEAST = np.finfo(np.float32).minexp
 
 

@@ -17,8 +17,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import launch, numerics, tensor_core
 from pallas_kernels.power_attention import pairs, sequence
 
-__all__ = ["WEIGHT_BITS", "KeyVector", "Operands", "QueryVector", "prepare"]
-
 # Fractions of the mean are scaled to 2^14: float16 ends below 2^16.
 WEIGHT_BITS = 14
 

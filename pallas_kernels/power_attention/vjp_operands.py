@@ -24,9 +24,6 @@ from pallas_kernels.hopper import numerics, tensor_core
 from pallas_kernels.power_attention import configs, sequence, vectors
 from pallas_kernels.power_attention.vectors import WEIGHT_BITS
 
-__all__ = ["Units", "VjpOperands", "corrected", "decay_gradient", "prepare"]
-
-
 # Values, cotangents and slopes are scaled to 2^15 at most: float16 ends below 2^16.
 _OPERAND_BITS = 15
 # Largest exponent of g, so that it stays finite.

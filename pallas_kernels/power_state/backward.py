@@ -15,8 +15,6 @@ import jax
 
 from pallas_kernels.power_state import configs, degrees, forward, preparation, preparation_vjp
 
-__all__ = ["Gradients", "attend_vjp", "fold_vjp", "power_state_vjp"]
-
 
 class Gradients(NamedTuple):
     """Gradients of the arguments with these names, in their dtypes."""

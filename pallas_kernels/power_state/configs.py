@@ -7,17 +7,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.hopper import tensor_core
 
-__all__ = [
-    "BLOCK",
-    "MULTIPROCESSORS",
-    "SHARED_BYTES",
-    "Call",
-    "Config",
-    "needs_of_rows",
-    "stages",
-    "warpgroups",
-]
-
 # Tokens, query rows or values that one warpgroup handles at a time: the height of a Hopper matrix product.
 BLOCK = tensor_core.ROWS
 # Multiprocessors of an H100. If the update has fewer blocks, time is cut into segments.

@@ -14,8 +14,6 @@ from pallas_kernels.power_state.square import backward as square_backward
 from pallas_kernels.power_state.square import forward as square_forward
 from pallas_kernels.power_state.square import tiles as square_tiles
 
-__all__ = ["call_for", "choose", "degree", "require_queries"]
-
 _BLOCK = configs.BLOCK
 
 

@@ -6,8 +6,6 @@ import jax.numpy as jnp
 from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import configs, degrees, preparation, recurrence
 
-__all__ = ["attend", "fold", "power_state_fwd", "walk"]
-
 
 def power_state_fwd(arguments: preparation.Arguments, initial_state=None, *, call: configs.Call):
     """Computes the chunked form of power attention: exact near each query, through features for all older tokens.

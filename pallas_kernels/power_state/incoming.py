@@ -10,8 +10,6 @@ import jax.numpy as jnp
 
 from pallas_kernels.power_state import configs, degrees, preparation
 
-__all__ = ["add_incoming"]
-
 
 def add_incoming(
     saved: preparation.Saved,

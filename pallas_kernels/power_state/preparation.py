@@ -15,28 +15,6 @@ import numpy as np
 from pallas_kernels.hopper import numerics, results
 from pallas_kernels.power_state import configs
 
-__all__ = [
-    "HEADROOM",
-    "Arguments",
-    "Carried",
-    "Chunks",
-    "Saved",
-    "by_chunk",
-    "carried_keys",
-    "carry_along",
-    "fill",
-    "heads_first",
-    "over_chunks",
-    "pad",
-    "queries",
-    "scale_of",
-    "scaled_decay",
-    "size_of",
-    "split",
-    "time_last",
-    "tokens_second",
-]
-
 _LOG2E = float(np.log2(np.e))
 # Below this, exp counts as zero: the logarithm of the smallest normal float32.
 _FLOOR = int(np.log(np.finfo(np.float32).tiny))

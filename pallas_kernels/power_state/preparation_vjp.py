@@ -8,23 +8,6 @@ import jax.numpy as jnp
 from pallas_kernels.hopper import numerics, results
 from pallas_kernels.power_state import configs, preparation, window_queries
 
-__all__ = [
-    "Dual",
-    "Mean",
-    "Prepared",
-    "Sums",
-    "backwards",
-    "columns",
-    "decay_gradient",
-    "decays_of_keys",
-    "dual_of",
-    "forwards",
-    "lengthened",
-    "mean_of",
-    "sums_of",
-    "vectors",
-]
-
 
 class Mean(NamedTuple):
     """Cotangent of the mean o = n / d: dn = do / d, dd = -(do . o) / d.

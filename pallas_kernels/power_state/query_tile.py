@@ -11,8 +11,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import results
 from pallas_kernels.power_state import configs
 
-__all__ = ["QueryTile", "store_mean"]
-
 _BLOCK = configs.BLOCK
 
 

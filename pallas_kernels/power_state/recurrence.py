@@ -7,8 +7,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch
 
-__all__ = ["recurrence"]
-
 # Threads of a warpgroup, and chunks whose terms are loaded before the first of them is added.
 _THREADS, _AHEAD = 128, 16
 

@@ -10,8 +10,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import launch
 from pallas_kernels.power_state import preparation
 
-__all__ = ["add_arriving", "join"]
-
 # A state that arrives with a smaller factor is forgotten: it changes no entry. Entries are at most 2^HEADROOM, the
 # smallest step of float16 is 2^-24, and half of it rounds to nothing; the last bit is a margin.
 _LEAST_FACTOR = 2.0 ** -(preparation.HEADROOM + 26)

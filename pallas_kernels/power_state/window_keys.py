@@ -13,8 +13,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import results, ring, tensor_core
 from pallas_kernels.power_state import configs
 
-__all__ = ["Keys", "scratch"]
-
 _BLOCK = configs.BLOCK
 # Keys whose gradients of weights are computed at a time.
 _SLICE = 16

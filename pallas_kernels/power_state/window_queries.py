@@ -23,8 +23,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import results, ring, tensor_core
 from pallas_kernels.power_state import configs
 
-__all__ = ["COPIES", "STAGES", "Columns", "Queries", "Span", "scratch"]
-
 _BLOCK = configs.BLOCK
 # Columns of an accumulator of which each thread has two next to each other.
 _EIGHT = 8

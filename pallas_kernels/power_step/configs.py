@@ -9,8 +9,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch
 
-__all__ = ["COMPILER", "Config", "choose", "chunk_rows", "layout", "line", "spread"]
-
 # Threads of a warpgroup, and floats that one of them loads at once.
 _THREADS, _VECTOR = 128, 4
 # Rows of shared memory that one copy may fill: TMA takes at most 256 along an axis.

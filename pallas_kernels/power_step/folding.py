@@ -18,8 +18,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import launch
 from pallas_kernels.power_step import configs, squares
 
-__all__ = ["Window", "fold"]
-
 # Tokens whose features a block computes at once, and numbers of their keys that it copies at once, 32 a thread.
 _TOKENS, _COPIED = 8, 32 * 128
 

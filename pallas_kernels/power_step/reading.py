@@ -21,8 +21,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import launch, numerics
 from pallas_kernels.power_step import configs, squares
 
-__all__ = ["Operands", "read"]
-
 
 class Operands(NamedTuple):
     """A query, the state before its token, and the token. The window is float32, and zero where there is no token."""

@@ -14,8 +14,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.power_step import configs
 
-__all__ = ["ROWS", "features", "put"]
-
 # Rows of a block.
 ROWS = 64
 

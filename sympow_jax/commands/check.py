@@ -8,8 +8,6 @@ from pallas_kernels.check import run
 from sympow_jax.commands import command_line
 from sympow_jax.process import signals
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str], program: str = "sympow check") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""

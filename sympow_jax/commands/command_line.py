@@ -16,8 +16,6 @@ from sympow_jax import config, spelling
 from sympow_jax.config import fields, literals, loading
 from sympow_jax.process import hosts, workdir
 
-__all__ = ["Parser", "changed_settings", "parse_training"]
-
 _HELP = {"-h", "--help"}
 # Forms of values that are paths. An empty one would be the current folder.
 _PATH = re.compile(r"DIR|FILE|FOLDER|PATH|A\[,B")

@@ -15,8 +15,6 @@ from sympow_jax.commands import command_line
 from sympow_jax.config import checks, loading
 from sympow_jax.process import compile_cache, signals, streams, workdir
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str], program: str = "sympow eval") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""

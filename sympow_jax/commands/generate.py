@@ -20,8 +20,6 @@ from sympow_jax.config import model as model_lib
 from sympow_jax.process import compile_cache, signals, streams, workdir
 from sympow_jax.training import checkpoint
 
-__all__ = ["generate", "main"]
-
 _PROMPTS_BYTES = 1 << 28
 _MAX_SAMPLES = 4096
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from sympow_jax.commands import command_line
 from sympow_jax.process import compile_cache, signals, streams
 
-__all__ = ["main"]
-
 # A file may be infinite. So much text has more tokens than are drawn.
 _TEXT_BYTES = 1 << 20
 

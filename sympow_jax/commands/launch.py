@@ -11,8 +11,6 @@ from pallas_kernels.check import verdict
 from sympow_jax.commands import command_line
 from sympow_jax.process import compile_cache, hosts, signals
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str], program: str = "sympow train") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""

@@ -8,8 +8,6 @@ from sympow_jax import extras
 from sympow_jax.commands import command_line
 from sympow_jax.process import atomic, compile_cache, signals, streams
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str], program: str = "sympow lm_eval") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""

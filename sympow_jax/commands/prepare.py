@@ -16,8 +16,6 @@ from sympow_jax.data import prepare
 from sympow_jax.data.sources import zarr
 from sympow_jax.process import progress, signals, streams, workdir
 
-__all__ = ["main"]
-
 
 @contextlib.contextmanager
 def _stops() -> Iterator[None]:

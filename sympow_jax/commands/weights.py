@@ -19,8 +19,6 @@ from sympow_jax.process import signals, streams, workdir
 from sympow_jax.training import summary
 from sympow_jax.weights import families, files, pretrained, runs
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str], program: str = "sympow weights") -> int:
     """Runs the program with the arguments after its name; returns the exit code."""

@@ -7,8 +7,6 @@ import numpy as np
 
 from sympow_jax import spelling
 
-__all__ = ["dtype_name", "head_sizes", "refuse", "require_at_least", "require_choice"]
-
 # Characters of a text that is compared with names, which takes a time in proportion to its length.
 _NAME = 100
 

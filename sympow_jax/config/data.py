@@ -6,8 +6,6 @@ from typing import NamedTuple
 from sympow_jax.config import checks, fields
 from sympow_jax.config.task import Predicted
 
-__all__ = ["DataConfig", "Kind", "source_of"]
-
 
 class Kind(NamedTuple):
     """Properties of a value of `data.source`."""

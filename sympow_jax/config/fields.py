@@ -16,8 +16,6 @@ import numpy as np
 from sympow_jax import spelling
 from sympow_jax.config import checks, literals
 
-__all__ = ["Group", "Occasion", "Setting", "groups", "setting", "validate"]
-
 SEEDS = 2**32
 """Number of seeds. JAX draws keys from 32 bits of a seed, so larger ones would repeat smaller ones."""
 

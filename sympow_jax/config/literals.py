@@ -9,8 +9,6 @@ from typing import Any
 
 from sympow_jax import spelling
 
-__all__ = ["QUOTING", "form", "read", "split_optional", "written"]
-
 QUOTING = "If an item has commas, quote every item."
 """Help on tuples of text, in addition to that of their setting."""
 

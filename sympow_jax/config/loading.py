@@ -14,19 +14,6 @@ from typing import Any
 from sympow_jax import spelling
 from sympow_jax.config import fields, literals, run, serialize
 
-__all__ = [
-    "describe_configs",
-    "is_remote",
-    "load",
-    "nearest_setting",
-    "override",
-    "read",
-    "replace",
-    "require_named",
-    "unknown_setting",
-]
-
-
 # Kinds of the parameters that take any number of values, and any names.
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

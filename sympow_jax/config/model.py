@@ -7,8 +7,6 @@ from typing import Any
 from sympow_jax.config import attention as attention_lib
 from sympow_jax.config import checks, fields
 
-__all__ = ["CHANNELS", "MODEL_SIZES", "ModelConfig"]
-
 CHANNELS = 3
 """Values per pixel of an image."""
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 
 from sympow_jax.config import checks, fields, literals
 
-__all__ = ["OPTIMIZERS", "SCHEDULES", "OptimizerConfig"]
-
 SCHEDULES = ("constant", "cosine", "inverse_sqrt", "linear", "wsd")
 
 OPTIMIZERS = ("adam", "adamw", "adafactor", "lion", "muon", "schedule_free", "sgd")

@@ -9,8 +9,6 @@ from sympow_jax.config import optimizer as optimizer_lib
 from sympow_jax.config import task as task_lib
 from sympow_jax.config.attention import kernels as kernels_lib
 
-__all__ = ["Config", "EvaluationConfig", "ShardingConfig", "TrainingConfig"]
-
 _ON_RESUME = (fields.Occasion.RESUME,)
 
 

@@ -13,8 +13,6 @@ from typing import Any
 from sympow_jax import spelling
 from sympow_jax.config import fields
 
-__all__ = ["differences", "flatten", "from_dict", "parse_object", "read_object", "require_file"]
-
 # Bytes of a file of JSON. An index of the largest published models has 20 MB.
 _BYTES = 1 << 26
 

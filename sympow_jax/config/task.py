@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from sympow_jax.config import checks, fields
 
-__all__ = ["MASK_FRACTION", "Predicted", "TaskConfig"]
-
 MASK_FRACTION = 0.15
 """Fraction of the tokens that `masked_token` predicts (Devlin et al. 2019, section 3.1)."""
 

@@ -8,8 +8,6 @@ from sympow_jax import hub, spelling
 from sympow_jax.data import tokenizer
 from sympow_jax.data.sources import zarr
 
-__all__ = ["Codec", "codec_of_run"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Codec:

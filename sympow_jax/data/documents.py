@@ -8,15 +8,6 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Int32, Int64, Integer, Shaped
 
-__all__ = [
-    "MAX_DOCUMENTS",
-    "Documents",
-    "HeldoutDocuments",
-    "Spans",
-    "check_repeated",
-    "check_vocabulary",
-]
-
 # Tokens that were written earlier never have one id over a row or document of this number of tokens. Where they do, a
 # copy was not completed: what is not written reads as 0.
 _NEVER_REPEATED = 64

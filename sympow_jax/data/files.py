@@ -18,23 +18,6 @@ from jaxtyping import Bool, Int64
 from sympow_jax import config as config_lib
 from sympow_jax import extras, spelling
 
-__all__ = [
-    "File",
-    "below",
-    "digest",
-    "errors",
-    "find",
-    "held_out",
-    "located",
-    "location",
-    "on_side",
-    "open_file",
-    "read",
-    "side",
-    "sides",
-    "would_find",
-]
-
 _SAMPLES = 64
 _SAMPLE_BYTES = 1 << 12
 # Characters of an error of a file system that are shown. Signed addresses have a thousand.

@@ -7,8 +7,6 @@ from sympow_jax import config as config_lib
 from sympow_jax.config import task as task_lib
 from sympow_jax.data import documents, rows
 
-__all__ = ["MaskedRows", "mask"]
-
 # Fractions of the tokens to predict that are replaced by the mask and by a random token. The rest are unchanged
 # (Devlin et al. 2019, section 3.1).
 _SHOWN_MASKED, _SHOWN_RANDOM = 0.8, 0.1

@@ -15,16 +15,6 @@ from sympow_jax.config import loading
 from sympow_jax.data import documents, files, masking, rows, shuffle, sources, tokenizer
 from sympow_jax.data.sources import zarr
 
-__all__ = [
-    "HeldoutData",
-    "compare_metadata",
-    "describe",
-    "open_run",
-    "require_held_apart",
-    "require_outside_runs",
-    "train_dataset",
-]
-
 # Files that a run writes into its workdir, one of each kind. A folder with the first two counts as a workdir.
 _RUN_FILES = (
     "config.json",

@@ -42,8 +42,6 @@ from sympow_jax.data.corpus import pieces, processes
 from sympow_jax.data.sources import tokens, zarr
 from sympow_jax.process import atomic
 
-__all__ = ["PIECE_BYTES", "Options", "Progress", "write_bin", "write_longcrawl64"]
-
 PIECE_BYTES = 1 << 23
 """Bytes of text in a token file, roughly. Every worker holds one in memory, and a repeated command makes it again."""
 

@@ -13,27 +13,6 @@ from jaxtyping import Int32, Int64, Integer
 from sympow_jax import config as config_lib
 from sympow_jax.data import documents
 
-__all__ = [
-    "GROUP_ORDER",
-    "HELD_OUT",
-    "NO_LABEL",
-    "NO_TARGET",
-    "PADDING",
-    "ROW_ORDER",
-    "TRAINING",
-    "Batches",
-    "Examples",
-    "Labeled",
-    "Row",
-    "Rows",
-    "TrainRows",
-    "filled",
-    "has_targets",
-    "padded",
-    "shard",
-    "stacked",
-]
-
 NO_LABEL = -1
 NO_TARGET = -1
 PADDING = -1  # segment id

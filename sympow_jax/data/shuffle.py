@@ -6,8 +6,6 @@ import numpy as np
 
 from sympow_jax.data import rows
 
-__all__ = ["Shuffle", "ShuffledRows", "permuted"]
-
 # More rows than a run can read. sys.maxsize would overflow in Grain's batching, which divides in floating point.
 _ENDLESS = 1 << 48
 # Number of batches that are read ahead.

@@ -15,8 +15,6 @@ from jaxtyping import Integer
 from sympow_jax import extras, hub, spelling
 from sympow_jax.config import serialize
 
-__all__ = ["Tokenizer", "absolute_name", "load", "local_name"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:

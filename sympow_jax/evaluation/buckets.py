@@ -13,8 +13,6 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-__all__ = ["Bucket", "bucket_means", "check_lengths", "choose_lengths", "parse_lengths", "select_documents"]
-
 # Between the shortest and the longest length that are chosen.
 _DOUBLINGS = 6
 

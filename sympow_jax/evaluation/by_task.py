@@ -8,8 +8,6 @@ from sympow_jax import config as config_lib
 from sympow_jax import data
 from sympow_jax.evaluation import context_length, heldout, over_runs
 
-__all__ = ["check_settings", "evaluate", "finish"]
-
 
 def check_settings(config: config_lib.Config, opened: data.HeldoutData) -> None:
     """Raises ValueError, before hours of training, if a run could not be evaluated at its end on its held-out data."""

@@ -15,15 +15,6 @@ from sympow_jax import config as config_lib
 from sympow_jax import data, models
 from sympow_jax.evaluation import buckets, over_runs, report, scores
 
-__all__ = [
-    "ContextLoss",
-    "context_loss",
-    "evaluate_runs",
-    "lengths_of",
-    "require_documents",
-    "require_places",
-]
-
 _FEW_DOCUMENTS = 20
 # Longest context length that is chosen, divided by that of training.
 _CONTEXTS = 4

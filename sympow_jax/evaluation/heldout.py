@@ -20,8 +20,6 @@ from sympow_jax.process import workdir
 from sympow_jax.tasks import metrics
 from sympow_jax.training import sharding
 
-__all__ = ["evaluate_heldout", "heldout_metrics"]
-
 
 def heldout_metrics(
     model: models.Model, task: tasks.Task, batches: Iterable[Mapping[str, np.ndarray]]

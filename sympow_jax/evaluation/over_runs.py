@@ -24,16 +24,6 @@ from sympow_jax.evaluation import report
 from sympow_jax.process import hosts, progress, workdir
 from sympow_jax.training import checkpoint
 
-__all__ = [
-    "Evaluation",
-    "Runs",
-    "evaluate",
-    "read_runs",
-    "require_held_apart",
-    "writable_folder",
-    "writing",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class Runs:

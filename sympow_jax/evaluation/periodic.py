@@ -11,8 +11,6 @@ from sympow_jax.array_types import Array, Float
 from sympow_jax.tasks import metrics
 from sympow_jax.training import sharding
 
-__all__ = ["Periodic"]
-
 # Tokens after each prompt.
 _TOKENS = 128
 _TEMPERATURE = 0.8

@@ -18,21 +18,6 @@ from sympow_jax import plotting, spelling
 from sympow_jax.evaluation import buckets
 from sympow_jax.process import atomic, workdir
 
-__all__ = [
-    "COLUMNS",
-    "Row",
-    "Run",
-    "make_console",
-    "make_rows",
-    "print_cells",
-    "print_table",
-    "training_differences",
-    "without_nan",
-    "write_csv",
-    "write_json",
-    "write_plot",
-]
-
 COLUMNS = (
     "run",
     "context_length",

@@ -16,17 +16,6 @@ from jaxtyping import Array, Bool, Float, Int, Int32
 from sympow_jax import models
 from sympow_jax.config import checks
 
-__all__ = [
-    "CALL_TOKENS",
-    "Case",
-    "Question",
-    "Score",
-    "Tokens",
-    "answer_scores",
-    "padded_length",
-    "token_losses",
-]
-
 CALL_TOKENS = 16_384
 """Maximum number of tokens of one call of a model, and of a segment of a longer row."""
 # Limits of the bytes of logits that exist at the same time, and of the states of one call.

@@ -14,8 +14,6 @@ from sympow_jax.array_types import Array, Int
 from sympow_jax.layers import partitioning
 from sympow_jax.ops import arguments
 
-__all__ = ["fork", "insert", "take"]
-
 
 def fork[Tree](state: Tree, copies: int) -> Tree:
     """Returns every row repeated `copies` times, for several continuations of one context.

@@ -19,8 +19,6 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import arguments
 from sympow_jax.ops.promotion import by_default_rules
 
-__all__ = ["Program", "cache_sizes", "check_batch", "mesh_in_scope", "padded", "require_state"]
-
 # A prompt and its continuation are one document. Padding after shorter prompts leaves the state unchanged.
 _SEGMENT, _PADDING = 0, -1
 

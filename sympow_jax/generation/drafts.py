@@ -13,8 +13,6 @@ from sympow_jax.generation import sampling as sampling_lib
 from sympow_jax.ops import arguments
 from sympow_jax.ops.promotion import by_default_rules
 
-__all__ = ["verify"]
-
 _GREEDY = sampling_lib.Sampling(temperature=0)
 
 

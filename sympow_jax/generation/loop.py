@@ -16,8 +16,6 @@ from sympow_jax.generation import sampling as sampling_lib
 from sympow_jax.ops import arguments, target
 from sympow_jax.ops.promotion import by_default_rules
 
-__all__ = ["Rows", "decode_block", "generate", "token_rows"]
-
 _SEEDS = 2**32
 # Positions are int32.
 _POSITIONS = 2**31

@@ -17,8 +17,6 @@ from sympow_jax.array_types import Array, Bool, Float, Int, UInt32
 from sympow_jax.config import checks
 from sympow_jax.ops import arguments
 
-__all__ = ["Sampling", "sample"]
-
 # Numbers that float32 neither rounds to 0 nor to infinity. At the smallest temperature, as below, the likeliest token
 # differs from all others by more than any noise.
 _SMALLEST, _LARGEST = 1e-30, 1e30

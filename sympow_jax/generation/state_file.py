@@ -19,8 +19,6 @@ from sympow_jax.config import fields, serialize
 from sympow_jax.generation import decoding
 from sympow_jax.process import atomic
 
-__all__ = ["restore_state", "save_state"]
-
 
 def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: models.DecoderState) -> None:
     """Writes all rows of a state to a file, atomically.

@@ -12,8 +12,6 @@ from sympow_jax.ops import arguments
 if TYPE_CHECKING:
     from sympow_jax import data
 
-__all__ = ["Piece", "complete", "stream"]
-
 _SAMPLING = sampling_lib.Sampling()
 
 

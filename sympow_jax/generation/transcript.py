@@ -9,8 +9,6 @@ from sympow_jax.ops import arguments
 if TYPE_CHECKING:
     from sympow_jax import data
 
-__all__ = ["Transcript", "texts"]
-
 # Tokenizers decode a token depending on earlier ones. This many prompt tokens suffice for the first new token.
 _PROMPT_TOKENS = 16
 

@@ -13,8 +13,6 @@ from jaxtyping import Float, Int
 from sympow_jax import layers, models
 from sympow_jax.array_types import Array
 
-__all__ = ["LayerMaps", "attention_maps"]
-
 
 @dataclasses.dataclass(frozen=True)
 class LayerMaps:

@@ -15,8 +15,6 @@ from jaxtyping import Float
 from sympow_jax import plotting
 from sympow_jax.inspection import attention_maps
 
-__all__ = ["draw_half_lives", "draw_rotations", "draw_weights", "visible"]
-
 # Inches: width of one map (more if token names need it), width of all maps side by side, space per token name (tight
 # and comfortable), width and row height of strips with one row per head.
 _MAP = 2.6

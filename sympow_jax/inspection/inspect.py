@@ -14,8 +14,6 @@ from sympow_jax.inspection import attention_maps, figures
 from sympow_jax.process import atomic, workdir
 from sympow_jax.training import checkpoint
 
-__all__ = ["MAX_TOKENS", "inspect"]
-
 # Limits of a text, so that maps are legible, and of all maps together, so that the JSON file has tens of megabytes.
 MAX_TOKENS = 1024
 MAX_WEIGHTS = 2**24

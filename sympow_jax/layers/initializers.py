@@ -12,8 +12,6 @@ from sympow_jax.array_types import Array, Float
 from sympow_jax.layers import parallel, partitioning
 from sympow_jax.ops import arguments
 
-__all__ = ["STANDARD_DEVIATION", "Linear", "as_rngs", "project", "replicated", "table"]
-
 STANDARD_DEVIATION = 0.02
 
 

@@ -15,8 +15,6 @@ from sympow_jax.layers import initializers
 from sympow_jax.ops import arguments
 from sympow_jax.ops.promotion import by_default_rules
 
-__all__ = ["MLP", "GatedMLP", "make_mlp", "num_weights"]
-
 Activation = Callable[[Float[Array, "B T H"]], Float[Array, "B T H"]]
 
 

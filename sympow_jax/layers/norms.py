@@ -12,8 +12,6 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers
 from sympow_jax.ops.promotion import by_default_rules
 
-__all__ = ["MOMENTUM", "Norm", "make_norm", "normalize", "rms_norm"]
-
 # Factor of the old running mean at each batch.
 MOMENTUM = 0.9
 

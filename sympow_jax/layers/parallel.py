@@ -20,8 +20,6 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import partitioning
 from sympow_jax.ops import derivatives
 
-__all__ = ["explicit_product", "gather", "lookup", "products", "scatter"]
-
 
 @functools.partial(derivatives.custom_vjp, static=2)
 def products(

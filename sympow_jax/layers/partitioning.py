@@ -21,35 +21,6 @@ from flax.core import spmd
 
 from sympow_jax.array_types import Array, Shaped
 
-__all__ = [
-    "AXES",
-    "BATCH",
-    "COLUMNS",
-    "CONTEXT",
-    "DATA",
-    "FSDP",
-    "HEADS",
-    "REPLICATED",
-    "ROWS",
-    "RULES",
-    "TENSOR",
-    "TOKENS",
-    "constrain",
-    "dividing",
-    "explicit_axes",
-    "explicit_sharding",
-    "explicit_spec",
-    "fit",
-    "gather_time",
-    "is_divided",
-    "is_explicit",
-    "named",
-    "over_devices",
-    "reshard",
-    "size",
-    "spec_of",
-]
-
 Spec = jax.sharding.PartitionSpec
 
 # In the order of the mesh. The last axes communicate the most, so they have the closest devices.

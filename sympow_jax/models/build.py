@@ -13,18 +13,6 @@ from sympow_jax import config as config_lib
 from sympow_jax.layers import partitioning
 from sympow_jax.models import decoder, encoder, image_classifier, matcher
 
-__all__ = [
-    "Model",
-    "cast_weights",
-    "make",
-    "names_of_any_layer",
-    "parameter_name",
-    "parameter_names",
-    "parameter_specs",
-    "stack",
-    "unstack",
-]
-
 Model = decoder.DecoderLM | encoder.Encoder | image_classifier.ImageClassifier | matcher.AttentionMatcher
 """Type of the models that `make` returns."""
 

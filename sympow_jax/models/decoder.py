@@ -12,8 +12,6 @@ from sympow_jax.models import trunk
 from sympow_jax.ops import arguments, documents
 from sympow_jax.ops.pytree import State
 
-__all__ = ["DecoderLM", "DecoderState"]
-
 
 class DecoderState(State):
     """State of a decoder after a prefix of tokens.

@@ -9,8 +9,6 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers
 from sympow_jax.models import head, trunk
 
-__all__ = ["DualEncoder", "Encoder"]
-
 
 class Encoder(trunk.TokenTrunk):
     """Pre-norm encoder with the architecture of `DecoderLM`, except that attention is bidirectional.

@@ -10,8 +10,6 @@ from sympow_jax import config as config_lib
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.layers import initializers
 
-__all__ = ["Head", "PairHead"]
-
 _EXACT: Any = {"dtype": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
 
 

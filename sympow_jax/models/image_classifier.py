@@ -9,8 +9,6 @@ from sympow_jax.config import model as model_lib
 from sympow_jax.layers import initializers
 from sympow_jax.models import head, trunk
 
-__all__ = ["ImageClassifier"]
-
 
 class ImageClassifier(trunk.Trunk):
     """Blocks over the patches of an image, in row order, and a linear layer on their mean.

@@ -10,8 +10,6 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.models import trunk
 from sympow_jax.ops import arguments
 
-__all__ = ["AttentionMatcher"]
-
 
 class _MatchedBlock(trunk.Block):
     """Block that runs the original attention and measures the error of the new one.

@@ -3,8 +3,6 @@
 from sympow_jax import config as config_lib
 from sympow_jax.layers.attention import kernels
 
-__all__ = ["state_bytes"]
-
 
 def state_bytes(config: config_lib.ModelConfig, *, bytes_per_element: int = 2) -> int:
     """Returns the bytes of a row's state, which has kv_heads * (F * E + Z) elements in each layer.

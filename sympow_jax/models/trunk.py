@@ -17,8 +17,6 @@ from sympow_jax.layers import initializers, parallel, partitioning
 from sympow_jax.ops import arguments, documents, rotary
 from sympow_jax.ops.promotion import by_default_rules
 
-__all__ = ["Block", "TokenTrunk", "Trunk", "logits", "shard_tokens"]
-
 # Primitives whose results cost little to compute again: XLA fuses them with what needs them.
 _ELEMENTWISE = frozenset(
     """

@@ -13,33 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = [
-    "Constant",
-    "Sizes",
-    "check_array",
-    "check_attention",
-    "check_axes",
-    "check_axis_name",
-    "check_choice",
-    "check_dtype",
-    "check_even",
-    "check_flag",
-    "check_floating",
-    "check_ids_fit",
-    "check_integer",
-    "check_number",
-    "check_positions",
-    "check_power",
-    "check_same_length",
-    "check_segment_ids",
-    "check_state",
-    "static_or_traced",
-    "to_array",
-    "to_arrays",
-    "to_segment_ids",
-    "to_shapes",
-]
-
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _INT32 = np.iinfo(np.int32)
 

@@ -12,8 +12,6 @@ from sympow_jax.ops.forms import step as xla_step
 from sympow_jax.ops.precision import rounded
 from sympow_jax.ops.tokens import ONE, SEQUENCE
 
-__all__ = ["attend", "attend_step"]
-
 
 @sharding.op(
     {"tokens": SEQUENCE},

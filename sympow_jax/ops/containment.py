@@ -15,9 +15,6 @@ from sympow_jax.array_types import Array, Bool, Float
 from sympow_jax.ops import documents, layout
 from sympow_jax.ops.tokens import Tokens
 
-__all__ = ["Finite", "remove", "restore", "restore_state", "without_padding"]
-
-
 # Arrays of a state, by the axes of their heads: [B, K, ...] and [B, 2W, K, ...].
 _SUMS = ("kv", "norm")
 _WINDOW = ("keys", "values", "log_decays")

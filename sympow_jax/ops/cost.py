@@ -7,18 +7,6 @@ import jax.numpy as jnp
 
 from sympow_jax.ops import feature_maps, target
 
-__all__ = [
-    "default_chunk",
-    "exceeds_memory",
-    "faster_kernel",
-    "feature_flops",
-    "flops_per_token",
-    "pair_flops",
-    "precision_of",
-    "require_memory",
-    "state_bytes",
-]
-
 
 def flops_per_token(
     form: str,

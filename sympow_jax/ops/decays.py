@@ -17,8 +17,6 @@ import numpy as np
 
 from sympow_jax.array_types import Array, Float
 
-__all__ = ["bounded", "exp", "prefix_sums", "split", "sums_after", "sums_from", "within"]
-
 
 def _floor(dtype) -> int:
     """Returns the log decay below which exp is not a normal number and counts as zero.

@@ -12,8 +12,6 @@ from sympow_jax.ops.forms import delta as delta_form
 from sympow_jax.ops.pytree import State
 from sympow_jax.ops.tokens import ONE, SEQUENCE, Tokens
 
-__all__ = ["DeltaState", "delta_attention", "delta_attention_step"]
-
 _FORMS = ("attention", "chunked", "recurrent")
 
 

@@ -18,8 +18,6 @@ from jax.interpreters import ad, batching, mlir
 
 from sympow_jax.ops.promotion import by_default_rules, default_rules
 
-__all__ = ["custom_vjp"]
-
 
 class custom_vjp:
     """Function with a rule for reverse mode, as by `jax.custom_vjp`, and with JAX's own derivative in forward mode.

@@ -15,20 +15,6 @@ from sympow_jax.array_types import Array, Bool, Float, Int, Shaped
 from sympow_jax.ops import arguments, sharding, time_axis
 from sympow_jax.ops.pytree import State
 
-__all__ = [
-    "NO_SEGMENT",
-    "Boundaries",
-    "PositionState",
-    "before_document",
-    "boundaries",
-    "continued",
-    "numbered",
-    "positions",
-    "segment_before",
-    "state_before",
-    "sums_to_end",
-]
-
 NO_SEGMENT = -1
 
 

@@ -14,8 +14,6 @@ from sympow_jax.ops import containment, cost, decays, documents, pairwise, shard
 from sympow_jax.ops.forms import expressive
 from sympow_jax.ops.tokens import SEQUENCE, Tokens
 
-__all__ = ["expressive_attention"]
-
 _IMPLEMENTATIONS = ("reference", "xla")
 _UNSEEN = -2  # document number of masked keys; padding queries have -1
 

@@ -15,8 +15,6 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Float, Int, UInt
 from sympow_jax.ops.promotion import by_default_rules
 
-__all__ = ["add", "bits", "multiply", "multiply_high", "running_sum", "subtract", "with_derivative"]
-
 
 def bits(x: UInt[Array, "..."]) -> int:
     """Returns the number of bits of each integer."""

@@ -11,8 +11,6 @@ from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import arguments, cost, documents, fixed_point, sharding
 from sympow_jax.ops.pytree import State
 
-__all__ = ["KVCache"]
-
 
 class KVCache(State):
     """Ring of the keys and values of the last S tokens of a document; a pytree that the caller holds.

@@ -5,19 +5,6 @@ import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Int, Shaped
 
-__all__ = [
-    "by_group",
-    "join_chunks",
-    "merge_heads",
-    "pad_last",
-    "reordered",
-    "split_chunks",
-    "split_heads",
-    "time_last",
-    "time_second",
-    "with_rank",
-]
-
 
 def with_rank(x: Shaped[Array, "..."], rank: int) -> Shaped[Array, "..."]:
     """Appends axes of size 1 to x."""

@@ -32,8 +32,6 @@ from sympow_jax.ops.promotion import by_default_rules
 from sympow_jax.ops.pytree import State
 from sympow_jax.ops.tokens import SEQUENCE, Tokens
 
-__all__ = ["LinearState", "linear_attention", "linear_attention_step"]
-
 _ELEMENTWISE = {"elu": feature_maps.elu_plus_one, "relu": jax.nn.relu, "identity": lambda x: x}
 _POWERS = {"symmetric": feature_maps.symmetric_power, "tensor": feature_maps.tensor_power}
 _NORMALIZERS = ("unrotated", "rotated")

@@ -10,8 +10,6 @@ from jax import ad_checkpoint
 from sympow_jax.array_types import Array, Float
 from sympow_jax.ops import derivatives
 
-__all__ = ["SAVED_AS", "STATES_SAVED_AS", "Division", "mean", "mean_vjp", "of_sums"]
-
 # Checkpoint names, for policies of `jax.checkpoint`, of the residuals: means and denominators, and states.
 SAVED_AS = "power_attention_out"
 STATES_SAVED_AS = "power_attention_states"

@@ -7,8 +7,6 @@ from sympow_jax.array_types import Array
 from sympow_jax.ops import arguments
 from sympow_jax.ops.tokens import Tokens
 
-__all__ = ["Plan", "prepare"]
-
 
 class Plan(NamedTuple):
     """Static options of a call; `scale` is None if it is an array or if the op has a default.

@@ -17,8 +17,6 @@ from sympow_jax.array_types import Array, Float, Int, UInt, UInt32
 from sympow_jax.ops import arguments, fixed_point, layout
 from sympow_jax.ops.promotion import by_default_rules
 
-__all__ = ["fixed", "fractional", "learned"]
-
 # 2^256 / (2 pi): radians in turns.
 _TURNS_PER_RADIAN = 0x28BE60DB9391054A7F09D5F47D4D377036D8A5664F10E4107F9458EAF7AEF158
 # The turns of a unit in words of 32 bits, from the bit worth 2^159 to that worth 2^-256.

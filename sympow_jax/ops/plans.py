@@ -15,8 +15,6 @@ import numpy as np
 
 from sympow_jax.ops import arguments, cost, feature_maps, means, power_state, target
 
-__all__ = ["FORMS", "IMPLEMENTATIONS", "Candidate", "Plan", "make", "make_step"]
-
 FORMS = ("attention", "chunked", "recurrent")
 IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
 

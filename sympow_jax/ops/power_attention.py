@@ -10,8 +10,6 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import arguments, attend, plans, power_state
 from sympow_jax.ops.tokens import Tokens
 
-__all__ = ["Plan", "PowerState", "explain", "power_attention", "power_attention_step"]
-
 Plan = plans.Plan
 PowerState = power_state.PowerState
 

@@ -10,8 +10,6 @@ from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import arguments, cost, documents, feature_maps, layout
 from sympow_jax.ops.pytree import State
 
-__all__ = ["PowerState", "Sequence", "window_of", "zeros"]
-
 
 class PowerState(State):
     """State of power attention after a prefix of a document; a pytree that the caller holds.

@@ -3,8 +3,6 @@
 import jax
 import jax.numpy as jnp
 
-__all__ = ["rounded"]
-
 
 def rounded(arrays):
     """Returns a tree of arrays in which XLA cannot remove the rounding of 16-bit ones.

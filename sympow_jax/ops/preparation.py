@@ -12,18 +12,6 @@ from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import decays, derivatives, layout, means, power_state
 from sympow_jax.ops.forms import context
 
-__all__ = [
-    "Prepared",
-    "Rows",
-    "finish",
-    "masked_queries",
-    "padded",
-    "prepare",
-    "scaled_keys",
-    "state_after",
-    "unit_scale",
-]
-
 
 class Rows(NamedTuple):
     """Whole rows for a core of the chunked form; positions without a token are last."""

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-__all__ = ["by_default_rules", "default_rules"]
-
 
 @contextlib.contextmanager
 def default_rules() -> Iterator[None]:

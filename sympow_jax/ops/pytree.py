@@ -5,8 +5,6 @@ import typing
 
 import jax
 
-__all__ = ["State"]
-
 
 @typing.dataclass_transform(frozen_default=True)
 class State:

@@ -14,8 +14,6 @@ import jax.numpy as jnp
 
 from sympow_jax.ops.promotion import default_rules
 
-__all__ = ["op", "per_device", "same_variation", "varying_over"]
-
 # Axes that a mesh may shard; all others are unsharded in the results of a call.
 _DIVIDED = frozenset("BTSNK")
 # Common names of mesh axes that shard the heads of a kernel; all others shard the batch.

@@ -22,8 +22,6 @@ from sympow_jax.ops import (
 )
 from sympow_jax.ops.tokens import SEQUENCE, Tokens
 
-__all__ = ["alibi_slopes", "softmax_attention"]
-
 # Queries are split into runs, each attending to the keys up to its last query. With 4 runs a fifth of the computed
 # scores is masked; with a single run it would be half. Each run is compiled separately.
 _RUNS = 4

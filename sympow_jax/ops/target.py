@@ -8,17 +8,6 @@ import os
 
 import jax
 
-__all__ = [
-    "device",
-    "device_count",
-    "interpret",
-    "interpreted",
-    "is_hopper",
-    "memory_bytes",
-    "require_hopper",
-    "trusts_kernels",
-]
-
 _HOPPER_KINDS = ("H100", "H200", "H20", "H800", "GH200")
 _interpret = contextvars.ContextVar("interpret", default=None)
 

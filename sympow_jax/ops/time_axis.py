@@ -13,8 +13,6 @@ from sympow_jax.array_types import Array, Float
 from sympow_jax.ops import sharding
 from sympow_jax.ops.tokens import Tokens
 
-__all__ = ["by_heads", "carried", "exclusive_prefix", "from_left"]
-
 
 def from_left(tree, axis_name: str):
     """Returns the arrays of the device before this one; zeros on the first."""

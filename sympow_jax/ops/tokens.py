@@ -5,8 +5,6 @@ from typing import NamedTuple
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import arguments
 
-__all__ = ["ONE", "SEQUENCE", "Tokens"]
-
 
 class Tokens(NamedTuple):
     """T queries, and S keys of which these are the last; or those of one token of each row, without an axis of time.

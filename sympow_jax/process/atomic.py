@@ -9,8 +9,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 
-__all__ = ["draft_folder", "replace"]
-
 # File in a draft folder, on which the process that writes there holds a lock.
 _LOCK = ".writing"
 

@@ -8,8 +8,6 @@ import platform
 
 import jax
 
-__all__ = ["cache_programs"]
-
 # Seconds of compilation from which a program is cached. By default of JAX, many small programs are compiled each time.
 _LEAST_SECONDS = 0.0
 _CPU_INFO = pathlib.Path("/proc/cpuinfo")

@@ -27,21 +27,6 @@ from jax.experimental import multihost_utils
 from sympow_jax import spelling
 from sympow_jax.process import streams
 
-__all__ = [
-    "TIMEOUT",
-    "Launch",
-    "Vote",
-    "abandon_threads",
-    "all_or_none",
-    "check_same",
-    "detect",
-    "ending",
-    "gather",
-    "is_first",
-    "join",
-    "say",
-]
-
 TIMEOUT = 60
 """Seconds for all processes of a run to connect."""
 

@@ -10,8 +10,6 @@ import rich.progress
 from sympow_jax import spelling
 from sympow_jax.process import streams
 
-__all__ = ["Progress"]
-
 # The shortest time between two lines that are not a log.
 LINE_SECONDS = 10.0
 

@@ -13,8 +13,6 @@ from typing import Any
 from sympow_jax import spelling
 from sympow_jax.process import streams
 
-__all__ = ["NOTICES", "SAVING", "StopSignals", "user_errors"]
-
 # Notices of Kubernetes, clouds and SLURM before they take the machine.
 NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 # Line on stderr after the first signal.

@@ -7,8 +7,6 @@ import sys
 
 from sympow_jax import spelling
 
-__all__ = ["flush", "has_reader", "say"]
-
 _STDOUT = 1
 
 

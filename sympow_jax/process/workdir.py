@@ -25,19 +25,6 @@ from sympow_jax import config
 from sympow_jax.config import fields, loading, serialize
 from sympow_jax.process import atomic, hosts, streams
 
-__all__ = [
-    "CHECKPOINTS",
-    "checkpoint_steps",
-    "json_text",
-    "open_workdir",
-    "read_config",
-    "read_description",
-    "record_plan",
-    "require_path",
-    "revision",
-    "write_json",
-]
-
 CHECKPOINTS = "checkpoints"
 # Name of the folder of a step. `str.isdigit` would also accept digits that `int` does not.
 _STEP = re.compile("0|[1-9][0-9]*")

@@ -7,8 +7,6 @@ from sympow_jax.config import model as model_lib
 from sympow_jax.layers import mlp
 from sympow_jax.layers.attention import decays, kernels, positions
 
-__all__ = ["PASSES", "attention", "feed_forward", "model_flops_per_token", "peak_flops"]
-
 PASSES = 3
 """Cost of both passes in forward passes: the backward pass of a product A B has two of its size, dA and dB."""
 

@@ -8,8 +8,6 @@ from sympow_jax import models
 from sympow_jax.array_types import Array, Float
 from sympow_jax.tasks import metrics, task
 
-__all__ = ["Classification", "Regression"]
-
 
 class Classification(task.Task):
     """Cross-entropy of the class of each row, in nats, and the accuracy."""

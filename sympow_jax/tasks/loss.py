@@ -11,8 +11,6 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import parallel, partitioning
 from sympow_jax.ops import derivatives
 
-__all__ = ["token_sums"]
-
 # Bytes of float32 logits that exist on a device at the same time. Each slice also reads and writes the float32 gradient
 # of the embedding: with 512 MB, a width of 768 and GPT-2's vocabulary, an eighth of the bytes of its logits.
 _LOGITS_BYTES = 1 << 29

@@ -7,8 +7,6 @@ from sympow_jax import config as config_lib
 from sympow_jax.config import task as task_lib
 from sympow_jax.tasks import next_token
 
-__all__ = ["MaskedToken"]
-
 
 class MaskedToken(next_token.NextToken):
     """Cross-entropy of the tokens that a row hides from an encoder (Devlin et al. 2019), in nats."""

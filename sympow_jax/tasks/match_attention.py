@@ -10,8 +10,6 @@ from sympow_jax import models
 from sympow_jax.config import fields, serialize
 from sympow_jax.tasks import flops, task
 
-__all__ = ["MatchAttention"]
-
 
 class MatchAttention(task.Task):
     """Squared error of the outputs of new attention, relative to those of the attention it replaces.

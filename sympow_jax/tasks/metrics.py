@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, Num, Real
 
-__all__ = ["accuracy", "f1", "matthews", "of_part", "pearson", "spearman"]
-
 
 def accuracy(labels: Int[np.ndarray, " n"], predicted: Int[np.ndarray, " n"]) -> float:
     """Returns the fraction of predictions that are right.

@@ -5,8 +5,6 @@ import jax.numpy as jnp
 from sympow_jax import models
 from sympow_jax.tasks import loss, task
 
-__all__ = ["NextToken"]
-
 
 class NextToken(task.Task):
     """Cross-entropy of each token given those before it, in nats."""

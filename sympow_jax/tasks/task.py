@@ -12,8 +12,6 @@ from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.config import fields, serialize
 from sympow_jax.tasks import flops
 
-__all__ = ["Batch", "Sums", "Task", "count", "counts"]
-
 Batch = Mapping[str, Array]
 """`inputs`, optional `segment_ids`, and `targets [B T]` or `labels [B]`, as `data.train_dataset` has them."""
 

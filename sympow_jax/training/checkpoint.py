@@ -37,8 +37,6 @@ from sympow_jax.config import serialize
 from sympow_jax.process import hosts, workdir
 from sympow_jax.training.state import TrainState
 
-__all__ = ["Checkpoints", "Step", "newest_good", "require_checkpoint"]
-
 _DAMAGED = "damaged_checkpoints"
 # Arrays that a step may have been saved without.
 _OPTIONAL = ("opt_state", "average", "skips")

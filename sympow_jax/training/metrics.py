@@ -15,8 +15,6 @@ from sympow_jax.process import progress
 from sympow_jax.tasks import flops
 from sympow_jax.training import writers
 
-__all__ = ["Reporter", "StepTrace"]
-
 # The terminal shows the wait for data if it is at least this fraction of the time.
 _SHOWN_WAIT = 0.03
 

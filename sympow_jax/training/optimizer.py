@@ -15,14 +15,6 @@ import optax
 
 from sympow_jax import config, models, spelling
 
-__all__ = [
-    "ParameterOptions",
-    "learning_rate",
-    "make_optimizer",
-    "parameter_options",
-    "schedule_free_average",
-]
-
 # Root mean square of muon's updates, with which they need the learning rate and the weight decay of AdamW: "Muon is
 # Scalable for LLM Training" (Liu et al. 2025, section 2.2).
 _MUON_RMS = 0.2

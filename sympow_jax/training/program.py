@@ -20,8 +20,6 @@ from sympow_jax.ops.promotion import by_default_rules
 from sympow_jax.training import optimizer, sharding
 from sympow_jax.training.state import Params, TrainState
 
-__all__ = ["Program", "Update"]
-
 # Models of at least this many layers are scanned by default. Otherwise each layer takes about 1 s of CPU to compile.
 _SCANNED_LAYERS = 16
 

@@ -17,8 +17,6 @@ from sympow_jax.training import checkpoint, sharding
 from sympow_jax.training.program import Program
 from sympow_jax.training.state import Params, TrainState
 
-__all__ = ["begin", "restore_arrays", "restore_exact", "restore_model", "restore_or_begin"]
-
 
 def restore_or_begin(program: Program, checkpoints: checkpoint.Checkpoints) -> tuple[TrainState, Any]:
     """Returns the newest good state of a run, or that before the first update, and its position in the data, or None.

@@ -10,17 +10,6 @@ import numpy as np
 from sympow_jax import config
 from sympow_jax.layers import partitioning
 
-__all__ = [
-    "batch_sharding",
-    "batch_share",
-    "describe",
-    "make_mesh",
-    "mesh_of",
-    "place_batch",
-    "replicated",
-    "whole_mesh",
-]
-
 
 def make_mesh(settings: config.Config) -> jax.sharding.Mesh:
     """Returns a mesh of all devices with the axes of `settings.sharding`.

@@ -8,8 +8,6 @@ import optax
 
 from sympow_jax.array_types import Array, Int
 
-__all__ = ["Params", "TrainState"]
-
 Params = dict[str, Any]
 """Nested dict of arrays by the names of a model's modules."""
 

@@ -19,8 +19,6 @@ from sympow_jax.process import workdir
 from sympow_jax.training import program as programs
 from sympow_jax.training import sharding
 
-__all__ = ["bytes_per_device", "describe", "memory", "next_command", "program_bytes", "results"]
-
 # Scopes that the ops are traced in, named by form and implementation.
 _SCOPE = re.compile(r"\b(attention|chunked|recurrent|softmax|expressive)_(reference|xla|mosaic_gpu|cudnn)\b")
 _UNITS = ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))

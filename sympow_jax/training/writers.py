@@ -19,8 +19,6 @@ from sympow_jax.config import serialize
 from sympow_jax.process import atomic
 from sympow_jax.process import workdir as workdir_lib
 
-__all__ = ["JsonLines", "TensorBoard", "Wandb", "Writer", "check_settings", "open_all"]
-
 # Events are in TensorBoard's file after this time. To flush it takes milliseconds, because it waits for the disk.
 _FLUSH_SECONDS = 10.0
 

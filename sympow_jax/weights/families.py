@@ -9,8 +9,6 @@ from sympow_jax.config import serialize
 from sympow_jax.process import hosts
 from sympow_jax.weights import layouts
 
-__all__ = ["FAMILIES", "LLAMA3", "TOKENS", "Family", "find", "function", "is_config", "settings", "values"]
-
 Values = Mapping[str, Any]
 
 # Keys of the sizes in most families, by field of `config.ModelConfig`.

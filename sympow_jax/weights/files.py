@@ -21,8 +21,6 @@ from sympow_jax.layers import partitioning
 from sympow_jax.process import atomic, workdir
 from sympow_jax.weights import families, gguf, layouts, tensors
 
-__all__ = ["DTYPES", "load", "named_arrays", "read_settings", "save", "settings_path"]
-
 DTYPES = model_lib.DTYPES
 # Dtypes of safetensors that float32 represents exactly.
 _READ = ("F32", "F16", "BF16")

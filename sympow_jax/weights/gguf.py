@@ -19,8 +19,6 @@ from sympow_jax import extras, spelling
 from sympow_jax.ops import rotary
 from sympow_jax.weights import families, layouts
 
-__all__ = ["config", "is_file", "tensors", "tokenizer"]
-
 # Families that llama.cpp has under the same name. Its `llama` includes Mistral, without a window.
 _ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3", "starcoder2")
 # Keys of the sizes, by field of `config.ModelConfig`.

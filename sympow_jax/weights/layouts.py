@@ -5,8 +5,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-__all__ = ["GPT2", "HEAD", "LLAMA", "STARCODER2", "Layout", "Tensor", "choose", "own"]
-
 # The output matrix [V, M]. Files of models whose output is the embedding may have it as a copy.
 HEAD = "lm_head.weight"
 

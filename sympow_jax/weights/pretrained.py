@@ -13,8 +13,6 @@ from sympow_jax.config import checks, serialize
 from sympow_jax.process import atomic, workdir
 from sympow_jax.weights import families, files, tensors
 
-__all__ = ["companions", "from_pretrained", "save_pretrained"]
-
 # Files of a published model other than its weights and `config.json`.
 _COMPANIONS = (
     "generation_config.json",

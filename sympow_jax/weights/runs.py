@@ -14,8 +14,6 @@ from sympow_jax.process import atomic, workdir
 from sympow_jax.training import checkpoint, optimizer, restore, sharding
 from sympow_jax.weights import families, files, gguf, pretrained
 
-__all__ = ["FORMATS", "export_run", "import_run"]
-
 FORMATS = ("sympow", "huggingface")
 # Folder of an imported run with files of the published model.
 _ORIGINAL = "original"

@@ -15,8 +15,6 @@ from sympow_jax import spelling
 from sympow_jax.config import serialize
 from sympow_jax.weights import gguf
 
-__all__ = ["INDEX", "SUFFIX", "WHOLE", "opened", "save"]
-
 SUFFIX = ".safetensors"
 # Names of the files in a folder of Hugging Face's layout: one file, or the index of several.
 WHOLE = f"model{SUFFIX}"

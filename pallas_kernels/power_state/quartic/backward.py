@@ -12,8 +12,6 @@ from pallas_kernels.power_state.quartic import forward, layouts
 from pallas_kernels.power_state.quartic import key_vjp as key_kernel
 from pallas_kernels.power_state.quartic import query_vjp as query_kernel
 
-__all__ = ["inner", "key_vjp", "operands_of_queries", "query_vjp"]
-
 _POWER = 4
 
 

@@ -13,21 +13,6 @@ from pallas_kernels.power_state.quartic import layouts
 from pallas_kernels.power_state.quartic import query as query_kernel
 from pallas_kernels.power_state.quartic import update as update_kernel
 
-__all__ = [
-    "Operands",
-    "attend",
-    "norm_products",
-    "norms",
-    "operands_of",
-    "operands_of_keys",
-    "orders_of_products",
-    "products_of_rows",
-    "returned",
-    "start_of",
-    "states",
-    "stored_start",
-]
-
 
 class Operands(NamedTuple):
     """Tokens of a walk over the chunks, in its order, as in `update.Operands`."""

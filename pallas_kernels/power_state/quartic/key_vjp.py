@@ -18,8 +18,6 @@ from pallas_kernels.hopper import launch, tensor_core
 from pallas_kernels.power_state import configs, window_queries
 from pallas_kernels.power_state.quartic import layouts, state_vjp
 
-__all__ = ["Operands", "Rows", "key_vjp"]
-
 _BLOCK = configs.BLOCK
 _POWER = 4
 

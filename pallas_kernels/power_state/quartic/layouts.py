@@ -24,25 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = [
-    "COLUMNS",
-    "SCALARS",
-    "SCALAR_COLUMNS",
-    "SIZES",
-    "STEP",
-    "UNIT",
-    "WEIGHT_BITS",
-    "Layout",
-    "canonical_of",
-    "from_canonical",
-    "layout_for",
-    "norm_from_canonical",
-    "norm_to_canonical",
-    "pairs",
-    "side_by_side",
-    "to_canonical",
-]
-
 # Sizes of heads and values that the kernels support; others are padded with zeros.
 SIZES = (16, 32)
 # Columns of a block: three steps of depth 16 in the query. Fewer cost shared memory, more cost features.

@@ -22,8 +22,6 @@ from pallas_kernels.hopper import launch, results, ring, tensor_core
 from pallas_kernels.power_state import configs, query_tile, window_keys
 from pallas_kernels.power_state.quartic import layouts
 
-__all__ = ["Operands", "query_states"]
-
 _BLOCK = configs.BLOCK
 # Blocks of y in flight: each is used until all its scalars are processed.
 _VECTOR_STAGES = 2

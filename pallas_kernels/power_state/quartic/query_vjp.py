@@ -17,8 +17,6 @@ from pallas_kernels.hopper import launch, results, tensor_core
 from pallas_kernels.power_state import configs, query_tile, window_keys
 from pallas_kernels.power_state.quartic import layouts, state_vjp
 
-__all__ = ["Operands", "Rows", "query_vjp"]
-
 _BLOCK = configs.BLOCK
 _POWER = 4
 # Number of scalars of a state per step.

@@ -26,15 +26,6 @@ from pallas_kernels.hopper import ring, tensor_core
 from pallas_kernels.power_state import configs
 from pallas_kernels.power_state.quartic import layouts
 
-__all__ = [
-    "States",
-    "Vectors",
-    "load",
-    "scratch",
-    "stacks",
-    "tables",
-]
-
 _BLOCK = configs.BLOCK
 # Blocks of y in flight: each is used until all its scalars are processed.
 _VECTOR_STAGES = 2

@@ -4,8 +4,6 @@ from pallas_kernels.hopper import launch
 from pallas_kernels.power_state import configs
 from pallas_kernels.power_state.quartic import layouts
 
-__all__ = ["choose", "longest_chunk"]
-
 _BLOCK = configs.BLOCK
 
 

@@ -8,8 +8,6 @@ from pallas_kernels.power_state.square import forward, layouts
 from pallas_kernels.power_state.square import key_vjp as key_kernel
 from pallas_kernels.power_state.square import query_vjp as query_kernel
 
-__all__ = ["inner", "key_vjp", "operands_of_queries", "query_vjp"]
-
 
 def operands_of_queries(unit, dual: preparation_vjp.Dual) -> forward.Operands:
     """Returns the operands of the walk that computes the gradients of states, from scaled queries."""

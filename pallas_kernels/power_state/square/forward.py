@@ -12,17 +12,6 @@ from pallas_kernels.power_state.square import norms as norm_kernel
 from pallas_kernels.power_state.square import query as query_kernel
 from pallas_kernels.power_state.square import update as update_kernel
 
-__all__ = [
-    "Operands",
-    "attend",
-    "norms",
-    "operands_of_keys",
-    "returned",
-    "start_of",
-    "states",
-    "stored_start",
-]
-
 
 class Operands(NamedTuple):
     """Tokens of a walk over the chunks, for G heads of each of H states, as in `update.Operands`."""

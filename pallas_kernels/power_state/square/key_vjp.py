@@ -25,8 +25,6 @@ from pallas_kernels.hopper import launch, results, ring, tensor_core
 from pallas_kernels.power_state import configs, window_queries
 from pallas_kernels.power_state.square import layouts, state_copies
 
-__all__ = ["Operands", "Rows", "key_vjp"]
-
 _BLOCK = configs.BLOCK
 _TILE = layouts.TILE
 _POWER = 2

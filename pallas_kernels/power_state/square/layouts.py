@@ -25,17 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-__all__ = [
-    "TILE",
-    "Layout",
-    "Piece",
-    "Window",
-    "from_canonical",
-    "norm_from_canonical",
-    "norm_to_canonical",
-    "to_canonical",
-]
-
 # Columns of a register tile of the tensor core, and the depth of one of its 16-bit products.
 TILE = 16
 

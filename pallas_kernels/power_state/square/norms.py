@@ -15,8 +15,6 @@ from pallas_kernels.hopper import launch, ring, tensor_core
 from pallas_kernels.power_state import configs
 from pallas_kernels.power_state.square import update
 
-__all__ = ["norms"]
-
 _BLOCK = configs.BLOCK
 # Blocks of 64 tokens in flight.
 _STAGES = 4

@@ -31,8 +31,6 @@ from pallas_kernels.hopper import launch, results, ring, tensor_core
 from pallas_kernels.power_state import configs, query_tile, window_keys
 from pallas_kernels.power_state.square import layouts, state_copies
 
-__all__ = ["Operands", "query_states"]
-
 _BLOCK = configs.BLOCK
 
 

@@ -26,8 +26,6 @@ from pallas_kernels.hopper import launch, results, ring, tensor_core
 from pallas_kernels.power_state import configs, query_tile, window_keys
 from pallas_kernels.power_state.square import layouts, state_copies
 
-__all__ = ["Operands", "Rows", "query_vjp"]
-
 _BLOCK = configs.BLOCK
 # Columns of an accumulator of which each thread has two next to each other.
 _HALF = layouts.TILE // 2

@@ -9,8 +9,6 @@ from pallas_kernels.hopper import ring
 from pallas_kernels.power_state import configs, query_tile
 from pallas_kernels.power_state.square import layouts
 
-__all__ = ["NORM_COPIES", "copy_norms", "copy_states", "norm_blocks"]
-
 _BLOCK = configs.BLOCK
 # First row and number of rows of each copy of a block of Z, by the number of copies: Z passes through rings of tokens,
 # whose slots wait for two or three.

@@ -4,8 +4,6 @@ from pallas_kernels.hopper import launch
 from pallas_kernels.power_state import configs
 from pallas_kernels.power_state.square import layouts
 
-__all__ = ["choose", "longest_chunk"]
-
 _BLOCK = configs.BLOCK
 # Blocks of keys in flight, and vectors of a block of rows in the gradient of queries.
 _KEY_STAGES, _ROW_VECTORS = 2, 6

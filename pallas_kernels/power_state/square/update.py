@@ -21,8 +21,6 @@ from pallas_kernels.hopper import launch, ring, tensor_core
 from pallas_kernels.power_state import configs
 from pallas_kernels.power_state.square import layouts
 
-__all__ = ["Operands", "Order", "update"]
-
 _BLOCK = configs.BLOCK
 # Warpgroups that compute.
 _WARPGROUPS = 2

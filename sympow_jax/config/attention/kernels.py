@@ -4,8 +4,6 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
-__all__ = ["DECAYS", "IMPLEMENTATIONS", "KERNELS", "Decay", "DecaySource", "Kernel"]
-
 IMPLEMENTATIONS = ("reference", "xla", "mosaic_gpu")
 
 

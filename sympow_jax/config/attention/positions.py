@@ -4,8 +4,6 @@ import dataclasses
 
 from sympow_jax.config import fields
 
-__all__ = ["ADDED_POSITIONS", "LAYER_POSITIONS", "POSITIONS", "LrpeConfig", "RopeConfig"]
-
 # Added to the embedding by the model, and applied to queries and keys by each layer.
 ADDED_POSITIONS = ("sinusoidal", "learned_absolute")
 LAYER_POSITIONS = ("none", "rope", "learned_rope", "learned_rope_pairs", "lrpe", "spe")

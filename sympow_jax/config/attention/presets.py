@@ -7,16 +7,6 @@ from sympow_jax.config import checks
 from sympow_jax.config.attention.positions import LrpeConfig, RopeConfig
 from sympow_jax.config.attention.settings import AttentionConfig
 
-__all__ = [
-    "LRPE_METHODS",
-    "PRESETS",
-    "SHARED",
-    "lrpe_method",
-    "preset",
-    "preset_name",
-    "with_preset",
-]
-
 _LLAMA3_ROPE = RopeConfig(base=500_000.0, layout="halves")
 _QWEN_ROPE = RopeConfig(base=1_000_000.0, layout="halves")
 _STARCODER2_ROPE = RopeConfig(base=999_999.4420358813, layout="halves")

@@ -6,8 +6,6 @@ from sympow_jax.config import checks, fields
 from sympow_jax.config.attention.kernels import DECAYS, IMPLEMENTATIONS, KERNELS, Decay
 from sympow_jax.config.attention.positions import ADDED_POSITIONS, POSITIONS, LrpeConfig, RopeConfig
 
-__all__ = ["AttentionConfig"]
-
 # How attention is computed changes neither parameters nor the function. Some of it changes the layout of states.
 _COMPUTATION = (fields.Occasion.INITIAL_ENCODER,)
 _SPEED = (fields.Occasion.INITIAL_ENCODER, fields.Occasion.SAVED_STATE)

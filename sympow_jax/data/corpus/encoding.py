@@ -17,8 +17,6 @@ from sympow_jax.data import documents, files
 from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.corpus import pieces, processes
 
-__all__ = ["Encoder", "Encoding", "Submit", "Tokens", "in_order", "open_workers"]
-
 
 class Tokens(NamedTuple):
     """Tokens of documents, one document after the other, and the number of documents that were too short."""

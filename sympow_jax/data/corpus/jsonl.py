@@ -17,8 +17,6 @@ from sympow_jax.data.corpus import pieces
 with extras.required("corpora", __name__):
     import zstandard
 
-__all__ = ["Reader", "holds_text"]
-
 # Bytes read at a time. Of a compressed file, each text that they decompress to is in one piece.
 _BYTES, _COMPRESSED_BYTES = 1 << 18, 1 << 14
 _MAX_LINE_BYTES = 1 << 28

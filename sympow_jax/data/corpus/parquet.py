@@ -14,8 +14,6 @@ with extras.required("corpora", __name__):
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-__all__ = ["Reader", "holds_text"]
-
 # Rows that are decoded at a time. A whole row group of long documents might not fit in memory.
 _BATCH_ROWS = 128
 _OPEN_FILES = 16

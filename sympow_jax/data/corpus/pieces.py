@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from sympow_jax.config import data as data_lib
 from sympow_jax.data import files
 
-__all__ = ["GROUP_BYTES", "MOST_STREAMS", "Group", "Piece", "compression", "grouped", "name_of"]
-
 # Bytes of text in a group, roughly. A resumed run reads its group again, and so does a repeated `sympow prepare`.
 GROUP_BYTES = 1 << 24
 # Streams of training data. A process alone holds at least two groups of each in memory, and waits for one of each

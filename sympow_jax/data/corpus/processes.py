@@ -12,8 +12,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["pool"]
-
 # Processes per core. More than one, because those that read over a network wait.
 _PER_CORE = 16
 # Ctrl-C and the notices that `training` and `prepare` handle.

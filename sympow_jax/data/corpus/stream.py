@@ -13,8 +13,6 @@ from sympow_jax.data import documents, rows
 from sympow_jax.data.corpus import encoding as encoding_lib
 from sympow_jax.data.corpus import pieces
 
-__all__ = ["BatchIterator", "CorpusRows", "count_streams"]
-
 # A position is the number of a group in the order of all epochs, shifted by these bits, and the number of a row in it.
 _ROW_BITS = 32
 

@@ -15,8 +15,6 @@ from sympow_jax.data import tokenizer as tokenizer_lib
 from sympow_jax.data.corpus import encoding as encoding_lib
 from sympow_jax.data.corpus import pieces, stream
 
-__all__ = ["HELDOUT_TOKENS", "Source"]
-
 # A piece of a large file has at least 32 of these rows. Half a row on average, 1.6 % of it, is dropped at its end.
 _ROWS = 64
 _TOKEN_BYTES = 4

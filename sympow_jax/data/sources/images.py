@@ -14,8 +14,6 @@ from sympow_jax import config as config_lib
 from sympow_jax import spelling
 from sympow_jax.data import files, rows, sources
 
-__all__ = ["Source"]
-
 # Mean and standard deviation of each channel of ImageNet.
 _STATISTICS = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # Side of the center crop of held-out images, as a fraction of the shorter side.

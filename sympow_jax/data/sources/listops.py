@@ -19,8 +19,6 @@ from jaxtyping import Int64
 
 from sympow_jax.data import rows, sources
 
-__all__ = ["CLASSES", "SYMBOLS", "Source", "generate"]
-
 CLASSES = 10
 SYMBOLS = ("", *"0123456789", "[MAX", "[MIN", "[MED", "[SM", "]")  # symbols by id
 

@@ -13,8 +13,6 @@ import numpy as np
 
 from sympow_jax.data import documents, files, sources
 
-__all__ = ["Source", "standard_library"]
-
 # Documents that the end of a named file is cut into, if each has at least a training context of bytes.
 _PIECES = 20
 # Third-party packages differ between environments; the standard library of a Python release does not.

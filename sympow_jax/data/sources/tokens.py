@@ -12,8 +12,6 @@ from sympow_jax import spelling
 from sympow_jax.config import serialize
 from sympow_jax.data import documents, files, sources
 
-__all__ = ["DTYPES", "METADATA", "Source"]
-
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 METADATA = "prepared.json"
 """Name of the file next to token files in which `prepare` says what they are."""

@@ -11,8 +11,6 @@ from sympow_jax import spelling
 from sympow_jax.data import documents, files, rows, sources
 from sympow_jax.data import tokenizer as tokenizer_lib
 
-__all__ = ["Source"]
-
 
 class _Example(NamedTuple):
     """The texts and the label of a line, and where it is, for errors."""

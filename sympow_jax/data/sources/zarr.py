@@ -16,17 +16,6 @@ from sympow_jax import spelling
 from sympow_jax.config import serialize
 from sympow_jax.data import documents, files, sources
 
-__all__ = [
-    "CHUNKS",
-    "DOCUMENT_START",
-    "ROW_TOKENS",
-    "Source",
-    "ZarrDocuments",
-    "metadata",
-    "read_object",
-    "spec",
-]
-
 DOCUMENT_START = 50_256  # GPT-2's <|endoftext|>, before every input
 ROW_TOKENS = 65_536
 CHUNKS = (2048, 2048)

@@ -16,8 +16,6 @@ from jaxtyping import Float, Int, Int32
 from sympow_jax import data
 from sympow_jax.evaluation import scores
 
-__all__ = ["TASKS", "Exam", "Material", "Task", "TooShortError", "make_exam"]
-
 # Questions about a context. Both are multiples of 4, because results are reported by quarters of the context.
 _PAIR_QUESTIONS = 8
 _NEEDLES = 4

@@ -16,8 +16,6 @@ from sympow_jax.evaluation import report
 from sympow_jax.evaluation import scores as scores_lib
 from sympow_jax.evaluation.context_tasks import prompts
 
-__all__ = ["COLUMNS", "Row", "TaskResult", "print_table", "summarize", "write_plot"]
-
 # Columns of panels at most.
 _MAX_COLUMNS = 2
 # Inches of a row of panels.

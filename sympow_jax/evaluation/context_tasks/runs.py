@@ -16,8 +16,6 @@ from sympow_jax.config import checks
 from sympow_jax.evaluation import buckets, context_length, over_runs, report, scores
 from sympow_jax.evaluation.context_tasks import prompts, results
 
-__all__ = ["context_task_results", "evaluate_context_tasks"]
-
 _TRIALS = 64
 # Length of the text that contexts are excerpts of, divided by the longest context.
 _TEXT_CONTEXTS = 4

@@ -18,8 +18,6 @@ with extras.required("lm_eval", __name__):
     from lm_eval.api import model as model_lib
     from lm_eval.tasks import TaskManager
 
-__all__ = ["HarnessModel", "WorkdirModel", "evaluate"]
-
 _MAX_TOKENS = 256  # the harness's own default
 # Names of the maximum number of tokens; of several, the first counts, as in the harness.
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

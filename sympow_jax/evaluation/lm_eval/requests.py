@@ -10,8 +10,6 @@ import numpy as np
 from sympow_jax import data, generation, models, spelling
 from sympow_jax.evaluation import scores as scores_lib
 
-__all__ = ["GenerateRequest", "TextModel"]
-
 _ROWS = 32  # prompts of one batch, if their tokens are no more than those of a call
 _GREEDY = generation.Sampling(temperature=0)
 

@@ -15,8 +15,6 @@ from sympow_jax.array_types import Array, Float
 from sympow_jax.config.attention import DecaySource
 from sympow_jax.layers.attention import kernels
 
-__all__ = ["Decay", "make"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Decay:

@@ -19,8 +19,6 @@ from sympow_jax.ops import arguments, documents, rotary
 from sympow_jax.ops.promotion import by_default_rules
 from sympow_jax.ops.pytree import State
 
-__all__ = ["Attention", "AttentionMaps", "AttentionState", "make_attention"]
-
 
 class AttentionState(State):
     """State of an attention layer after a prefix of tokens.

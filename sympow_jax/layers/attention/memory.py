@@ -10,8 +10,6 @@ from sympow_jax import ops
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers.attention import kernels, positions
 
-__all__ = ["extend", "fold", "init", "is_bounded"]
-
 
 def init(
     kernel: kernels.Kernel, batch: int, *, max_length: int | None, kv_cache: bool | None

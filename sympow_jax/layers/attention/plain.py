@@ -12,14 +12,6 @@ from sympow_jax.config import model as model_lib
 from sympow_jax.layers.attention import kernels, layer
 from sympow_jax.ops import arguments
 
-__all__ = [
-    "ExpressiveAttention",
-    "LinearAttention",
-    "PowerAttention",
-    "PowerDeltaAttention",
-    "SoftmaxAttention",
-]
-
 
 class _PlainAttention(layer.Attention):
     """`Attention` of one kernel, from sizes and from fields of `config.AttentionConfig`.

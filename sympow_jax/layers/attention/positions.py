@@ -14,8 +14,6 @@ from sympow_jax import config as config_lib
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import documents, lrpe, rotary, spe
 
-__all__ = ["PositionState", "Positions", "Rotation", "encoded_dim", "make", "num_rates", "rotates"]
-
 PositionState = rotary.RotaryState | documents.PositionState
 """Position in the current document: accumulated rates, or a number of tokens."""
 Rotation = Callable[[Float[Array, "B T N _"]], Float[Array, "B T N _"]]

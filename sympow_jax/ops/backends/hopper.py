@@ -19,8 +19,6 @@ from sympow_jax.ops.forms import context
 from sympow_jax.ops.precision import rounded
 from sympow_jax.ops.tokens import Tokens
 
-__all__ = ["attention", "chunked", "family", "require_supported"]
-
 # Chunks and windows of the state kernels are whole blocks of the tensor core.
 _BLOCK = 64
 # Results of the attention kernels that the backward pass reads, besides the output. Time is padded to whole blocks.

@@ -13,8 +13,6 @@ from pallas_kernels import power_step as kernels
 from sympow_jax.ops import decays, feature_maps, means, preparation, sharding
 from sympow_jax.ops.forms import step as xla_step
 
-__all__ = ["attend", "family", "fold", "require_supported", "step"]
-
 # Bytes of keys, or of their features, in one call of an update: they stay within the 50 MB of an H100's cache.
 _CACHED_BYTES = 32 * 1024**2
 # Fields of the window of a state.

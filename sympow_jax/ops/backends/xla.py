@@ -15,8 +15,6 @@ from sympow_jax.ops import decays, layout, means, power_state, preparation, time
 from sympow_jax.ops.forms import chunked as chunked_core
 from sympow_jax.ops.forms import context, features, quadratic
 
-__all__ = ["attention", "chunked"]
-
 
 def chunked(plan, rows: preparation.Rows):
     """Computes the chunked form; returns (out [B, X, N, E], kv, norm).

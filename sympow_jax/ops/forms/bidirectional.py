@@ -18,8 +18,6 @@ from sympow_jax.ops import arguments, containment, cost, documents, layout, mean
 from sympow_jax.ops.forms import context, features
 from sympow_jax.ops.tokens import SEQUENCE, Tokens
 
-__all__ = ["Plan", "attend", "require_supported"]
-
 
 def require_supported(tokens: Tokens, implementation: str | None, absent: dict) -> None:
     """Raises NotImplementedError or ValueError for arguments that bidirectional attention does not support.

@@ -18,8 +18,6 @@ from sympow_jax.array_types import Array, Bool, Float
 from sympow_jax.ops import decays, means, preparation
 from sympow_jax.ops.forms import features
 
-__all__ = ["BLOCK", "chunked"]
-
 # Tokens of a block, within which every pair has one exponential per channel.
 BLOCK = 16
 

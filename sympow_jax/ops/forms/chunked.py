@@ -20,8 +20,6 @@ from sympow_jax.array_types import Array, Bool, Float
 from sympow_jax.ops import decays, derivatives, layout, means, plans
 from sympow_jax.ops.forms import features
 
-__all__ = ["chunked"]
-
 
 @functools.partial(derivatives.custom_vjp, static=1)
 def chunked(

@@ -15,8 +15,6 @@ from sympow_jax.array_types import Array, Bool, Float
 from sympow_jax.ops import decays, derivatives, layout, time_axis
 from sympow_jax.ops.forms import features
 
-__all__ = ["combined", "log_decay_over", "sums_from_earlier_state", "with_halo"]
-
 # Number of positions per product with the state.
 _CHUNK = 128
 

@@ -24,8 +24,6 @@ from sympow_jax.array_types import Array, Float
 from sympow_jax.ops import decays, derivatives, layout
 from sympow_jax.ops.forms import features
 
-__all__ = ["CHUNK", "attend"]
-
 CHUNK = 64
 """Tokens per chunk that measured fastest on two CPU cores at p = 2 and D = 32."""
 

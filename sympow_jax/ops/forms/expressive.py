@@ -17,8 +17,6 @@ import numpy as np
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import decays, derivatives
 
-__all__ = ["Blocks", "Settings", "attend", "attend_vjp", "weight"]
-
 
 class Settings(NamedTuple):
     """Static options of a call: whether later keys are masked, and the precision of products."""

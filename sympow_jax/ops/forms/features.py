@@ -19,20 +19,6 @@ import numpy as np
 from sympow_jax.array_types import Array, Float
 from sympow_jax.ops import derivatives, feature_maps, layout, target
 
-__all__ = [
-    "fold",
-    "fold_all",
-    "from_canonical",
-    "from_kv_and_norm",
-    "query",
-    "query_vjp",
-    "to_canonical",
-    "to_kv_and_norm",
-    "weighted",
-    "weights",
-    "zeros",
-]
-
 Groups = tuple[Array, ...]
 
 # A group has at least this many features: one large matrix product beats several small ones. There are at most eight.

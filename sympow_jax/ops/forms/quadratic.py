@@ -14,8 +14,6 @@ import jax.numpy as jnp
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import decays, derivatives, layout, plans
 
-__all__ = ["sums", "sums_vjp"]
-
 
 def _all_pairs(plan, query, key, value, log_decay, first=None):
     """Computes `sums` with a T x T array of weights; those of the blocks before `first` are zero."""

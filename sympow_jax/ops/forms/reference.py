@@ -14,8 +14,6 @@ import numpy as np
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import feature_maps, means, power_state
 
-__all__ = ["FORMS"]
-
 
 class _Tokens(NamedTuple):
     """Tokens in the window of a state, in 2W slots, followed by the new ones.

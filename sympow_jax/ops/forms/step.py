@@ -11,17 +11,6 @@ import jax.numpy as jnp
 from sympow_jax.ops import decays, derivatives, documents, feature_maps, layout, means, preparation
 from sympow_jax.ops.forms import features
 
-__all__ = [
-    "StateOps",
-    "fold",
-    "fold_channels",
-    "in_place",
-    "read",
-    "read_channels",
-    "step",
-    "step_by",
-]
-
 
 class StateOps(NamedTuple):
     """Operations of a step on the state; the rest of a step is the same for every implementation.

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 from sympow_jax import ops
 from sympow_jax.layers.attention.kernels import kernel
 
-__all__ = ["ExpressiveKernel"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpressiveKernel(kernel.Kernel):

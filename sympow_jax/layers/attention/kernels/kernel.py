@@ -14,8 +14,6 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers.attention import positions
 from sympow_jax.ops import cost, plans
 
-__all__ = ["CachePolicy", "Kernel", "Memory", "RecurrentKernel"]
-
 Memory = ops.PowerState | ops.LinearState | ops.DeltaState | ops.KVCache
 """Memory of a kernel between calls: a recurrent state or a KV cache."""
 

@@ -9,8 +9,6 @@ from sympow_jax import ops
 from sympow_jax.layers.attention import positions
 from sympow_jax.layers.attention.kernels import kernel
 
-__all__ = ["LinearKernel"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearKernel(kernel.RecurrentKernel):

@@ -11,8 +11,6 @@ from sympow_jax import ops
 from sympow_jax.layers.attention.kernels import kernel
 from sympow_jax.ops import power_state
 
-__all__ = ["PowerKernel"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PowerKernel(kernel.RecurrentKernel):

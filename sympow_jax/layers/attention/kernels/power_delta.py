@@ -10,8 +10,6 @@ from sympow_jax.layers.attention.kernels import kernel
 from sympow_jax.ops import cost
 from sympow_jax.ops.forms import delta as delta_form
 
-__all__ = ["PowerDeltaKernel"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PowerDeltaKernel(kernel.RecurrentKernel):

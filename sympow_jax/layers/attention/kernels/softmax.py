@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from sympow_jax import ops
 from sympow_jax.layers.attention.kernels import kernel
 
-__all__ = ["SlidingWindowKernel", "SoftmaxKernel"]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SoftmaxKernel(kernel.Kernel):
