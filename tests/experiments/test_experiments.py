@@ -194,7 +194,7 @@ def test_overhead(experiment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lrpe", "gating", "hybrids", "retrofit"])
+@pytest.mark.parametrize("name", ["lrpe", "gating", "hybrids", "long_text", "retrofit"])
 def test_every_variant(experiment, name):
     rows, content = experiment(name)
     assert all(math.isfinite(float(row["loss"])) for row in rows)
