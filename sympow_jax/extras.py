@@ -18,7 +18,7 @@ def required(extra: str, user: str, *, exits: bool = False) -> Iterator[None]:
 
     Args:
         extra: name of the extra that has the imported packages.
-        user: name of the module or program that imports them.
+        user: what needs them: a module, a program or an argument, for the message.
         exits: exit with the error as one line instead of raising it, as programs do.
 
     Raises:

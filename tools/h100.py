@@ -103,7 +103,7 @@ def mesh(shape=(1,), axis_names=("data",)):
     return jax.sharding.Mesh(devices, axis_names, axis_types=auto)
 
 
-def compile_for(on, f, *arguments, specs=None, options=None, donated=()):
+def compile_for(on, f, *arguments, specs=None, donated=()):
     """Compiles f for the mesh `on`; arguments are ShapeDtypeStructs, replicated or sharded as in `specs`.
 
     donated: positions of the arguments whose memory the results may take.
@@ -116,7 +116,7 @@ def compile_for(on, f, *arguments, specs=None, options=None, donated=()):
         for x, spec in zip(arguments, specs)
     ]
     with jax.sharding.use_abstract_mesh(on.abstract_mesh):
-        return jax.jit(f, donate_argnums=donated).trace(*placed).lower().compile(compiler_options=options)
+        return jax.jit(f, donate_argnums=donated).trace(*placed).lower().compile()
 
 
 def kernels(f, *arguments) -> list[Kernel]:
@@ -138,7 +138,7 @@ def _assemble(path: pathlib.Path) -> Kernel:
     )
     assert ptxas.returncode == 0, ptxas.stderr
     sass = subprocess.run([_tool("nvdisasm"), str(cubin)], capture_output=True, text=True, check=True).stdout
-    # With several kernels, the numbering of the dumps differs.
+    # The dumps of resources are numbered apart from those of PTX.
     resources = next(path.parent.glob(f"{path.stem.rpartition('_')[0]}_*.resources.txt"), None)
     shared = re.search(r"smem_scratch_bytes=(\d+)", resources.read_text()) if resources else None
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", ptxas.stderr)
@@ -180,6 +180,8 @@ def main(command: str, *names: str) -> None:
         function, arguments = compiled(name).build(case)
         print(json.dumps([dataclasses.asdict(kernel) for kernel in kernels(function, *arguments)]))
         return
+    if command != "table":
+        raise SystemExit(f"there is no command {command!r}; there are report and table")
     columns = ["kernel", "case", "registers", "spills", "shared KB", "HGMMA"]
     print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     for name in names or KERNELS:

@@ -252,7 +252,7 @@ def update(wanted: config.Config) -> Callable[[], None]:
 
 
 def random_batch(wanted: config.Config) -> dict[str, Int32[np.ndarray, "B T"]]:
-    """Returns inputs and targets of random tokens, each of which is masked with the probability of the task."""
+    """Returns inputs and targets of random tokens; those of a masked task are masked as in training."""
     rng, vocab_size, task = np.random.default_rng(0), wanted.model.vocab_size, wanted.task
     shape = wanted.data.batch_size, wanted.data.context_length + 1
     tokens = rng.integers(vocab_size, size=shape, dtype=np.int32)
@@ -296,11 +296,11 @@ def save_arrays(path: pathlib.Path, state: Any, about: Mapping[str, Any]) -> Non
 def restore_arrays(path: pathlib.Path, state: Any, about: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
     """Returns what `save_arrays` saved of the training that `about` describes, among other things.
 
-    This is the JSON, and arrays in the structure of `state`. If there is no file, or one of another training, the JSON
-    is empty, and the state is returned as it is.
+    This is the JSON, and arrays in the structure of `state`. If there is no file, or its JSON does not contain `about`,
+    the JSON returned is empty, and the state as it was.
 
     Raises:
-        ValueError: the file is damaged, or its arrays are those of another state.
+        ValueError: the file is damaged, or its arrays have other shapes or dtypes.
     """
     if not path.exists():
         return {}, state

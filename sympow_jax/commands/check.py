@@ -22,8 +22,10 @@ def main(arguments: Sequence[str], program: str = "sympow check") -> int:
     )
     parser.add_options(
         ("jobs", int, "N", min(run.MOST_JOBS, os.cpu_count() or 1), "Number of cases that run at once."),
-        ("out", pathlib.Path, "FILE", None, "JSON file to write the outcomes to."),
+        ("out", str, "FILE", None, "JSON file to write the outcomes to."),
     )
     with signals.user_errors():
         flags = parser.parse_args(arguments)
-        return run.run_check(brief=flags.brief, only=flags.only, jobs=flags.jobs, out=flags.out)
+        return run.run_check(
+            brief=flags.brief, only=flags.only, jobs=flags.jobs, out=flags.out and pathlib.Path(flags.out)
+        )

@@ -17,8 +17,8 @@ from sympow_jax.config import fields, literals, loading
 from sympow_jax.process import hosts, workdir
 
 _HELP = {"-h", "--help"}
-# Forms of values that are paths. An empty one would be the current folder.
-_PATH = re.compile(r"DIR|FILE|FOLDER|PATH|A\[,B")
+# Forms of values that are paths, or lists that may have some. An empty one would be the current folder.
+_PATH = re.compile(r"CONFIG|DIR|FILE|FOLDER|PATH|A\[,B")
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}; see {self.prog} --help")
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[override]
-        """Parses arguments; raises ValueError if there is another one, since all programs know theirs.
+        """Parses arguments; raises ValueError for one that the parser does not know.
 
         Paths that begin with `~` are in the user's home, as `--workdir=~/run` is not for a shell.
         """
@@ -93,10 +93,11 @@ class Parser(argparse.ArgumentParser):
         near = spelling.nearest(argument, options)
         if any(option.startswith("--config.") for option in options):
             setting = loading.nearest_setting(name)
+            changeable = setting is None or f"--config.{setting}" in options
             if path.startswith("config."):
                 unchangeable = f"--{path} cannot be changed here; see {self.prog} --help"
-                return unchangeable if setting == name else loading.unknown_setting(name)
-            near = near or (setting and f"--config.{setting}")
+                return loading.unknown_setting(name) if changeable else unchangeable
+            near = near or (setting and changeable and f"--config.{setting}")
         what = "unknown option" if argument.startswith("-") else "unexpected argument"
         return f"{what} {argument!r}; {f'did you mean {near}?' if near else f'see {self.prog} --help'}"
 

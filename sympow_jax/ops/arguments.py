@@ -113,7 +113,7 @@ def check_attention(
     segment_ids,
     *,
     step: bool = False,
-    per_channel: bool | None = False,
+    may_be_per_channel: bool = False,
     causal: bool = True,
     may_lack_values: bool = False,
 ) -> Sizes:
@@ -126,7 +126,7 @@ def check_attention(
         log_decay: [B, S, K] or [B, K], per value channel [B, S, K, E] or [B, K, E], or None.
         segment_ids: [B, S] or [B], or None.
         step: the arrays are those of one token.
-        per_channel: log_decay has value's shape; None accepts either shape.
+        may_be_per_channel: log_decay may have the shape of value.
         causal: if False, log_decay must be None.
         may_lack_values: E may be 0.
     """
@@ -168,12 +168,12 @@ def check_attention(
             raise ValueError(
                 "log_decay is given and causal is False; decays run in one direction; leave one of them out"
             )
-        by_head = f"{key.shape[:-1]}, one per token and key head"
-        by_channel = f"{value.shape}, one per value channel"
-        expected = {key.shape[:-1]: per_channel is not True, value.shape: per_channel is not False}
-        if not expected.get(log_decay.shape):
-            shapes = {False: by_head, True: by_channel, None: f"{by_head}, or {by_channel}"}[per_channel]
-            raise ValueError(f"log_decay has shape {log_decay.shape}; it must be {shapes}")
+        allowed = {key.shape[:-1]: "one per token and key head"}
+        if may_be_per_channel:
+            allowed[value.shape] = "one per value channel"
+        if log_decay.shape not in allowed:
+            expected = ", or ".join(f"{shape}, {what}" for shape, what in allowed.items())
+            raise ValueError(f"log_decay has shape {log_decay.shape}; it must be {expected}")
         check_floating("log_decay", log_decay)
     if segment_ids is not None:
         check_segment_ids(segment_ids, key.shape[:-2])
@@ -259,7 +259,7 @@ def check_sizes(**sizes) -> dict[str, Any]:
 def check_integer(name: str, value, minimum: int | None = None) -> int:
     """Returns an integer as a Python int; raises ValueError for anything else or below the minimum.
 
-    Arrays of one integer are accepted unless they are traced.
+    Arrays of an integer, without axes, are accepted unless they are traced.
     """
     expected = "an integer" if minimum is None else f"an integer of at least {minimum}"
     if isinstance(value, (bool, np.bool_)):
@@ -267,7 +267,7 @@ def check_integer(name: str, value, minimum: int | None = None) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        if isinstance(value, jax.Array):
+        if isinstance(value, jax.core.Tracer):
             raise ValueError(
                 f"{name} is {_described(value)}; it must be {expected} known when tracing; mark it static, as in "
                 f"jax.jit(f, static_argnames={name!r})"
@@ -290,7 +290,8 @@ def static_or_traced(name: str, number) -> tuple[float | None, jax.Array | None]
     """Returns (number, None) for a Python number, (None, array) for an array, and (None, None) for None.
 
     Raises:
-        ValueError: it is not finite, or neither a number nor an array of one. The error begins with `name`.
+        ValueError: a Python number is not finite, or it is neither a number nor an array of one. The error begins with
+            `name`.
     """
     if isinstance(number, int | float) and not isinstance(number, bool):
         if not math.isfinite(number):

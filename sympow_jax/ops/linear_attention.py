@@ -81,6 +81,9 @@ class LinearState(State):
         exact_window = arguments.check_integer("exact_window", exact_window, 0)
         arguments.check_dtype("dtype", dtype)
 
+        # With rotated features, those of the numerator are its `head_dim`.
+        arguments.check_sizes(head_dim=head_dim, rotated_dim=0 if rotated_dim is None else rotated_dim)
+
         def zeros(head_dim, value_dim, *, power):
             sizes = arguments.check_sizes(
                 batch=batch, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim
@@ -247,8 +250,7 @@ def linear_attention_step(
     arguments.check_attention(*tokens, step=True)
 
     def rotate_token(features):
-        assert rotate is not None  # else nothing calls this
-        return rotate(features[:, None])[:, 0]
+        return _rotated(rotate, features[:, None])[:, 0]
 
     def attend(tokens, *, state, power, division):
         plan = plans.make_step(tokens, state, power=power, implementation=implementation, division=division)

@@ -331,7 +331,7 @@ def _request(
 ) -> _Request:
     """Checks arrays, state and implementation; a step has the window of its state."""
     sizes = arguments.check_attention(
-        *tokens, step=step, per_channel=None, may_lack_values=division is means.Division.NONE
+        *tokens, step=step, may_be_per_channel=True, may_lack_values=division is means.Division.NONE
     )
     arguments.check_choice("implementation", implementation, (None, *IMPLEMENTATIONS))
     is_power_state = isinstance(state, power_state.PowerState)
@@ -349,6 +349,7 @@ def _request(
     if step or state is not None:
         window = state.exact_window if is_power_state else 0
         option = "" if exact_window is None else f", exact_window={exact_window}"
+        option += ", per_channel=True" if per_channel else ""
         call = f"{', '.join(map(str, sizes.values()))}, power={power}{option}, dtype={dtype.name!r}"
         features = feature_maps.symmetric_power_dim(sizes["head_dim"], power)
         # States of two head sizes may have the same number of features: D = 2 at p = 14, and D = 5 at p = 2.

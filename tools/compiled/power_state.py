@@ -9,8 +9,8 @@ from pallas_kernels import power_state
 from pallas_kernels.power_state import configs
 from tools import h100
 
-# Power, head size, value size and chunk. At p = 2, multiples of 192, 128 and 64 give a query three, two and one
-# warpgroups.
+# Power, head size, value size and chunk. At p = 2, D < 128 and E = 64, multiples of 192, 128 and 64 give a query three,
+# two and one warpgroups.
 CASES = [
     *("p2-d32-e64-c384", "p2-d32-e128-c384", "p2-d64-e64-c64", "p2-d64-e64-c128", "p2-d64-e64-c768"),
     *("p2-d64-e128-c768", "p2-d128-e64-c1024", "p2-d128-e128-c64", "p2-d128-e128-c1024"),

@@ -109,7 +109,7 @@ class Kernel(abc.ABC):
         return self.head_dim
 
     def weigh(
-        self, scores: Float[Array, "B K G S"], log_decay: Float[Array, "B K 1 S"]
+        self, scores: Float[Array, "B K G S"], log_decay: Float[Array, "B _ 1 S"]
     ) -> Float[Array, "B K G S"]:
         """Returns the weights of cached keys, times any factor for all keys of a query.
 
@@ -134,7 +134,7 @@ class Kernel(abc.ABC):
         """Returns the recurrent state before any token.
 
         Raises:
-            ValueError: there is no recurrent state, or it would exceed the memory of the device.
+            ValueError: there is no recurrent state.
         """
         raise ValueError(f"kernel {self.attention.kernel!r} has no recurrent state; use a KV cache")
 
@@ -224,8 +224,20 @@ class RecurrentKernel(Kernel):
         """Returns the op for one token, its options bound."""
 
     @abc.abstractmethod
+    def init_state(self, batch: int) -> Memory:
+        """Returns the recurrent state before any token.
+
+        Raises:
+            ValueError: it would exceed the memory of the device.
+        """
+
+    @abc.abstractmethod
     def state_sizes(self) -> tuple[int, int]:
         """Returns F, the exact number of features of a key, and the number of elements of the normalizer per head."""
+
+    @property
+    def cache_policy(self):
+        return CachePolicy.NEVER
 
     @property
     def form(self) -> str | None:
@@ -261,6 +273,7 @@ class RecurrentKernel(Kernel):
         flops: float = cost.feature_flops(**sizes, head_dim=compared, value_dim=columns, power=power)
         if self.attention.causal:
             # The recurrent form has no chunk size of its own.
-            chunk = (form == "chunked" and self.attention.chunk_size) or cost.default_chunk(form)
+            chosen = self.attention.chunk_size if form == "chunked" else None
+            chunk = cost.default_chunk(form) if chosen is None else chosen
             flops += self.pair_flops(chunk / 2 + self.attention.exact_window)
         return flops

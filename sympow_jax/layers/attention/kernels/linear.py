@@ -19,10 +19,6 @@ class LinearKernel(kernel.RecurrentKernel):
 
     rotates_features = True
 
-    @property
-    def cache_policy(self):
-        return kernel.CachePolicy.NEVER
-
     def op(self, rotate):
         attention = self.attention
         return functools.partial(

@@ -19,11 +19,6 @@ class PowerDeltaKernel(kernel.RecurrentKernel):
     def largest_delta(self):
         return 2 if self.attention.negative_eigenvalues else 1
 
-    @property
-    def cache_policy(self):
-        # A KV cache has no strengths.
-        return kernel.CachePolicy.NEVER
-
     def attend(self, query, key, value, *, rotate, log_decay, segment_ids, delta, axis_name=None):
         if axis_name is not None:
             raise ValueError(
