@@ -2,8 +2,9 @@
 
     python -m experiments.long_text --data='linux-source-6.1/**/*.c'
 
-Models are trained at 256 and evaluated at positions up to 16,384, 64 times as far, of held-out files that are as long. `gated` and
-`conformal` are the presets. `window` is softmax over half the training context, whose memory has a constant size too.
+Models are trained at 256 and evaluated at positions up to 16,384, 64 times as far, of held-out files that are as long.
+`gated` and `conformal` are the presets. `window` is softmax over half the training context, whose memory has a constant
+size too.
 """
 
 import functools
