@@ -93,11 +93,12 @@ class Parser(argparse.ArgumentParser):
         near = spelling.nearest(argument, options)
         if any(option.startswith("--config.") for option in options):
             setting = loading.nearest_setting(name)
-            changeable = setting is None or f"--config.{setting}" in options
+            option = setting and f"--config.{setting}"
+            changeable = option is None or option in options
             if path.startswith("config."):
                 unchangeable = f"--{path} cannot be changed here; see {self.prog} --help"
                 return loading.unknown_setting(name) if changeable else unchangeable
-            near = near or (setting and changeable and f"--config.{setting}")
+            near = near or (option if changeable else None)
         what = "unknown option" if argument.startswith("-") else "unexpected argument"
         return f"{what} {argument!r}; {f'did you mean {near}?' if near else f'see {self.prog} --help'}"
 
