@@ -40,8 +40,9 @@ class Order(NamedTuple):
     def place(self, head, chunk, block):
         """Returns the head and the tokens of a block, counted over all heads of a group, of a chunk of the walk."""
         chunk = self.chunks - 1 - chunk if self.reverse else chunk
-        head = head * self.group + lax.div(block, jnp.int32(self.blocks))
-        return head, pl.ds((chunk * self.blocks + lax.rem(block, jnp.int32(self.blocks))) * _BLOCK, _BLOCK)
+        member = lax.div(block, jnp.int32(self.blocks))
+        begin = (chunk * self.blocks + block - member * self.blocks) * _BLOCK
+        return head * self.group + member, pl.ds(begin, _BLOCK)
 
 
 class Operands(NamedTuple):
