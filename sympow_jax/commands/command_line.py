@@ -95,9 +95,11 @@ class Parser(argparse.ArgumentParser):
             setting = loading.nearest_setting(name)
             option = setting and f"--config.{setting}"
             changeable = option is None or option in options
-            if path.startswith("config."):
-                unchangeable = f"--{path} cannot be changed here; see {self.prog} --help"
-                return loading.unknown_setting(name) if changeable else unchangeable
+            if argument.startswith("--config."):
+                if setting == name:
+                    return f"{argument} cannot be changed here; see {self.prog} --help"
+                known = f"there is no setting {argument}; see {self.prog} --help"
+                return loading.unknown_setting(name) if changeable else known
             near = near or (option if changeable else None)
         what = "unknown option" if argument.startswith("-") else "unexpected argument"
         return f"{what} {argument!r}; {f'did you mean {near}?' if near else f'see {self.prog} --help'}"

@@ -301,7 +301,7 @@ def _mean(attend, kernel, tokens, rotate, normalizer, state):
         return tokens._replace(query=query, key=key, value=value)
 
     def check_state(rotated_dim, separate):
-        if state is None:
+        if state is None and query.ndim == 4:
             return
         batch, (kv_heads, head_dim), value_dim = query.shape[0], key.shape[-2:], value.shape[-1]
         sizes = f"{batch}, {kv_heads}, {head_dim}, {value_dim}"
@@ -314,6 +314,8 @@ def _mean(attend, kernel, tokens, rotate, normalizer, state):
             )
         features = feature_maps.symmetric_power_dim(head_dim, kernel.power)
         shapes = {"numerator.kv": (batch, kv_heads, rotated_dim or features, value_dim)}
+        if isinstance(state, LinearState):
+            shapes["numerator.keys"] = batch, 2 * state.exact_window, kv_heads, rotated_dim or head_dim
         if separate:
             shapes["denominator.kv"] = (batch, kv_heads, features, 0)
         dtype = np.promote_types(query.dtype, jnp.float32)
