@@ -237,6 +237,7 @@ class RecurrentKernel(Kernel):
 
     @property
     def cache_policy(self):
+        """Rule for choosing the memory: the recurrent state, unless a subclass says otherwise."""
         return CachePolicy.NEVER
 
     @property
