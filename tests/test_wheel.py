@@ -127,7 +127,7 @@ def test_a_program_without_the_extra_says_so_in_one_line(python, run, tmp_path):
     done = call(python.with_name("sympow"), "eval", "--workdir=run", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr.startswith("error: sympow eval needs ")
+    assert done.stderr.startswith("error: sympow_jax.evaluation needs ")
     assert done.stderr.endswith("which is not installed: pip install 'sympow-jax[train]'\n")
     assert done.stderr.count("\n") == 1
 
