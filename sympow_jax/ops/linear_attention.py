@@ -301,7 +301,8 @@ def _mean(attend, kernel, tokens, rotate, normalizer, state):
         return tokens._replace(query=query, key=key, value=value)
 
     def check_state(rotated_dim, separate):
-        if state is None and query.ndim == 4:
+        is_step = query.ndim == 3
+        if state is None and not is_step:
             return
         batch, (kv_heads, head_dim), value_dim = query.shape[0], key.shape[-2:], value.shape[-1]
         sizes = f"{batch}, {kv_heads}, {head_dim}, {value_dim}"
