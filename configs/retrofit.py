@@ -1,7 +1,7 @@
 """A trained softmax model whose attention is replaced: `--config=configs/retrofit.py:RUN,preset=conformal,every=4`.
 
 RUN is a workdir, of a training run or made by `sympow weights import`. `every=4` keeps the attention of every fourth
-layer; without it, all layers are replaced. There are two stages. The first, `match=true`, trains the new layers to give
+layer, or replaces it by the preset `other`; without it, all layers have `preset`. There are two stages. The first, `match=true`, trains the new layers to give
 the outputs of the old ones, and may be left out. The second trains the whole model to predict the next token:
 
     uv run train.py --config=configs/retrofit.py:runs/qwen,preset=conformal,every=4,match=true --workdir=runs/match
@@ -22,21 +22,26 @@ MATCH_LEARNING_RATE, LEARNING_RATE = 1e-3, 3e-4
 
 
 def get_config(
-    run: str, *, preset: str | None = None, every: int | None = None, match: bool = False
+    run: str,
+    *,
+    preset: str | None = None,
+    every: int | None = None,
+    other: str | None = None,
+    match: bool = False,
 ) -> config.Config:
     """Returns a run of 1,000 updates that starts from the last checkpoint of `run`."""
     source = _read(run)
     is_second = source.task.replaces_attention
-    if is_second and (preset, every, match) != (None, None, False):
+    if is_second and (preset, every, other, match) != (None, None, None, False):
         raise ValueError(
-            f"{run} is the first stage of a retrofit, whose attention is already chosen; leave out preset, every and "
-            f"match"
+            f"{run} is the first stage of a retrofit, whose attention is already chosen; leave out preset, every, "
+            f"other and match"
         )
     return dataclasses.replace(
         source,
         model=source.model
         if is_second
-        else _retrofit(source.model, "conformal" if preset is None else preset, every),
+        else _retrofit(source.model, "conformal" if preset is None else preset, every, other),
         task=config.TaskConfig(name="match_attention" if match else "next_token", initial_run=run),
         optimizer=config.OptimizerConfig(
             learning_rate=MATCH_LEARNING_RATE if match else LEARNING_RATE,
@@ -66,9 +71,15 @@ def _read(run: str) -> config.Config:
     return source
 
 
-def _retrofit(model: config.ModelConfig, preset: str, every: int | None) -> config.ModelConfig:
-    """Returns the model with the attention of all layers replaced, or of all but every `every`-th."""
+def _retrofit(
+    model: config.ModelConfig, preset: str, every: int | None, other: str | None
+) -> config.ModelConfig:
+    """Returns the model with the preset in all layers but every `every`-th, which has `other` or its own attention."""
     config.require_choice("preset", preset, config.PRESETS)
+    if other is not None:
+        config.require_choice("other", other, config.PRESETS)
+        if every is None:
+            raise ValueError(f"other is {other!r}, the preset of every K-th layer; name K with every=K")
     if model.attention_pattern:
         raise ValueError(
             f"the model has the attention {model.attention_name!r}, which differs by layer; retrofit a model whose "
@@ -85,7 +96,7 @@ def _retrofit(model: config.ModelConfig, preset: str, every: int | None) -> conf
     changed = dataclasses.replace(
         model,
         attention=dataclasses.replace(model.attention, **changes),
-        attention_pattern=(preset,) if every is None else (f"{every - 1}*{preset}", "shared"),
+        attention_pattern=(preset,) if every is None else (f"{every - 1}*{preset}", other or "shared"),
     )
     if not changed.replaced_layers:
         raise ValueError(f"preset is {preset!r}, which is the attention that the model has; name another")

@@ -55,6 +55,8 @@ VARIANTS: dict[str, dict[str, str]] = {
     "conformal": {"preset": "conformal"},
     "gated and softmax": {"preset": "sympow_gated", "every": "3"},
     "window": {"preset": "sliding_window"},
+    "window and softmax": {"preset": "sliding_window", "every": "3"},
+    "window and gated": {"preset": "sliding_window", "every": "3", "other": "sympow_gated"},
 }
 ORIGINAL = "original"
 # Updates of the first stage, relative to the second, and the rate of learning of each.

@@ -76,6 +76,13 @@ def test_a_retrofit_replaces_attention_and_keeps_the_body_and_the_data(tmp_path)
     assert second.task == config.TaskConfig(initial_run=str(tmp_path / "first"))
     whole = load(f'retrofit.py:"{run}"').model
     assert {attention.position for attention in whole.attentions} == {"learned_rope"}
+    mixed = load(f'retrofit.py:"{run}",preset=sliding_window,every=3,other=sympow_gated').model
+    assert [attention.kernel for attention in mixed.attentions[:4]] == [
+        "sliding_window",
+        "sliding_window",
+        "power",
+        "sliding_window",
+    ]
 
 
 def test_mistakes_in_retrofits(tmp_path):
@@ -100,6 +107,7 @@ def test_mistakes_in_retrofits(tmp_path):
         f'"{run}",preset=conformol': "preset is 'conformol'.*did you mean conformal",
         f'"{run}",every=1': "every is 1; it must be at least 2 and at most the model's 2 layers",
         f'"{run}",every=3': "every is 3",
+        f'"{run}",other=sympow': "other is 'sympow', the preset of every K-th layer; name K with every=K",
         f'"{run}",preset=shared': "preset is 'shared'",
         f'"{run}",preset=conformal': "preset is 'conformal', which is the attention that the model has",
         f'"{matched}",preset=sympow': "first stage of a retrofit, whose attention is already chosen; leave out preset",
