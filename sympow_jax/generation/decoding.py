@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax import config as config_lib
-from sympow_jax import models, ops
+from sympow_jax import models
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.ops import arguments
 from sympow_jax.ops.promotion import by_default_rules
@@ -116,7 +116,7 @@ class Program:
             before: Any = np.zeros_like(counts)
             if isinstance(initial_state, models.DecoderState) and initial_state.position is not None:
                 before = initial_state.position.position
-            # `require_state` refuses other numbers of rows.
+            # `padded` refuses other numbers of rows.
             if (
                 longest is not None
                 and not isinstance(before, jax.core.Tracer)
@@ -195,49 +195,6 @@ def check_batch(tokens: Array | np.ndarray, lengths: Array | np.ndarray) -> None
             raise ValueError(f"{name} have dtype {array.dtype}; it must be an integer dtype")
 
 
-def require_state(model: models.DecoderLM, state: models.DecoderState, batch: int | None = None) -> None:
-    """Raises ValueError unless `state` is a state of this model with `batch` rows, or any number if None."""
-    if not isinstance(state, models.DecoderState) or not state.layers:
-        raise ValueError(f"the state is a {type(state).__name__}; make it with prefill of generation.Program")
-    rows = jax.tree.leaves(state.layers[0].memory)[0].shape[0]
-    if batch is not None and rows != batch:
-        raise ValueError(f"the state has {rows} rows and there are tokens for {batch}; they must be equal")
-    if len(state.layers) != len(model.blocks):
-        raise ValueError(
-            f"the state is of another model: it has {len(state.layers)} layers, this one {len(model.blocks)}"
-        )
-    capacity, kv_cache = cache_sizes(state)
-    # A layer that does not support the memory has the other kind, whose arrays differ.
-    kv_cache = [
-        cached == block.attention.kernel.supports_memory(kv_cache=cached)
-        for block, cached in zip(model.blocks, kv_cache)
-    ]
-    expected = jax.eval_shape(lambda: model.init_state(rows, max_length=capacity, kv_cache=kv_cache))
-    actual, needed = (
-        {
-            jax.tree_util.keystr(path): f"{leaf.dtype} {list(leaf.shape)}"
-            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        }
-        for tree in (state, expected)
-    )
-    for name in needed | actual:
-        if actual.get(name) != needed.get(name):
-            raise ValueError(
-                f"the state is of another model: {name} is {actual.get(name, 'absent')}, not "
-                f"{needed.get(name, 'absent')}"
-            )
-
-
-def cache_sizes(state: models.DecoderState) -> tuple[int, list[bool]]:
-    """Returns the capacity of a state's KV caches, and which layers have one.
-
-    The capacity is 1 without caches, as `init_state` needs a number.
-    """
-    memories = [layer.memory for layer in state.layers]
-    capacities = [memory.capacity for memory in memories if isinstance(memory, ops.KVCache)]
-    return max(capacities, default=1), [isinstance(memory, ops.KVCache) for memory in memories]
-
-
 def _check_rows(config: config_lib.ModelConfig, tokens: Array | np.ndarray, lengths: np.ndarray) -> None:
     time, vocab_size = tokens.shape[1], config.vocab_size
     for row, length in enumerate(lengths):
@@ -261,7 +218,7 @@ def _check_rows(config: config_lib.ModelConfig, tokens: Array | np.ndarray, leng
 @by_default_rules
 def padded(program, tokens, lengths, state):
     """Returns tokens without those after each row, and segment ids; raises ValueError for a state of another model."""
-    require_state(program.model, state, tokens.shape[0])
+    program.model.check_state(state, tokens.shape[0])
     inside = jnp.arange(tokens.shape[1]) < lengths[:, None]
     return jnp.where(inside, tokens, 0), jnp.where(inside, _SEGMENT, _PADDING).astype(jnp.int32)
 
@@ -277,7 +234,6 @@ def _last_logits(program, hidden, lengths):
 @by_default_rules
 def _decode(program, state, token):
     model = program.model
-    require_state(model, state, token.shape[0])
     logits, state = model.extend(token[:, None], state)
     is_known = (token >= 0) & (token < model.config.vocab_size)
     return jnp.where(is_known[:, None], logits[:, 0], jnp.nan), state
@@ -287,5 +243,4 @@ def _decode(program, state, token):
 @by_default_rules
 def _fold(program, state):
     model = program.model
-    require_state(model, state)
     return model.fold(state)

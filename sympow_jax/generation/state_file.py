@@ -14,9 +14,8 @@ import safetensors
 import safetensors.numpy
 from flax import nnx
 
-from sympow_jax import models, spelling
+from sympow_jax import models, ops, spelling
 from sympow_jax.config import fields, serialize
-from sympow_jax.generation import decoding
 from sympow_jax.process import atomic
 
 
@@ -27,10 +26,17 @@ def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: mod
         ValueError: the state is of another model.
         OSError: the file cannot be written.
     """
-    decoding.require_state(model, state)
-    capacity, kv_cache = decoding.cache_sizes(state)
-    rows = jax.tree.leaves(state.layers[0].memory)[0].shape[0]
-    header = {"rows": rows, "capacity": capacity, "kv_cache": kv_cache, **_identity(model)}
+    model.check_state(state)
+    memories = [layer.memory for layer in state.layers]
+    header = {
+        "rows": len(jax.tree.leaves(memories)[0]),
+        # `init_state` needs a number for other layers too.
+        "capacity": max(
+            (memory.capacity for memory in memories if isinstance(memory, ops.KVCache)), default=1
+        ),
+        "kv_cache": [isinstance(memory, ops.KVCache) for memory in memories],
+        **_identity(model),
+    }
     arrays = {
         jax.tree_util.keystr(name): np.ascontiguousarray(leaf)
         for name, leaf in jax.tree_util.tree_leaves_with_path(state)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -9,11 +10,10 @@ from sympow_jax import layers
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers.attention import memory
 from sympow_jax.models import trunk
-from sympow_jax.ops import arguments, documents
-from sympow_jax.ops.pytree import State
+from sympow_jax.ops import arguments, documents, pytree
 
 
-class DecoderState(State):
+class DecoderState(pytree.State):
     """State of a decoder after a prefix of tokens.
 
     Attributes:
@@ -101,14 +101,9 @@ class DecoderLM(trunk.TokenTrunk):
     def _over_states(self, apply, tokens, segment_ids, state):
         """Returns the hidden states and the new state, whose layers are those that `apply` returns for each block."""
         x = self.embed(tokens)
-        if state is not None and not isinstance(state, DecoderState):
-            raise ValueError(f"the state is a {type(state).__name__}; make it with this model's init_state")
+        if state is not None:
+            self.check_state(state, x.shape[0])
         layer_states = [None] * len(self.blocks) if state is None else state.layers
-        if len(layer_states) != len(self.blocks):
-            raise ValueError(
-                f"the state has {len(layer_states)} layers and the model {len(self.blocks)}; make it with this "
-                f"model's init_state"
-            )
         segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
         x, position = self._stem(x, segment_ids, None if state is None else state.position)
         x, after = trunk.shard_tokens(x), []
@@ -142,8 +137,25 @@ class DecoderLM(trunk.TokenTrunk):
                 block.attention.init_state(batch, max_length=max_length, kv_cache=choice)
                 for block, choice in zip(self.blocks, choices)
             ),
-            position=None if self.config.added_position is None else documents.PositionState.zeros(batch),
+            position=self._init_position(batch),
         )
+
+    def _init_position(self, batch: int) -> documents.PositionState | None:
+        return None if self.config.added_position is None else documents.PositionState.zeros(batch)
+
+    def check_state(self, state: Any, batch: int | None = None) -> None:
+        """Raises ValueError unless `state` is one of this model, for `batch` rows or, if None, for any number."""
+        if not isinstance(state, DecoderState) or len(state.layers) != len(self.blocks):
+            layers = f" of {len(state.layers)} layers" if isinstance(state, DecoderState) else ""
+            raise ValueError(
+                f"the state is a {type(state).__name__}{layers} and the model has {len(self.blocks)} layers; make it "
+                f"with init_state of this model or with prefill of its generation.Program"
+            )
+        for layer, (block, own) in enumerate(zip(self.blocks, state.layers)):
+            block.attention.check_state(own, batch, f"layer {layer} of the state")
+        position = jax.eval_shape(lambda: self._init_position(len(jax.tree.leaves(state.layers)[0])))
+        if different := pytree.difference(state.position, position):
+            raise ValueError(f"the position of the state is of another model: {different}")
 
     @property
     def kv_cache_lengths(self) -> tuple[int | None, ...]:
@@ -157,12 +169,13 @@ class DecoderLM(trunk.TokenTrunk):
         """Returns the state with KV caches replaced by the recurrent states of their tokens, which do not grow.
 
         Layers with neither a recurrent state nor a window keep their cache. The cache of a sliding window gets room
-        for the whole window. A row whose document has exceeded the capacity of a cache
-        that is replaced becomes NaN.
+        for the whole window. A row whose document has exceeded the capacity of a cache that is replaced
+        becomes NaN.
 
         Raises:
-            ValueError: no layer has a recurrent state or a window.
+            ValueError: the state is not one of this model, or no layer has a recurrent state or a window.
         """
+        self.check_state(state)
         bounded = [memory.is_bounded(block.attention.kernel) for block in self.blocks]
         if not any(bounded):
             # The error of a layer names the reason.

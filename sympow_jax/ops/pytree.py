@@ -27,3 +27,18 @@ class State:
     def nbytes(self) -> int:
         """Number of bytes stored."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+
+def difference(found: State | None, needed: State | None) -> str | None:
+    """Returns in words which array of a state does not have the needed shape and dtype; None if all have."""
+    arrays, own = (
+        {
+            jax.tree_util.keystr(path): f"{leaf.dtype} {list(leaf.shape)}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        }
+        for state in (found, needed)
+    )
+    for name in own | arrays:
+        if arrays.get(name) != own.get(name):
+            return f"{name} is {arrays.get(name, 'absent')}, not {own.get(name, 'absent')}"
+    return None

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,7 +63,7 @@ def test_states(model):
     with pytest.raises(ValueError, match="kernel 'softmax' does not support; pass kv_cache=True"):
         softmax.init_state(1, max_length=4, kv_cache=False)
     state = model.init_state(1, max_length=4)
-    with pytest.raises(ValueError, match="the state has 0 layers and the model 1; make it with this model's"):
+    with pytest.raises(ValueError, match="DecoderState of 0 layers and the model has 1 layers; make it"):
         model.extend(jnp.zeros((1, 2), jnp.int32), dataclasses.replace(state, layers=()))
 
 
@@ -71,14 +72,18 @@ def test_states_of_other_layers():
         functools.partial(getattr(layers, f"{kind}Attention"), rngs=0)
         for kind in ("Power", "Linear", "Softmax")
     )
+    own = power(16, 2).init_state(2)
+    wrong_norm = dataclasses.replace(own.memory, norm=own.memory.norm[:, :1])
     for kind, state, message in (
-        (power, power(16, 2).init_state(3), "an array of shape (3, 2)"),
-        (power, power(16, 4).init_state(2), "an array of shape (2, 4)"),
-        (power, linear(16, 2).init_state(2), "PositionState as its position"),
-        (power, power(16, 2).init_state(2).memory, "is a PowerState"),
-        (linear, power(16, 2, position="rope").init_state(2), "LinearState"),
+        (power, power(16, 2).init_state(3), "has 3 rows and there are tokens for 2"),
+        (power, power(16, 4).init_state(2), ".memory.kv is float32 [2, 4, 10, 4], not float32 [2, 2, 36, 8]"),
+        (power, linear(16, 2).init_state(2), ".memory.kv is absent"),
+        (power, own.memory, "is a PowerState"),
+        (power, dataclasses.replace(own, memory=wrong_norm), ".memory.norm is float32 [2, 1, 36], not"),
+        (power, jax.tree.map(lambda x: x.astype("bfloat16"), own), ".memory.kv is bfloat16"),
+        (linear, power(16, 2, position="rope").init_state(2), ".memory.numerator.kv is absent"),
         (softmax, linear(16, 2).init_state(2), "does not support"),
-        (softmax, softmax(16, 4).init_state(2, max_length=4), "(2, 4, 4, 4)"),
+        (softmax, softmax(16, 4).init_state(2, max_length=4), ".memory.key is float32 [2, 4, 4, 4]"),
         (softmax, (1, 2), "the state is a tuple"),
     ):
         layer = kind(16, 2)

@@ -126,7 +126,7 @@ def test_ragged_prompts_and_rows_and_files_of_their_states(model, tmp_path):
     moved = generation.insert(generation.fork(first, 2), 1, generation.take(first, 2))
     jax.tree.map(np.testing.assert_array_equal, generation.take(moved, 1), generation.take(moved, 4))
     other = small.model("conformal_paper", layers=2, attention_pattern=("softmax", "conformal_paper"))
-    with pytest.raises(ValueError, match="the state is of another model"):
+    with pytest.raises(ValueError, match="layer 0 of the state has a PowerState"):
         generation.Program(other).decode(first, token)
     with pytest.raises(ValueError, match="state of another model: attention_pattern is"):
         generation.restore_state(tmp_path / "state", other)

@@ -15,12 +15,11 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers, norms, partitioning
 from sympow_jax.layers.attention import decays, kernels, positions
 from sympow_jax.layers.attention import memory as memories
-from sympow_jax.ops import arguments, documents, rotary
+from sympow_jax.ops import arguments, documents, pytree, rotary
 from sympow_jax.ops.promotion import by_default_rules
-from sympow_jax.ops.pytree import State
 
 
-class AttentionState(State):
+class AttentionState(pytree.State):
     """State of an attention layer after a prefix of tokens.
 
     Attributes:
@@ -208,7 +207,7 @@ class Attention(nnx.Module):
         x, segment_ids = self._checked(x, segment_ids)
         if not self.kernel.attention.causal:
             raise ValueError("attention that is not causal has no state; call the layer, without extend")
-        self._check_state(state, x.shape[0])
+        self.check_state(state, x.shape[0])
         return self._attend(x, segment_ids, state)
 
     @by_default_rules
@@ -256,8 +255,9 @@ class Attention(nnx.Module):
         exceeded the capacity of the cache becomes NaN.
 
         Raises:
-            ValueError: there is no memory that does not grow.
+            ValueError: the state is not one of this layer, or there is no memory that does not grow.
         """
+        self.check_state(state)
         return dataclasses.replace(state, memory=memories.fold(self.kernel, state.memory))
 
     def _checked(self, x, segment_ids):
@@ -281,31 +281,23 @@ class Attention(nnx.Module):
         arguments.check_floating("x", x)
         return x, arguments.to_segment_ids(segment_ids, x.shape[:2])
 
-    def _check_state(self, state: Any, batch: int) -> None:
-        """Raises ValueError unless `state` is one of this layer; ops check the sizes of recurrent states."""
-        kernel = self.kernel
-
-        def require(holds: bool, mistake: str) -> None:
-            if not holds:
-                raise ValueError(f"the state {mistake}; make it with init_state({batch}) of this layer")
-
-        require(isinstance(state, AttentionState), f"is a {type(state).__name__}")
-        is_memory = isinstance(state.memory, kernels.Memory)
-        require(is_memory, f"has a {type(state.memory).__name__} as its memory")
-        memory, position, expected = state.memory, state.position, self.positions.init_state(batch)
-        is_cache, kind, needed = (isinstance(memory, ops.KVCache), type(position), type(expected))
-        name = f"{type(memory).__name__}, which kernel {kernel.attention.kernel!r} does not support"
-        require(kernel.supports_memory(kv_cache=is_cache), f"has a {name}")
-        require(kind is needed, f"has {kind.__name__} as its position, not {needed.__name__}")
-        shapes = [
-            (x.shape, y.shape) for x, y in zip(jax.tree.leaves(position)[:1], jax.tree.leaves(expected))
-        ]
-        if is_cache:
-            slots = batch, self.kv_heads, memory.capacity
-            shapes.append((memory.key.shape, (*slots, kernel.encoded_dim)))
-            shapes.append((memory.value.shape, (*slots, self.head_dim)))
-        for shape, own in shapes:
-            require(shape == own, f"has an array of shape {shape} where this layer needs {own}")
+    def check_state(self, state: Any, batch: int | None = None, name: str = "the state") -> None:
+        """Raises ValueError unless `state` is one of this layer, for `batch` rows or, if None, for any number."""
+        memory = getattr(state, "memory", None)
+        if not isinstance(state, AttentionState) or not isinstance(memory, kernels.Memory):
+            raise ValueError(f"{name} is a {type(state).__name__}; make it with init_state of this layer")
+        rows, cached = len(jax.tree.leaves(memory)[0]), isinstance(memory, ops.KVCache)
+        if batch not in (None, rows):
+            raise ValueError(f"{name} has {rows} rows and there are tokens for {batch}; they must be equal")
+        if not self.kernel.supports_memory(kv_cache=cached):
+            raise ValueError(
+                f"{name} has a {type(memory).__name__}, which kernel {self.kernel.attention.kernel!r} does not "
+                f"support; make it with init_state of this layer"
+            )
+        length = memory.capacity if isinstance(memory, ops.KVCache) else None
+        own = jax.eval_shape(lambda: self.init_state(rows, max_length=length, kv_cache=cached))
+        if different := pytree.difference(state, own):
+            raise ValueError(f"{name} is of another layer: {different}; make it with init_state of this one")
 
     def _project(self, x) -> "_Heads":
         """Returns queries, keys and values per head, and decays, rates and write strengths per key/value head."""
