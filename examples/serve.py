@@ -3,9 +3,10 @@
     uv run examples/serve.py --workdir=runs/quickstart --port=8000
     curl localhost:8000/v1/completions -d '{"model": "quickstart", "prompt": "def ", "max_tokens": 100, "seed": 1}'
 
-Requests enter and leave a running batch between two tokens. A prompt starts from the state after the longest earlier
-prompt that it begins with, and gets a slot of the batch, of which one token per slot is decoded at a time. A text is
-that of `generation.generate`, whatever the other requests are. A client that leaves frees its slot.
+Requests enter and leave a running batch between two tokens. A prompt starts from the longest kept state that it begins
+with: states are kept after prompts, and where a prompt parts from an earlier one. It gets a slot of the batch, of which
+one token per slot is decoded at a time. A text is that of `generation.generate`, whatever the other requests are. A
+client that leaves frees its slot.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os.path
 import pathlib
 import re
 import time
@@ -26,8 +28,9 @@ from sympow_jax import data, generation, training
 
 SECONDS = 10  # to send a request, and to receive a part of its answer
 BYTES = 1 << 20  # of the body of a request
+SHARED = 16  # tokens that two prompts must begin with for a state to be kept where they part
 DEFAULTS = {"model": "", "prompt": "", "max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "seed": 0}
-DEFAULTS |= {"stop": [], "stream": False, "n": 1}  # with the types of values; seed is really the time
+DEFAULTS |= {"stop": [], "stream": False, "stream_options": {}, "n": 1}  # with types; seed is really the time
 STATUSES = dict.fromkeys((ValueError, EOFError, RecursionError, asyncio.LimitOverrunError), "400 Bad Request")
 STATUSES |= {LookupError: "404 Not Found", TimeoutError: "408 Request Timeout", Exception: "500 Server Error"}
 
@@ -36,6 +39,7 @@ STATUSES |= {LookupError: "404 Not Found", TimeoutError: "408 Request Timeout", 
 class Request:
     """A prompt that is continued until it is over: at its end, at an error, or when its client leaves.
 
+    stream: options of a stream; None for an answer in one piece.
     pieces: the new text after each token, with the reason if it is the last; or an error.
     cached: number of the prompt's tokens that were not prefilled.
     """
@@ -44,7 +48,7 @@ class Request:
     transcript: generation.Transcript
     sampling: generation.Sampling
     seed: int
-    stream: bool
+    stream: dict | None
     pieces: asyncio.Queue = dataclasses.field(default_factory=asyncio.Queue)
     cached: int = 0
     over: bool = False
@@ -88,11 +92,14 @@ class Engine:
         options = {name: given[name] for name in ("temperature", "top_p")}
         sampling = generation.Sampling(**options, vocab_size=self.codec.sampled_vocab_size)
         tokens = await asyncio.to_thread(self.codec.encode, given["prompt"].encode(), "the prompt")
-        count, most = len(tokens), given["max_tokens"]
-        if count + most > self.max_length:
-            raise ValueError(f"the prompt's {count} tokens and max_tokens, {most}, exceed {self.max_length}")
+        most = given["max_tokens"]
+        if len(tokens) + most > self.max_length:
+            raise ValueError(
+                f"the prompt's {len(tokens)} tokens and max_tokens, {most}, exceed {self.max_length}"
+            )
         transcript = generation.Transcript(self.codec, tokens, max_tokens=most, stops=given["stop"])
-        request = Request(np.array(tokens, np.int32), transcript, sampling, given["seed"], given["stream"])
+        stream = given["stream_options"] if given["stream"] else None
+        request = Request(np.array(tokens, np.int32), transcript, sampling, given["seed"], stream)
         self.waiting.put_nowait(request)
         return request
 
@@ -121,15 +128,19 @@ class Engine:
     def prefill(self, slot, request):
         """Fills a slot with the state after a prompt, and keeps it; the least recently used states make room."""
         tokens, key = request.tokens, request.tokens.tobytes()
+        width = tokens.itemsize
         prefix = max(filter(key.startswith, self.kept), key=len, default=b"")
-        row, request.cached = self.kept.pop(prefix, self.empty), len(prefix) // tokens.itemsize
-        self.kept[prefix] = row
-        if (count := len(tokens) - request.cached) > 0:
-            # Padding to a power of two, so that there are few programs. It leaves the state unchanged.
-            padded = np.zeros((1, 1 << (count - 1).bit_length()), np.int32)
-            padded[0, :count] = tokens[-count:]
-            row = self.program.prefill(padded, np.array([count]), initial_state=row[1])
-        self.kept[key] = row
+        row, start = self.kept.pop(prefix, self.empty), len(prefix) // width
+        equal = (os.path.commonprefix([key, other]) for other in self.kept)  # noqa: RUF071 (of bytes)
+        parting = max((len(beginning) // width for beginning in equal), default=0)
+        self.kept[prefix], request.cached = row, start
+        for end in [parting] * (parting >= start + SHARED) + [len(tokens)]:
+            if (count := end - start) > 0:
+                # Padding to a power of two, so that there are few programs. It leaves the state unchanged.
+                padded = np.zeros((1, 1 << (count - 1).bit_length()), np.int32)
+                padded[0, :count] = tokens[start:end]
+                row = self.program.prefill(padded, np.array([count]), initial_state=row[1])
+            self.kept[key[: end * width]], start = row, end
         size = sum(x.nbytes for x in jax.tree.leaves(row))  # of each
         while sum(size + len(key) for key in self.kept) > self.cache_bytes:
             del self.kept[next(iter(self.kept))]
@@ -181,16 +192,18 @@ async def answer(engine: Engine, line: str, body: bytes, send):
                 raise piece
             (text, reason), used = piece, used + 1
             choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason or None}
-            if request.stream:
+            if request.stream is not None:
                 await send("data: " + json.dumps(about | {"choices": [choice]}))
     finally:
         request.over = True
-    if request.stream:
-        return await send("data: [DONE]")
-    choice["text"], count = request.transcript.text, len(request.tokens)
+    count, details = len(request.tokens), {"cached_tokens": request.cached}
     usage = {"prompt_tokens": count, "completion_tokens": used, "total_tokens": count + used}
-    details = {"prompt_tokens_details": {"cached_tokens": request.cached}}
-    await send(json.dumps(about | {"choices": [choice], "usage": usage | details}))
+    about |= {"usage": usage | {"prompt_tokens_details": details}}
+    if request.stream is not None:
+        if request.stream.get("include_usage"):
+            await send("data: " + json.dumps(about | {"choices": []}))
+        return await send("data: [DONE]")
+    await send(json.dumps(about | {"choices": [choice | {"text": request.transcript.text}]}))
 
 
 async def handle(engine: Engine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):

@@ -207,6 +207,9 @@ def test_a_server_of_concurrent_requests(preset):
         reasons = [piece["choices"][0]["finish_reason"] for piece in pieces]
         assert reasons == [None] * 39 + ["length"]
         assert "".join(map(text_of, events(port, "def ", stop=[stop], **options)[:-1])) == text_of(answer)
+        *pieces, usage, _ = events(port, "def ", stream_options={"include_usage": True}, **options)
+        assert "".join(map(text_of, pieces)) == expected[0]
+        assert (usage["choices"], usage["usage"]["completion_tokens"]) == ([], 40)
         models = ask(port, None, path="models")
         assert [model["id"] for model in models["data"]] == ["small"]
 
@@ -243,6 +246,8 @@ def test_a_server_keeps_states_after_prompts(preset):
         assert cached("de") == 0
         assert sorted(len(key) // 4 for key in engine.kept) == [0, 2]
         engine.cache_bytes = 1 << 20
+        # A state is kept where prompts part, and the third begins there.
+        assert [cached(f"def a_long_beginning{end}") for end in ("x", "y", "z", "")] == [2, 2, 20, 20]
         assert list(pool.map(cached, ["def", "de 1"], timeout=100)) == [2, 2]
         engine.cache_bytes = 0
         assert cached("def f") == 3
@@ -271,6 +276,7 @@ def test_a_server_survives_its_requests(monkeypatch):
             b"max_tokens": (b"NaN", b"true", b"2.0", b'"2"', b"0", b"-1", b"100000"),
             b"stream": (b"1", b'"true"'),
             b"n": (b"2", b"true"),
+            b"stream_options": (b"true", b"[]"),
             b"prompt": (b"3", b'["a", "b"]', b"[]", b"[[1]]", b"null", b'""', b'"\\ud800"'),
             b"logprobs": (b"1",),
             b"model": (b"3",),
