@@ -10,7 +10,6 @@ from sympow_jax.ops.feature_maps import (
     elu_plus_one,
     symmetric_power,
     symmetric_power_dim,
-    symmetric_power_rotation,
     tensor_power,
 )
 from sympow_jax.ops.kv_cache import KVCache
@@ -40,6 +39,5 @@ __all__ = [
     "spe",
     "symmetric_power",
     "symmetric_power_dim",
-    "symmetric_power_rotation",
     "tensor_power",
 ]

@@ -278,32 +278,14 @@ def check_integer(name: str, value, minimum: int | None = None) -> int:
     return number
 
 
-def check_number(name: str, value, above: float) -> float:
+def check_number(name: str, value, above: float = -math.inf) -> float:
     """Returns a Python float; raises ValueError unless the value is a finite number above the given one."""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not above < value < math.inf:
-        raise ValueError(f"{name} is {value!r}; it must be a finite number above {above}")
+        found = repr(value) if is_number or isinstance(value, str | None) else f"a {type(value).__name__}"
+        least = "" if above == -math.inf else f" above {above}"
+        raise ValueError(f"{name} is {found}; it must be a finite number{least}")
     return float(value)
-
-
-def static_or_traced(name: str, number) -> tuple[float | None, jax.Array | None]:
-    """Returns (number, None) for a Python number, (None, array) for an array, and (None, None) for None.
-
-    Raises:
-        ValueError: a Python number is not finite, or it is neither a number nor an array of one. The error begins with
-            `name`.
-    """
-    if isinstance(number, int | float) and not isinstance(number, bool):
-        if not math.isfinite(number):
-            raise ValueError(f"{name} is {number}; it must be finite")
-        return number, None
-    if number is None:
-        return None, None
-    is_array = isinstance(number, jax.Array | np.ndarray | np.generic) and number.dtype.kind in "iufV"
-    if not is_array or np.shape(number):
-        found = f"an array of shape {np.shape(number)}" if np.shape(number) else repr(number)
-        raise ValueError(f"{name} is {found}; it must be a number")
-    return None, jnp.asarray(number)
 
 
 def check_dtype(name: str, dtype) -> None:

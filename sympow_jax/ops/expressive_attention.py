@@ -57,7 +57,7 @@ def expressive_attention(
         segment_ids: documents, as in `ops.documents`. No query attends across a boundary. Padding outputs zero, is
             masked as a key and does not decay.
         causal: if False, attention is bidirectional within a document, and log_decay must be None.
-        scale: factor of the scores, a finite number or an array of one. It affects the result.
+        scale: factor of the scores, a finite number. It affects the result. Multiply the query by one that is learned.
         implementation: `reference` is the formula with all T x S pairs at once. `xla` (None) works on blocks of queries
             and keys, skips blocks above the diagonal and those of other documents, and recomputes blocks in the
             backward pass, so memory is linear in S.
@@ -80,7 +80,7 @@ def expressive_attention(
     if scale is None:
         raise ValueError("scale is None; it must be a number, since it affects the result")
     tokens = Tokens.of(query, key, value, log_decay, segment_ids)
-    plan, traced_scale = pairwise.prepare(
+    plan = pairwise.prepare(
         tokens,
         causal=causal,
         scale=scale,
@@ -89,23 +89,18 @@ def expressive_attention(
         block_size=block_size,
         axis_name=axis_name,
     )
-    return _call(plan, tokens=tokens, scale=traced_scale)
+    return _call(plan, tokens=tokens)
 
 
 @sharding.op({"tokens": SEQUENCE}, lambda plan: "B T N E")
-def _call(plan, tokens, scale):
+def _call(plan, tokens):
     compute = (
         _reference if plan.implementation == "reference" else functools.partial(_blockwise, plan.block_size)
     )
-    # Weights of scores that are not finite are zero. With such a learned scale, outputs are NaN instead.
-    zero = None if scale is None else 0 * scale
-    scale = plan.scale if scale is None else scale
 
     def attend(tokens):
         finite = containment.remove(tokens, causal=plan.causal)
-        out = compute(plan.causal, scale, finite.tokens)
-        out = out if zero is None else out + zero.astype(out.dtype)
-        return containment.restore(out, finite)
+        return containment.restore(compute(plan.causal, plan.scale, finite.tokens), finite)
 
     with jax.named_scope(f"expressive_{plan.implementation}"):
         return time_axis.by_heads(attend, tokens, plan.axis_name)

@@ -22,7 +22,6 @@ __all__ = [
     "multiplicities",
     "symmetric_power",
     "symmetric_power_dim",
-    "symmetric_power_rotation",
     "tensor_power",
 ]
 
@@ -225,55 +224,6 @@ def multiplicities(head_dim: int, power: int) -> np.ndarray:
         count, run = np.concatenate(counts), np.concatenate(runs)
     count.setflags(write=False)
     return count
-
-
-def symmetric_power_rotation(rotation: Float[Array, "D D"], power: int) -> Float[Array, "F F"]:
-    """Returns the rotation P' of features with phi(P k) = P' phi(k), for a rotation P of vectors.
-
-    Proposition 2 of "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025), for the symmetric
-    power itself rather than the tensor power of the paper's proof. With A the isometry from symmetric features into the
-    tensor power, P' = A^T (P x ... x P) A. It stores D^p x F elements, so use it for small D only.
-
-    Raises:
-        ValueError: `power` is below 1, the rotation is not a square matrix of floating-point numbers, or A would exceed
-            the device's memory.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> from sympow_jax import ops
-        >>> quarter = jnp.array([[0.0, -1.0], [1.0, 0.0]])  # x_1 and x_2 swap, and one changes its sign
-        >>> ops.symmetric_power_rotation(quarter, 2).round(3).tolist()
-        [[0.0, 0.0, 1.0], [0.0, -1.0, 0.0], [1.0, 0.0, 0.0]]
-    """
-    power = arguments.check_power(power, even=False)
-    rotation = arguments.to_array("rotation", rotation)
-    arguments.check_floating("rotation", rotation)
-    size = rotation.shape[-1] if rotation.ndim else 0
-    if rotation.shape != (size, size):
-        raise ValueError(f"rotation has shape {rotation.shape}; it must be square, [D, D]")
-    _require_size(size, power, lambda: 8 * size**power * symmetric_power_dim(size, power))
-    return _rotation_of_features(power, rotation)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-@by_default_rules
-def _rotation_of_features(power, rotation):
-    head_dim = rotation.shape[0]
-    isometry = jnp.asarray(_isometry(head_dim, power), rotation.dtype)
-    rotated = isometry.reshape(*(head_dim,) * power, -1)
-    for axis in range(power):
-        rotated = jnp.moveaxis(
-            jnp.tensordot(rotation, rotated, axes=(1, axis), precision=jax.lax.Precision.HIGHEST), 0, axis
-        )
-    return jnp.matmul(isometry.T, rotated.reshape(isometry.shape), precision=jax.lax.Precision.HIGHEST)
-
-
-@functools.cache
-def _isometry(head_dim: int, power: int) -> np.ndarray:
-    indices = np.indices((head_dim,) * power).reshape(power, -1).T
-    matrix = np.zeros((len(indices), symmetric_power_dim(head_dim, power)))
-    matrix[np.arange(len(indices)), position(head_dim, np.sort(indices, -1))] = 1
-    return matrix / np.sqrt(matrix.sum(0))
 
 
 def elu_plus_one(x: Float[Array, "*batch D"]) -> Float[Array, "*batch D"]:

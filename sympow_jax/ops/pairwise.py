@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sympow_jax.array_types import Array
 from sympow_jax.ops import arguments
 from sympow_jax.ops.tokens import Tokens
 
 
 class Plan(NamedTuple):
-    """Static options of a call; `scale` is None if it is an array or if the op has a default.
+    """Options of a call; `scale` is None if the op has a default.
 
     Only softmax attention has a `window`, the number of last tokens of a document that a query attends to.
     """
@@ -32,8 +31,8 @@ def prepare(
     block_size,
     axis_name: str | None,
     window: int | None = None,
-) -> tuple[Plan, Array | None]:
-    """Checks the arguments of an op; returns its plan, and the scale if it is an array.
+) -> Plan:
+    """Checks the arguments of an op; returns its plan.
 
     Raises:
         ValueError: for shapes or options that do not match each other.
@@ -48,5 +47,6 @@ def prepare(
         window = arguments.check_integer("window", window, 1)
         if not causal:
             raise ValueError(f"window is {window} and causal is False; only causal attention has a window")
-    fixed, traced = arguments.static_or_traced("scale", scale)
-    return Plan(causal, fixed, implementation, block_size, axis_name, window), traced
+    if scale is not None:
+        scale = arguments.check_number("scale", scale)
+    return Plan(causal, scale, implementation, block_size, axis_name, window)

@@ -65,7 +65,7 @@ def softmax_attention(
         causal: if False, attention is bidirectional within a document, and log_decay must be None.
         window: number of tokens of its document that a query attends to: its own and those directly before it. None
             for all before it. Causal attention only.
-        scale: a finite number, or an array of one; defaults to 1 / sqrt(D).
+        scale: a finite number; defaults to 1 / sqrt(D). Multiply the query by a factor that is learned.
         implementation: `xla` processes queries `block_size` at a time and recomputes them in the backward pass. Its
             memory is a few times that of one block's scores, 4 B N block_size S bytes, plus memory linear in S. With a
             window, its cost is that of T (window + block_size) pairs, if S is larger than window + block_size. `cudnn`
@@ -93,7 +93,7 @@ def softmax_attention(
         (1, 32, 4, 16)
     """
     tokens = Tokens.of(query, key, value, log_decay, segment_ids)
-    plan, traced_scale = pairwise.prepare(
+    plan = pairwise.prepare(
         tokens,
         causal=causal,
         scale=scale,
@@ -103,16 +103,13 @@ def softmax_attention(
         axis_name=axis_name,
         window=window,
     )
-    return _call(plan, tokens=tokens, scale=traced_scale)
+    return _call(plan, tokens=tokens)
 
 
 @sharding.op({"tokens": SEQUENCE}, lambda plan: "B T N E")
-def _call(plan, tokens, scale):
-    scale = plan.scale if scale is None else scale
-    attend = functools.partial(
-        _attend_all, plan, 1 / math.sqrt(tokens.query.shape[-1]) if scale is None else scale
-    )
-    return time_axis.by_heads(attend, tokens, plan.axis_name)
+def _call(plan, tokens):
+    scale = 1 / math.sqrt(tokens.query.shape[-1]) if plan.scale is None else plan.scale
+    return time_axis.by_heads(functools.partial(_attend_all, plan, scale), tokens, plan.axis_name)
 
 
 def _attend_all(plan, scale, tokens):

@@ -173,10 +173,9 @@ OTHERS = [
         (op, {"scale": scale}, message)
         for op in (ops.softmax_attention, ops.expressive_attention)
         for scale, message in (
-            (np.nan, "scale is nan; it must be finite"),
-            ("1", "scale is '1'; it must be a number"),
-            (np.True_, "scale is np.True_; it must be a number"),
-            (jnp.ones(3), "scale is an array of shape (3,); it must be a number"),
+            (np.nan, "scale is nan; it must be a finite number"),
+            ("1", "scale is '1'; it must be a finite number"),
+            (jnp.ones(3), "scale is a ArrayImpl; it must be a finite number"),
         )
     ),
     (ops.delta_attention, {"delta": X}, "delta has shape (1, 4, 1, 4); it must be (1, 4, 1)"),
@@ -197,12 +196,6 @@ OTHERS = [
 def test_other_attention_refuses():
     for op, wrong, message in OTHERS:
         raises_one_line(message, op, **three(X) | wrong)
-
-
-@pytest.mark.parametrize("op", [ops.softmax_attention, ops.expressive_attention])
-def test_a_learned_scale_that_diverges_shows(op):
-    call = jax.jit(lambda scale: op(X, X, X, scale=scale))
-    assert all(np.isnan(call(jnp.float32(scale))).all() for scale in (np.nan, np.inf))
 
 
 def test_states_refuse_sizes_that_are_none():
@@ -394,8 +387,6 @@ FUNCTIONS = [
     (lambda: feature_maps.tensor_power(X, 0), "power is 0; it must be at least 1"),
     (lambda: feature_maps.symmetric_power(X.astype("int32"), 2), "x has dtype int32"),
     (lambda: ops.elu_plus_one(np.array(["a"])), "x has dtype <U1; it must be an array of numbers"),
-    (lambda: ops.symmetric_power_rotation(jnp.ones((2, 3)), 2), "rotation has shape (2, 3); it must be"),
-    (lambda: ops.symmetric_power_rotation(jnp.eye(2, dtype=int), 2), "rotation has dtype int32"),
     *(
         (functools.partial(f, jnp.ones(size), power), message)
         for f in (

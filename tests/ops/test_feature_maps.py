@@ -45,13 +45,14 @@ def test_proposition_2_rotating_vectors_rotates_features(head_dim, power):
     random = np.random.default_rng(2)
     rotation, _ = np.linalg.qr(random.normal(size=(head_dim, head_dim)))
     rotation[0] *= np.sign(np.linalg.det(rotation))
-    key = random.normal(size=head_dim)
+    keys = random.normal(size=(3 * ops.symmetric_power_dim(head_dim, power), head_dim))
     with jax.enable_x64(True):
-        induced = np.asarray(ops.symmetric_power_rotation(jnp.asarray(rotation), power))
-        rotated = ops.symmetric_power(jnp.asarray(rotation @ key), power)
-        np.testing.assert_allclose(
-            induced @ ops.symmetric_power(jnp.asarray(key), power), rotated, atol=1e-12
+        features, rotated = (
+            np.asarray(ops.symmetric_power(jnp.asarray(x), power)) for x in (keys, keys @ rotation.T)
         )
+    solution, *_ = np.linalg.lstsq(features, rotated)
+    induced = solution.T
+    np.testing.assert_allclose(features @ induced.T, rotated, atol=1e-12)
     np.testing.assert_allclose(induced @ induced.T, np.eye(len(induced)), atol=1e-12)
     assert np.linalg.det(induced) == pytest.approx(1)
 
