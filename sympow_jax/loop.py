@@ -25,7 +25,7 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
         config, contradictions = data.compare_metadata(config)
         for line in contradictions:  # before errors that they explain
             hosts.say(f"warning: {line}", error=True)
-        data.require_outside_runs(config.data, folder)
+        data.require_outside_workdir(config.data, folder)
         rows, heldout, description = data.open_run(
             config.data, config.task, vocab_size=config.model.vocab_size
         )

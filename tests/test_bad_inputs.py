@@ -12,7 +12,6 @@ import struct
 import tempfile
 from typing import Any
 
-import jax
 import numpy as np
 import PIL.Image
 import pytest
@@ -24,7 +23,7 @@ pytest.importorskip("hypothesis")
 import hypothesis
 from hypothesis import strategies as st
 
-from sympow_jax import config, data, generation, loop, models, ops, training, weights
+from sympow_jax import config, data, generation, loop, models, training, weights
 from sympow_jax.commands import command_line
 from sympow_jax.config import fields, serialize
 from sympow_jax.data import tokenizer
@@ -410,60 +409,3 @@ def test_flags():
     read([])
     flags = st.lists(st.sampled_from(sorted(choices)).flatmap(flag), min_size=1, max_size=4)
     try_inputs(read, flags, 100)
-
-
-def seldom(usual, *others):
-    return st.integers(0, 9).flatmap(lambda n: st.sampled_from(others) if n == 9 else st.just(usual))
-
-
-@st.composite
-def attention_arguments(draw):
-    """Returns arguments of power attention, few of which are bad."""
-    sizes = (1, 2, 3, 4, 8, 17)
-    batch, time, heads, dim = (draw(st.sampled_from(sizes)) for _ in range(4))
-
-    def array(*shape):
-        axes = [draw(seldom(length, *sizes, 0)) for length in shape]
-        dtype = draw(seldom("float32", "int32", "bool", "float16", "complex64"))
-        return jax.ShapeDtypeStruct(draw(seldom(axes, axes[:-1], [*axes, 1])), dtype)
-
-    arguments: dict[str, Any] = {name: array(batch, time, heads, dim) for name in ("query", "key", "value")}
-    arguments["log_decay"] = array(batch, time, heads) if draw(st.booleans()) else None
-    if draw(st.booleans()):
-        ids = np.zeros((batch, time), draw(seldom("int32", "int64", "uint8", "float32", "bool")))
-        arguments["segment_ids"] = draw(
-            seldom(ids, ids - 2 if ids.dtype != bool else ids, ids[:, :-1], ids[0])
-        )
-    return arguments | {
-        "power": draw(seldom(2, 4, 0, -2, 3, 1000, 2**40)),
-        "form": draw(seldom(None, "attention", "chunked", "recurrent", "step", "")),
-        "implementation": draw(seldom(None, "xla", "reference", "mosaic_gpu", "x")),
-        "chunk_size": draw(seldom(None, 2, 0, -1, 10**9)),
-        "exact_window": draw(seldom(64, 0, 4, -1, 10**9)),
-        "return_state": draw(st.booleans()),
-    }
-
-
-def test_arguments_of_attention():
-    def trace(arguments):
-        traced = {name: x for name, x in arguments.items() if isinstance(x, jax.ShapeDtypeStruct)}
-        others = {name: x for name, x in arguments.items() if name not in traced}
-        jax.eval_shape(lambda operands: ops.power_attention(**operands, **others), traced)
-
-    try_inputs(trace, attention_arguments(), 60)
-
-
-@st.composite
-def prompts(draw):
-    lengths = np.array([draw(seldom(3, 1, 6, 0, 7, -1, 2**31 - 1)) for _ in range(2)])
-    lengths = draw(
-        seldom(lengths, lengths[:1], lengths.astype(float), lengths[None], lengths.astype(np.uint64))
-    )
-    rows = np.zeros((2, 6), np.int32) + draw(seldom(31, 32, -1))
-    rows = draw(seldom(rows, rows[0], rows.astype(np.float32), rows[:, :0], rows[:0], rows[None]))
-    return rows, lengths, draw(seldom(None, 6, 3, 0, -1))
-
-
-def test_prompts():
-    program = generation.Program(model())
-    try_inputs(lambda p: program.prefill(p[0], p[1], max_length=p[2]), prompts(), 40)

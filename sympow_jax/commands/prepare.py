@@ -1,12 +1,10 @@
 """Turns text into token files: `sympow prepare --format=bin --out=train.bin FILES...`."""
 
-import contextlib
 import shlex
 import signal
-import sys
 import time
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import rich.console
 
@@ -17,25 +15,8 @@ from sympow_jax.data.sources import zarr
 from sympow_jax.process import progress, signals, streams, workdir
 
 
-@contextlib.contextmanager
-def _stops() -> Iterator[None]:
-    """Turns Ctrl-C, SIGTERM and SIGUSR1 into a line that says how to continue."""
-    received = [signal.SIGINT]
-
-    def stop(number: int, frame: types.FrameType | None) -> None:
-        del frame
-        received[:] = [signal.Signals(number)]
-        raise KeyboardInterrupt  # which no code takes for an error
-
-    before = {number: signal.signal(number, stop) for number in signals.NOTICES}
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("interrupted; the same command continues", file=sys.stderr, flush=True)
-        raise SystemExit(128 + received[0]) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def _stop(*_: Any) -> None:
+    raise KeyboardInterrupt("the same command continues")
 
 
 def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
@@ -74,7 +55,9 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
         names = ("tokenizer", "separator", "text_column", "shortest_document", "workers")
         options = prepare.Options(**{name: getattr(flags, name) for name in names})
         began, earlier = time.monotonic(), None  # the tokens of an earlier command
-        with _stops(), progress.Progress(rich.console.Console(stderr=True), "file", None) as shown:
+        for number in (signal.SIGINT, *signals.NOTICES):
+            signal.signal(number, _stop)
+        with progress.Progress(rich.console.Console(stderr=True), "file", None) as shown:
 
             def report(found: prepare.Progress) -> None:
                 nonlocal earlier

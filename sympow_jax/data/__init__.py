@@ -11,7 +11,7 @@ with extras.required("train", __name__):
         describe,
         open_run,
         require_held_apart,
-        require_outside_runs,
+        require_outside_workdir,
         train_dataset,
     )
 
@@ -24,6 +24,6 @@ __all__ = [
     "describe",
     "open_run",
     "require_held_apart",
-    "require_outside_runs",
+    "require_outside_workdir",
     "train_dataset",
 ]

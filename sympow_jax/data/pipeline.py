@@ -15,7 +15,7 @@ from sympow_jax.config import loading
 from sympow_jax.data import documents, files, masking, rows, shuffle, sources, tokenizer
 from sympow_jax.data.sources import zarr
 
-# Files that a run writes into its workdir, one of each kind. A folder with the first two counts as a workdir.
+# Files that a run writes into its workdir, one of each kind.
 _RUN_FILES = (
     "config.json",
     "environment.json",
@@ -224,27 +224,16 @@ def require_held_apart(
     return True
 
 
-def require_outside_runs(config: config_lib.DataConfig, workdir: pathlib.Path) -> None:
-    """Raises ValueError if a folder or pattern of the data stands for files of `workdir`, or of another run's workdir.
-
-    A workdir is a folder with a `config.json` and an `environment.json`.
-    """
+def require_outside_workdir(config: config_lib.DataConfig, workdir: pathlib.Path) -> None:
+    """Raises ValueError if a folder or pattern of the data stands for files that a run writes into its workdir."""
+    folder = pathlib.Path(os.path.realpath(workdir))
     for setting, paths in (("data.paths", config.paths), ("data.heldout_paths", config.heldout_paths)):
-        local = [path for path in paths if "://" not in files.location(path)]
-
-        def runs(setting: str = setting, local: Sequence[str] = local) -> Iterator[pathlib.Path]:
-            # First, because a pattern may match nothing before the run.
-            yield pathlib.Path(os.path.realpath(workdir))
-            found = sources.locations(setting, local, config.source) if local else ()
-            for folder in sorted({parent for location in found for parent in pathlib.Path(location).parents}):
-                if all((folder / name).is_file() for name in _RUN_FILES[:2]):
-                    yield folder
-
-        for run in runs():
-            written = [str(run / name) for name in _RUN_FILES]
-            if taken := [path for path in local if any(files.would_find(path, name) for name in written)]:
+        for path in paths:
+            if "://" not in files.location(path) and any(
+                files.would_find(path, str(folder / name)) for name in _RUN_FILES
+            ):
                 raise ValueError(
-                    f"{setting}: {taken[0]!r} stands for what a run writes into its workdir {run}; choose a narrower "
+                    f"{setting}: {path!r} stands for what the run writes into its workdir {folder}; choose a narrower "
                     f"path or pattern, or another --workdir"
                 )
 

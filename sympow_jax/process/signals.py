@@ -61,8 +61,8 @@ def user_errors() -> Iterator[None]:
             reason = "memory is short; use a machine that has more, or smaller data"
         print(f"error: {reason}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
+    except KeyboardInterrupt as interrupt:
+        print("; ".join(("interrupted", *map(str, interrupt.args))), file=sys.stderr, flush=True)
         raise SystemExit(128 + signal.SIGINT) from None
 
 
