@@ -1,9 +1,10 @@
 """Measures the time per decoded token and the state size of power and softmax attention.
 
-    uv run python -m benchmarks.decoding --out=DIR
+    uv run python -m benchmarks.decoding --out=DIR [--model=smollm2]
 
-It compares two models of the same size after prompts of 64 to 65,536 tokens. Their parameters are random, since no
-measured number depends on them. Tokens are decoded in compiled blocks, as in `generation.generate`. No prompt is
+It compares models of the same size after prompts of 64 to 65,536 tokens; those of `smollm2` have the sizes of
+SmolLM2-135M with its attention, or with that of retrofits. Their parameters are random, since no measured number
+depends on them. Tokens are decoded in compiled blocks, as in `generation.generate`. No prompt is
 computed, since the values of a state do not matter either: decoding starts from a state of the right size, which is the
 recurrent state or a KV cache. Models and lengths take turns and times are medians, so a change of the machine's speed
 affects all. The prefill of real prompts is timed against the forward pass of training, loss included, on the same
@@ -23,33 +24,60 @@ from benchmarks import _rows, _timing
 from sympow_jax import config, generation, models, ops, plotting, tasks
 from sympow_jax.generation import loop
 
-PRESETS = ("conformal", "softmax")
-LENGTHS = (64, 256, 1024, 4096, 16_384, 65_536)
-PREFILLED = (4096, 65_536)
+PRESETS = {
+    "quickstart": ("conformal", "softmax"),
+    "smollm2": (
+        "softmax",
+        "sliding_window",
+        "2*sliding_window,softmax",
+        "2*sliding_window,sympow_gated",
+        "sympow_gated",
+    ),
+}
+"""Attention of each model that is compared, as presets or patterns of layers, by size."""
+LENGTHS = {"quickstart": (64, 256, 1024, 4096, 16_384, 65_536), "smollm2": (1024, 8192, 32_768)}
+PREFILLED = {"quickstart": (4096, 65_536), "smollm2": ()}
+WINDOW = 128
 BLOCK = 64  # tokens between two folds, so that each block has one
 ROUNDS = 7
-MODEL = {"vocab_size": 256, "layers": 2, "width": 128, "heads": 4, "dtype": "float32"}
+MODELS = {
+    "quickstart": config.MODEL_SIZES["quickstart"],
+    "smollm2": {
+        **config.MODEL_SIZES["llama32_1b"],
+        "vocab_size": 49_152,
+        "layers": 30,
+        "width": 576,
+        "heads": 9,
+        "kv_heads": 3,
+        "mlp_width": 1536,
+        "dtype": "float32",
+    },
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures, prints the results and writes them to files."""
     parser = _rows.make_parser(__doc__)
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the folder to write to")
+    parser.add_argument("--model", choices=MODELS, default="quickstart", help="sizes of the models")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    rows = measure(MODEL, LENGTHS, rounds=ROUNDS)
-    prefills = [measure_prefill(PRESETS[0], MODEL, length, rounds=ROUNDS) for length in PREFILLED]
+    sizes, presets = MODELS[options.model], PRESETS[options.model]
+    rows = measure(sizes, presets, LENGTHS[options.model], rounds=ROUNDS)
+    prefills = [
+        measure_prefill(presets[0], sizes, length, rounds=ROUNDS) for length in PREFILLED[options.model]
+    ]
     for row in (*rows, *prefills):
         _rows.say(row)
-    content = {"model": MODEL, "machine": _rows.machine(), "rows": rows, "prefills": prefills}
+    content = {"model": sizes, "machine": _rows.machine(), "rows": rows, "prefills": prefills}
     _rows.write(options.out / "decoding.json", content)
     plot(rows, options.out / "decoding.png")
 
 
-def measure(sizes: dict, lengths: Sequence[int], *, rounds: int) -> list[dict]:
+def measure(sizes: dict, presets: Sequence[str], lengths: Sequence[int], *, rounds: int) -> list[dict]:
     """Returns, for each preset and length, the median seconds per token and the bytes of the state of one row."""
     contenders = {
-        (preset, length): _Contender(preset, length, sizes) for preset in PRESETS for length in lengths
+        (preset, length): _Contender(preset, length, sizes) for preset in presets for length in lengths
     }
     calls = {key: contender.decode for key, contender in contenders.items()}
     seconds = _timing.medians(calls, rounds)
@@ -82,7 +110,9 @@ def measure_prefill(preset: str, sizes: dict, length: int, *, rounds: int) -> di
 
 
 def _model(preset: str, sizes: dict) -> models.DecoderLM:
-    return models.DecoderLM(config.ModelConfig(**sizes, attention=config.preset(preset)), rngs=nnx.Rngs(0))
+    attention = config.AttentionConfig(window=WINDOW)
+    changed = config.ModelConfig(**sizes, attention=attention, attention_pattern=tuple(preset.split(",")))
+    return models.DecoderLM(changed, rngs=nnx.Rngs(0))
 
 
 class _Contender:
@@ -91,10 +121,7 @@ class _Contender:
     def __init__(self, preset: str, length: int, sizes: dict):
         model = _model(preset, sizes)
         self._program = generation.Program(model)
-        kept = model.kv_cache_lengths[0]
-        # Chooses the kind of state as `generation.generate` does at the start of a long text.
-        keeps = kept is None or length + BLOCK <= kept
-        state = self._program.init_state(1, max_length=(kept or length + BLOCK) if keeps else None)
+        state = self._program.init_state(1, max_length=length + BLOCK)
         self.kept = isinstance(state.layers[0].memory, ops.KVCache)
         self.nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
@@ -129,7 +156,8 @@ def plot(rows: Sequence[dict], path: pathlib.Path) -> None:
     figure, panels = plotting.make(2, width=9.0, height=3.8, sharey=False)
     shown = (("microseconds a token", "seconds", 1e6), ("MiB of state", "state_bytes", 2**-20))
     for axes, (title, column, unit) in zip(panels, shown):
-        for preset, (color, marker) in zip(PRESETS, plotting.styles(PRESETS)):
+        presets = list(dict.fromkeys(row["preset"] for row in rows))
+        for preset, (color, marker) in zip(presets, plotting.styles(presets)):
             chosen = [row for row in rows if row["preset"] == preset]
             lengths = [row["length"] for row in chosen]
             values = [unit * row[column] for row in chosen]
