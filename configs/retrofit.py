@@ -1,9 +1,9 @@
 """A trained softmax model whose attention is replaced: `--config=configs/retrofit.py:RUN,preset=conformal,every=4`.
 
 RUN is a workdir, of a training run or made by `sympow weights import`. `every=4` keeps the attention of every fourth
-layer, or replaces it by the preset `other`; without it, all layers have `preset`. There are two stages. The first,
-`match=true`, trains the new layers to give the outputs of the old ones, and may be left out. The second trains the
-whole model to predict the next token:
+layer; with `other=sliding_window` too, these layers get that preset. Without `every`, all layers have `preset`. There
+are two stages. The first, `match=true`, trains the new layers to give the outputs of the old ones, and may be left out.
+The second trains the whole model to predict the next token:
 
     uv run train.py --config=configs/retrofit.py:runs/qwen,preset=conformal,every=4,match=true --workdir=runs/match
     uv run train.py --config=configs/retrofit.py:runs/match --workdir=runs/retrofit

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os.path
 import pathlib
 import re
 import time
@@ -30,7 +29,8 @@ SECONDS = 10  # to send a request, and to receive a part of its answer
 BYTES = 1 << 20  # of the body of a request
 SHARED = 16  # tokens that two prompts must begin with for a state to be kept where they part
 DEFAULTS = {"model": "", "prompt": "", "max_tokens": 16, "temperature": 1.0, "top_p": 1.0, "seed": 0}
-DEFAULTS |= {"stop": [], "stream": False, "stream_options": {}, "n": 1}  # with types; seed is really the time
+DEFAULTS |= {"stop": [], "stream": False, "n": 1}  # values have these types; seed is the time
+DEFAULTS |= {"stream_options": {"include_usage": False}}
 STATUSES = dict.fromkeys((ValueError, EOFError, RecursionError, asyncio.LimitOverrunError), "400 Bad Request")
 STATUSES |= {LookupError: "404 Not Found", TimeoutError: "408 Request Timeout", Exception: "500 Server Error"}
 
@@ -67,7 +67,7 @@ class Engine:
         self.empty = jnp.zeros((1, model.config.vocab_size)), state
         self.batch = generation.fork(self.empty, slots)
         self.seeds, self.positions = np.zeros(slots, np.uint32), np.zeros(slots, np.int32)
-        # Logits and states after prompts, by the bytes of their tokens; the most recently used is the last.
+        # Logits and states after prompts and where they part, by the bytes of their tokens; the last was used last.
         self.kept, self.cache_bytes = {}, cache_bytes
 
     async def submit(self, body: bytes) -> Request:
@@ -131,10 +131,9 @@ class Engine:
         width = tokens.itemsize
         prefix = max(filter(key.startswith, self.kept), key=len, default=b"")
         row, start = self.kept.pop(prefix, self.empty), len(prefix) // width
-        equal = (os.path.commonprefix([key, other]) for other in self.kept)  # noqa: RUF071 (of bytes)
-        parting = max((len(beginning) // width for beginning in equal), default=0)
+        parting = max((shared(tokens, np.frombuffer(x, np.int32)) for x in self.kept), default=0)
         self.kept[prefix], request.cached = row, start
-        for end in [parting] * (parting >= start + SHARED) + [len(tokens)]:
+        for end in (parting, len(tokens)) if parting >= start + SHARED else (len(tokens),):
             if (count := end - start) > 0:
                 # Padding to a power of two, so that there are few programs. It leaves the state unchanged.
                 padded = np.zeros((1, 1 << (count - 1).bit_length()), np.int32)
@@ -157,6 +156,12 @@ class Engine:
         self.batch = self.program.decode(state, tokens)
         self.positions += 1
         return [(x, x.transcript.add([int(token)])) for x, token in zip(self.requests, tokens) if x]
+
+
+def shared(first: np.ndarray, second: np.ndarray) -> int:
+    """Returns the number of tokens with which both begin."""
+    length = min(len(first), len(second))
+    return int(np.append(first[:length] != second[:length], True).argmax())
 
 
 async def receive(reader: asyncio.StreamReader) -> tuple[str, bytes]:

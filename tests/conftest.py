@@ -79,7 +79,10 @@ def _room_for_programs():
 
 @pytest.fixture
 def interruptible():
-    """Enables SIGINT as in a shell's foreground; in its background it is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Enables SIGINT as in a shell's foreground, in whose background it is ignored, and restores handlers."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)

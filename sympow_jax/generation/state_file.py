@@ -26,17 +26,11 @@ def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: mod
         ValueError: the state is of another model.
         OSError: the file cannot be written.
     """
-    model.check_state(state)
     memories = [layer.memory for layer in state.layers]
-    header = {
-        "rows": len(jax.tree.leaves(memories)[0]),
-        # `init_state` needs a number for other layers too.
-        "capacity": max(
-            (memory.capacity for memory in memories if isinstance(memory, ops.KVCache)), default=1
-        ),
-        "kv_cache": [isinstance(memory, ops.KVCache) for memory in memories],
-        **_identity(model),
-    }
+    rows = len(jax.tree.leaves(memories)[0])
+    model.check_state(state, rows)
+    capacities = [memory.capacity if isinstance(memory, ops.KVCache) else None for memory in memories]
+    header = {"rows": rows, "capacities": capacities, **_identity(model)}
     arrays = {
         jax.tree_util.keystr(name): np.ascontiguousarray(leaf)
         for name, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -61,7 +55,7 @@ def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> mode
     with _readable(path):
         with safetensors.safe_open(path, framework="np") as file:
             header = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
-        rows, capacity, kv_cache = (header[name] for name in ("rows", "capacity", "kv_cache"))
+        rows, capacities = header["rows"], header["capacities"]
         saved = {**header["model"]}
     identity = _identity(model)
     own = identity["model"]
@@ -78,7 +72,15 @@ def restore_state(path: str | os.PathLike[str], model: models.DecoderLM) -> mode
         )
     with _readable(path), safetensors.safe_open(path, framework="np") as file:
         # Abstract, so that damaged sizes take no memory.
-        abstract = jax.eval_shape(lambda: model.init_state(rows, max_length=capacity, kv_cache=kv_cache))
+        abstract = jax.eval_shape(
+            lambda: models.DecoderState(
+                layers=tuple(
+                    block.attention.init_state(rows, max_length=capacity, kv_cache=capacity is not None)
+                    for block, capacity in zip(model.blocks, capacities, strict=True)
+                ),
+                position=model.init_position(rows),
+            )
+        )
         leaves, structure = jax.tree_util.tree_flatten_with_path(abstract)
         arrays = []
         for name, leaf in leaves:

@@ -102,7 +102,7 @@ class DecoderLM(trunk.TokenTrunk):
         """Returns the hidden states and the new state, whose layers are those that `apply` returns for each block."""
         x = self.embed(tokens)
         if state is not None:
-            self.check_state(state, x.shape[0])
+            self._check_outside_layers(state, x.shape[0])
         layer_states = [None] * len(self.blocks) if state is None else state.layers
         segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
         x, position = self._stem(x, segment_ids, None if state is None else state.position)
@@ -137,25 +137,36 @@ class DecoderLM(trunk.TokenTrunk):
                 block.attention.init_state(batch, max_length=max_length, kv_cache=choice)
                 for block, choice in zip(self.blocks, choices)
             ),
-            position=self._init_position(batch),
+            position=self.init_position(batch),
         )
 
-    def _init_position(self, batch: int) -> documents.PositionState | None:
+    def init_position(self, batch: int) -> documents.PositionState | None:
+        """Returns the position of a state before any token."""
         return None if self.config.added_position is None else documents.PositionState.zeros(batch)
 
-    def check_state(self, state: Any, batch: int | None = None) -> None:
-        """Raises ValueError unless `state` is one of this model, for `batch` rows or, if None, for any number."""
-        if not isinstance(state, DecoderState) or len(state.layers) != len(self.blocks):
-            layers = f" of {len(state.layers)} layers" if isinstance(state, DecoderState) else ""
-            raise ValueError(
-                f"the state is a {type(state).__name__}{layers} and the model has {len(self.blocks)} layers; make it "
-                f"with init_state of this model or with prefill of its generation.Program"
-            )
+    def check_state(self, state: Any, batch: int) -> None:
+        """Raises ValueError unless `state` is one of this model, for `batch` rows."""
+        self._check_outside_layers(state, batch)
         for layer, (block, own) in enumerate(zip(self.blocks, state.layers)):
-            block.attention.check_state(own, batch, f"layer {layer} of the state")
-        position = jax.eval_shape(lambda: self._init_position(len(jax.tree.leaves(state.layers)[0])))
+            try:
+                block.attention.check_state(own, batch)
+            except ValueError as error:
+                raise ValueError(f"layer {layer}: {error}") from None
+
+    def _check_outside_layers(self, state: Any, batch: int) -> None:
+        """Raises ValueError unless a state has this model's layers and position; each layer checks its own state."""
+        if not isinstance(state, DecoderState):
+            raise ValueError(f"the state is a {type(state).__name__}; make it with init_state of the model")
+        if len(state.layers) != len(self.blocks):
+            raise ValueError(
+                f"the state has {len(state.layers)} layers and the model {len(self.blocks)}; make it with init_state "
+                f"of the model"
+            )
+        position = jax.eval_shape(lambda: self.init_position(batch))
         if different := pytree.difference(state.position, position):
-            raise ValueError(f"the position of the state is of another model: {different}")
+            raise ValueError(
+                f"the state is not one of this model: its position{different}; make it with init_state of the model"
+            )
 
     @property
     def kv_cache_lengths(self) -> tuple[int | None, ...]:
@@ -173,9 +184,8 @@ class DecoderLM(trunk.TokenTrunk):
         becomes NaN.
 
         Raises:
-            ValueError: the state is not one of this model, or no layer has a recurrent state or a window.
+            ValueError: a layer's state is not its own, or no layer has a recurrent state or a window.
         """
-        self.check_state(state)
         bounded = [memory.is_bounded(block.attention.kernel) for block in self.blocks]
         if not any(bounded):
             # The error of a layer names the reason.

@@ -282,9 +282,8 @@ def check_number(name: str, value, above: float = -math.inf) -> float:
     """Returns a Python float; raises ValueError unless the value is a finite number above the given one."""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
     if not is_number or not above < value < math.inf:
-        found = repr(value) if is_number or isinstance(value, str | None) else f"a {type(value).__name__}"
         least = "" if above == -math.inf else f" above {above}"
-        raise ValueError(f"{name} is {found}; it must be a finite number{least}")
+        raise ValueError(f"{name} is {value!r}; it must be a finite number{least}")
     return float(value)
 
 

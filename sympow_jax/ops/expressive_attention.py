@@ -57,7 +57,7 @@ def expressive_attention(
         segment_ids: documents, as in `ops.documents`. No query attends across a boundary. Padding outputs zero, is
             masked as a key and does not decay.
         causal: if False, attention is bidirectional within a document, and log_decay must be None.
-        scale: factor of the scores, a finite number. It affects the result. Multiply the query by one that is learned.
+        scale: factor of the scores, a finite number. It affects the result. To learn one, multiply the query by it.
         implementation: `reference` is the formula with all T x S pairs at once. `xla` (None) works on blocks of queries
             and keys, skips blocks above the diagonal and those of other documents, and recomputes blocks in the
             backward pass, so memory is linear in S.

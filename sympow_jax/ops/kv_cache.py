@@ -68,7 +68,7 @@ class KVCache(State):
     @property
     def capacity(self) -> int:
         """S, the number of slots."""
-        return self.segment_ids.shape[1]
+        return self.segment_ids.shape[-1]
 
     def tokens(self) -> dict[str, Array]:
         """Returns key [B, S, K, D], value, log_decay and segment_ids of all slots in order of time."""

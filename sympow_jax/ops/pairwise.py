@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
+
 from sympow_jax.ops import arguments
 from sympow_jax.ops.tokens import Tokens
 
 
 class Plan(NamedTuple):
-    """Options of a call; `scale` is None if the op has a default.
+    """Options of a call; where `scale` is None, the op has a default.
 
     Only softmax attention has a `window`, the number of last tokens of a document that a query attends to.
     """
@@ -47,6 +49,10 @@ def prepare(
         window = arguments.check_integer("window", window, 1)
         if not causal:
             raise ValueError(f"window is {window} and causal is False; only causal attention has a window")
+    if isinstance(scale, jax.Array):
+        raise ValueError(
+            "scale is an array; it must be a number: multiply the query by a factor that is learned"
+        )
     if scale is not None:
         scale = arguments.check_number("scale", scale)
     return Plan(causal, scale, implementation, block_size, axis_name, window)

@@ -31,14 +31,14 @@ class State:
 
 def difference(found: State | None, needed: State | None) -> str | None:
     """Returns in words which array of a state does not have the needed shape and dtype; None if all have."""
-    arrays, own = (
+    arrays, wanted = (
         {
             jax.tree_util.keystr(path): f"{leaf.dtype} {list(leaf.shape)}"
             for path, leaf in jax.tree_util.tree_leaves_with_path(state)
         }
         for state in (found, needed)
     )
-    for name in own | arrays:
-        if arrays.get(name) != own.get(name):
-            return f"{name} is {arrays.get(name, 'absent')}, not {own.get(name, 'absent')}"
+    for name in wanted | arrays:
+        if arrays.get(name) != wanted.get(name):
+            return f"{name} is {arrays.get(name, 'absent')}, not {wanted.get(name, 'absent')}"
     return None

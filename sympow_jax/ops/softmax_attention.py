@@ -65,7 +65,7 @@ def softmax_attention(
         causal: if False, attention is bidirectional within a document, and log_decay must be None.
         window: number of tokens of its document that a query attends to: its own and those directly before it. None
             for all before it. Causal attention only.
-        scale: a finite number; defaults to 1 / sqrt(D). Multiply the query by a factor that is learned.
+        scale: a finite number; defaults to 1 / sqrt(D). To learn one, multiply the query by it.
         implementation: `xla` processes queries `block_size` at a time and recomputes them in the backward pass. Its
             memory is a few times that of one block's scores, 4 B N block_size S bytes, plus memory linear in S. With a
             window, its cost is that of T (window + block_size) pairs, if S is larger than window + block_size. `cudnn`

@@ -139,20 +139,20 @@ def test_mistakes():
         "lengths have dtype float64": lambda: program.prefill(tokens, rows.astype(float)),
         "token 64 at position 3 of row 0": lambda: program.prefill(beyond, rows),
         "2 rows and there are tokens for 1": lambda: program.decode(state, tokens[:1, 0]),
-        "layer 0 of the state has a PowerState, which kernel 'softmax' does not support": lambda: (
-            generation.Program(softmax).decode(state, tokens[:, 0])
-        ),
-        "DecoderState of 1 layers and the model has 2": lambda: generation.Program(
+        "the state has a PowerState, which kernel 'softmax' does not support": lambda: generation.Program(
+            softmax
+        ).decode(state, tokens[:, 0]),
+        "the state has 1 layers and the model 2": lambda: generation.Program(
             small.model("conformal_paper", layers=2)
         ).decode(state, tokens[:, 0]),
-        "another layer: .memory.keys": lambda: generation.Program(
+        "not one of this layer: .memory.keys": lambda: generation.Program(
             small.model("conformal_paper", exact_window=8)
         ).decode(state, tokens[:, 0]),
-        "another layer: .position": lambda: generation.Program(small.model("sympow")).fold(state),
+        "not one of this layer: .position": lambda: generation.Program(small.model("sympow")).fold(state),
         "no recurrent state for its KV cache; keep the cache, with a larger max_length": lambda: (
             generation.Program(softmax).fold(softmax.init_state(1, max_length=8))
         ),
-        "make it with init_state of this model or with prefill": lambda: program.decode((), tokens[:, 0]),
+        "the state is a tuple; make it": lambda: program.decode((), tokens[:, 0]),
         "tokens is a list; it must be an array": lambda: program.prefill(tokens.tolist(), rows),
         "token is int32 [2, 8]": lambda: program.decode(state, tokens),
         "token 64 at position 0 of row 0": lambda: program.decode(state, beyond[:, 3]),

@@ -62,8 +62,10 @@ def test_states(model):
     )
     with pytest.raises(ValueError, match="kernel 'softmax' does not support; pass kv_cache=True"):
         softmax.init_state(1, max_length=4, kv_cache=False)
+    with pytest.raises(ValueError, match="kv_cache is 'yes'"):
+        model.init_state(1, max_length=4, kv_cache=["yes"])
     state = model.init_state(1, max_length=4)
-    with pytest.raises(ValueError, match="DecoderState of 0 layers and the model has 1 layers; make it"):
+    with pytest.raises(ValueError, match="the state has 0 layers and the model 1; make it"):
         model.extend(jnp.zeros((1, 2), jnp.int32), dataclasses.replace(state, layers=()))
 
 

@@ -125,8 +125,14 @@ def test_ragged_prompts_and_rows_and_files_of_their_states(model, tmp_path):
     token = np.array([1, 2, 3], np.int32)
     moved = generation.insert(generation.fork(first, 2), 1, generation.take(first, 2))
     jax.tree.map(np.testing.assert_array_equal, generation.take(moved, 1), generation.take(moved, 4))
+    windowed = small.model("softmax", layers=2, attention_pattern=("softmax", "sliding_window"), window=8)
+    folded = windowed.fold(windowed.init_state(2, max_length=4))  # caches of 4 and 7 tokens
+    generation.save_state(tmp_path / "folded", windowed, folded)
+    jax.tree.map(
+        np.testing.assert_array_equal, generation.restore_state(tmp_path / "folded", windowed), folded
+    )
     other = small.model("conformal_paper", layers=2, attention_pattern=("softmax", "conformal_paper"))
-    with pytest.raises(ValueError, match="layer 0 of the state has a PowerState"):
+    with pytest.raises(ValueError, match="the state has a PowerState"):
         generation.Program(other).decode(first, token)
     with pytest.raises(ValueError, match="state of another model: attention_pattern is"):
         generation.restore_state(tmp_path / "state", other)

@@ -175,7 +175,7 @@ OTHERS = [
         for scale, message in (
             (np.nan, "scale is nan; it must be a finite number"),
             ("1", "scale is '1'; it must be a finite number"),
-            (jnp.ones(3), "scale is a ArrayImpl; it must be a finite number"),
+            (jnp.ones(3), "scale is an array; it must be a number: multiply the query"),
         )
     ),
     (ops.delta_attention, {"delta": X}, "delta has shape (1, 4, 1, 4); it must be (1, 4, 1)"),

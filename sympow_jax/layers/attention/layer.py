@@ -281,23 +281,26 @@ class Attention(nnx.Module):
         arguments.check_floating("x", x)
         return x, arguments.to_segment_ids(segment_ids, x.shape[:2])
 
-    def check_state(self, state: Any, batch: int | None = None, name: str = "the state") -> None:
+    def check_state(self, state: Any, batch: int | None = None) -> None:
         """Raises ValueError unless `state` is one of this layer, for `batch` rows or, if None, for any number."""
-        memory = getattr(state, "memory", None)
-        if not isinstance(state, AttentionState) or not isinstance(memory, kernels.Memory):
-            raise ValueError(f"{name} is a {type(state).__name__}; make it with init_state of this layer")
-        rows, cached = len(jax.tree.leaves(memory)[0]), isinstance(memory, ops.KVCache)
-        if batch not in (None, rows):
-            raise ValueError(f"{name} has {rows} rows and there are tokens for {batch}; they must be equal")
-        if not self.kernel.supports_memory(kv_cache=cached):
-            raise ValueError(
-                f"{name} has a {type(memory).__name__}, which kernel {self.kernel.attention.kernel!r} does not "
-                f"support; make it with init_state of this layer"
-            )
+        if not isinstance(state, AttentionState):
+            raise ValueError(f"the state is a {type(state).__name__}; make it with init_state")
+        memory = state.memory
         length = memory.capacity if isinstance(memory, ops.KVCache) else None
+        cached = length is not None
+        if not isinstance(memory, kernels.Memory) or not self.kernel.supports_memory(kv_cache=cached):
+            raise ValueError(
+                f"the state has a {type(memory).__name__}, which kernel {self.kernel.attention.kernel!r} does not "
+                f"support; make it with init_state"
+            )
+        rows = len(jax.tree.leaves(memory)[0])
+        if batch not in (None, rows):
+            raise ValueError(
+                f"the state has {rows} rows and there are tokens for {batch}; they must be equal"
+            )
         own = jax.eval_shape(lambda: self.init_state(rows, max_length=length, kv_cache=cached))
         if different := pytree.difference(state, own):
-            raise ValueError(f"{name} is of another layer: {different}; make it with init_state of this one")
+            raise ValueError(f"the state is not one of this layer: {different}; make it with init_state")
 
     def _project(self, x) -> "_Heads":
         """Returns queries, keys and values per head, and decays, rates and write strengths per key/value head."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from sympow_jax import ops
 from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers.attention import kernels, positions
+from sympow_jax.ops import arguments
 
 
 def init(
@@ -19,7 +20,7 @@ def init(
     if kv_cache is None:
         limit = kernel.max_cache_length
         kv_cache = limit is None or (max_length is not None and max_length <= limit)
-    elif not kernel.supports_memory(kv_cache=kv_cache):
+    elif not kernel.supports_memory(kv_cache=arguments.check_flag("kv_cache", kv_cache)):
         raise ValueError(
             f"kv_cache is {kv_cache}, which this attention of kernel {name!r} does not support; pass "
             f"kv_cache={not kv_cache}"
