@@ -41,7 +41,7 @@ def pages() -> dict[str, list[str]]:
         "docs/comparison.md": [both_passes()],
         "docs/data.md": [reading_speeds()],
         "docs/generation.md": [rounding_errors()],
-        "docs/retrofit.md": [retrofit_hours()],
+        "docs/retrofit.md": [decoding_of_retrofits(), retrofit_hours()],
         "docs/speed.md": [
             cpu_times(),
             cpu_times_of_other_kernels(),
@@ -213,6 +213,26 @@ def decoding_times() -> str:
             cells += [f"{1e6 * step['seconds']:,.0f}", f"{step['state_bytes'] / 2**20:.2f} MiB{kind}"]
         rows.append((f"{length:,} tokens", *cells))
     return markdown(("after a prompt of", "power, us/token", "state", "softmax, us/token", "KV cache"), rows)
+
+
+def decoding_of_retrofits() -> str:
+    """Returns the time of a token and the bytes of state of models of SmolLM2-135M's sizes, on CPUs."""
+    steps = {(row["preset"], row["length"]): row for row in read("decoding-smollm2.json")["rows"]}
+    lengths = sorted({length for _, length in steps})
+    names = {
+        "softmax": "softmax, as the original",
+        "2*sliding_window,softmax": "windows, softmax in every third layer",
+        "2*sliding_window,sympow_gated": "windows, `sympow_gated` in every third layer",
+        "sympow_gated": "`sympow_gated`",
+        "sliding_window": "windows of 128 tokens",
+    }
+    rows = []
+    for preset, name in names.items():
+        found = [steps[preset, length] for length in lengths]
+        sizes = [f"{step['state_bytes'] / 1e6:,.0f}" for step in (found[0], found[-1])]
+        rows.append((name, *sizes, *(f"{1e3 * step['seconds']:,.0f}" for step in found)))
+    columns = [f"MB of state after {length:,} tokens" for length in (lengths[0], lengths[-1])]
+    return markdown(("", *columns, *(f"ms/token, {length:,}" for length in lengths)), rows)
 
 
 def rounding_errors() -> str:
