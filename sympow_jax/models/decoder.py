@@ -162,8 +162,7 @@ class DecoderLM(trunk.TokenTrunk):
                 f"the state has {len(state.layers)} layers and the model {len(self.blocks)}; make it with init_state "
                 f"of the model"
             )
-        position = jax.eval_shape(lambda: self.init_position(batch))
-        if different := pytree.difference(state.position, position):
+        if different := pytree.difference(state.position, self.init_position(batch)):
             raise ValueError(
                 f"the state is not one of this model: its position{different}; make it with init_state of the model"
             )

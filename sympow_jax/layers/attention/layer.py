@@ -298,7 +298,8 @@ class Attention(nnx.Module):
             raise ValueError(
                 f"the state has {rows} rows and there are tokens for {batch}; they must be equal"
             )
-        own = jax.eval_shape(lambda: self.init_state(rows, max_length=length, kv_cache=cached))
+        abstract = memories.shapes(self.kernel, rows, max_length=length, kv_cache=cached)
+        own = AttentionState(memory=abstract, position=self.positions.init_state(rows))
         if different := pytree.difference(state, own):
             raise ValueError(f"the state is not one of this layer: {different}; make it with init_state")
 

@@ -36,6 +36,10 @@ def init(
     return kernel.init_cache(batch, min(sizes))
 
 
+# Through `jax.jit`, which traces once for equal arguments.
+shapes = jax.jit(init, static_argnames=("kernel", "batch", "max_length", "kv_cache")).eval_shape
+
+
 def extend(
     kernel: kernels.Kernel,
     query: Float[Array, "B T N D"],
