@@ -15,8 +15,8 @@ from sympow_jax.data.sources import zarr
 from sympow_jax.process import progress, signals, streams, workdir
 
 
-def _stop(*_: Any) -> None:
-    raise KeyboardInterrupt("the same command continues")
+def _stop(number: int, _: Any) -> None:
+    raise KeyboardInterrupt(number, "the same command continues")
 
 
 def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:

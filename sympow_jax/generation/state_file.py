@@ -26,11 +26,10 @@ def save_state(path: str | os.PathLike[str], model: models.DecoderLM, state: mod
         ValueError: the state is of another model.
         OSError: the file cannot be written.
     """
+    model.check_state(state)
     memories = [layer.memory for layer in state.layers]
-    rows = len(jax.tree.leaves(memories)[0])
-    model.check_state(state, rows)
     capacities = [memory.capacity if isinstance(memory, ops.KVCache) else None for memory in memories]
-    header = {"rows": rows, "capacities": capacities, **_identity(model)}
+    header = {"rows": len(jax.tree.leaves(memories)[0]), "capacities": capacities, **_identity(model)}
     arrays = {
         jax.tree_util.keystr(name): np.ascontiguousarray(leaf)
         for name, leaf in jax.tree_util.tree_leaves_with_path(state)

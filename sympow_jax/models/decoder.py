@@ -102,7 +102,7 @@ class DecoderLM(trunk.TokenTrunk):
         """Returns the hidden states and the new state, whose layers are those that `apply` returns for each block."""
         x = self.embed(tokens)
         if state is not None:
-            self._check_outside_layers(state, x.shape[0])
+            self._check_outside_layers(state)
         layer_states = [None] * len(self.blocks) if state is None else state.layers
         segment_ids = arguments.to_segment_ids(segment_ids, x.shape[:2])
         x, position = self._stem(x, segment_ids, None if state is None else state.position)
@@ -144,16 +144,17 @@ class DecoderLM(trunk.TokenTrunk):
         """Returns the position of a state before any token."""
         return None if self.config.added_position is None else documents.PositionState.zeros(batch)
 
-    def check_state(self, state: Any, batch: int) -> None:
-        """Raises ValueError unless `state` is one of this model, for `batch` rows."""
-        self._check_outside_layers(state, batch)
+    def check_state(self, state: Any, batch: int | None = None) -> None:
+        """Raises ValueError unless `state` is one of this model, for `batch` rows or, if None, for any number."""
+        self._check_outside_layers(state)
+        batch = _rows(state) if batch is None else batch
         for layer, (block, own) in enumerate(zip(self.blocks, state.layers)):
             try:
                 block.attention.check_state(own, batch)
             except ValueError as error:
                 raise ValueError(f"layer {layer}: {error}") from None
 
-    def _check_outside_layers(self, state: Any, batch: int) -> None:
+    def _check_outside_layers(self, state: Any) -> None:
         """Raises ValueError unless a state has this model's layers and position; each layer checks its own state."""
         if not isinstance(state, DecoderState):
             raise ValueError(f"the state is a {type(state).__name__}; make it with init_state of the model")
@@ -162,7 +163,7 @@ class DecoderLM(trunk.TokenTrunk):
                 f"the state has {len(state.layers)} layers and the model {len(self.blocks)}; make it with init_state "
                 f"of the model"
             )
-        if different := pytree.difference(state.position, self.init_position(batch)):
+        if different := pytree.difference(state.position, self.init_position(_rows(state))):
             raise ValueError(
                 f"the state is not one of this model: its position{different}; make it with init_state of the model"
             )
@@ -185,6 +186,7 @@ class DecoderLM(trunk.TokenTrunk):
         Raises:
             ValueError: a layer's state is not its own, or no layer has a recurrent state or a window.
         """
+        self._check_outside_layers(state)
         bounded = [memory.is_bounded(block.attention.kernel) for block in self.blocks]
         if not any(bounded):
             # The error of a layer names the reason.
@@ -194,6 +196,10 @@ class DecoderLM(trunk.TokenTrunk):
             for block, layer, folds in zip(self.blocks, state.layers, bounded)
         ]
         return dataclasses.replace(state, layers=tuple(folded))
+
+
+def _rows(state: DecoderState) -> int:
+    return len(jax.tree.leaves(state.layers[0])[0])
 
 
 @jax.jit

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from sympow_jax.ops import arguments
 from sympow_jax.ops.tokens import Tokens
@@ -49,7 +50,7 @@ def prepare(
         window = arguments.check_integer("window", window, 1)
         if not causal:
             raise ValueError(f"window is {window} and causal is False; only causal attention has a window")
-    if isinstance(scale, jax.Array):
+    if isinstance(scale, jax.Array | np.ndarray):
         raise ValueError(
             "scale is an array; it must be a number: multiply the query by a factor that is learned"
         )

@@ -62,8 +62,9 @@ def user_errors() -> Iterator[None]:
         print(f"error: {reason}", file=sys.stderr, flush=True)
         raise SystemExit(1) from None
     except KeyboardInterrupt as interrupt:
-        print("; ".join(("interrupted", *map(str, interrupt.args))), file=sys.stderr, flush=True)
-        raise SystemExit(128 + signal.SIGINT) from None
+        number, *remedy = interrupt.args or (signal.SIGINT,)
+        print("; ".join(("interrupted", *remedy)), file=sys.stderr, flush=True)
+        raise SystemExit(128 + number) from None
 
 
 class StopSignals:

@@ -127,6 +127,10 @@ def test_a_state_of_another_model(prefilled, tmp_path):
         generation.restore_state(path, small.model(preset, seed=1))
     with pytest.raises(ValueError, match=r"another model: attention.exact_window is 4 there and 8 here"):
         generation.restore_state(path, small.model(preset, exact_window=8))
+    with pytest.raises(ValueError, match="the state is a tuple"):
+        generation.save_state(path, model, ())
+    with pytest.raises(ValueError, match="the state has 1 layers and the model 2"):
+        small.model(preset, layers=2).fold(state)
     with pytest.raises(ValueError, match="the state has 1 layers and the model 2"):
         generation.save_state(path, small.model(preset, layers=2), state)
 

@@ -175,6 +175,7 @@ OTHERS = [
         for scale, message in (
             (np.nan, "scale is nan; it must be a finite number"),
             ("1", "scale is '1'; it must be a finite number"),
+            (np.True_, "scale is np.True_; it must be a finite number"),
             (jnp.ones(3), "scale is an array; it must be a number: multiply the query"),
         )
     ),
