@@ -6,7 +6,8 @@ The model is imported, and text is tokenized by its own tokenizer: without --dat
 Python files of the installed packages and evaluated on those of the standard library. New attention has a first stage,
 in which it learns the outputs of the old, and a second one, in which the whole model predicts the next token. `softmax`
 is the original with the second stage alone, so that what new attention costs is told apart from what the data teaches.
-`window` is softmax over the last tokens, half a training context, whose memory has a constant size too.
+`window` is softmax over the last tokens, half a training context, whose memory has a constant size too. Every model is
+evaluated by position and on tasks that ask for something earlier in the context, and continues the same prompts.
 """
 
 import dataclasses
@@ -19,11 +20,12 @@ import re
 import statistics
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from experiments import _shared
-from sympow_jax import config, evaluation, hub
+from sympow_jax import config, evaluation, generation, hub, training
+from sympow_jax import data as data_lib
 from sympow_jax.config import loading, serialize
 from sympow_jax.data import files as file_lib
 from sympow_jax.data import prepare, tokenizer
@@ -40,7 +42,7 @@ PLANS = {
         lengths=(128, 256, 512, 1024, 2048, 4096, 8192, 16384),
         documents=24,
     ),
-    "tiny": _shared.Plan(seeds=(0,), steps=3, contexts=(16,), lengths=(8, 16, 32), documents=2),
+    "tiny": _shared.Plan(seeds=(0,), steps=3, contexts=(16,), lengths=(16, 32, 256), documents=2),
 }
 # Settings of every run. The small scales have the dtype that CPUs are fast in.
 _SETTINGS: dict[str, dict[str, Any]] = {
@@ -61,6 +63,17 @@ VARIANTS: dict[str, dict[str, str]] = {
 ORIGINAL = "original"
 # Updates of the first stage, relative to the second, and the rate of learning of each.
 _FIRST_RATIO, _MATCH_RATE, _RATE = 0.6, 1e-3, 3e-4
+# Held-out losses during a stage.
+_HELDOUT_TIMES = 10
+# Questions of each task of `evaluation.evaluate_context_tasks`. Half of a context of `copy` are answers.
+_TASKS = {"needle": 32, "recall": 32, "copy": 8}
+_LEAST_CONTEXT = 256
+_PROMPTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n",
+    'class Stack:\n    """A stack of items."""\n\n    def __init__(self):\n',
+)
+_SAMPLE_TOKENS = 64
 
 
 def _report(options: _shared.Options) -> None:
@@ -70,19 +83,33 @@ def _report(options: _shared.Options) -> None:
     plan = options.plan
     untrained = options.runs / f"{ORIGINAL}_evaluation"
     evaluation.evaluate([base], plan.lengths, out=untrained, documents=plan.documents, changes=data)
-    losses = {(ORIGINAL, seed): untrained for seed in plan.seeds}
-    losses |= {key: second for key, (*_, second) in folders.items()}
+    seconds = {key: second for key, (*_, second) in folders.items()}
     rows = [
         {"variant": variant, "seed": seed}
         | {column: row[column] for column in ("context_length", "loss", "standard_error")}
-        for (variant, seed), folder in losses.items()
+        for (variant, seed), folder in (
+            {(ORIGINAL, seed): untrained for seed in plan.seeds} | seconds
+        ).items()
         for row in _shared.evaluation(folder)
     ]
+    models = {(ORIGINAL, seed): base for seed in plan.seeds} | seconds
     stages = {
         (*key, name): folder
         for key, runs in folders.items()
         for name, folder in zip(("second", "first"), runs[::-1])
     }
+    # By tokens spent; new attention has a first stage, which does not predict tokens.
+    batch = _SETTINGS[options.scale]["data.batch_tokens"]
+    heldout = [
+        {
+            "variant": variant,
+            "seed": seed,
+            "tokens": batch * (step + _first(options) * (len(found) - 1)),
+            "loss": loss,
+        }
+        for (variant, seed), found in folders.items()
+        for step, loss in _shared.heldout_curve(found[-1])
+    ]
     speeds: dict[str, list[float]] = {}
     for (variant, _, stage), folder in stages.items():
         speeds.setdefault(f"{variant}, {stage}", []).append(_speed(folder))
@@ -90,23 +117,30 @@ def _report(options: _shared.Options) -> None:
         rows,
         list(stages.values()),
         curves=_shared.curve_rows(stages, ("variant", "seed", "stage")),
+        heldout_curves=heldout,
+        tasks=_tasks(options, models, data),
+        samples=_samples(options, models),
         tokens_per_second={name: statistics.median(found) for name, found in speeds.items()},
     )
     (context,) = plan.contexts
-    first, second = (
-        f"{steps * _SETTINGS[options.scale]['data.batch_tokens'] / 1e6:.1f}M"
-        for steps in (_first(options), plan.steps)
-    )
-    panel = _shared.Panel(
+    first, second = (f"{steps * batch / 1e6:.1f}M" for steps in (_first(options), plan.steps))
+    by_position = _shared.Panel(
         lines=_shared.lines(_shared.means(rows, ("variant", "context_length"), "loss")),
         x_label="upper end of positions (tokens)",
         y_label="held-out loss (nats per token)",
+        title="after training",
         ticks=plan.lengths,
         mark=(context, f"training context {context:,}"),
     )
+    by_tokens = _shared.Panel(
+        lines=_shared.lines(_shared.means(heldout, ("variant", "tokens"), "loss")),
+        x_label="tokens of both stages",
+        y_label="held-out loss (nats per token)",
+        title=f"during training, rows of {context:,}",
+    )
     _shared.draw_lines(
         path,
-        [panel],
+        [by_position, by_tokens],
         title=f"Attention replaced in {options.runs.name.rpartition('_')[0]}",
         subtitle=f"{first} tokens to learn its outputs, then {second} of the whole model; softmax has the latter",
     )
@@ -202,6 +236,7 @@ def _train(
         settings = config.override(settings, data)
         often = {"checkpoint_every": min(steps, 500), "log_every": 50}
         run = _shared.stage(options, settings, rate=rate, warmup=50, steps=steps, seed=seed, **often)
+        run = loading.replace(run, {"evaluation.every": max(1, steps // _HELDOUT_TIMES)})
         return _shared.train_all(options, {label: (f"{label}{steps}_seed{seed}", run)})[label]
 
     # One after the other, so that what a stopped command has is whole variants.
@@ -219,16 +254,57 @@ def _train(
     return folders
 
 
+def _tasks(
+    options: _shared.Options, models: Mapping[tuple[str, int], pathlib.Path], data: Mapping[str, str]
+) -> list[_shared.Row]:
+    """Returns a row for each variant, seed, task and context length, from the training context on."""
+    lengths = [x for x in options.plan.lengths if x >= max(_LEAST_CONTEXT, *options.plan.contexts)]
+    folders = list(dict.fromkeys(models.values()))
+    columns = ("task", "context_length", "exact_match", "token_accuracy", "chance", "questions")
+    found: dict[str, list[dict[str, Any]]] = {folder.name: [] for folder in folders}
+    for task, trials in _TASKS.items():
+        out = options.runs / f"{ORIGINAL}_{task}"
+        for row in evaluation.evaluate_context_tasks(
+            folders, [task], lengths, out=out, trials=trials, changes=data
+        ):
+            found[row.run].append({column: getattr(row, column) for column in columns})
+    return [
+        {"variant": variant, "seed": seed} | row
+        for (variant, seed), folder in models.items()
+        for row in found[folder.name]
+    ]
+
+
+def _samples(options: _shared.Options, models: Mapping[tuple[str, int], pathlib.Path]) -> list[_shared.Row]:
+    """Returns the greedy continuation of each prompt by each variant with the first seed."""
+    found: list[_shared.Row] = []
+    for (variant, seed), folder in models.items():
+        if seed == options.plan.seeds[0]:
+            settings, model, _ = training.restore_model(folder)
+            codec = data_lib.codec_of_run(settings)
+            texts = generation.complete(cast(Any, model), codec, _PROMPTS, max_tokens=_SAMPLE_TOKENS)
+            found += [{"variant": variant, "prompt": x, "text": y} for x, y in zip(_PROMPTS, texts)]
+    return found
+
+
 def _speed(folder: pathlib.Path) -> float:
     """Returns the median tokens per second of a run's updates."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return statistics.median(json.loads(line)["tokens_per_second"] for line in lines)
 
 
-def tables(content: Mapping[str, Any]) -> list[_shared.Table]:
-    """Returns the table of the experiment's JSON: held-out losses by position."""
-    rows = content["rows"]
-    return [_shared.loss_table("Held-out loss at positions up to", rows, "context_length")]
+def tables(content: Mapping[str, Any]) -> Iterator[_shared.Table]:
+    """Returns the tables of the experiment's JSON: held-out losses by position, and the tasks, if it has them."""
+    yield _shared.loss_table("Held-out loss at positions up to", content["rows"], "context_length")
+    rows = content.get("tasks", [])
+    for task in dict.fromkeys(row["task"] for row in rows):
+        part = "tokens" if task == "copy" else "answers"
+        yield _shared.loss_table(
+            f"Fraction of {part} right, {task}, at a context of",
+            [row for row in rows if row["task"] == task],
+            "context_length",
+            "token_accuracy" if task == "copy" else "exact_match",
+        )
 
 
 main = _shared.Experiment(

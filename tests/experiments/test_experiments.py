@@ -84,6 +84,16 @@ def test_a_published_model(experiment, tmp_path):
     stages = {f"{name}, {stage}" for name in variants[2:] for stage in ("first", "second")}
     assert set(content["tokens_per_second"]) == stages | {"softmax, second"}
     assert {point["stage"] for point in content["curves"]} == {"first", "second"}
+    tokens = {
+        name: [x["tokens"] for x in content["heldout_curves"] if x["variant"] == name] for name in variants
+    }
+    first = 2 * 32  # updates and tokens of each
+    assert tokens["softmax"] == [32, 64, 96]
+    assert tokens["gated"] == [first + x for x in tokens["softmax"]]
+    places = [(row["variant"], row["task"], row["context_length"]) for row in content["tasks"]]
+    assert places == [(name, task, 256) for name in variants for task in ("needle", "recall", "copy")]
+    assert [x["variant"] for x in content["samples"]] == [name for name in variants for _ in range(3)]
+    assert all(x["text"] for x in content["samples"])
 
 
 @pytest.mark.slow
