@@ -73,7 +73,7 @@ _PROMPTS = (
     "def fibonacci(n):\n",
     'class Stack:\n    """A stack of items."""\n\n    def __init__(self):\n',
 )
-_SAMPLE_TOKENS = 64
+_SAMPLE_TOKENS, _GREEDY = 64, generation.Sampling(temperature=0)
 
 
 def _report(options: _shared.Options) -> None:
@@ -282,7 +282,9 @@ def _samples(options: _shared.Options, models: Mapping[tuple[str, int], pathlib.
         if seed == options.plan.seeds[0]:
             settings, model, _ = training.restore_model(folder)
             codec = data_lib.codec_of_run(settings)
-            texts = generation.complete(cast(Any, model), codec, _PROMPTS, max_tokens=_SAMPLE_TOKENS)
+            texts = generation.complete(
+                cast(Any, model), codec, _PROMPTS, max_tokens=_SAMPLE_TOKENS, sampling=_GREEDY
+            )
             found += [{"variant": variant, "prompt": x, "text": y} for x, y in zip(_PROMPTS, texts)]
     return found
 
