@@ -14,6 +14,7 @@ tokens. Writes `decoding.json` and `decoding.png`.
 import dataclasses
 import pathlib
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,34 +25,46 @@ from benchmarks import _rows, _timing
 from sympow_jax import config, generation, models, ops, plotting, tasks
 from sympow_jax.generation import loop
 
-PRESETS = {
-    "quickstart": ("conformal", "softmax"),
-    "smollm2": (
-        "softmax",
-        "sliding_window",
-        "2*sliding_window,softmax",
-        "2*sliding_window,sympow_gated",
-        "sympow_gated",
-    ),
-}
-"""Attention of each model that is compared, as presets or patterns of layers, by size."""
-LENGTHS = {"quickstart": (64, 256, 1024, 4096, 16_384, 65_536), "smollm2": (1024, 8192, 32_768)}
-PREFILLED = {"quickstart": (4096, 65_536), "smollm2": ()}
 WINDOW = 128
 BLOCK = 64  # tokens between two folds, so that each block has one
 ROUNDS = 7
+
+
+class Comparison(NamedTuple):
+    """Models of one size that are compared.
+
+    Attributes:
+        sizes: settings of `config.ModelConfig`.
+        presets: attention of each, as a preset or a pattern of layers.
+        lengths: tokens after which decoding is timed.
+        prefilled: tokens of the prompts whose prefill is timed, with the first preset.
+    """
+
+    sizes: dict[str, Any]
+    presets: tuple[str, ...]
+    lengths: tuple[int, ...]
+    prefilled: tuple[int, ...] = ()
+
+
+_SMOLLM2 = {"vocab_size": 49_152, "layers": 30, "width": 576, "heads": 9, "kv_heads": 3, "mlp_width": 1536}
 MODELS = {
-    "quickstart": config.MODEL_SIZES["quickstart"],
-    "smollm2": {
-        **config.MODEL_SIZES["llama32_1b"],
-        "vocab_size": 49_152,
-        "layers": 30,
-        "width": 576,
-        "heads": 9,
-        "kv_heads": 3,
-        "mlp_width": 1536,
-        "dtype": "float32",
-    },
+    "quickstart": Comparison(
+        config.MODEL_SIZES["quickstart"],
+        ("conformal", "softmax"),
+        lengths=(64, 256, 1024, 4096, 16_384, 65_536),
+        prefilled=(4096, 65_536),
+    ),
+    "smollm2": Comparison(
+        config.MODEL_SIZES["llama32_1b"] | _SMOLLM2 | {"dtype": "float32"},
+        (
+            "softmax",
+            "sliding_window",
+            "2*sliding_window,softmax",
+            "2*sliding_window,sympow_gated",
+            "sympow_gated",
+        ),
+        lengths=(1024, 8192, 32_768),
+    ),
 }
 
 
@@ -62,11 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", choices=MODELS, default="quickstart", help="sizes of the models")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    sizes, presets = MODELS[options.model], PRESETS[options.model]
-    rows = measure(sizes, presets, LENGTHS[options.model], rounds=ROUNDS)
-    prefills = [
-        measure_prefill(presets[0], sizes, length, rounds=ROUNDS) for length in PREFILLED[options.model]
-    ]
+    sizes, presets, lengths, prefilled = MODELS[options.model]
+    rows = measure(sizes, presets, lengths, rounds=ROUNDS)
+    prefills = [measure_prefill(presets[0], sizes, length, rounds=ROUNDS) for length in prefilled]
     for row in (*rows, *prefills):
         _rows.say(row)
     content = {"model": sizes, "machine": _rows.machine(), "rows": rows, "prefills": prefills}

@@ -80,11 +80,12 @@ class PositionState(State):
         return cls("B", "B")  # type: ignore[arg-type]
 
 
-def segment_before(segment_ids: Int[Array, "B T"], axis_name: str) -> Int[Array, " B"]:
-    """Returns the segment id of the last token on the devices before this one; -1 if there is none."""
-    nothing = jnp.full_like(segment_ids[:, 0], NO_SEGMENT)
-    last = boundaries(segment_ids, nothing).last
-    return time_axis.carried(lambda carry, own: jnp.where(own < 0, carry, own), nothing, last, axis_name)
+def segment_before(
+    segment_ids: Int[Array, "B T"], previous: Int[Array, " B"], axis_name: str
+) -> Int[Array, " B"]:
+    """Returns the segment id of the last token before this device's, where `previous` comes before the first's."""
+    last = boundaries(segment_ids, jnp.full_like(segment_ids[:, 0], NO_SEGMENT)).last
+    return time_axis.carried(lambda carry, own: jnp.where(own < 0, carry, own), previous, last, axis_name)
 
 
 def positions(

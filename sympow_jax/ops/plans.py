@@ -312,8 +312,10 @@ def make(
             f"attention form without an initial state"
         )
     if axis_name is not None:
-        _check_sharded_time(request, implementation)
+        _check_sharded_time(request, form, implementation)
     forms = (form,) if form else ("attention",) if request.more_keys else ("attention", "chunked")
+    if form is None and axis_name is not None and not request.stateless:
+        forms = ("chunked",)
     plan = request.plan(request.candidates(forms, implementation))
     if plan.form != "attention" or return_state:
         cost.require_memory(**request.state_sizes)
@@ -376,12 +378,12 @@ def _request(
     )
 
 
-def _check_sharded_time(request: _Request, implementation: str | None) -> None:
+def _check_sharded_time(request: _Request, form: str | None, implementation: str | None) -> None:
     """Raises NotImplementedError for requests that need all of the time on one device, ValueError for no such axis."""
     for unsupported, message in (
         (
-            not request.stateless,
-            "does not support states; leave out initial_state and return_state, or axis_name",
+            form == "attention" and not request.stateless,
+            "form 'attention' does not support with states; use form='chunked', or leave out axis_name",
         ),
         (request.more_keys, "needs equal numbers of keys and queries; leave out a KV cache, or axis_name"),
         (

@@ -3,13 +3,14 @@
 Queries are scaled by a power of two, which cancels exactly in the mean, so that no power of a query overflows.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import decays, derivatives, layout, means, power_state
+from sympow_jax.ops import decays, derivatives, layout, means, power_state, time_axis
 from sympow_jax.ops.forms import context
 
 
@@ -55,17 +56,33 @@ def prepare(plan, tokens, state) -> Prepared:
         start = layout.with_rank(sequence.start, sequence.log_decay.ndim)
         arrays["log_decay"] = decays.bounded(sequence.log_decay, start)
     valid = sequence.valid
+    kv, norm = (None, None) if state is None else (state.kv, state.norm)
     if plan.axis_name is not None:
+        # If not every position has a token, the window of the state after a shard may begin before it.
+        extends = ragged and plan.return_state
+        if extends:
+            arrays |= {"start": sequence.start, "unbounded": sequence.log_decay}
         arrays, valid = context.with_halo(
             arrays, valid, exact_window=plan.exact_window, ragged=ragged, axis_name=plan.axis_name
         )
+        if extends:
+            sequence = dataclasses.replace(
+                sequence,
+                key=arrays["key"],
+                value=arrays["value"],
+                log_decay=arrays.pop("unbounded"),
+                start=arrays.pop("start"),
+                valid=valid,
+            )
+        # The sums of a state continue on the first device.
+        is_first = jax.lax.axis_index(plan.axis_name) == 0
+        kv, norm = jax.tree.map(lambda x: jnp.where(is_first, x, 0), (kv, norm))
     order = None
     if ragged:
         # Move padding and empty slots to the end, so that windows and chunks count tokens only.
         tokens_first = jnp.argsort(~valid, axis=1, stable=True)
         order = tokens_first, jnp.argsort(tokens_first, axis=1)
         arrays = {name: _permuted(x, *order) for name, x in arrays.items()}
-    kv, norm = (None, None) if state is None else (state.kv, state.norm)
     return Prepared(Rows(**{"log_decay": None} | arrays, kv=kv, norm=norm), sequence, order)
 
 
@@ -76,7 +93,10 @@ def finish(plan, prepared: Prepared, tokens, out, kv, norm):
     out = out[:, -tokens.query.shape[1] :]
     if plan.division is not means.Division.NONE:
         out = out.astype(tokens.value.dtype)
-    return out, state_after(plan, prepared.sequence, kv, norm) if plan.return_state else None
+    if not plan.return_state:
+        return out, None
+    state = state_after(plan, prepared.sequence, kv, norm)
+    return out, state if plan.axis_name is None else time_axis.of_last(state, plan.axis_name)
 
 
 def state_after(plan, sequence, kv, norm) -> power_state.PowerState:

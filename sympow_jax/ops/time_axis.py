@@ -64,6 +64,12 @@ def carried(step: Callable, initial, summary, axis_name: str, *, reverse: bool =
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), before)
 
 
+def of_last(tree, axis_name: str):
+    """Returns the arrays of the last device, on all devices."""
+    is_last = jax.lax.axis_index(axis_name) == jax.lax.axis_size(axis_name) - 1
+    return jax.lax.psum(jax.tree.map(lambda x: jnp.where(is_last, x, 0), tree), axis_name)
+
+
 def by_heads(
     attend: Callable[[Tokens], Float[Array, "B T N E"]], tokens: Tokens, axis_name: str | None
 ) -> Float[Array, "B T N E"]:

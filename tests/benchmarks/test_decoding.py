@@ -12,7 +12,7 @@ pytestmark = pytest.mark.robust
 def test_the_plot(tmp_path):
     rows = [
         {"preset": preset, "length": length, "seconds": 1e-4 * length, "state_bytes": 10 * length}
-        for preset in decoding.PRESETS["quickstart"]
+        for preset in decoding.MODELS["quickstart"].presets
         for length in (64, 128)
     ]
     decoding.plot(rows, tmp_path / "plot.png")
@@ -22,9 +22,9 @@ def test_the_plot(tmp_path):
 @pytest.mark.slow
 def test_only_the_state_of_softmax_grows(tmp_path, monkeypatch):
     lengths, sizes = (64, 256, 1024), {"vocab_size": 64, "layers": 1, "width": 32, "heads": 2}
-    monkeypatch.setitem(decoding.MODELS, "quickstart", sizes | {"dtype": "float32"})
-    monkeypatch.setitem(decoding.LENGTHS, "quickstart", lengths)
-    monkeypatch.setitem(decoding.PREFILLED, "quickstart", (1024,))
+    sizes |= {"dtype": "float32"}
+    small = decoding.Comparison(sizes, ("conformal", "softmax"), lengths, prefilled=(1024,))
+    monkeypatch.setitem(decoding.MODELS, "quickstart", small)
     monkeypatch.setattr(decoding, "ROUNDS", 3)
     decoding.main([f"--out={tmp_path}"])
     content = json.loads((tmp_path / "decoding.json").read_text())

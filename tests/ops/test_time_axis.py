@@ -168,6 +168,58 @@ def test_every_op_over_devices_is_that_of_one(name):
         check(name, drawn, expected, devices, dtype)
 
 
+def with_states(drawn, ids, state, devices, **options):
+    """Returns outputs and the state after the tokens, then the gradients of a sum of these."""
+    time, whole = jax.sharding.PartitionSpec(None, AXIS), jax.sharding.PartitionSpec()
+    fixed = {} if ids is None else {"segment_ids": ids}
+    leaves, structure = jax.tree.flatten(state)
+
+    def attend(arrays, state, axis_name=None):
+        options_of = {"return_state": True, "initial_state": state, "axis_name": axis_name, **options}
+        return ops.power_attention(**arrays, form="chunked", **options_of)
+
+    def over(arrays, state):
+        mesh = jax.make_mesh((devices,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+        specs = jax.tree.map(lambda _: time, arrays), whole
+        mapped = functools.partial(attend, axis_name=AXIS)
+        return jax.shard_map(mapped, mesh=mesh, in_specs=specs, out_specs=(time, whole))(arrays, state)
+
+    def loss(arrays, leaves):
+        op = attend if devices == 1 else over
+        results = jax.tree.leaves(op(arrays | fixed, jax.tree.unflatten(structure, leaves)))
+        return sum((x * jnp.cos(jnp.arange(x.size).reshape(x.shape))).sum() for x in results), results
+
+    differentiate = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True, allow_int=True)
+    (_, results), gradients = jax.jit(differentiate)(drawn, leaves)
+    return [*results, *(x for x in jax.tree.leaves(gradients) if x.dtype != jax.dtypes.float0)]
+
+
+def drawn_and_state(case, dtype, begun, **options):
+    """Draws tokens, and the state after others of a document with id 5, which the first row continues."""
+    found = []
+    for time in (case.time, 30):
+        arrays = cases.arrays(dataclasses.replace(case, time=time), batch=3, kv_heads=2)
+        names = ("query", "key", "value", "log_decay")
+        found.append({name: jnp.asarray(arrays[name], dtype) for name in names})
+    segments = np.full((3, 30), 5, np.int32)
+    state = ops.power_attention(**found[1], segment_ids=segments, return_state=True, **options)[1]
+    return found[0], state if begun else None
+
+
+@marked.cases(
+    ("ids", "devices", "begun"),
+    [(segment_ids(), 8, True)],
+    slow=[(ids, n, begun) for ids in (segment_ids(), None) for n in (2, 4, 8) for begun in (True, False)],
+)
+def test_states_over_devices(ids, devices, begun):
+    with jax.enable_x64(True):
+        case = cases.Case(**SHARED | {"decay": "gentle"})
+        drawn, state = drawn_and_state(case, np.float64, begun, exact_window=12)
+        many, one = (with_states(drawn, ids, state, n, **SHORT) for n in (devices, 1))
+        for x, y in zip(many, one, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9 * (1 + np.abs(y).max()))
+
+
 @marked.cases(
     ("ids", "devices", "pairs"),
     [(segment_ids(), 8, ())],
@@ -209,8 +261,11 @@ def test_learned_angles(ids, devices, pairs):
 
 
 CANNOT = {
-    "does not support states; leave out": (ops.power_attention, 8, {"return_state": True}),
-    "support states": (ops.power_attention, 8, {"exact_window": 4, "initial_state": 4}),
+    "does not support with states; use": (
+        ops.power_attention,
+        8,
+        {"form": "attention", "return_state": True},
+    ),
     "use implementation='xla'": (ops.power_attention, 8, {"implementation": "reference"}),
     "equal numbers of keys and queries": (ops.power_attention, 7, {}),
     "equal numbers of keys and queries, not 8 and 7": (ops.softmax_attention, 7, {}),
@@ -222,8 +277,6 @@ CANNOT = {
 def test_unsupported_requests_are_named():
     x = jnp.ones((1, 16, 1, 8))
     for message, (op, queries, options) in CANNOT.items():
-        if "initial_state" in options:
-            options = options | {"initial_state": ops.PowerState.zeros(1, 1, 8, 8, power=2, exact_window=4)}
         form = {"form": "chunked"} if options.get("exact_window") == 9 else {}
         attempt = functools.partial(op, **options, **form)
 
@@ -261,6 +314,20 @@ def test_kernels_over_devices_are_as_exact_as_plain_jax_on_one(name):
         formula = functools.partial(FORMULA, power=case.power)
         expected = cases.outputs_and_gradients(formula, drawn, "float64")
         interpreted.check(errors("mosaic_gpu", devices), errors("xla", 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("power", [2, 4])
+def test_states_of_kernels_over_devices(power):
+    """The kernels' plain JAX stand-ins, in bfloat16."""
+    case = cases.Case(power=power, decay="gentle", group=2, time=2 * TIME)
+    drawn, state = drawn_and_state(case, jnp.bfloat16, True, power=power)
+    ids = np.repeat(segment_ids(), 2, axis=1)
+    options = {"power": power, "chunk_size": 64, "implementation": "mosaic_gpu"}
+    with target.interpreted(object()), plain.kernels(), plain_quartic.kernels():
+        many, one = (with_states(drawn, ids, state, n, **options) for n in (4, 1))
+    for x, y in zip(many, one, strict=True):
+        assert cases.error(x, y) <= 2e-3
 
 
 def exchanged(op, with_documents):

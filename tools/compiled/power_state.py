@@ -40,8 +40,12 @@ _TILED_HEADS, _TILED_TIME = 8, 65_536
 def build(case: str):
     """Returns both passes and the query of a forward pass alone, with GQA and decay, and the shapes of arguments."""
     power, head_dim, value_dim, chunk = h100.parsed(case).values()
+    sizes: dict[str, Any] = {"power": power, "head_dim": head_dim, "value_dim": value_dim, "chunk": chunk}
+    # The tiles are those of a long sequence.
+    shape: dict[str, Any] = {"time": _TILED_TIME, "heads": _TILED_HEADS, "dtype": jnp.bfloat16}
+    tiles = power_state.choose(**sizes, **shape, exact_window=_WINDOW)
+    call = configs.Call(power=power, config=tiles, exact_window=_WINDOW, interpret=None)
     time, heads = _CHUNKS * chunk, _HEADS * _GROUP
-    call = configs.Call(power=power, config=_config(case), exact_window=_WINDOW, interpret=None)
 
     def both_passes(query, key, value, log_decay, folds, dout):
         arguments = power_state.Arguments(query, key, value, log_decay, folds)
@@ -53,11 +57,3 @@ def build(case: str):
     query, key, value, dout = (jax.ShapeDtypeStruct((1, time, *x), jnp.bfloat16) for x in vectors)
     log_decay = jax.ShapeDtypeStruct((1, time, _HEADS), jnp.float32)
     return both_passes, (query, key, value, log_decay, jax.ShapeDtypeStruct((1, time), bool), dout)
-
-
-def _config(case: str) -> configs.Config:
-    """Returns the tiles for a long sequence."""
-    power, head_dim, value_dim, chunk = h100.parsed(case).values()
-    sizes: dict[str, Any] = {"power": power, "head_dim": head_dim, "value_dim": value_dim, "chunk": chunk}
-    shape: dict[str, Any] = {"time": _TILED_TIME, "heads": _TILED_HEADS, "dtype": jnp.bfloat16}
-    return power_state.choose(**sizes, **shape, exact_window=_WINDOW)

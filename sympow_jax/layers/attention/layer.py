@@ -15,7 +15,7 @@ from sympow_jax.array_types import Array, Float, Int
 from sympow_jax.layers import initializers, norms, partitioning
 from sympow_jax.layers.attention import decays, kernels, positions
 from sympow_jax.layers.attention import memory as memories
-from sympow_jax.ops import arguments, documents, pytree, rotary
+from sympow_jax.ops import arguments, documents, pytree, rotary, time_axis
 from sympow_jax.ops.promotion import by_default_rules
 
 
@@ -336,11 +336,13 @@ class Attention(nnx.Module):
         if not partitioning.is_divided():
             mixed, state = self._mix(heads, arrays, segment_ids, state, axis_name=None)
         else:
-            # Each device has a shard of rows and heads and, without a state, of times.
+            # Each device has a shard of rows and heads and, unless the memory needs all of them, of times.
             divisible = self.kv_heads % partitioning.size(partitioning.TENSOR) == 0
             rows, times, tensor = partitioning.HEADS
             partition = jax.sharding.PartitionSpec
-            spec = partition(rows, times if state is None else None, tensor if divisible else None)
+            shard = x.shape[1] // partitioning.size(partitioning.CONTEXT)
+            whole = state is not None and not memories.may_shard_time(self.kernel, state.memory, shard)
+            spec = partition(rows, None if whole else times, tensor if divisible else None)
             divided = partitioning.CONTEXT in partitioning.dividing(spec, heads.query.shape)
             state_specs = _state_specs(state)
             # Key/value heads are the first axis of the positions' arrays.
@@ -373,5 +375,9 @@ class Attention(nnx.Module):
         options: dict[str, Any] = {"rotate": rotate, "segment_ids": segment_ids, **heads.gates}
         if state is None:
             return self.kernel.attend(query, key, heads.value, **options, axis_name=axis_name), None
-        mixed, memory = memories.extend(self.kernel, query, key, heads.value, **options, memory=state.memory)
+        mixed, memory = memories.extend(
+            self.kernel, query, key, heads.value, **options, memory=state.memory, axis_name=axis_name
+        )
+        if axis_name is not None:
+            position = time_axis.of_last(position, axis_name)
         return mixed, AttentionState(memory=memory, position=position)

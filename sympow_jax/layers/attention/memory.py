@@ -50,11 +50,15 @@ def extend(
     log_decay: Float[Array, "B T K ..."] | None,
     segment_ids: Int[Array, "B T"] | None,
     memory: kernels.Memory,
+    axis_name: str | None = None,
     **gates: Float[Array, "B T K"] | None,
 ) -> tuple[Float[Array, "B T N E"], kernels.Memory]:
-    """Returns the output after the tokens of a memory, and the memory after these; arguments as for `Kernel.attend`."""
+    """Returns the output after the tokens of a memory, and the memory after these; arguments as for `Kernel.attend`.
+
+    Time is sharded only if `may_shard_time`.
+    """
     # The reference has no step.
-    one_token = query.shape[1] == 1 and kernel.attention.implementation != "reference"
+    one_token = query.shape[1] == 1 and kernel.attention.implementation != "reference" and axis_name is None
     one_token &= kernel.weighs_cache or not isinstance(memory, ops.KVCache)
     if one_token:
         arrays = (query, key, value, log_decay, segment_ids, gates)
@@ -63,7 +67,10 @@ def extend(
     if not isinstance(memory, ops.KVCache):
         assert isinstance(kernel, kernels.RecurrentKernel)
         if not one_token:
-            return kernel.op(rotate)(query, key, value, **options, initial_state=memory, return_state=True)
+            options |= {"initial_state": memory, "return_state": True}
+            if axis_name is not None:
+                options["axis_name"] = axis_name
+            return kernel.op(rotate)(query, key, value, **options)
         out, memory = kernel.step(rotate)(query, key, value, **options, state=memory)
         return out[:, None], memory
     if one_token:
@@ -79,6 +86,18 @@ def extend(
     if memory.capacity != kernel.cache_limit:
         out = jnp.where(missing[..., None, None], jnp.nan, out)
     return out, extended
+
+
+def may_shard_time(kernel: kernels.Kernel, memory: kernels.Memory, length: int) -> bool:
+    """Returns whether a memory can be extended by tokens whose time is sharded, `length` of them on each device."""
+    options = kernel.attention
+    return (
+        isinstance(memory, ops.PowerState | ops.LinearState)
+        and not options.decay_kind.per_channel
+        and options.form != "attention"
+        and options.implementation != "reference"
+        and length >= max(1, options.exact_window)
+    )
 
 
 def is_bounded(kernel: kernels.Kernel) -> bool:
@@ -107,6 +126,7 @@ def fold(kernel: kernels.Kernel, memory: kernels.Memory) -> kernels.Memory:
         return dataclasses.replace(joined.newest(kernel.cache_limit), segment=memory.segment)
     # The output for these queries is discarded. Under `jax.jit`, XLA does not compute it.
     query = jnp.zeros((batch, memory.capacity, kernel.num_heads, kernel.encoded_dim), memory.key.dtype)
-    _, state = extend(kernel, query, **memory.tokens(), rotate=None, memory=kernel.init_state(batch))
+    cached: Any = memory.tokens()
+    _, state = extend(kernel, query, **cached, rotate=None, memory=kernel.init_state(batch))
     assert isinstance(state, ops.PowerState)
     return dataclasses.replace(state, kv=jnp.where(complete, state.kv, jnp.nan), segment=memory.segment)

@@ -19,7 +19,7 @@ from sympow_jax.ops.forms import context, features, quadratic
 def chunked(plan, rows: preparation.Rows):
     """Computes the chunked form; returns (out [B, X, N, E], kv, norm).
 
-    With a chunk of 1 this is the recurrence. The rows of a time shard begin with a halo, and no state is returned.
+    With a chunk of 1 this is the recurrence. The rows of a time shard begin with a halo.
     """
     batch, length, kv_heads, head_dim = rows.key.shape
     axis_name, division = plan.axis_name, plan.division
@@ -49,7 +49,8 @@ def chunked(plan, rows: preparation.Rows):
 
     if axis_name is not None:
         own = decay.astype(out.dtype), final
-        _, before = time_axis.exclusive_prefix(context.combined, own, axis_name)
+        earlier = time_axis.exclusive_prefix(context.combined, own, axis_name)
+        (_, before), (_, final) = earlier, context.combined(earlier, own)
         add = functools.partial(context.sums_from_earlier_state, plan.power, plan.precision)
         axes = (0, 0, None if rows.log_decay is None else 0)
         log_decay = None if rows.log_decay is None else jnp.moveaxis(rows.log_decay, 1, 2)

@@ -24,7 +24,7 @@ def with_halo(
 ) -> tuple[dict[str, Array], Bool[Array, "B W+T"]]:
     """Prepends the last W tokens before this shard to the arrays of `preparation.Rows`; also returns the validity mask.
 
-    Arrays are [B, T, ...].
+    Arrays are [B, T, ...]. All but `query` and `enters_state` are of the tokens before the shard, too.
 
     ragged: whether any position is invalid. If so, the W tokens may come from several devices and are right-aligned in
     W positions; invalid positions hold zeros.
@@ -39,7 +39,7 @@ def with_halo(
             f"each of {devices} devices along {axis_name!r} holds {time} of {devices * time} positions, fewer than the "
             f"window of {exact_window}; use a longer sequence, fewer devices along that axis or a smaller window"
         )
-    tokens = {name: x for name, x in arrays.items() if name in ("key", "value", "log_decay")}
+    tokens = {name: x for name, x in arrays.items() if name not in ("query", "enters_state")}
     if ragged:
         halo, halo_valid = _tokens_before(tokens, valid, exact_window, axis_name)
         valid = jnp.concatenate([halo_valid, valid], 1)
