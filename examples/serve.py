@@ -126,7 +126,7 @@ class Engine:
         tokens, key, width = request.tokens, request.tokens.tobytes(), request.tokens.itemsize
         prefix = max(filter(key.startswith, self.kept), key=len, default=b"")
         row, start = self.kept.pop(prefix, self.empty), len(prefix) // width
-        parting = max((shared(key, x) // width for x in self.kept), default=0)
+        parting = max((shared(tokens, np.frombuffer(x, np.int32)) for x in self.kept), default=0)
         self.kept[prefix], request.cached = row, start
         for end in (parting, len(tokens)) if parting >= start + SHARED else (len(tokens),):
             if (count := end - start) > 0:
@@ -153,9 +153,10 @@ class Engine:
         return [(x, x.transcript.add([int(token)])) for x, token in zip(self.requests, tokens) if x]
 
 
-def shared(first: bytes, second: bytes) -> int:
-    """Returns the number of bytes with which both begin."""
-    return next((i for i, (x, y) in enumerate(zip(first, second)) if x != y), min(len(first), len(second)))
+def shared(first: np.ndarray, second: np.ndarray) -> int:
+    """Returns the number of tokens with which both begin."""
+    length = min(len(first), len(second))
+    return int(np.append(first[:length] != second[:length], True).argmax())
 
 
 async def receive(reader: asyncio.StreamReader) -> tuple[str, bytes]:

@@ -63,8 +63,6 @@ VARIANTS: dict[str, dict[str, str]] = {
 ORIGINAL = "original"
 # Updates of the first stage, relative to the second, and the rate of learning of each.
 _FIRST_RATIO, _MATCH_RATE, _RATE = 0.6, 1e-3, 3e-4
-# Held-out losses during a stage.
-_HELDOUT_TIMES = 10
 # Questions of each task of `evaluation.evaluate_context_tasks`. Half of a context of `copy` are answers.
 _TASKS = {"needle": 32, "recall": 32, "copy": 8}
 _LEAST_CONTEXT = 256
@@ -83,20 +81,18 @@ def _report(options: _shared.Options) -> None:
     plan = options.plan
     untrained = options.runs / f"{ORIGINAL}_evaluation"
     evaluation.evaluate([base], plan.lengths, out=untrained, documents=plan.documents, changes=data)
-    seconds = {key: second for key, (*_, second) in folders.items()}
+    models = {(ORIGINAL, seed): base for seed in plan.seeds}
+    models |= {key: stages_of[-1] for key, stages_of in folders.items()}
     rows = [
         {"variant": variant, "seed": seed}
         | {column: row[column] for column in ("context_length", "loss", "standard_error")}
-        for (variant, seed), folder in (
-            {(ORIGINAL, seed): untrained for seed in plan.seeds} | seconds
-        ).items()
-        for row in _shared.evaluation(folder)
+        for (variant, seed), folder in models.items()
+        for row in _shared.evaluation(untrained if folder == base else folder)
     ]
-    models = {(ORIGINAL, seed): base for seed in plan.seeds} | seconds
     stages = {
         (*key, name): folder
-        for key, runs in folders.items()
-        for name, folder in zip(("second", "first"), runs[::-1])
+        for key, stages_of in folders.items()
+        for name, folder in zip(("second", "first"), reversed(stages_of))
     }
     # By tokens spent; new attention has a first stage, which does not predict tokens.
     batch = _SETTINGS[options.scale]["data.batch_tokens"]
@@ -104,11 +100,11 @@ def _report(options: _shared.Options) -> None:
         {
             "variant": variant,
             "seed": seed,
-            "tokens": batch * (step + _first(options) * (len(found) - 1)),
+            "tokens": batch * (step + _first(options) * (len(stages_of) - 1)),
             "loss": loss,
         }
-        for (variant, seed), found in folders.items()
-        for step, loss in _shared.heldout_curve(found[-1])
+        for (variant, seed), stages_of in folders.items()
+        for step, loss in _shared.heldout_curve(stages_of[-1])
     ]
     speeds: dict[str, list[float]] = {}
     for (variant, _, stage), folder in stages.items():
@@ -236,7 +232,6 @@ def _train(
         settings = config.override(settings, data)
         often = {"checkpoint_every": min(steps, 500), "log_every": 50}
         run = _shared.stage(options, settings, rate=rate, warmup=50, steps=steps, seed=seed, **often)
-        run = loading.replace(run, {"evaluation.every": max(1, steps // _HELDOUT_TIMES)})
         return _shared.train_all(options, {label: (f"{label}{steps}_seed{seed}", run)})[label]
 
     # One after the other, so that what a stopped command has is whole variants.
@@ -263,7 +258,7 @@ def _tasks(
     columns = ("task", "context_length", "exact_match", "token_accuracy", "chance", "questions")
     found: dict[str, list[dict[str, Any]]] = {folder.name: [] for folder in folders}
     for task, trials in _TASKS.items():
-        out = options.runs / f"{ORIGINAL}_{task}"
+        out = options.runs / f"tasks_{task}"
         for row in evaluation.evaluate_context_tasks(
             folders, [task], lengths, out=out, trials=trials, changes=data
         ):

@@ -40,7 +40,6 @@ STARTS = ("direct", "matched", "scratch")
 _BASE_RATIO, _FIRST_RATIO = 15, 1 / 3
 _RATES = {"base": 2e-3, "match": 2e-3, "direct": 1e-3, "matched": 1e-3, "scratch": 2e-3}
 _BODY: dict[str, Any] = {"model.norm": "rms", "model.activation": "swiglu", "model.embedding_norm": False}
-_HELDOUT_TIMES = 10
 
 
 def _report(options: _shared.Options) -> None:
@@ -142,8 +141,7 @@ def _train(options: _shared.Options) -> tuple[pathlib.Path, dict[tuple[str, str,
 
 def _stage(options: _shared.Options, base: config.Config, rate: float, steps: int, seed: int):
     often = {"checkpoint_every": 100, "log_every": 100}
-    found = _shared.stage(options, base, rate=rate, warmup=20, steps=steps, seed=seed, **often)
-    return loading.replace(found, {"evaluation.every": max(1, steps // _HELDOUT_TIMES)})
+    return _shared.stage(options, base, rate=rate, warmup=20, steps=steps, seed=seed, **often)
 
 
 def tables(content: Mapping[str, Any]) -> list[_shared.Table]:

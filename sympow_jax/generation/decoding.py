@@ -17,6 +17,7 @@ import numpy as np
 from sympow_jax import config as config_lib
 from sympow_jax import models
 from sympow_jax.array_types import Array, Float, Int
+from sympow_jax.layers import partitioning
 from sympow_jax.ops import arguments
 from sympow_jax.ops.promotion import by_default_rules
 
@@ -135,7 +136,10 @@ class Program:
             state = self.init_state(tokens.shape[0], max_length=max_length)
         lengths = jnp.asarray(lengths)
         with mesh_in_scope(self.leaves):
-            ids, segment_ids = padded(self, jnp.asarray(tokens), lengths, state)
+            # To equal shards of time.
+            missing = -tokens.shape[1] % partitioning.size(partitioning.CONTEXT)
+            tokens = jnp.pad(jnp.asarray(tokens), [(0, 0), (0, missing)])
+            ids, segment_ids = padded(self, tokens, lengths, state)
             options: Any = {"compiled": True, "donate_state": initial_state is None}
             hidden, state = self.model.extend_hidden(ids, state, segment_ids=segment_ids, **options)
             return _last_logits(self, hidden, lengths), state

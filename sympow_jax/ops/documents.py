@@ -85,6 +85,7 @@ def segment_before(
 ) -> Int[Array, " B"]:
     """Returns the segment id of the last token before this device's, where `previous` comes before the first's."""
     last = boundaries(segment_ids, jnp.full_like(segment_ids[:, 0], NO_SEGMENT)).last
+    previous = previous.astype(jnp.promote_types(previous.dtype, last.dtype))
     return time_axis.carried(lambda carry, own: jnp.where(own < 0, carry, own), previous, last, axis_name)
 
 

@@ -159,7 +159,8 @@ def linear_attention(
         exact_window: every query attends exactly to at least this many of its last keys.
         initial_state: made by `LinearState.zeros` or returned by an earlier call.
         return_state: return (output, state after the last token).
-        axis_name: a manual mesh axis over which time is sharded in order.
+        axis_name: a manual mesh axis over which time is sharded in order, as in `power_attention`; `rotate` must then
+            know the positions before the shard.
 
     Raises:
         ValueError: for sizes, dtypes or names that do not match, and for a state larger than memory.

@@ -163,6 +163,11 @@ class _Request:
 
         Unless the kernels were `named`, a check must also have verified them on this kind of machine.
         """
+        if form == "attention" and self.axis_name is not None and not self.stateless:
+            return (
+                f"time is sharded over the mesh axis {self.axis_name!r}, with which form 'attention' takes and returns "
+                f"no state; use form='chunked', or leave out axis_name"
+            )
         if implementation == "reference":
             if form == "chunked":
                 return "implementation 'reference' has no chunked form; use 'attention' or 'recurrent'"
@@ -312,10 +317,8 @@ def make(
             f"attention form without an initial state"
         )
     if axis_name is not None:
-        _check_sharded_time(request, form, implementation)
+        _check_sharded_time(request, implementation)
     forms = (form,) if form else ("attention",) if request.more_keys else ("attention", "chunked")
-    if form is None and axis_name is not None and not request.stateless:
-        forms = ("chunked",)
     plan = request.plan(request.candidates(forms, implementation))
     if plan.form != "attention" or return_state:
         cost.require_memory(**request.state_sizes)
@@ -378,13 +381,9 @@ def _request(
     )
 
 
-def _check_sharded_time(request: _Request, form: str | None, implementation: str | None) -> None:
+def _check_sharded_time(request: _Request, implementation: str | None) -> None:
     """Raises NotImplementedError for requests that need all of the time on one device, ValueError for no such axis."""
     for unsupported, message in (
-        (
-            form == "attention" and not request.stateless,
-            "form 'attention' does not support with states; use form='chunked', or leave out axis_name",
-        ),
         (request.more_keys, "needs equal numbers of keys and queries; leave out a KV cache, or axis_name"),
         (
             implementation == "reference",

@@ -77,10 +77,11 @@ def power_attention(
         axis_name: a manual mesh axis of a `jax.shard_map` over which time is sharded in order. Arguments and output are
             this device's shard, of equal length on all devices, and documents and windows continue from one shard to
             the next. In the chunked and recurrent forms, P > 1 devices send each other the tokens of a window, and one
-            state per head 1 + ceil(log2(P - 1)) times. Shards must be at least as long as the window. States before
-            the first shard and after the last are whole on every device. In the attention form, which has no states
-            then, each device computes a part of the heads over the whole time axis. Not supported with more keys than
-            queries, per-channel gates, or `reference`.
+            state per head 1 + ceil(log2(P - 1)) times, and once more if it is returned. The state before the first
+            shard and the one after the last are whole on every device. Without an initial state, shards must be at
+            least as long as the window. In the attention form, which takes no states then, each device computes a part
+            of the heads over the whole time axis. Not supported with more keys than queries, per-channel gates, or
+            `reference`.
 
     Raises:
         ValueError: for sizes, dtypes or names that do not match, and for a state larger than memory.

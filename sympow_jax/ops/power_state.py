@@ -132,6 +132,8 @@ def zeros(
 class Sequence:
     """Window of the incoming state followed by the new tokens, as one sequence of X = 2W + T positions.
 
+    Under context parallelism, W positions for the tokens before the shard come first.
+
     `valid` is False for empty slots of the window and for padding; their keys and decays are zero. `start` is True for
     the first token of a document that begins among the new tokens. `log_decay` is one per head, or one for each of its
     channels. `segment` is the id of the sequence's last document.
@@ -148,7 +150,7 @@ class Sequence:
     def join(cls, plan, tokens, state: PowerState | None):
         """Concatenates the window of `state`, if any, and the new tokens; decays are returned in the plan's dtype.
 
-        Under context parallelism the window is on the first device, and a document may have begun on another one.
+        Under context parallelism only the first device uses the window, and a document may have begun on another one.
         """
         _, key, value, log_decay, segment_ids = tokens
         batch, time, kv_heads, _ = key.shape

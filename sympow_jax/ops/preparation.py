@@ -3,7 +3,6 @@
 Queries are scaled by a power of two, which cancels exactly in the mean, so that no power of a query overflows.
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -46,6 +45,14 @@ def prepare(plan, tokens, state) -> Prepared:
     enters_state = jnp.ones_like(sequence.valid)
     if plan.return_state:
         enters_state = sequence.after >= plan.exact_window
+    kv, norm = (None, None) if state is None else (state.kv, state.norm)
+    if plan.axis_name is not None:
+        sequence, enters_state = context.with_halo(
+            sequence, exact_window=plan.exact_window, ragged=ragged, axis_name=plan.axis_name
+        )
+        # The initial state comes before the first device's tokens.
+        is_first = jax.lax.axis_index(plan.axis_name) == 0
+        kv, norm = jax.tree.map(lambda x: jnp.where(is_first, x, 0), (kv, norm))
     arrays = {
         "query": masked_queries(plan, tokens.query, sequence),
         "key": sequence.key,
@@ -55,32 +62,10 @@ def prepare(plan, tokens, state) -> Prepared:
     if ragged or tokens.log_decay is not None:
         start = layout.with_rank(sequence.start, sequence.log_decay.ndim)
         arrays["log_decay"] = decays.bounded(sequence.log_decay, start)
-    valid = sequence.valid
-    kv, norm = (None, None) if state is None else (state.kv, state.norm)
-    if plan.axis_name is not None:
-        # If not every position has a token, the window of the state after a shard may begin before it.
-        extends = ragged and plan.return_state
-        if extends:
-            arrays |= {"start": sequence.start, "unbounded": sequence.log_decay}
-        arrays, valid = context.with_halo(
-            arrays, valid, exact_window=plan.exact_window, ragged=ragged, axis_name=plan.axis_name
-        )
-        if extends:
-            sequence = dataclasses.replace(
-                sequence,
-                key=arrays["key"],
-                value=arrays["value"],
-                log_decay=arrays.pop("unbounded"),
-                start=arrays.pop("start"),
-                valid=valid,
-            )
-        # The sums of a state continue on the first device.
-        is_first = jax.lax.axis_index(plan.axis_name) == 0
-        kv, norm = jax.tree.map(lambda x: jnp.where(is_first, x, 0), (kv, norm))
     order = None
     if ragged:
         # Move padding and empty slots to the end, so that windows and chunks count tokens only.
-        tokens_first = jnp.argsort(~valid, axis=1, stable=True)
+        tokens_first = jnp.argsort(~sequence.valid, axis=1, stable=True)
         order = tokens_first, jnp.argsort(tokens_first, axis=1)
         arrays = {name: _permuted(x, *order) for name, x in arrays.items()}
     return Prepared(Rows(**{"log_decay": None} | arrays, kv=kv, norm=norm), sequence, order)

@@ -1,7 +1,7 @@
 """Collectives for context parallelism, where time is sharded over a manual mesh axis in order and equally.
 
-States, of megabytes, go through `exclusive_prefix`, in log2 P steps. Summaries of a few bytes per row go through
-`carried`, with a single all-gather. Attention that compares all pairs exchanges time for heads, in `by_heads`.
+States, of megabytes, go through `exclusive_prefix`, in log2 P steps, and `of_last`. Summaries of a few bytes per row go
+through `carried`, with a single all-gather. Attention that compares all pairs exchanges time for heads, in `by_heads`.
 """
 
 from collections.abc import Callable

@@ -168,15 +168,16 @@ def test_every_op_over_devices_is_that_of_one(name):
         check(name, drawn, expected, devices, dtype)
 
 
-def with_states(drawn, ids, state, devices, **options):
+def results_and_gradients(drawn, ids, state, devices, **options):
     """Returns outputs and the state after the tokens, then the gradients of a sum of these."""
     time, whole = jax.sharding.PartitionSpec(None, AXIS), jax.sharding.PartitionSpec()
     fixed = {} if ids is None else {"segment_ids": ids}
     leaves, structure = jax.tree.flatten(state)
 
     def attend(arrays, state, axis_name=None):
-        options_of = {"return_state": True, "initial_state": state, "axis_name": axis_name, **options}
-        return ops.power_attention(**arrays, form="chunked", **options_of)
+        return ops.power_attention(
+            **arrays, initial_state=state, return_state=True, axis_name=axis_name, **options
+        )
 
     def over(arrays, state):
         mesh = jax.make_mesh((devices,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
@@ -194,28 +195,55 @@ def with_states(drawn, ids, state, devices, **options):
     return [*results, *(x for x in jax.tree.leaves(gradients) if x.dtype != jax.dtypes.float0)]
 
 
-def drawn_and_state(case, dtype, begun, **options):
-    """Draws tokens, and the state after others of a document with id 5, which the first row continues."""
-    found = []
-    for time in (case.time, 30):
-        arrays = cases.arrays(dataclasses.replace(case, time=time), batch=3, kv_heads=2)
-        names = ("query", "key", "value", "log_decay")
-        found.append({name: jnp.asarray(arrays[name], dtype) for name in names})
-    segments = np.full((3, 30), 5, np.int32)
-    state = ops.power_attention(**found[1], segment_ids=segments, return_state=True, **options)[1]
-    return found[0], state if begun else None
+def tokens_and_state(case, dtype, *, before=30, steps=0, **options):
+    """Draws tokens, and the state after others of a document with id 5, the last ones one at a time."""
+    drawn = {}
+    for time in (case.time, before, steps):
+        arrays = cases.arrays(dataclasses.replace(case, time=max(time, 1)), batch=3, kv_heads=2)
+        drawn[time] = {
+            name: jnp.asarray(arrays[name], dtype) for name in ("query", "key", "value", "log_decay")
+        }
+    ids = np.full((3, before), 5, np.int32)
+    state = ops.power_attention(**drawn[before], segment_ids=ids, return_state=True, **options)[1]
+    for step in range(steps):
+        token = {name: x[:, step] for name, x in drawn[steps].items()}
+        options.pop("exact_window", None)
+        state = ops.power_attention_step(**token, state=state, segment_ids=ids[:, 0], **options)[1]
+    return drawn[case.time], state
+
+
+# Segment ids, and options of the state and of the op.
+STATES = {
+    "documents": (segment_ids(), {}, {}),
+    "one document": (None, {}, {}),
+    "padding alone": (np.full((3, TIME), -1), {}, {}),
+    "a longer window": (segment_ids(), {"steps": 9}, {}),
+    "few tokens before": (segment_ids(), {"before": 5}, {}),
+    "no window": (segment_ids(), {"exact_window": 0}, {"exact_window": 0}),
+    "quartic": (segment_ids(), {"power": 4}, {"power": 4, "chunk_size": 64}),
+    "recurrent": (segment_ids(), {}, {"form": "recurrent", "chunk_size": None}),
+    "no form": (segment_ids(), {}, {"form": None}),
+    "shards shorter than the window": (segment_ids()[:, ::4], {}, {}),
+}
 
 
 @marked.cases(
-    ("ids", "devices", "begun"),
-    [(segment_ids(), 8, True)],
-    slow=[(ids, n, begun) for ids in (segment_ids(), None) for n in (2, 4, 8) for begun in (True, False)],
+    ("name", "devices", "begun"),
+    [("documents", 8, True)],
+    slow=[
+        *((name, 8, True) for name in STATES if name != "documents"),
+        *((name, n, begun) for name in list(STATES)[:2] for n in (2, 4) for begun in (True, False)),
+    ],
 )
-def test_states_over_devices(ids, devices, begun):
+def test_states_over_devices(name, devices, begun):
+    ids, of_state, of_op = STATES[name]
+    options = {"form": "chunked"} | SHORT | of_op
     with jax.enable_x64(True):
-        case = cases.Case(**SHARED | {"decay": "gentle"})
-        drawn, state = drawn_and_state(case, np.float64, begun, exact_window=12)
-        many, one = (with_states(drawn, ids, state, n, **SHORT) for n in (devices, 1))
+        case = cases.Case(**SHARED | {"decay": "gentle", "power": options.get("power", 2)})
+        case = dataclasses.replace(case, time=TIME if ids is None else ids.shape[1])
+        drawn, state = tokens_and_state(case, np.float64, **{"exact_window": 12} | of_state)
+        state = state if begun else None
+        many, one = (results_and_gradients(drawn, ids, state, n, **options) for n in (devices, 1))
         for x, y in zip(many, one, strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9 * (1 + np.abs(y).max()))
 
@@ -261,7 +289,7 @@ def test_learned_angles(ids, devices, pairs):
 
 
 CANNOT = {
-    "does not support with states; use": (
+    "takes and returns no state; use": (
         ops.power_attention,
         8,
         {"form": "attention", "return_state": True},
@@ -321,11 +349,11 @@ def test_kernels_over_devices_are_as_exact_as_plain_jax_on_one(name):
 def test_states_of_kernels_over_devices(power):
     """The kernels' plain JAX stand-ins, in bfloat16."""
     case = cases.Case(power=power, decay="gentle", group=2, time=2 * TIME)
-    drawn, state = drawn_and_state(case, jnp.bfloat16, True, power=power)
+    drawn, state = tokens_and_state(case, jnp.bfloat16, before=150, power=power)
     ids = np.repeat(segment_ids(), 2, axis=1)
-    options = {"power": power, "chunk_size": 64, "implementation": "mosaic_gpu"}
+    options = {"power": power, "form": "chunked", "chunk_size": 64, "implementation": "mosaic_gpu"}
     with target.interpreted(object()), plain.kernels(), plain_quartic.kernels():
-        many, one = (with_states(drawn, ids, state, n, **options) for n in (4, 1))
+        many, one = (results_and_gradients(drawn, ids, state, n, **options) for n in (4, 1))
     for x, y in zip(many, one, strict=True):
         assert cases.error(x, y) <= 2e-3
 

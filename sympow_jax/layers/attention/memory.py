@@ -67,12 +67,12 @@ def extend(
     if not isinstance(memory, ops.KVCache):
         assert isinstance(kernel, kernels.RecurrentKernel)
         if not one_token:
-            options |= {"initial_state": memory, "return_state": True}
-            if axis_name is not None:
-                options["axis_name"] = axis_name
-            return kernel.op(rotate)(query, key, value, **options)
+            # The delta rule has no `axis_name`.
+            options |= {} if axis_name is None else {"axis_name": axis_name}
+            return kernel.op(rotate)(query, key, value, **options, initial_state=memory, return_state=True)
         out, memory = kernel.step(rotate)(query, key, value, **options, state=memory)
         return out[:, None], memory
+    assert axis_name is None
     if one_token:
         out, extended, missing = memory.step(query, key, value, **options, weigh=kernel.weigh)
         out, missing = out[:, None], missing[:, None]
@@ -88,15 +88,15 @@ def extend(
     return out, extended
 
 
-def may_shard_time(kernel: kernels.Kernel, memory: kernels.Memory, length: int) -> bool:
-    """Returns whether a memory can be extended by tokens whose time is sharded, `length` of them on each device."""
+def may_shard_time(kernel: kernels.Kernel, memory: kernels.Memory, shard: int) -> bool:
+    """Returns whether a memory is extended by tokens whose time is sharded, `shard` of them, a window or more, each."""
     options = kernel.attention
     return (
         isinstance(memory, ops.PowerState | ops.LinearState)
         and not options.decay_kind.per_channel
         and options.form != "attention"
         and options.implementation != "reference"
-        and length >= max(1, options.exact_window)
+        and shard >= max(1, options.exact_window)
     )
 
 

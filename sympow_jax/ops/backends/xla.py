@@ -50,7 +50,7 @@ def chunked(plan, rows: preparation.Rows):
     if axis_name is not None:
         own = decay.astype(out.dtype), final
         earlier = time_axis.exclusive_prefix(context.combined, own, axis_name)
-        (_, before), (_, final) = earlier, context.combined(earlier, own)
+        before, final = earlier[1], context.combined(earlier, own)[1]
         add = functools.partial(context.sums_from_earlier_state, plan.power, plan.precision)
         axes = (0, 0, None if rows.log_decay is None else 0)
         log_decay = None if rows.log_decay is None else jnp.moveaxis(rows.log_decay, 1, 2)

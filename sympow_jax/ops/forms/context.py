@@ -1,18 +1,20 @@
 """The chunked form under context parallelism: state and tokens passed between time shards.
 
-A device's positions are its left neighbor's last W tokens, whose queries it does not compute, and its own. It updates
+A device's positions are the last W tokens before its own, whose queries it does not compute, and its own. It updates
 its state with all of them except its own last W, which the next device uses. All devices together thus use every token
-once, each starting from an empty state, at the same time. The resulting states are combined over the preceding devices.
-The incoming state is then added to the sums of the queries, or by the kernels to the states before its chunks.
+once, at the same time, the first from the initial state and the others from an empty one. The resulting states are
+combined over the preceding devices. The incoming state is then added to the sums of the queries, or by the kernels to
+the states before its chunks.
 """
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Bool, Float
-from sympow_jax.ops import decays, derivatives, layout, time_axis
+from sympow_jax.ops import decays, derivatives, layout, power_state, time_axis
 from sympow_jax.ops.forms import features
 
 # Number of positions per product with the state.
@@ -20,29 +22,29 @@ _CHUNK = 128
 
 
 def with_halo(
-    arrays: dict[str, Array], valid: Bool[Array, "B T"], *, exact_window: int, ragged: bool, axis_name: str
-) -> tuple[dict[str, Array], Bool[Array, "B W+T"]]:
-    """Prepends the last W tokens before this shard to the arrays of `preparation.Rows`; also returns the validity mask.
-
-    Arrays are [B, T, ...]. All but `query` and `enters_state` are of the tokens before the shard, too.
+    sequence: power_state.Sequence, *, exact_window: int, ragged: bool, axis_name: str
+) -> tuple[power_state.Sequence, Bool[Array, "B W+X"]]:
+    """Prepends the last W tokens before this shard; also returns which positions this device folds into its state.
 
     ragged: whether any position is invalid. If so, the W tokens may come from several devices and are right-aligned in
     W positions; invalid positions hold zeros.
 
     Raises:
-        ValueError: a shard is shorter than the window.
+        ValueError: a shard, with the window of a state, is shorter than the window.
     """
-    batch, time = valid.shape
+    valid = sequence.valid
+    time = valid.shape[1]
     if time < exact_window:
         devices = jax.lax.axis_size(axis_name)
         raise ValueError(
             f"each of {devices} devices along {axis_name!r} holds {time} of {devices * time} positions, fewer than the "
             f"window of {exact_window}; use a longer sequence, fewer devices along that axis or a smaller window"
         )
-    tokens = {name: x for name, x in arrays.items() if name not in ("query", "enters_state")}
+    names = ("key", "value", "log_decay", "start", "valid")
+    tokens = {name: getattr(sequence, name) for name in names}
     if ragged:
-        halo, halo_valid = _tokens_before(tokens, valid, exact_window, axis_name)
-        valid = jnp.concatenate([halo_valid, valid], 1)
+        halo = _tokens_before(tokens, exact_window, axis_name)
+        valid = jnp.concatenate([halo["valid"], valid], 1)
         following = jnp.cumsum(valid[:, ::-1], 1)[:, ::-1] - valid
         enters_state = following >= exact_window
     else:
@@ -50,19 +52,20 @@ def with_halo(
         halo = time_axis.from_left(
             {name: x[:, time - exact_window :] for name, x in tokens.items()}, axis_name
         )
-        valid = jnp.ones((batch, exact_window + time), bool)
-        enters_state = jnp.broadcast_to(jnp.arange(exact_window + time) < time, valid.shape)
-    nothing = jnp.zeros_like(arrays["query"], shape=(batch, exact_window, *arrays["query"].shape[2:]))
-    joined = {name: jnp.concatenate([x, arrays[name]], 1) for name, x in ({"query": nothing} | halo).items()}
-    return joined | {"enters_state": enters_state}, valid
+        enters_state = jnp.broadcast_to(
+            jnp.arange(exact_window + time) < time, (len(valid), exact_window + time)
+        )
+    joined = {name: jnp.concatenate([halo[name], x], 1) for name, x in tokens.items()}
+    return dataclasses.replace(sequence, **joined), enters_state
 
 
-def _tokens_before(tokens, valid, exact_window, axis_name):
-    """Returns the last W valid tokens before this shard, zero-padded at the front, and a mask of the valid ones.
+def _tokens_before(tokens, exact_window, axis_name):
+    """Returns the last W valid tokens before this shard, zero-padded at the front.
 
     A prefix scan over devices whose operation keeps the last W of two runs of tokens, since a shard may hold fewer than
     W.
     """
+    valid = tokens["valid"]
     newest = jnp.argsort(valid, axis=1, stable=True)[:, valid.shape[1] - exact_window :]
 
     def at(x, index):
@@ -79,10 +82,8 @@ def _tokens_before(tokens, valid, exact_window, axis_name):
             for name, x in later.items()
         }
 
-    own = {name: at(x, newest) for name, x in (tokens | {"valid": valid}).items()}
-    halo = time_axis.exclusive_prefix(last_of_both, own, axis_name)
-    halo_valid = halo.pop("valid")
-    return halo, halo_valid
+    own = {name: at(x, newest) for name, x in tokens.items()}
+    return time_axis.exclusive_prefix(last_of_both, own, axis_name)
 
 
 def log_decay_over(log_decay: Float[Array, "B X K"] | None, enters_state, kv_heads: int):
