@@ -216,7 +216,7 @@ def tokens_and_state(case, dtype, *, before=30, steps=0, **options):
 STATES = {
     "documents": (segment_ids(), {}, {}),
     "one document": (None, {}, {}),
-    "padding alone": (np.full((3, TIME), -1), {}, {}),
+    "padding alone": (np.full((3, TIME), -1, np.int32), {}, {}),
     "a longer window": (segment_ids(), {"steps": 9}, {}),
     "few tokens before": (segment_ids(), {"before": 5}, {}),
     "no window": (segment_ids(), {"exact_window": 0}, {"exact_window": 0}),
@@ -224,6 +224,8 @@ STATES = {
     "recurrent": (segment_ids(), {}, {"form": "recurrent", "chunk_size": None}),
     "no form": (segment_ids(), {}, {"form": None}),
     "shards shorter than the window": (segment_ids()[:, ::4], {}, {}),
+    # A state has ids of 32 bits.
+    "long ids": (segment_ids().astype(np.int64), {}, {}),
 }
 
 
@@ -231,7 +233,7 @@ STATES = {
     ("name", "devices", "begun"),
     [("documents", 8, True)],
     slow=[
-        *((name, 8, True) for name in STATES if name != "documents"),
+        *((name, 8, name != "long ids") for name in STATES if name != "documents"),
         *((name, n, begun) for name in list(STATES)[:2] for n in (2, 4) for begun in (True, False)),
     ],
 )
@@ -245,7 +247,7 @@ def test_states_over_devices(name, devices, begun):
         state = state if begun else None
         many, one = (results_and_gradients(drawn, ids, state, n, **options) for n in (devices, 1))
         for x, y in zip(many, one, strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9 * (1 + np.abs(y).max()))
+            np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9 * (1 + np.abs(y).max(initial=0)))
 
 
 @marked.cases(
