@@ -46,8 +46,10 @@ class Comparison(NamedTuple):
     prefilled: tuple[int, ...] = ()
 
 
-_SMOLLM2 = {"vocab_size": 49_152, "layers": 30, "width": 576, "heads": 9, "kv_heads": 3, "mlp_width": 1536}
-_SMOLLM2 |= {"dtype": "float32"}
+_SMOLLM2: dict[str, Any] = {
+    **{"vocab_size": 49_152, "layers": 30, "width": 576, "heads": 9, "kv_heads": 3, "mlp_width": 1536},
+    "dtype": "float32",
+}
 MODELS = {
     "quickstart": Comparison(
         config.MODEL_SIZES["quickstart"],

