@@ -408,4 +408,5 @@ def test_a_server_ends_at_an_interrupt(wait):
 
 def test_every_example_is_tested():
     tested = {"plain_jax", "serve", "linen_model", "hand_written", "equinox_module", "parity", *MESHES}
+    tested.add("retrofit_smollm2")  # in tests/weights/test_gguf.py, which writes a model
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
