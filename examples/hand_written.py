@@ -11,7 +11,7 @@ from flax import nnx
 from sympow_jax import layers
 
 VOCABULARY, WIDTH, HEADS = 16, 32, 2
-LEARNING_RATE = 0.5
+LEARNING_RATE = 0.3
 
 graph, arrays = nnx.split(layers.PowerAttention(WIDTH, HEADS, rngs=0))
 params = {
@@ -36,14 +36,16 @@ def step(params, token, state):
 
 @jax.jit
 def update(params, tokens):
-    """Takes a step of gradient descent."""
+    """Takes a step of gradient descent, with gradients clipped to a norm of 1."""
 
     def loss(params):
         log_probs = jax.nn.log_softmax(logits(params, tokens[:, :-1]))
         return -jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1).mean()
 
     value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda x, grad: x - LEARNING_RATE * grad, params, grads), value
+    norm = jnp.sqrt(sum(jnp.vdot(grad, grad) for grad in jax.tree.leaves(grads)))
+    rate = LEARNING_RATE / jnp.maximum(1, norm)
+    return jax.tree.map(lambda x, grad: x - rate * grad, params, grads), value
 
 
 def rows(key):
@@ -52,7 +54,7 @@ def rows(key):
 
 
 losses = []
-for index in range(300):
+for index in range(800):
     params, value = update(params, rows(jax.random.key(index)))
     losses.append(float(value))
 print(f"loss {losses[0]:.2f} at first, {losses[-1]:.2f} after {len(losses)} steps")
