@@ -137,9 +137,9 @@ class Program:
         lengths = jnp.asarray(lengths)
         with mesh_in_scope(self.leaves):
             # To equal shards of time.
-            missing = -tokens.shape[1] % partitioning.size(partitioning.CONTEXT)
-            tokens = jnp.pad(jnp.asarray(tokens), [(0, 0), (0, missing)])
-            ids, segment_ids = padded(self, tokens, lengths, state)
+            if missing := -tokens.shape[1] % partitioning.size(partitioning.CONTEXT):
+                tokens = jnp.pad(tokens, [(0, 0), (0, missing)])
+            ids, segment_ids = padded(self, jnp.asarray(tokens), lengths, state)
             options: Any = {"compiled": True, "donate_state": initial_state is None}
             hidden, state = self.model.extend_hidden(ids, state, segment_ids=segment_ids, **options)
             return _last_logits(self, hidden, lengths), state

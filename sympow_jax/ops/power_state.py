@@ -150,7 +150,7 @@ class Sequence:
     def join(cls, plan, tokens, state: PowerState | None):
         """Concatenates the window of `state`, if any, and the new tokens; decays are returned in the plan's dtype.
 
-        Under context parallelism only the first device uses the window, and a document may have begun on another one.
+        Under context parallelism, a document may have begun on another device.
         """
         _, key, value, log_decay, segment_ids = tokens
         batch, time, kv_heads, _ = key.shape
@@ -171,8 +171,6 @@ class Sequence:
             if plan.axis_name is not None:
                 previous = documents.segment_before(segment_ids, previous, plan.axis_name)
             start, valid, segment = documents.boundaries(segment_ids, previous)
-        if plan.axis_name is not None:
-            length = jnp.where(jax.lax.axis_index(plan.axis_name) == 0, length, 0)
         in_use = jnp.arange(window["keys"].shape[1]) < length[:, None]
         valid = jnp.concatenate([in_use, valid], 1)
         start = jnp.concatenate([jnp.zeros_like(in_use), start], 1)

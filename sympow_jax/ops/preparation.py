@@ -3,6 +3,7 @@
 Queries are scaled by a power of two, which cancels exactly in the mean, so that no power of a query overflows.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -39,20 +40,22 @@ class Prepared(NamedTuple):
 
 def prepare(plan, tokens, state) -> Prepared:
     """Prepends the window of the state to the tokens, and moves positions without a token to the end."""
+    if state is not None and plan.axis_name is not None:
+        # It comes before the first device's tokens; to the others it only says which document they may continue.
+        is_first = jax.lax.axis_index(plan.axis_name) == 0
+        own = {name: jnp.where(is_first, getattr(state, name), 0) for name in ("kv", "norm", "length")}
+        state = dataclasses.replace(state, **own)
     sequence = power_state.Sequence.join(plan, tokens, state)
     ragged = state is not None or tokens.segment_ids is not None
-    # Without a state to return, positions may enter it as soon as chunks allow.
-    enters_state = jnp.ones_like(sequence.valid)
-    if plan.return_state:
-        enters_state = sequence.after >= plan.exact_window
-    kv, norm = (None, None) if state is None else (state.kv, state.norm)
     if plan.axis_name is not None:
         sequence, enters_state = context.with_halo(
             sequence, exact_window=plan.exact_window, ragged=ragged, axis_name=plan.axis_name
         )
-        # The initial state comes before the first device's tokens.
-        is_first = jax.lax.axis_index(plan.axis_name) == 0
-        kv, norm = jax.tree.map(lambda x: jnp.where(is_first, x, 0), (kv, norm))
+    elif plan.return_state:
+        enters_state = sequence.after >= plan.exact_window
+    else:
+        # Without a state to return, positions may enter it as soon as chunks allow.
+        enters_state = jnp.ones_like(sequence.valid)
     arrays = {
         "query": masked_queries(plan, tokens.query, sequence),
         "key": sequence.key,
@@ -68,6 +71,7 @@ def prepare(plan, tokens, state) -> Prepared:
         tokens_first = jnp.argsort(~sequence.valid, axis=1, stable=True)
         order = tokens_first, jnp.argsort(tokens_first, axis=1)
         arrays = {name: _permuted(x, *order) for name, x in arrays.items()}
+    kv, norm = (None, None) if state is None else (state.kv, state.norm)
     return Prepared(Rows(**{"log_decay": None} | arrays, kv=kv, norm=norm), sequence, order)
 
 
