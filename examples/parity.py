@@ -31,7 +31,8 @@ class Model(nnx.Module):
 def accuracy(attention: type, **options) -> float:
     """Trains on rows of 32 bits; returns the accuracy at the last of 1,024."""
     model = Model(attention, nnx.Rngs(0), **options)
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    rate = optax.cosine_decay_schedule(1e-2, UPDATES)
+    optimizer = nnx.Optimizer(model, optax.adam(rate), wrt=nnx.Param)
 
     @nnx.jit
     def update(model, optimizer, key):
