@@ -7,7 +7,8 @@ Python files of the installed packages and evaluated on those of the standard li
 in which it learns the outputs of the old, and a second one, in which the whole model predicts the next token. `softmax`
 is the original with the second stage alone, so that what new attention costs is told apart from what the data teaches.
 `window` is softmax over the last tokens, half a training context, whose memory has a constant size too. Every model is
-evaluated by position and on tasks that ask for something earlier in the context, and continues the same prompts.
+evaluated by position, is asked for something earlier in contexts of the training length and of the longest one, and
+continues the same prompts.
 """
 
 import dataclasses
@@ -55,6 +56,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "softmax": {},
     "gated": {"preset": "sympow_gated"},
     "conformal": {"preset": "conformal"},
+    "gated with window": {"preset": "sympow_gated_window"},
     "gated and softmax": {"preset": "sympow_gated", "every": "3"},
     "window": {"preset": "sliding_window"},
     "window and softmax": {"preset": "sliding_window", "every": "3"},
@@ -252,8 +254,8 @@ def _train(
 def _tasks(
     options: _shared.Options, models: Mapping[tuple[str, int], pathlib.Path], data: Mapping[str, str]
 ) -> list[_shared.Row]:
-    """Returns a row for each variant, seed, task and context length, from the training context on."""
-    lengths = [x for x in options.plan.lengths if x >= max(_LEAST_CONTEXT, *options.plan.contexts)]
+    """Returns a row for each variant, seed and task, at the training context and at the longest."""
+    lengths = (max(_LEAST_CONTEXT, *options.plan.contexts), options.plan.lengths[-1])
     folders = list(dict.fromkeys(models.values()))
     columns = ("task", "context_length", "exact_match", "token_accuracy", "chance", "questions")
     found: dict[str, list[dict[str, Any]]] = {folder.name: [] for folder in folders}

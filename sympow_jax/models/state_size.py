@@ -14,7 +14,7 @@ def state_bytes(config: config_lib.ModelConfig, *, bytes_per_element: int = 2) -
     Z is the number of elements of the normalizer. Z = F, with three exceptions: an unrotated normalizer has the number
     of features before their rotation, per-channel gates have Z = F * E, and the delta rule has none.
 
-    The state of a sliding window of w tokens is the keys and values of w - 1 of them.
+    The state of a window of w tokens, alone or beside power attention, is the keys and values of w - 1 of them.
 
     Args:
         config: settings of the model.
@@ -24,6 +24,7 @@ def state_bytes(config: config_lib.ModelConfig, *, bytes_per_element: int = 2) -
         ValueError: a layer has no state of a fixed size (softmax without a window, and expressive attention).
     """
     return sum(
-        kernels.from_config(config, layer).state_bytes(bytes_per_element=bytes_per_element)
+        part.state_bytes(bytes_per_element=bytes_per_element)
         for layer in range(config.layers)
+        for part in kernels.from_config(config, layer).parts
     )

@@ -30,7 +30,13 @@ def keeps(state):
 @marked.cases(
     ("preset", "max_length"),
     [("conformal_paper", None), ("softmax", 200)],
-    slow=[("linear_lrpe", None), ("expressive", 200), ("sliding_window", 150), ("power_delta", None)],
+    slow=[
+        ("linear_lrpe", None),
+        ("expressive", 200),
+        ("sliding_window", 150),
+        ("power_delta", None),
+        ("sympow_gated_window", None),
+    ],
 )
 def test_ragged_prompts_and_steps_equal_one_call_of_each_row(preset, max_length):
     """The longest row has 200 tokens, more than the window's cache is asked for.

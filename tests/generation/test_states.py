@@ -15,8 +15,13 @@ from tests.generation import small
 
 @pytest.fixture(
     scope="module",
-    params=[("conformal_paper", None), ("softmax", 200), ("sliding_window", None)],
-    ids=["recurrent", "kv_cache", "window"],
+    params=[
+        ("conformal_paper", None),
+        ("softmax", 200),
+        ("sliding_window", None),
+        ("sympow_gated_window", None),
+    ],
+    ids=["recurrent", "kv_cache", "window", "window_and_state"],
 )
 def prefilled(request):
     preset, max_length = request.param

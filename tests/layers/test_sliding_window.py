@@ -1,11 +1,14 @@
-"""Tests of layers with a sliding window: streams of any pieces, the bounded cache, and its capacity."""
+"""Tests of layers with a sliding window, alone and beside a state: streams, the bounded cache, and its capacity."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
-from sympow_jax import config, layers
+from sympow_jax import config, layers, ops
 from sympow_jax.layers.attention import kernels
 from tests.ops.cases import error
 
@@ -14,9 +17,9 @@ ONE = np.zeros((2, TIME), np.int32)
 SEGMENT_IDS = np.array([[0] * 13 + [-1] * 3 + [0] * 6 + [1] * 18, [2] * 17 + [-1] * 22 + [2]], np.int32)
 
 
-def make(**changes):
-    options = {"window": WINDOW} | changes
-    attention = config.preset("sliding_window", decay="learned", **options)
+def make(preset="sliding_window", **changes):
+    options = {"window": WINDOW, "decay": "learned"} | changes
+    attention = config.preset(preset, **options)
     kernel = kernels.make(attention, num_heads=4, num_kv_heads=2, head_dim=8)
     layer = layers.Attention(WIDTH, kernel, rngs=0)
     for name in ("query", "key"):
@@ -102,3 +105,48 @@ def test_a_short_cache_is_folded_into_one_for_the_whole_window():
     actual, _ = streamed(layer, x[:, 6:10], ONE, layer.fold(state), 1)
     assert np.isnan(actual[0]).all()
     assert np.isfinite(actual[1]).all()
+
+
+def test_a_window_beside_a_state_is_added_by_gates():
+    both, x = make("sympow_gated_window"), inputs()
+    power, softmax = make("sympow_gated", decay="learned"), make(decay="none")
+    for alone in (power, softmax):
+        flat = dict(nnx.to_flat_state(nnx.state(both, nnx.Param)))
+        nnx.update(
+            alone, nnx.from_flat_state({path: flat[path] for path, _ in nnx.to_flat_state(nnx.state(alone))})
+        )
+    layers_of = (both, power, softmax)
+    for layer in layers_of:
+        layer.out.kernel = nnx.Param(jnp.eye(32))
+    actual, far, near = (whole(layer, x, SEGMENT_IDS).reshape(2, TIME, 4, 8) for layer in layers_of)
+    gates = 1 / (1 + np.exp(-(x @ both.parts.kernel[...] + both.parts.bias[...]))).reshape(2, TIME, 4, 2, 1)
+    assert error(actual, gates[..., 0, :] * far + gates[..., 1, :] * near) < 2e-6
+    np.testing.assert_allclose(gates.mean((0, 1, 2, 4)), [0.119, 0.881], atol=1e-2)
+
+
+@pytest.mark.parametrize("max_length", [10, None])
+def test_pieces_with_a_window_beside_a_state_equal_one_pass(max_length):
+    """The memory is a KV cache, which is folded, or a recurrent state from the beginning."""
+    layer, x = make("sympow_gated_window", exact_window=2), inputs()
+    expected = whole(layer, x, SEGMENT_IDS)
+    state = layer.init_state(2, max_length=max_length)
+    assert isinstance(state.memory, ops.KVCache) == (max_length is not None)
+    parts = []
+    for start, stop, size in ((0, 10, 1), (10, 31, 9), (31, TIME, 1)):
+        piece = np.s_[:, start:stop]
+        out, state = streamed(layer, x[piece], SEGMENT_IDS[piece], state, size)
+        assert state.window.capacity == WINDOW - 1
+        state = layer.fold(state)
+        parts.append(out)
+    assert error(np.concatenate(parts, axis=1), expected) < 2e-6
+
+
+def test_a_window_is_beside_power_attention_only():
+    with pytest.raises(
+        ValueError, match="softmax_window is True, which the kernel 'power' has and 'linear' has not"
+    ):
+        config.preset("linear", softmax_window=True)
+    layer = make("sympow_gated_window")
+    state = layer.init_state(2)
+    with pytest.raises(ValueError, match=r"not one of this layer: .window.key is absent"):
+        layer.extend(inputs(), dataclasses.replace(state, window=None))

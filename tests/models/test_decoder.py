@@ -81,7 +81,15 @@ def test_state_bytes_of_rotated_features_and_per_channel_gates():
 @marked.cases(
     "preset",
     [None, "gpt2"],
-    slow=["softmax", "softmax_alibi", "even_power", "sympow", "sympow_gated", "conformal"],
+    slow=[
+        "softmax",
+        "softmax_alibi",
+        "even_power",
+        "sympow",
+        "sympow_gated",
+        "sympow_gated_window",
+        "conformal",
+    ],
 )
 def test_streaming_equals_one_call(preset):
     """Documents begin and end inside calls, with padding; without ids, a call continues the state's document."""

@@ -29,6 +29,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "even_power": _fields("power", "none", "rope", form="attention"),
     "sympow": _fields("power", "none", "rope"),
     "sympow_gated": _fields("power", "learned_alibi", "rope"),
+    "sympow_gated_window": _fields("power", "learned_alibi", "rope", softmax_window=True),
     "sympow_gated_paper": _fields("power", "learned", "rope"),
     "sympow_learned_rope": _fields("power", "none", "learned_rope"),
     "conformal": _fields("power", "learned_alibi", "learned_rope"),

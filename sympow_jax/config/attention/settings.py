@@ -99,7 +99,14 @@ class AttentionConfig:
         may_differ=_COMPUTATION,
     )
     window: int = fields.setting(
-        1024, "Tokens that the kernel `sliding_window` attends to, the query's own included.", least=1
+        1024,
+        "Tokens that the kernel `sliding_window` and `softmax_window` attend to, the query's own included.",
+        least=1,
+    )
+    softmax_window: bool = fields.setting(
+        False,
+        "Whether the kernel `power` has softmax attention to the last `window` tokens beside it. The output is the sum "
+        "of both, each times a gate sigmoid(W x + b) per token and head: 0.88 for softmax and 0.12 for power at first.",
     )
     max_document_length: int = fields.setting(
         65_536,
@@ -120,6 +127,10 @@ class AttentionConfig:
             (
                 kernel.even_power and self.power % 2,
                 f"attention.power is {self.power}; it must be positive and even, so that weights are >= 0",
+            ),
+            (
+                self.softmax_window and self.kernel != "power",
+                f"attention.softmax_window is True, which the kernel 'power' has and {self.kernel!r} has not",
             ),
             (
                 decay.per_channel and not kernel.per_channel_decay,

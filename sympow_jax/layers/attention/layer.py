@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,10 +26,12 @@ class AttentionState(pytree.State):
     Attributes:
         memory: recurrent state or KV cache.
         position: position in the current document; None if the layer needs no position.
+        window: KV cache of the softmax window beside the kernel; None without one.
     """
 
     memory: kernels.Memory
     position: positions.PositionState | None
+    window: ops.KVCache | None
 
 
 @jax.tree_util.register_dataclass
@@ -95,11 +98,19 @@ class _Heads(NamedTuple):
     log_decay: Float[Array, "B T K ..."] | None
     rate: Float[Array, "B T K ..."] | None
     delta: Float[Array, "B T K"] | None
+    parts: Float[Array, "B T N 2"] | None
 
     @property
     def gates(self) -> dict[str, Any]:
         """Decays and, of a kernel that has them, write strengths."""
         return {"log_decay": self.log_decay} | ({} if self.delta is None else {"delta": self.delta})
+
+    def sum(self, outputs: Sequence[Float[Array, "B T N E"]]) -> Float[Array, "B T N E"]:
+        """Returns the output of the kernel or, with a window, the sum of both, each times its gate."""
+        if self.parts is None:
+            return outputs[0]
+        far, near = (x * self.parts[..., i, None].astype(x.dtype) for i, x in enumerate(outputs))
+        return far + near
 
 
 class Attention(nnx.Module):
@@ -109,9 +120,10 @@ class Attention(nnx.Module):
     "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section 3). `learned_rope_pairs`
     has a rate per pair of dimensions. The decays `channel_...` are per value channel instead of per head. The kernel
     `power_delta` also has a write strength sigmoid(W_delta x), or twice that, per key/value head, and RMS-normalizes
-    the output of each head, as "Gated Delta Networks" (Yang et al. 2025). Recurrent states are computed in float32,
-    whatever `dtype` is, and stored in the kernel's `state_dtype`; a KV cache has `dtype`. Decays, rotation rates and
-    angles and the normalizer are float32, or float64 if `dtype` is.
+    the output of each head, as "Gated Delta Networks" (Yang et al. 2025). With a softmax window beside the
+    kernel, the output of a query head is the sum of both, each times a gate sigmoid(W_parts x + b). Recurrent states
+    are computed in float32, whatever `dtype` is, and stored in the kernel's `state_dtype`; a KV cache has `dtype`.
+    Decays, gates, rotation rates and angles and the normalizer are float32, or float64 if `dtype` is.
 
     Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. On a
     mesh with Explicit axes, rows keep the sharding of `x`, heads have that of the parameters that produce them, and
@@ -184,6 +196,13 @@ class Attention(nnx.Module):
             # Outputs of the delta rule are no means, and are normalized as in Gated DeltaNet.
             self.out_norm = norm()
             self.delta = linear(width, self.kv_heads, names=("embed", "gates"), exact=True)
+        if len(kernel.parts) > 1:
+            # 0.12 of the output of the state at first, and 0.88 of that of the window.
+            self.parts = linear(
+                width, 2 * self.num_heads, names=("embed", "gates"), use_bias=True, exact=True
+            )
+            assert self.parts.bias is not None
+            self.parts.bias[...] += jnp.tile(jnp.array([-2.0, 2.0]), self.num_heads)
 
     @by_default_rules
     def __call__(
@@ -221,8 +240,13 @@ class Attention(nnx.Module):
         query, key, rotate, _ = self.positions._apply(
             heads.query, heads.key, rate=heads.rate, head_arrays=arrays, segment_ids=segment_ids
         )
-        weights = self.kernel.weights(query, key, rotate=rotate, segment_ids=segment_ids, **heads.gates)
-        return AttentionMaps(weights=jnp.swapaxes(weights, 1, 2), log_decay=heads.log_decay, rate=heads.rate)
+        maps = [
+            part.weights(query, key, rotate=rotate, segment_ids=segment_ids, **gates)
+            for part, gates in self._parts(heads)
+        ]
+        return AttentionMaps(
+            weights=jnp.swapaxes(heads.sum(maps), 1, 2), log_decay=heads.log_decay, rate=heads.rate
+        )
 
     def init_state(
         self, batch: int, *, max_length: int | None = None, kv_cache: bool | None = None
@@ -244,7 +268,8 @@ class Attention(nnx.Module):
         if max_length is not None:
             max_length = arguments.check_integer("max_length", max_length, 1)
         memory = memories.init(self.kernel, batch, max_length=max_length, kv_cache=kv_cache)
-        state = AttentionState(memory=memory, position=self.positions.init_state(batch))
+        window = self._window(memories.init, batch)
+        state = AttentionState(memory=memory, position=self.positions.init_state(batch), window=window)
         return jax.tree.map(partitioning.constrain, state, _state_specs(state))
 
     @by_default_rules
@@ -299,14 +324,20 @@ class Attention(nnx.Module):
                 f"the state has {rows} rows and there are tokens for {batch}; they must be equal"
             )
         abstract = memories.shapes(self.kernel, rows, max_length=length, kv_cache=cached)
-        own = AttentionState(memory=abstract, position=self.positions.init_state(rows))
+        window = self._window(memories.shapes, rows)
+        own = AttentionState(memory=abstract, position=self.positions.init_state(rows), window=window)
         if different := pytree.difference(state, own):
             raise ValueError(f"the state is not one of this layer: {different}; make it with init_state")
+
+    def _window(self, make: Callable[..., Any], rows: int) -> Any:
+        """Returns what `make` makes of the window beside the kernel, of its whole size; None without one."""
+        _, *windows = self.kernel.parts
+        return next((make(part, rows, max_length=None, kv_cache=True) for part in windows), None)
 
     def _project(self, x) -> "_Heads":
         """Returns queries, keys and values per head, and decays, rates and write strengths per key/value head."""
         names = ["query", "key", "value"]
-        names += [name for name in ("decay", "rate", "delta") if hasattr(self, name)]
+        names += [name for name in ("decay", "rate", "delta", "parts") if hasattr(self, name)]
         arrays = initializers.project(x, *(getattr(self, name) for name in names))
         if partitioning.is_explicit(arrays[0]):
             # Shard by whole heads: by the axes of the query's heads if they divide the key/value heads. Gather time.
@@ -318,7 +349,7 @@ class Attention(nnx.Module):
         query, key, value = (projected[name].reshape(shape) for name in names[:3])
         if self.kernel.attention.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        rate, delta = projected.get("rate"), projected.get("delta")
+        rate, delta, parts = (projected.get(name) for name in ("rate", "delta", "parts"))
         return _Heads(
             query=query,
             key=key,
@@ -326,6 +357,7 @@ class Attention(nnx.Module):
             log_decay=self.decays.log_decay(self, x, projected.get("decay")),
             rate=None if rate is None else self.positions.rate(rate),
             delta=None if delta is None else self.kernel.largest_delta * jax.nn.sigmoid(delta),
+            parts=None if parts is None else jax.nn.sigmoid(parts).reshape(*x.shape[:2], -1, 2),
         )
 
     def _attend(self, x, segment_ids, state):
@@ -341,7 +373,9 @@ class Attention(nnx.Module):
             rows, times, tensor = partitioning.HEADS
             partition = jax.sharding.PartitionSpec
             shard = x.shape[1] // partitioning.size(partitioning.CONTEXT)
-            whole = state is not None and not memories.may_shard_time(self.kernel, state.memory, shard)
+            whole = state is not None and not (
+                state.window is None and memories.may_shard_time(self.kernel, state.memory, shard)
+            )
             spec = partition(rows, None if whole else times, tensor if divisible else None)
             divided = partitioning.CONTEXT in partitioning.dividing(spec, heads.query.shape)
             state_specs = _state_specs(state)
@@ -372,12 +406,23 @@ class Attention(nnx.Module):
             state=None if state is None else state.position,
             axis_name=axis_name,
         )
-        options: dict[str, Any] = {"rotate": rotate, "segment_ids": segment_ids, **heads.gates}
+        options: dict[str, Any] = {"rotate": rotate, "segment_ids": segment_ids, "axis_name": axis_name}
         if state is None:
-            return self.kernel.attend(query, key, heads.value, **options, axis_name=axis_name), None
-        mixed, memory = memories.extend(
-            self.kernel, query, key, heads.value, **options, memory=state.memory, axis_name=axis_name
+            mixed = [
+                part.attend(query, key, heads.value, **options, **gates) for part, gates in self._parts(heads)
+            ]
+            return heads.sum(mixed), None
+        mixed, after = zip(
+            *(
+                memories.extend(part, query, key, heads.value, **options, **gates, memory=memory)
+                for (part, gates), memory in zip(self._parts(heads), (state.memory, state.window))
+            )
         )
         if axis_name is not None:
             position = time_axis.of_last(position, axis_name)
-        return mixed, AttentionState(memory=memory, position=position)
+        memory, window = (*after, None)[:2]
+        return heads.sum(mixed), AttentionState(memory=memory, position=position, window=window)
+
+    def _parts(self, heads: "_Heads") -> Iterator[tuple[kernels.Kernel, dict[str, Any]]]:
+        """Returns the kernel and, if there is one, that of the window beside it, each with its gates."""
+        return zip(self.kernel.parts, (heads.gates, {"log_decay": None}))

@@ -21,6 +21,8 @@ class _PlainAttention(layer.Attention):
 
     defaults: ClassVar[dict[str, Any]]
     """The kernel, and fields of `config.AttentionConfig` with another default."""
+    windowed: ClassVar[dict[str, Any]] = {}
+    """Fields with a window."""
     options: ClassVar[tuple[str, ...]] = (
         "decay",
         "decay_bias",
@@ -63,9 +65,8 @@ class _PlainAttention(layer.Attention):
         )
         checks.require_choice("dtype", dtype := checks.dtype_name(dtype), model_lib.DTYPES)
         options = self.defaults | options
-        # Softmax attention with a window is a kernel of its own.
         if (window := options.pop("window", None)) is not None:
-            options |= {"kernel": "sliding_window", "window": window}
+            options |= {"window": window, **self.windowed}
         attention = config_lib.AttentionConfig(**options)
         has_bias = attention.decay in ("learned", "learned_alibi", "channel_learned")
         if attention.decay_bias is not None and not has_bias:
@@ -97,7 +98,9 @@ class PowerAttention(_PlainAttention):
         form: "attention", quadratic in time; "chunked"; or "recurrent". If None, the cheapest for the shapes.
         chunk_size: tokens per chunk of the chunked form. If None, the op chooses.
         exact_window: minimum number of last keys that every query attends to exactly instead of through the state; 64.
-        **options: the others of `SoftmaxAttention`, except `causal` and `window`.
+        window: number of last tokens that softmax attention beside it attends to. The output is the sum of both, each
+            times a gate sigmoid(W x + b) per token and head, as `softmax_window` of the config. If None, there is none.
+        **options: the others of `SoftmaxAttention`, except `causal`.
 
     Examples:
         >>> import jax
@@ -109,7 +112,8 @@ class PowerAttention(_PlainAttention):
     """
 
     defaults: ClassVar = {"kernel": "power"}
-    options = (*_PlainAttention.options, "power", "form", "chunk_size", "exact_window")
+    windowed: ClassVar = {"softmax_window": True}
+    options = (*_PlainAttention.options, "power", "form", "chunk_size", "exact_window", "window")
 
 
 class PowerDeltaAttention(_PlainAttention):
@@ -163,7 +167,16 @@ class LinearAttention(_PlainAttention):
     """
 
     defaults: ClassVar = {"kernel": "linear", "decay": "none", "position": "rope"}
-    options = (*PowerAttention.options, "causal", "feature_map", "normalizer")
+    options = (
+        *_PlainAttention.options,
+        "power",
+        "form",
+        "chunk_size",
+        "exact_window",
+        "causal",
+        "feature_map",
+        "normalizer",
+    )
 
 
 class SoftmaxAttention(_PlainAttention):
@@ -204,6 +217,7 @@ class SoftmaxAttention(_PlainAttention):
     """
 
     defaults: ClassVar = {"kernel": "softmax", "decay": "none", "position": "rope"}
+    windowed: ClassVar = {"kernel": "sliding_window"}
     options = (*_PlainAttention.options, "causal", "window")
 
 

@@ -90,6 +90,11 @@ class Kernel(abc.ABC):
         return 0
 
     @property
+    def parts(self) -> tuple["Kernel", ...]:
+        """The kernel itself and, if there is one, that of the softmax window beside it."""
+        return (self,)
+
+    @property
     def cache_policy(self) -> CachePolicy:
         """Rule for choosing the memory."""
         return CachePolicy.ALWAYS

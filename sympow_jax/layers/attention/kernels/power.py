@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax import ops
-from sympow_jax.layers.attention.kernels import kernel
+from sympow_jax.layers.attention.kernels import kernel, softmax
 from sympow_jax.ops import power_state
 
 
@@ -17,6 +17,19 @@ class PowerKernel(kernel.RecurrentKernel):
     """`ops.power_attention`, with decays per head or per value channel."""
 
     weighs_cache = True
+
+    @property
+    def parts(self):
+        if not self.attention.softmax_window:
+            return super().parts
+        changes = {
+            "kernel": "sliding_window",
+            "softmax_window": False,
+            "decay": "none",
+            "implementation": None,
+        }
+        fields = dataclasses.asdict(self) | {"attention": dataclasses.replace(self.attention, **changes)}
+        return self, softmax.SlidingWindowKernel(**fields)
 
     @property
     def form(self):
