@@ -120,6 +120,14 @@ def _report(options: _shared.Options) -> None:
         samples=_samples(options, models),
         tokens_per_second={name: statistics.median(found) for name, found in speeds.items()},
     )
+    _draw(options, path, rows, heldout)
+
+
+def _draw(
+    options: _shared.Options, path: pathlib.Path, rows: Sequence[_shared.Row], heldout: Sequence[_shared.Row]
+) -> None:
+    """Draws losses by position and during training beside the JSON."""
+    plan, batch = options.plan, _SETTINGS[options.scale]["data.batch_tokens"]
     (context,) = plan.contexts
     first, second = (f"{steps * batch / 1e6:.1f}M" for steps in (_first(options), plan.steps))
     by_position = _shared.Panel(

@@ -43,7 +43,8 @@ class AttentionMaps:
         weights: weight of the value of each token (last axis) in the output of each token (second last). They sum to 1
             over values, or to 0 if all weights are 0. Weights of the kernel `linear` with rotated features need not
             sum to 1, and may be negative. Those of `power_delta` may be negative too, and precede the norm of outputs.
-            For decays per value channel, this is the mean over channels.
+            With a softmax window beside the kernel, they are the sum of both, each times its gate. For decays per
+            value channel, this is the mean over channels.
         log_decay: logarithm of the decay of each head, or of each value channel of a head; None without decay.
         rate: distance that each token moves the learned position of a head, or of each of its pairs; None unless
             learned. `Positions.theta` is the angle of a pair at rate 1.
