@@ -6,9 +6,9 @@ The model is imported, and text is tokenized by its own tokenizer: without --dat
 Python files of the installed packages and evaluated on those of the standard library. New attention has a first stage,
 in which it learns the outputs of the old, and a second one, in which the whole model predicts the next token. `softmax`
 is the original with the second stage alone, so that what new attention costs is told apart from what the data teaches.
-`window` is softmax over the last tokens, half a training context, whose memory has a constant size too. Every model is
-evaluated by position, is asked for something earlier in contexts of the training length and of the longest one, and
-continues the same prompts.
+`window` is softmax over the last tokens, half a training context, whose memory has a constant size too, and `gated with
+window` has both in each layer. Every model is evaluated by position, is asked for something earlier in contexts of the
+training length and of the longest one, and continues the same prompts.
 """
 
 import dataclasses
@@ -263,7 +263,7 @@ def _tasks(
     options: _shared.Options, models: Mapping[tuple[str, int], pathlib.Path], data: Mapping[str, str]
 ) -> list[_shared.Row]:
     """Returns a row for each variant, seed and task, at the training context and at the longest."""
-    lengths = (max(_LEAST_CONTEXT, *options.plan.contexts), options.plan.lengths[-1])
+    lengths = sorted({max(_LEAST_CONTEXT, *options.plan.contexts), options.plan.lengths[-1]})
     folders = list(dict.fromkeys(models.values()))
     columns = ("task", "context_length", "exact_match", "token_accuracy", "chance", "questions")
     found: dict[str, list[dict[str, Any]]] = {folder.name: [] for folder in folders}

@@ -48,7 +48,7 @@ class Linear(nnx.Linear):
         use_bias: whether there is a bias.
         scale: factor of the initial standard deviation. GPT-2 has 1 / sqrt(2 * layers) for outputs that are added to
             the residual stream.
-        exact: whether to compute in float32 if `dtype` is shorter. Used for decays, rates and strengths.
+        exact: whether to compute in float32 if `dtype` is shorter. Used for decays, rates, strengths and gates.
         rngs: source of initial values.
     """
 

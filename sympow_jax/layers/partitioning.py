@@ -38,7 +38,7 @@ RULES = (
     ("embed", FSDP),  # the width of the residual stream
     ("heads", TENSOR),  # query heads and their channels
     ("kv_heads", TENSOR),  # key/value heads and their channels
-    ("gates", TENSOR),  # decays, rotation rates, write strengths and gates of parts, a few per key/value head
+    ("gates", TENSOR),  # decays, rotation rates, write strengths and gates, a few per head
     ("mlp", TENSOR),  # hidden units of feed-forward layers
     ("vocab", TENSOR),
     ("position", TENSOR),  # rows of learned absolute positions

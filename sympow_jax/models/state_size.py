@@ -24,7 +24,6 @@ def state_bytes(config: config_lib.ModelConfig, *, bytes_per_element: int = 2) -
         ValueError: a layer has no state of a fixed size (softmax without a window, and expressive attention).
     """
     return sum(
-        part.state_bytes(bytes_per_element=bytes_per_element)
+        kernels.from_config(config, layer).state_bytes(bytes_per_element=bytes_per_element)
         for layer in range(config.layers)
-        for part in kernels.from_config(config, layer).parts
     )

@@ -73,13 +73,13 @@ def feed_forward(model: config.ModelConfig) -> float:
 def attention(model: config.ModelConfig, layer: int, context_length: int) -> float:
     """Returns the FLOPs per token of a forward pass of a layer's attention with its projections."""
     kernel = kernels.from_config(model, layer)
-    # Of decays, rotation rates, write strengths and gates of parts that are projections of a token.
+    # Of decays, rotation rates, write strengths and gates beside a window that are projections of a token.
     gates = decays.make(kernel).num_projected
     gates += positions.num_rates(kernel.attention, kernel.position_dim) * kernel.num_kv_heads
     gates += kernel.num_kv_heads if kernel.largest_delta else 0
-    gates += 2 * kernel.num_heads if len(kernel.parts) > 1 else 0
+    gates += 2 * kernel.num_heads if kernel.window_kernel is not None else 0
     columns = 2 * (kernel.num_heads + kernel.num_kv_heads) * kernel.head_dim + gates
-    return 2 * model.width * columns + sum(part.flops_per_token(context_length) for part in kernel.parts)
+    return 2 * model.width * columns + kernel.flops_per_token(context_length)
 
 
 def peak_flops(device: jax.Device) -> float | None:

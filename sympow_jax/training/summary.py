@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-import itertools
 import math
 import pathlib
 import re
@@ -86,7 +85,8 @@ def _decoding(program: programs.Program) -> str:
     # Bytes of states, of a token in caches that states replace, and of a token in caches that are always kept.
     state = replaced = kept = 0
     lengths = set()
-    for kernel in itertools.chain.from_iterable(kernel.parts for kernel in program.kernels):
+    windows = [kernel.window_kernel for kernel in program.kernels if kernel.window_kernel is not None]
+    for kernel in (*program.kernels, *windows):
         if kernel.cache_limit is not None:
             state += _nbytes(kernel.init_cache, 1, kernel.cache_limit)
             continue

@@ -77,8 +77,8 @@ def test_a_published_model(experiment, tmp_path):
     codec.save(str(folder / "tokenizer.json"))
     text = pathlib.Path(__file__)
     flags = f"--weights={folder}", f"--heldout={text},{text.with_name('conftest.py')}"
-    rows, content = experiment("published", *flags, "--variants=softmax,gated,window")
-    variants = ("original", "softmax", "gated", "window")
+    rows, content = experiment("published", *flags, "--variants=softmax,gated with window,window")
+    variants = ("original", "softmax", "gated with window", "window")
     assert [row["variant"] for row in rows] == [name for name in variants for _ in range(3)]
     assert all(abs(float(row["loss"]) - math.log(259)) < 0.5 for row in rows)
     stages = {f"{name}, {stage}" for name in variants[2:] for stage in ("first", "second")}
@@ -89,7 +89,7 @@ def test_a_published_model(experiment, tmp_path):
     }
     first = 2 * 32  # updates and tokens of each
     assert tokens["softmax"] == [32, 64, 96]
-    assert tokens["gated"] == [first + x for x in tokens["softmax"]]
+    assert tokens["gated with window"] == [first + x for x in tokens["softmax"]]
     places = [(row["variant"], row["task"], row["context_length"]) for row in content["tasks"]]
     assert places == [(name, task, 256) for name in variants for task in ("needle", "recall", "copy")]
     assert [x["variant"] for x in content["samples"]] == [name for name in variants for _ in range(3)]

@@ -55,8 +55,8 @@ def test_parameters_are_projections_gates_and_rates():
     assert sizes(make("conformal_paper")) == projections | gate | rate
     assert sizes(make("conformal")) == projections | gate | rate | {"decay_bias": 2}
     assert sizes(make("softmax_alibi")) == projections
-    parts = {"parts/kernel": WIDTH * 8, "parts/bias": 8}
-    assert sizes(make("sympow_gated_window")) == projections | gate | parts | {"decay_bias": 2}
+    mix = {"mix/kernel": WIDTH * 8, "mix/bias": 8}
+    assert sizes(make("sympow_gated_window")) == projections | gate | mix | {"decay_bias": 2}
 
 
 def test_trained_decays_begin_at_the_fixed_ones_or_at_the_sigmoid_of_their_bias():

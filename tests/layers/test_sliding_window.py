@@ -109,9 +109,9 @@ def test_a_short_cache_is_folded_into_one_for_the_whole_window():
 
 def test_a_window_beside_a_state_is_added_by_gates():
     both, x = make("sympow_gated_window"), inputs()
-    power, softmax = make("sympow_gated", decay="learned"), make(decay="none")
+    power, softmax = make("sympow_gated"), make(decay="none")
+    flat = dict(nnx.to_flat_state(nnx.state(both, nnx.Param)))
     for alone in (power, softmax):
-        flat = dict(nnx.to_flat_state(nnx.state(both, nnx.Param)))
         nnx.update(
             alone, nnx.from_flat_state({path: flat[path] for path, _ in nnx.to_flat_state(nnx.state(alone))})
         )
@@ -119,7 +119,7 @@ def test_a_window_beside_a_state_is_added_by_gates():
     for layer in layers_of:
         layer.out.kernel = nnx.Param(jnp.eye(32))
     actual, far, near = (whole(layer, x, SEGMENT_IDS).reshape(2, TIME, 4, 8) for layer in layers_of)
-    gates = 1 / (1 + np.exp(-(x @ both.parts.kernel[...] + both.parts.bias[...]))).reshape(2, TIME, 4, 2, 1)
+    gates = 1 / (1 + np.exp(-(x @ both.mix.kernel[...] + both.mix.bias[...]))).reshape(2, TIME, 4, 2, 1)
     assert error(actual, gates[..., 0, :] * far + gates[..., 1, :] * near) < 2e-6
     np.testing.assert_allclose(gates.mean((0, 1, 2, 4)), [0.119, 0.881], atol=1e-2)
 

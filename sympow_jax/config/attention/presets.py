@@ -13,7 +13,7 @@ _STARCODER2_ROPE = RopeConfig(base=999_999.4420358813, layout="halves")
 
 
 def _fields(kernel: str, decay: str, position: str, **others: Any) -> dict[str, Any]:
-    return {"kernel": kernel, "decay": decay, "position": position, **others}
+    return {"kernel": kernel, "decay": decay, "position": position, "softmax_window": False, **others}
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -77,7 +77,8 @@ def preset_name(attention: AttentionConfig) -> str:
     ]
     if names:
         return max(names, key=lambda name: len(PRESETS[name]))
-    return f"{attention.kernel}, {attention.decay}, {attention.position}"
+    window = ", softmax window" if attention.softmax_window else ""
+    return f"{attention.kernel}, {attention.decay}, {attention.position}{window}"
 
 
 # Methods compared in "Linearized Relative Positional Encoding" (Qin et al. 2023, section 4).

@@ -100,7 +100,7 @@ class AttentionConfig:
     )
     window: int = fields.setting(
         1024,
-        "Tokens that the kernel `sliding_window` and `softmax_window` attend to, the query's own included.",
+        "Tokens that the kernel `sliding_window`, or a `softmax_window`, attends to, the query's own included.",
         least=1,
     )
     softmax_window: bool = fields.setting(

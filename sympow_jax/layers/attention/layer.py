@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -99,19 +99,17 @@ class _Heads(NamedTuple):
     log_decay: Float[Array, "B T K ..."] | None
     rate: Float[Array, "B T K ..."] | None
     delta: Float[Array, "B T K"] | None
-    parts: Float[Array, "B T N 2"] | None
+    mix: Float[Array, "B T N 2"] | None
 
     @property
     def gates(self) -> dict[str, Any]:
         """Decays and, of a kernel that has them, write strengths."""
         return {"log_decay": self.log_decay} | ({} if self.delta is None else {"delta": self.delta})
 
-    def sum(self, outputs: Sequence[Float[Array, "B T N E"]]) -> Float[Array, "B T N E"]:
-        """Returns the output of the kernel or, with a window, the sum of both, each times its gate."""
-        if self.parts is None:
-            return outputs[0]
-        far, near = (x * self.parts[..., i, None].astype(x.dtype) for i, x in enumerate(outputs))
-        return far + near
+    def mixed(self, far: Float[Array, "B T N E"], near: Float[Array, "B T N E"]) -> Float[Array, "B T N E"]:
+        """Returns the sum of the outputs of the kernel and of the window beside it, each times its gate."""
+        assert self.mix is not None
+        return (self.mix[..., :1] * far + self.mix[..., 1:] * near).astype(near.dtype)
 
 
 class Attention(nnx.Module):
@@ -122,7 +120,7 @@ class Attention(nnx.Module):
     has a rate per pair of dimensions. The decays `channel_...` are per value channel instead of per head. The kernel
     `power_delta` also has a write strength sigmoid(W_delta x), or twice that, per key/value head, and RMS-normalizes
     the output of each head, as "Gated Delta Networks" (Yang et al. 2025). With a softmax window beside the
-    kernel, the output of a query head is the sum of both, each times a gate sigmoid(W_parts x + b). Recurrent states
+    kernel, the output of a query head is the sum of both, each times a gate sigmoid(W_mix x + b). Recurrent states
     are computed in float32, whatever `dtype` is, and stored in the kernel's `state_dtype`; a KV cache has `dtype`.
     Decays, gates, rotation rates and angles and the normalizer are float32, or float64 if `dtype` is.
 
@@ -197,13 +195,11 @@ class Attention(nnx.Module):
             # Outputs of the delta rule are no means, and are normalized as in Gated DeltaNet.
             self.out_norm = norm()
             self.delta = linear(width, self.kv_heads, names=("embed", "gates"), exact=True)
-        if len(kernel.parts) > 1:
+        if kernel.window_kernel is not None:
             # 0.12 of the output of the state at first, and 0.88 of that of the window.
-            self.parts = linear(
-                width, 2 * self.num_heads, names=("embed", "gates"), use_bias=True, exact=True
-            )
-            assert self.parts.bias is not None
-            self.parts.bias[...] += jnp.tile(jnp.array([-2.0, 2.0]), self.num_heads)
+            self.mix = linear(width, 2 * self.num_heads, names=("embed", "gates"), use_bias=True, exact=True)
+            assert self.mix.bias is not None
+            self.mix.bias[...] += jnp.tile(jnp.array([-2, 2], jnp.float32), self.num_heads)
 
     @by_default_rules
     def __call__(
@@ -241,13 +237,11 @@ class Attention(nnx.Module):
         query, key, rotate, _ = self.positions._apply(
             heads.query, heads.key, rate=heads.rate, head_arrays=arrays, segment_ids=segment_ids
         )
-        maps = [
-            part.weights(query, key, rotate=rotate, segment_ids=segment_ids, **gates)
-            for part, gates in self._parts(heads)
-        ]
-        return AttentionMaps(
-            weights=jnp.swapaxes(heads.sum(maps), 1, 2), log_decay=heads.log_decay, rate=heads.rate
-        )
+        options: dict[str, Any] = {"rotate": rotate, "segment_ids": segment_ids}
+        weights = self.kernel.weights(query, key, **options, **heads.gates)
+        if (window := self.kernel.window_kernel) is not None:
+            weights = heads.mixed(weights, window.weights(query, key, **options, log_decay=None))
+        return AttentionMaps(weights=jnp.swapaxes(weights, 1, 2), log_decay=heads.log_decay, rate=heads.rate)
 
     def init_state(
         self, batch: int, *, max_length: int | None = None, kv_cache: bool | None = None
@@ -269,7 +263,7 @@ class Attention(nnx.Module):
         if max_length is not None:
             max_length = arguments.check_integer("max_length", max_length, 1)
         memory = memories.init(self.kernel, batch, max_length=max_length, kv_cache=kv_cache)
-        window = self._window(memories.init, batch)
+        window = self._window_cache(memories.init, batch)
         state = AttentionState(memory=memory, position=self.positions.init_state(batch), window=window)
         return jax.tree.map(partitioning.constrain, state, _state_specs(state))
 
@@ -325,20 +319,20 @@ class Attention(nnx.Module):
                 f"the state has {rows} rows and there are tokens for {batch}; they must be equal"
             )
         abstract = memories.shapes(self.kernel, rows, max_length=length, kv_cache=cached)
-        window = self._window(memories.shapes, rows)
+        window = self._window_cache(memories.shapes, rows)
         own = AttentionState(memory=abstract, position=self.positions.init_state(rows), window=window)
         if different := pytree.difference(state, own):
             raise ValueError(f"the state is not one of this layer: {different}; make it with init_state")
 
-    def _window(self, make: Callable[..., Any], rows: int) -> Any:
-        """Returns what `make` makes of the window beside the kernel, of its whole size; None without one."""
-        _, *windows = self.kernel.parts
-        return next((make(part, rows, max_length=None, kv_cache=True) for part in windows), None)
+    def _window_cache(self, init: Callable[..., Any], rows: int) -> Any:
+        """Returns the cache of the whole window beside the kernel by `memories.init` or `shapes`; None without one."""
+        window = self.kernel.window_kernel
+        return None if window is None else init(window, rows, max_length=None, kv_cache=True)
 
     def _project(self, x) -> "_Heads":
-        """Returns queries, keys and values per head, and decays, rates and write strengths per key/value head."""
+        """Returns queries, keys and values, decays, rates and write strengths, and gates beside a window, per head."""
         names = ["query", "key", "value"]
-        names += [name for name in ("decay", "rate", "delta", "parts") if hasattr(self, name)]
+        names += [name for name in ("decay", "rate", "delta", "mix") if hasattr(self, name)]
         arrays = initializers.project(x, *(getattr(self, name) for name in names))
         if partitioning.is_explicit(arrays[0]):
             # Shard by whole heads: by the axes of the query's heads if they divide the key/value heads. Gather time.
@@ -350,7 +344,7 @@ class Attention(nnx.Module):
         query, key, value = (projected[name].reshape(shape) for name in names[:3])
         if self.kernel.attention.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        rate, delta, parts = (projected.get(name) for name in ("rate", "delta", "parts"))
+        rate, delta, mix = (projected.get(name) for name in ("rate", "delta", "mix"))
         return _Heads(
             query=query,
             key=key,
@@ -358,7 +352,7 @@ class Attention(nnx.Module):
             log_decay=self.decays.log_decay(self, x, projected.get("decay")),
             rate=None if rate is None else self.positions.rate(rate),
             delta=None if delta is None else self.kernel.largest_delta * jax.nn.sigmoid(delta),
-            parts=None if parts is None else jax.nn.sigmoid(parts).reshape(*x.shape[:2], -1, 2),
+            mix=None if mix is None else jax.nn.sigmoid(mix).reshape(*x.shape[:2], -1, 2),
         )
 
     def _attend(self, x, segment_ids, state):
@@ -374,8 +368,8 @@ class Attention(nnx.Module):
             rows, times, tensor = partitioning.HEADS
             partition = jax.sharding.PartitionSpec
             shard = x.shape[1] // partitioning.size(partitioning.CONTEXT)
-            whole = state is not None and not (
-                state.window is None and memories.may_shard_time(self.kernel, state.memory, shard)
+            whole = state is not None and (
+                state.window is not None or not memories.may_shard_time(self.kernel, state.memory, shard)
             )
             spec = partition(rows, None if whole else times, tensor if divisible else None)
             divided = partitioning.CONTEXT in partitioning.dividing(spec, heads.query.shape)
@@ -408,22 +402,21 @@ class Attention(nnx.Module):
             axis_name=axis_name,
         )
         options: dict[str, Any] = {"rotate": rotate, "segment_ids": segment_ids, "axis_name": axis_name}
-        if state is None:
-            mixed = [
-                part.attend(query, key, heads.value, **options, **gates) for part, gates in self._parts(heads)
-            ]
-            return heads.sum(mixed), None
-        mixed, after = zip(
-            *(
-                memories.extend(part, query, key, heads.value, **options, **gates, memory=memory)
-                for (part, gates), memory in zip(self._parts(heads), (state.memory, state.window))
+
+        def run(kernel, memory, **gates):
+            if memory is None:
+                return kernel.attend(query, key, heads.value, **options, **gates), None
+            return memories.extend(kernel, query, key, heads.value, **options, **gates, memory=memory)
+
+        mixed, memory = run(self.kernel, None if state is None else state.memory, **heads.gates)
+        window = None
+        if self.kernel.window_kernel is not None:
+            near, window = run(
+                self.kernel.window_kernel, None if state is None else state.window, log_decay=None
             )
-        )
+            mixed = heads.mixed(mixed, near)
+        if state is None:
+            return mixed, None
         if axis_name is not None:
             position = time_axis.of_last(position, axis_name)
-        memory, window = (*after, None)[:2]
-        return heads.sum(mixed), AttentionState(memory=memory, position=position, window=window)
-
-    def _parts(self, heads: "_Heads") -> Iterator[tuple[kernels.Kernel, dict[str, Any]]]:
-        """Returns the kernel and, if there is one, that of the window beside it, each with its gates."""
-        return zip(self.kernel.parts, (heads.gates, {"log_decay": None}))
+        return mixed, AttentionState(memory=memory, position=position, window=window)

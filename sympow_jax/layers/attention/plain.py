@@ -13,6 +13,10 @@ from sympow_jax.layers.attention import kernels, layer
 from sympow_jax.ops import arguments
 
 
+# Options of power and linear attention.
+_RECURRENT = ("power", "form", "chunk_size", "exact_window")
+
+
 class _PlainAttention(layer.Attention):
     """`Attention` of one kernel, from sizes and from fields of `config.AttentionConfig`.
 
@@ -22,7 +26,7 @@ class _PlainAttention(layer.Attention):
     defaults: ClassVar[dict[str, Any]]
     """The kernel, and fields of `config.AttentionConfig` with another default."""
     windowed: ClassVar[dict[str, Any]] = {}
-    """Fields with a window."""
+    """Fields to set if there is a window."""
     options: ClassVar[tuple[str, ...]] = (
         "decay",
         "decay_bias",
@@ -98,8 +102,8 @@ class PowerAttention(_PlainAttention):
         form: "attention", quadratic in time; "chunked"; or "recurrent". If None, the cheapest for the shapes.
         chunk_size: tokens per chunk of the chunked form. If None, the op chooses.
         exact_window: minimum number of last keys that every query attends to exactly instead of through the state; 64.
-        window: number of last tokens that softmax attention beside it attends to. The output is the sum of both, each
-            times a gate sigmoid(W x + b) per token and head, as `softmax_window` of the config. If None, there is none.
+        window: number of last tokens of softmax attention beside power attention, whose outputs are added, each times
+            a gate sigmoid(W x + b) per token and head (`softmax_window` of the config). If None, there is none.
         **options: the others of `SoftmaxAttention`, except `causal`.
 
     Examples:
@@ -113,7 +117,7 @@ class PowerAttention(_PlainAttention):
 
     defaults: ClassVar = {"kernel": "power"}
     windowed: ClassVar = {"softmax_window": True}
-    options = (*_PlainAttention.options, "power", "form", "chunk_size", "exact_window", "window")
+    options = (*_PlainAttention.options, *_RECURRENT, "window")
 
 
 class PowerDeltaAttention(_PlainAttention):
@@ -167,16 +171,7 @@ class LinearAttention(_PlainAttention):
     """
 
     defaults: ClassVar = {"kernel": "linear", "decay": "none", "position": "rope"}
-    options = (
-        *_PlainAttention.options,
-        "power",
-        "form",
-        "chunk_size",
-        "exact_window",
-        "causal",
-        "feature_map",
-        "normalizer",
-    )
+    options = (*_PlainAttention.options, *_RECURRENT, "causal", "feature_map", "normalizer")
 
 
 class SoftmaxAttention(_PlainAttention):

@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -89,10 +90,10 @@ class Kernel(abc.ABC):
         """Upper bound of the write strengths that the layer computes for `delta`; 0 if the ops take none."""
         return 0
 
-    @property
-    def parts(self) -> tuple["Kernel", ...]:
-        """The kernel itself and, if there is one, that of the softmax window beside it."""
-        return (self,)
+    @functools.cached_property
+    def window_kernel(self) -> "Kernel | None":
+        """Softmax attention to the last tokens beside this kernel; None without."""
+        return None
 
     @property
     def cache_policy(self) -> CachePolicy:

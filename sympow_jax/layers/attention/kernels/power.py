@@ -18,18 +18,23 @@ class PowerKernel(kernel.RecurrentKernel):
 
     weighs_cache = True
 
-    @property
-    def parts(self):
+    @functools.cached_property
+    def window_kernel(self):
         if not self.attention.softmax_window:
-            return super().parts
-        changes = {
+            return None
+        options = {
             "kernel": "sliding_window",
-            "softmax_window": False,
             "decay": "none",
+            "softmax_window": False,
             "implementation": None,
         }
-        fields = dataclasses.asdict(self) | {"attention": dataclasses.replace(self.attention, **changes)}
-        return self, softmax.SlidingWindowKernel(**fields)
+        return softmax.SlidingWindowKernel(
+            attention=dataclasses.replace(self.attention, **options),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+        )
 
     @property
     def form(self):
@@ -95,6 +100,14 @@ class PowerKernel(kernel.RecurrentKernel):
         # With decays per channel, the normalizer is as large as kv. Otherwise it is not counted.
         columns = 2 * self.head_dim if self._per_channel else self.head_dim
         return self.encoded_dim, columns, self.attention.power
+
+    def state_bytes(self, *, bytes_per_element=4):
+        state, window = super().state_bytes(bytes_per_element=bytes_per_element), self.window_kernel
+        return state if window is None else state + window.state_bytes(bytes_per_element=bytes_per_element)
+
+    def flops_per_token(self, context_length):
+        flops, window = super().flops_per_token(context_length), self.window_kernel
+        return flops if window is None else flops + window.flops_per_token(context_length)
 
     def weights(self, query, key, *, rotate, log_decay, segment_ids):
         if not self._per_channel:
