@@ -64,6 +64,7 @@ MODELS = {
             "sliding_window",
             "2*sliding_window,softmax",
             "2*sliding_window,sympow_gated",
+            "sympow_gated_window",
             "sympow_gated",
         ),
         lengths=(1024, 8192, 32_768),
@@ -139,20 +140,24 @@ class _Contender:
         self.kept = isinstance(state.layers[0].memory, ops.KVCache)
         self.nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
-        def filled(layer):
-            """Returns the memory of a layer with `length` tokens of one document, whose keys are equal."""
-            memory = layer.memory
+        def filled(memory):
+            """Returns a KV cache with `length` tokens of one document, whose keys are equal; another memory itself."""
             if not isinstance(memory, ops.KVCache):
-                return layer
+                return memory
             slots = jnp.arange(memory.capacity) >= memory.capacity - length
             segment_ids = jnp.where(slots, 0, memory.segment_ids)
-            segment = jnp.zeros_like(memory.segment)
-            memory = dataclasses.replace(memory, segment_ids=segment_ids, segment=segment)
-            return dataclasses.replace(layer, memory=memory)
+            return dataclasses.replace(
+                memory, segment_ids=segment_ids, segment=jnp.zeros_like(memory.segment)
+            )
+
+        layers = tuple(
+            dataclasses.replace(layer, memory=filled(layer.memory), window=filled(layer.window))
+            for layer in state.layers
+        )
 
         self._rows = loop.Rows(
             token=jnp.zeros(1, jnp.int32),
-            state=dataclasses.replace(state, layers=tuple(map(filled, state.layers))),
+            state=dataclasses.replace(state, layers=layers),
             position=jnp.array([length], jnp.int32),
             seen=None,
         )

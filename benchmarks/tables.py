@@ -224,6 +224,7 @@ def decoding_of_retrofits() -> str:
         "2*sliding_window,softmax": "windows, softmax in every third layer",
         "2*sliding_window,sympow_gated": "windows, `sympow_gated` in every third layer",
         "sympow_gated": "`sympow_gated`",
+        "sympow_gated_window": "`sympow_gated` and a window of 128 tokens in every layer",
         "sliding_window": "windows of 128 tokens",
     }
     rows = []

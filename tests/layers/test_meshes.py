@@ -36,6 +36,7 @@ BATCH, TIME, WIDTH, VOCABULARY = 4, 22, 16, 32
 ATTENTION = {
     "power": {"preset": "conformal_paper", "form": "chunked", "exact_window": 4, "chunk_size": 8},
     "power by pairs": {"preset": "conformal_paper", "form": "attention"},
+    "window": {"preset": "sympow_gated_window", "window": 8, "exact_window": 4, "chunk_size": 8},
     "channels": {"preset": "sympow", "decay": "channel_learned", "exact_window": 4, "chunk_size": 8},
     "delta": {"preset": "power_delta", "chunk_size": 8},
     "linear": {"preset": "linear_lrpe", "exact_window": 4, "chunk_size": 8},
@@ -161,7 +162,7 @@ def error(actual: jax.Array, expected: jax.Array, natural: float = 0.0) -> float
 VALUE_BOUND, GRADIENT_BOUND = 1e-5, 2e-5
 # The op of power attention on a mesh is in tests/ops/test_meshes.py.
 OFTEN = ["softmax/layer/explicit/jit", "table/decoder/time/jit"]
-CAUSAL_ONLY = ("power", "power by pairs", "channels", "alibi", "delta")
+CAUSAL_ONLY = ("power", "power by pairs", "window", "channels", "alibi", "delta")
 RARE = [
     case
     for kind in KINDS

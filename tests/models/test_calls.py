@@ -31,7 +31,12 @@ def events(call):
 @marked.cases(
     ("preset", "changes"),
     [("softmax_alibi", {})],
-    slow=[("conformal_paper", {"form": "chunked"}), ("conformal_paper", {"remat": "full"}), ("gpt2", {})],
+    slow=[
+        ("conformal_paper", {"form": "chunked"}),
+        ("conformal_paper", {"remat": "full"}),
+        ("gpt2", {}),
+        ("sympow_gated_window", {}),
+    ],
 )
 def test_a_second_call_compiles_nothing(preset, changes):
     model, tokens = small(preset, **changes), jnp.zeros((2, 23), jnp.int32)  # a length of no other test

@@ -12,7 +12,6 @@ from sympow_jax.config import model as model_lib
 from sympow_jax.layers.attention import kernels, layer
 from sympow_jax.ops import arguments
 
-
 # Options of power and linear attention.
 _RECURRENT = ("power", "form", "chunk_size", "exact_window")
 
