@@ -203,7 +203,8 @@ def test_divergence_is_an_error(tmp_path):
 
 @pytest.mark.slow
 def test_the_command(tmp_path, capsys):
-    assert recall.main(["--scale=tiny", "--variants=p=2,softmax", f"--out={tmp_path}"]) == 0
+    flags = "--scale=tiny", "--variants=p=2,softmax", "--tasks=pairs,overwritten,needle"
+    assert recall.main([*flags, f"--out={tmp_path}"]) == 0
     assert "pairs, p=2, heads of 8, 8 updates, seeds 0-1" in capsys.readouterr().out
     path = tmp_path / "recall" / "recall.json"
     content = json.loads(path.read_text())
