@@ -19,6 +19,7 @@ DRAWS = generation.Sampling(temperature=0.8, top_p=0.95)
     [("conformal_paper", None, {}), ("softmax", 66, {"layers": 2}), ("sympow", 80, HYBRID)],
     slow=[
         ("sliding_window", None, {"layers": 2}),
+        ("sympow_gated_window", None, {"layers": 2}),
         ("power_delta", None, {}),
         ("linear_lrpe", None, {}),
         ("expressive", 66, {"layers": 2}),

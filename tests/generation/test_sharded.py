@@ -100,10 +100,10 @@ def test_tokens_are_those_of_one_device(preset, kv_heads, rows, sizes, row_axis,
             assert specs[".position.whole"] == [axis for axis in (row_axis, head_axis) if axis]
 
 
-@marked.cases("preset", ["conformal"], slow=["sympow", "linear_lrpe", "softmax"])
+@marked.cases("preset", ["conformal"], slow=["sympow", "linear_lrpe", "softmax", "sympow_gated_window"])
 def test_prefill_with_time_over_devices(preset, monkeypatch):
     """The state after a prompt, and after another, is that of one device; a KV cache needs all of the time."""
-    names, extend = set(), memory.extend
+    names, extend, cached = set(), memory.extend, preset in ("softmax", "sympow_gated_window")
 
     def recorded(*arguments, axis_name=None, **options):
         names.add(axis_name)
@@ -119,8 +119,8 @@ def test_prefill_with_time_over_devices(preset, monkeypatch):
         logits, state = program.prefill(rows[:, 256:], np.array([200, 253]), initial_state=state)
         found[name] = [logits, program.decode(state, rows[:, 0])[0]]
         # The slots of a cache depend on the length of rows.
-        found[name] += [] if preset == "softmax" else jax.tree.leaves(state)
-    assert names == ({None} if preset == "softmax" else {None, "context"})
+        found[name] += [] if cached else jax.tree.leaves(state)
+    assert names == ({None} if cached else {None, "context"})
     for x, y in zip(*found.values(), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5 * max(1, np.abs(x).max(initial=0)))
 
