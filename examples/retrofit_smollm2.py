@@ -21,17 +21,8 @@ from sympow_jax.data.sources.text import standard_library
 from sympow_jax.process import workdir
 from sympow_jax.weights import files, runs
 
-ATTENTION = "preset=sympow_gated_window"
-SETTINGS = {"data.source": "jsonl", "data.context_length": "256", "data.batch_tokens": "1024"}
-SETTINGS |= {"model.attention.window": "128"}
+SETTINGS = {"data.context_length": "256", "data.batch_tokens": "1024", "model.attention.window": "128"}
 PROMPTS = ["def fibonacci(n):\n", "The capital of France is"]
-
-
-def write_text(path: pathlib.Path):
-    """Writes the standard library, a document a line."""
-    found = [pathlib.Path(file.path) for file in standard_library()]
-    lines = [json.dumps({"text": file.read_text("utf-8", errors="replace")}) for file in found]
-    path.write_text("\n".join(lines))
 
 
 def train(spec: str, folder: pathlib.Path, steps: int):
@@ -59,11 +50,13 @@ def main(weights: pathlib.Path, folder: pathlib.Path, steps: int = 200, lengths=
     folder.mkdir(parents=True, exist_ok=True)
     text, original, match, new = (folder / name for name in ("text.jsonl", "original", "match", "new"))
     if not workdir.checkpoint_steps(original):
-        write_text(text)
-        settings = files.read_settings(files.settings_path(weights))
-        runs.import_run(weights, config.override(settings, SETTINGS | {"data.paths": str(text)}), original)
+        read = (pathlib.Path(file.path).read_text("utf-8", errors="replace") for file in standard_library())
+        text.write_text("\n".join(json.dumps({"text": x}) for x in read))
+        changes = SETTINGS | {"data.source": "jsonl", "data.paths": str(text)}
+        settings = config.override(files.read_settings(files.settings_path(weights)), changes)
+        runs.import_run(weights, settings, original)
     # The new layers learn the outputs of the old ones; then the whole model predicts the next token.
-    train(f'retrofit:run="{original}",{ATTENTION},match=true', match, steps * 3 // 5)
+    train(f'retrofit:run="{original}",preset=sympow_gated_window,match=true', match, steps * 3 // 5)
     train(f'retrofit:run="{match}"', new, steps)
     for run in original, new:
         show(run)
