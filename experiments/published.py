@@ -138,9 +138,10 @@ def _draw(
         ticks=plan.lengths,
         mark=(context, f"training context {context:,}"),
     )
+    thousands = [row | {"tokens": row["tokens"] / 1e3} for row in map(dict, heldout)]
     by_tokens = _shared.Panel(
-        lines=_shared.lines(_shared.means(heldout, ("variant", "tokens"), "loss")),
-        x_label="tokens of both stages",
+        lines=_shared.lines(_shared.means(thousands, ("variant", "tokens"), "loss")),
+        x_label="thousands of tokens of both stages",
         y_label="held-out loss (nats per token)",
         title=f"during training, rows of {context:,}",
     )
