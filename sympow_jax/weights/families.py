@@ -422,7 +422,7 @@ def function(model: config.ModelConfig) -> dict[str, Any]:
     rope = attention.rope
     for is_unused, *names in (
         (attention.kernel != "linear", "feature_map", "normalizer"),
-        (attention.kernel != "sliding_window", "window"),
+        (attention.kernel != "sliding_window" and not attention.softmax_window, "window"),
         (attention.kernel not in ("power", "linear"), "power"),
         (attention.position == "rope" and rope.base is not None, "max_document_length"),
         (attention.position != "lrpe", *(f"lrpe.{x.name}" for x in dataclasses.fields(attention.lrpe))),

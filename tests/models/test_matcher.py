@@ -119,7 +119,10 @@ def test_a_retrofit_in_two_stages(tmp_path, capsys, scan_layers):
         with checkpoint.Checkpoints(tmp_path / name, program.config) as checkpoints:
             checkpoints.save(8, state, None)
 
-    original = dataclasses.replace(settings().model, attention_pattern=())
+    model = settings().model
+    # The window is that of the new attention, since the old has none.
+    attention = dataclasses.replace(model.attention, window=model.attention.window + 1)
+    original = dataclasses.replace(model, attention=attention, attention_pattern=())
     base = program(model=original, task=config.TaskConfig())
     state = base.init_state()
     old = models.unstack(jax.tree.map(np.asarray, state.params))

@@ -133,8 +133,8 @@ class Attention(nnx.Module):
         kernel: an instance of `kernels.Kernel`, whose options name the decay and the position encoding. Positions that
             are added to the embedding are applied by the model, not here.
         dtype: dtype of the matrix products, by name or as a dtype; parameters are float32.
-        use_bias: whether projections have a bias, except those of decays, strengths and rates. Those of queries, keys
-            and values also have one if the kernel's options say `qkv_biases`.
+        use_bias: whether projections have a bias, except those of decays, strengths, rates and gates. Those of queries,
+            keys and values also have one if the kernel's options say `qkv_biases`.
         norm_epsilon: number that norms of queries, keys and outputs add to the mean square.
         out_scale: factor of the initial standard deviation of the output projection.
         rngs: source of initial values, or a seed.
