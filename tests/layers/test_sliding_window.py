@@ -66,8 +66,9 @@ def test_a_window_of_the_own_token():
     state = layer.init_state(2, max_length=TIME)
     assert state.memory.capacity == 1
     assert make(window=TIME).init_state(2, max_length=TIME).memory.capacity == TIME - 1
-    out, _ = streamed(layer, x, SEGMENT_IDS, state, 10)
-    assert error(out, whole(layer, x, SEGMENT_IDS)) < 2e-6
+    for size in (1, 10):
+        out, _ = streamed(layer, x, SEGMENT_IDS, state, size)
+        assert error(out, whole(layer, x, SEGMENT_IDS)) < 2e-6
 
 
 def test_a_state_without_a_length():

@@ -54,6 +54,11 @@ class SlidingWindowKernel(SoftmaxKernel):
         return self.attention.window
 
     @property
+    def weighs_cache(self):
+        # A window of one token does not see the one slot of its cache.
+        return self.attention.window > 1
+
+    @property
     def cache_limit(self):
         # A query brings its own key. A cache has at least one slot.
         return max(1, self.attention.window - 1)
