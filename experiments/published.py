@@ -138,7 +138,7 @@ def _draw(
         ticks=plan.lengths,
         mark=(context, f"training context {context:,}"),
     )
-    thousands = [row | {"tokens": row["tokens"] / 1e3} for row in map(dict, heldout)]
+    thousands = [{**row, "tokens": row["tokens"] / 1e3} for row in heldout]
     by_tokens = _shared.Panel(
         lines=_shared.lines(_shared.means(thousands, ("variant", "tokens"), "loss")),
         x_label="thousands of tokens of both stages",

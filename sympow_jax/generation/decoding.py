@@ -2,9 +2,9 @@
 
 A model whose parameters are on a mesh with the axes of `layers.partitioning` is computed on that mesh: rows are sharded
 over `data` and `fsdp`, heads and their states over `tensor`, and the time of a prompt over `context` in layers whose
-state allows it (`layers.attention.memory.may_shard_time`) and that have no window beside it. An axis that does not
-divide the number of rows or of key/value heads does not shard them: every device along it then has them all. Functions
-that are called within `jax.jit` use the mesh in scope.
+state allows it (`layers.attention.memory.may_shard_time`). An axis that does not divide the number of rows or of
+key/value heads does not shard them: every device along it then has them all. Functions that are called within `jax.jit`
+use the mesh in scope.
 """
 
 import contextlib

@@ -14,7 +14,7 @@ def state_bytes(config: config_lib.ModelConfig, *, bytes_per_element: int = 2) -
     Z is the number of elements of the normalizer. Z = F, with three exceptions: an unrotated normalizer has the number
     of features before their rotation, per-channel gates have Z = F * E, and the delta rule has none.
 
-    The state of a window of w tokens, alone or beside power attention, is the keys and values of w - 1 of them.
+    The state of a window of w tokens, alone or alongside power attention, is the keys and values of w - 1 of them.
 
     Args:
         config: settings of the model.

@@ -73,7 +73,7 @@ def feed_forward(model: config.ModelConfig) -> float:
 def attention(model: config.ModelConfig, layer: int, context_length: int) -> float:
     """Returns the FLOPs per token of a forward pass of a layer's attention with its projections."""
     kernel = kernels.from_config(model, layer)
-    # Of decays, rotation rates, write strengths and gates beside a window that are projections of a token.
+    # Of decays, rotation rates, write strengths and gates alongside a window that are projections of a token.
     gates = decays.make(kernel).num_projected
     gates += positions.num_rates(kernel.attention, kernel.position_dim) * kernel.num_kv_heads
     gates += kernel.num_kv_heads if kernel.largest_delta else 0

@@ -75,7 +75,7 @@ def test_products_with_weights_are_6_flops_a_weight(name, changes):
         # One normalizer per channel.
         ("sympow", {"decay": "channel_fixed"}, 65_536, 4 * FEATURES * 128 + 2 * (64 + 128) * (64 + 64)),
         ("expressive", {}, 4096, 256 * 2048),
-        # A window beside the state.
+        # A window alongside the state.
         ("sympow_gated_window", {}, 65_536, 4 * FEATURES * 64 + 256 * (64 + 64) + 256 * (1024 - 8)),
     ],
 )

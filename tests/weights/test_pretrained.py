@@ -332,12 +332,21 @@ def test_missing_and_damaged_files(tmp_path):
     content = json.loads(index.read_text())
     name = "model-00001-of-00003.safetensors"
     for places, message in (
+        (None, f"{index} has no weight_map"),
         (content["weight_map"] | {"a": "../x.safetensors"}, "files of its folder: ../x"),
+        (content["weight_map"] | {"a": "/x.safetensors"}, "files of its folder: /x"),
         (content["weight_map"] | {"a": "x.bin"}, "files that are no .safetensors files of its folder: x.bin"),
         (content["weight_map"] | {"a": name, "b": name}, "names tensors that its files do not have: a, b"),
     ):
         index.write_text(json.dumps({"weight_map": places}))
         assert message in mistaken(folder)
+    index.write_text("{")
+    assert f"{index}: " in mistaken(folder)
+    for places in ({str(x): f"{x}.safetensors" for x in range(10**5)}, {str(x): name for x in range(10**5)}):
+        index.write_text(json.dumps({"weight_map": places}))
+        assert "; download it again" in mistaken(folder)
+        assert " more" in mistaken(folder)
+        assert len(mistaken(folder)) < 900
     index.write_text(json.dumps(content))
     (folder / name).unlink()
     assert f"{folder} lacks {name}, which model.safetensors.index.json names" in mistaken(folder)

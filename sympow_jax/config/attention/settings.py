@@ -105,8 +105,8 @@ class AttentionConfig:
     )
     softmax_window: bool = fields.setting(
         False,
-        "Whether the kernel `power` has softmax attention to the last `window` tokens beside it. The output is the sum "
-        "of both, each times a gate sigmoid(W x + b) per token and head: 0.88 for softmax and 0.12 for power at first.",
+        "Whether the kernel `power` comes with softmax attention to the last `window` tokens. The output is the sum of "
+        "both, each times a gate sigmoid(W x + b) per token and head: 0.88 for softmax and 0.12 for power at first.",
     )
     max_document_length: int = fields.setting(
         65_536,

@@ -26,7 +26,7 @@ class AttentionState(pytree.State):
     Attributes:
         memory: recurrent state or KV cache.
         position: position in the current document; None if the layer needs no position.
-        window: KV cache of the softmax window beside the kernel; None without one.
+        window: KV cache of the softmax window alongside the kernel; None without one.
     """
 
     memory: kernels.Memory
@@ -43,7 +43,7 @@ class AttentionMaps:
         weights: weight of the value of each token (last axis) in the output of each token (second last). They sum to 1
             over values, or to 0 if all weights are 0. Weights of the kernel `linear` with rotated features need not
             sum to 1, and may be negative. Those of `power_delta` may be negative too, and precede the norm of outputs.
-            With a softmax window beside the kernel, they are the sum of both, each times its gate. For decays per
+            With a softmax window alongside the kernel, they are the sum of both, each times its gate. For decays per
             value channel, this is the mean over channels.
         log_decay: logarithm of the decay of each head, or of each value channel of a head; None without decay.
         rate: distance that each token moves the learned position of a head, or of each of its pairs; None unless
@@ -106,8 +106,10 @@ class _Heads(NamedTuple):
         """Decays and, of a kernel that has them, write strengths."""
         return {"log_decay": self.log_decay} | ({} if self.delta is None else {"delta": self.delta})
 
-    def mixed(self, far: Float[Array, "B T N E"], near: Float[Array, "B T N E"]) -> Float[Array, "B T N E"]:
-        """Returns the sum of the outputs of the kernel and of the window beside it, each times its gate."""
+    def gated_sum(
+        self, far: Float[Array, "B T N E"], near: Float[Array, "B T N E"]
+    ) -> Float[Array, "B T N E"]:
+        """Returns the sum of the outputs of the kernel and of the window alongside it, each times its gate."""
         assert self.mix is not None
         return (self.mix[..., :1] * far + self.mix[..., 1:] * near).astype(near.dtype)
 
@@ -119,7 +121,7 @@ class Attention(nnx.Module):
     "Conformal Transformations for Symmetric Power Transformers" (Kumar et al. 2025, section 3). `learned_rope_pairs`
     has a rate per pair of dimensions. The decays `channel_...` are per value channel instead of per head. The kernel
     `power_delta` also has a write strength sigmoid(W_delta x), or twice that, per key/value head, and RMS-normalizes
-    the output of each head, as "Gated Delta Networks" (Yang et al. 2025). With a softmax window beside the
+    the output of each head, as "Gated Delta Networks" (Yang et al. 2025). With a softmax window alongside the
     kernel, the output of a query head is the sum of both, each times a gate sigmoid(W_mix x + b). Recurrent states
     are computed in float32, whatever `dtype` is, and stored in the kernel's `state_dtype`; a KV cache has `dtype`.
     Decays, gates, rotation rates and angles and the normalizer are float32, or float64 if `dtype` is.
@@ -240,7 +242,7 @@ class Attention(nnx.Module):
         options: dict[str, Any] = {"rotate": rotate, "segment_ids": segment_ids}
         weights = self.kernel.weights(query, key, **options, **heads.gates)
         if (window := self.kernel.window_kernel) is not None:
-            weights = heads.mixed(weights, window.weights(query, key, **options, log_decay=None))
+            weights = heads.gated_sum(weights, window.weights(query, key, **options, log_decay=None))
         return AttentionMaps(weights=jnp.swapaxes(weights, 1, 2), log_decay=heads.log_decay, rate=heads.rate)
 
     def init_state(
@@ -325,12 +327,12 @@ class Attention(nnx.Module):
             raise ValueError(f"the state is not one of this layer: {different}; make it with init_state")
 
     def _window_cache(self, init: Callable[..., Any], rows: int) -> Any:
-        """Returns the cache of the whole window beside the kernel by `memories.init` or `shapes`; None without one."""
+        """Returns the cache of the whole softmax window by `memories.init` or `shapes`; None without a window."""
         window = self.kernel.window_kernel
         return None if window is None else init(window, rows, max_length=None, kv_cache=True)
 
     def _project(self, x) -> "_Heads":
-        """Returns queries, keys and values, decays, rates and write strengths, and gates beside a window, per head."""
+        """Returns queries, keys, values, decays, rates, write strengths and the gates of a softmax window, per head."""
         names = ["query", "key", "value"]
         names += [name for name in ("decay", "rate", "delta", "mix") if hasattr(self, name)]
         arrays = initializers.project(x, *(getattr(self, name) for name in names))
@@ -368,9 +370,7 @@ class Attention(nnx.Module):
             rows, times, tensor = partitioning.HEADS
             partition = jax.sharding.PartitionSpec
             shard = x.shape[1] // partitioning.size(partitioning.CONTEXT)
-            whole = state is not None and (
-                state.window is not None or not memories.may_shard_time(self.kernel, state.memory, shard)
-            )
+            whole = state is not None and not memories.may_shard_time(self.kernel, state.memory, shard)
             spec = partition(rows, None if whole else times, tensor if divisible else None)
             divided = partitioning.CONTEXT in partitioning.dividing(spec, heads.query.shape)
             state_specs = _state_specs(state)
@@ -408,13 +408,11 @@ class Attention(nnx.Module):
                 return kernel.attend(query, key, heads.value, **options, **gates), None
             return memories.extend(kernel, query, key, heads.value, **options, **gates, memory=memory)
 
-        mixed, memory = run(self.kernel, None if state is None else state.memory, **heads.gates)
-        window = None
+        memory, window = (None, None) if state is None else (state.memory, state.window)
+        mixed, memory = run(self.kernel, memory, **heads.gates)
         if self.kernel.window_kernel is not None:
-            near, window = run(
-                self.kernel.window_kernel, None if state is None else state.window, log_decay=None
-            )
-            mixed = heads.mixed(mixed, near)
+            near, window = run(self.kernel.window_kernel, window, log_decay=None)
+            mixed = heads.gated_sum(mixed, near)
         if state is None:
             return mixed, None
         if axis_name is not None:

@@ -93,6 +93,7 @@ def may_shard_time(kernel: kernels.Kernel, memory: kernels.Memory, shard: int) -
     options = kernel.attention
     return (
         isinstance(memory, ops.PowerState | ops.LinearState)
+        and kernel.window_kernel is None  # whose memory is a KV cache
         and not options.decay_kind.per_channel
         and options.form != "attention"
         and options.implementation != "reference"

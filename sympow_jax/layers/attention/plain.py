@@ -101,7 +101,7 @@ class PowerAttention(_PlainAttention):
         form: "attention", quadratic in time; "chunked"; or "recurrent". If None, the cheapest for the shapes.
         chunk_size: tokens per chunk of the chunked form. If None, the op chooses.
         exact_window: minimum number of last keys that every query attends to exactly instead of through the state; 64.
-        window: number of last tokens of softmax attention beside power attention, whose outputs are added, each times
+        window: number of last tokens of softmax attention alongside power attention. Both outputs are added, each times
             a gate sigmoid(W x + b) per token and head (`softmax_window` of the config). If None, there is none.
         **options: the others of `SoftmaxAttention`, except `causal`.
 

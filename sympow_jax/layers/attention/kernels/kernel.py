@@ -92,7 +92,7 @@ class Kernel(abc.ABC):
 
     @functools.cached_property
     def window_kernel(self) -> "Kernel | None":
-        """Softmax attention to the last tokens beside this kernel; None without."""
+        """Softmax attention to the last tokens alongside this kernel; None without."""
         return None
 
     @property
