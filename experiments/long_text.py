@@ -2,9 +2,9 @@
 
     python -m experiments.long_text --data='linux-source-6.1/**/*.c'
 
-Models are trained at 256 and evaluated at positions up to 16,384, 64 times as far, of held-out files that are as long.
+Models are trained at 256 and evaluated at positions up to 65,536, 256 times as far, of held-out files that are as long.
 `gated` and `conformal` are the presets. `window` is softmax over half the training context, whose memory has a constant
-size too.
+size too, and `gated with window` has both in each layer.
 """
 
 import functools
@@ -18,19 +18,27 @@ PLANS = {
         seeds=(0, 1, 2),
         steps=300,
         contexts=(256,),
-        lengths=tuple(2**exponent for exponent in range(6, 15)),
+        lengths=tuple(2**exponent for exponent in range(6, 17)),
         documents=6,
     ),
     "tiny": _shared.Plan(seeds=(0,), steps=2, contexts=(16,), lengths=(8, 16, 32), documents=2),
 }
-VARIANTS = ("softmax", "window", "gated", "conformal")
-_PAIRS = (("softmax", "gated"), ("window", "gated"), ("conformal", "gated"))
+VARIANTS = ("softmax", "window", "gated", "gated with window", "conformal")
+_PAIRS = (
+    ("softmax", "gated"),
+    ("window", "gated"),
+    ("gated with window", "gated"),
+    ("conformal", "gated"),
+)
 
 
 def _experiment(options: _shared.Options) -> None:
     (context,) = options.plan.contexts
     attentions = _shared.power_variants(options.power, start="preset")
-    attentions["window"] = config.preset("sliding_window", window=context // 2)
+    attentions |= {
+        "window": config.preset("sliding_window", window=context // 2),
+        "gated with window": config.preset("sympow_gated_window", window=context // 2),
+    }
     folders = _shared.train(options, attentions, lambda variant: f"preset_{variant}")
     evaluation_context.report(options, folders, "Loss by position in long files")
 
