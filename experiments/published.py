@@ -57,9 +57,11 @@ VARIANTS: dict[str, dict[str, str]] = {
     "gated": {"preset": "sympow_gated"},
     "conformal": {"preset": "conformal"},
     "gated with window": {"preset": "sympow_gated_window"},
+    "gated with window and softmax": {"preset": "sympow_gated_window", "every": "3"},
     "gated and softmax": {"preset": "sympow_gated", "every": "3"},
     "window": {"preset": "sliding_window"},
     "window and softmax": {"preset": "sliding_window", "every": "3"},
+    "window and half softmax": {"preset": "sliding_window", "every": "2"},
     "window and gated": {"preset": "sliding_window", "every": "3", "other": "sympow_gated"},
 }
 ORIGINAL = "original"
