@@ -42,7 +42,7 @@ def get_config(
         source,
         model=source.model
         if is_second
-        else _retrofit(source.model, "conformal" if preset is None else preset, every, other),
+        else _retrofit(source.model.without_pattern, "conformal" if preset is None else preset, every, other),
         task=config.TaskConfig(name="match_attention" if match else "next_token", initial_run=run),
         optimizer=config.OptimizerConfig(
             learning_rate=MATCH_LEARNING_RATE if match else LEARNING_RATE,
@@ -90,10 +90,9 @@ def _retrofit(
         raise ValueError(
             f"every is {every}; it must be at least 2 and at most the model's {model.layers} layers"
         )
-    changes = {"implementation": None, "form": None}
-    # Gates that the model has are kept.
-    if "learned" not in model.attention.decay:
-        changes["decay_bias"] = GATE_BIAS
+    # Gates that the model has are kept, with a bias of 0 if they have none.
+    gate_bias = 0.0 if "learned" in model.attention.decay else GATE_BIAS
+    changes = {"implementation": None, "form": None, "decay_bias": gate_bias}
     changed = dataclasses.replace(
         model,
         attention=dataclasses.replace(model.attention, **changes),

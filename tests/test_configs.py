@@ -11,9 +11,10 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from sympow_jax import config
+from sympow_jax import config, tasks
 from sympow_jax.commands import launch
 from sympow_jax.data.sources import listops
+from sympow_jax.training import restore
 
 ROOT = pathlib.Path(__file__).parents[1]
 SMALL = ["layers=2", "width=32", "heads=2", "dtype=float32"]
@@ -83,6 +84,23 @@ def test_a_retrofit_replaces_attention_and_keeps_the_body_and_the_data(tmp_path)
         "power",
         "sliding_window",
     ]
+
+
+def test_a_retrofit_of_a_retrofit(tmp_path):
+    """Its layers are equal, and gates that they have begin as they are, without a bias of their own."""
+    model = config.ModelConfig(vocab_size=8, layers=2, width=32, heads=2)
+    model = dataclasses.replace(
+        model, attention=config.preset("softmax", window=16), attention_pattern=("sympow_gated_paper",)
+    )
+    run = _saved(tmp_path / "run", config.Config(model=model))
+    first = load(f'retrofit.py:"{run}",match=true')
+    assert first.model.original.attention == dataclasses.replace(model.attentions[0], decay_bias=0.0)
+    assert [(x.position, x.decay_bias) for x in first.model.attentions] == [("learned_rope", 0.0)] * 2
+    (run / "checkpoints" / "1").mkdir(exist_ok=True)
+    assert restore.read_initial_config(run, tasks.make(first)).model == model
+    other = dataclasses.replace(first, model=dataclasses.replace(first.model, attention=model.attention))
+    with pytest.raises(ValueError, match="kernel was 'power' and is 'softmax'"):
+        restore.read_initial_config(run, tasks.make(other))
 
 
 def test_mistakes_in_retrofits(tmp_path):

@@ -94,7 +94,7 @@ class ModelConfig:
         "none",
         "Values that are saved for the backward pass; others are recomputed. `none` saves all, or those of "
         "`elementwise` if layers are scanned. `elementwise` saves all but the results of elementwise functions, "
-        "`attention` the input of each block and the output of its attention, `full` only the input of each block. "
+        "`attention` the input of each block and the output of power attention, `full` only the input of each block. "
         "This changes memory and time, not the model.",
         choices=REMATS,
         may_differ=(fields.Occasion.RESUME, fields.Occasion.SAVED_STATE, *_STARTS),
@@ -192,6 +192,13 @@ class ModelConfig:
     def original(self) -> "ModelConfig":
         """The model whose layers all have `attention`."""
         return dataclasses.replace(self, attention_pattern=())
+
+    @property
+    def without_pattern(self) -> "ModelConfig":
+        """The model without its pattern if its layers are equal, else as it is."""
+        if len(set(self.attentions)) > 1:
+            return self
+        return dataclasses.replace(self, attention=self.attentions[0], attention_pattern=())
 
     @functools.cached_property
     def replaced_layers(self) -> frozenset[int]:

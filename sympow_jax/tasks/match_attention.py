@@ -40,7 +40,7 @@ class MatchAttention(task.Task):
         """Returns all settings except those that name the new attention, because the old one is kept."""
         fixed = serialize.flatten(model, fields.Occasion.INITIAL_ENCODER, prefix="model.")
         del fixed["model.attention_pattern"], fixed["model.attention.decay_bias"]
-        if model.attention.kernel != "sliding_window":
+        if model.attention.kernel != "sliding_window" and not model.attention.softmax_window:
             # Only the new attention has a window.
             del fixed["model.attention.window"]
         return fixed

@@ -107,12 +107,15 @@ def read_initial_config(folder: pathlib.Path, task: tasks.Task) -> config_lib.Co
             f"task.initial_run: {folder} is a run of the task {found.task.name!r}, whose attention is {kind}; name "
             f"a run of {other}"
         )
-    if task.config.task.replaces_attention and len(set(found.model.attentions)) > 1:
-        raise ValueError(
-            f"task.initial_run: {folder} has layers of different attention, {found.model.attention_name}; name a run "
-            f"whose layers are equal"
-        )
-    fixed = (task.settings_of_initial_run(model) for model in (found.model, task.config.model))
+    model = found.model
+    if task.config.task.replaces_attention:
+        if len(set(model.attentions)) > 1:
+            raise ValueError(
+                f"task.initial_run: {folder} has layers of different attention, {model.attention_name}; name a run "
+                f"whose layers are equal"
+            )
+        model = model.without_pattern
+    fixed = map(task.settings_of_initial_run, (model, task.config.model))
     if different := serialize.differences(*fixed):
         raise ValueError(
             f"task.initial_run: the model of {folder} does not fit: {different}; use the same settings or another run"

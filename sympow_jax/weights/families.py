@@ -330,7 +330,7 @@ def find(settings: config.Config) -> Family:
     nearest: tuple[str, list[str]] | None = None
     for family in FAMILIES.values():
         try:
-            differences = family.differences(_without_pattern(settings.model))
+            differences = family.differences(settings.model.without_pattern)
         except ValueError:
             continue
         if not differences:
@@ -354,7 +354,7 @@ def values(settings: config.Config, original: Values) -> tuple[Family, dict[str,
     Raises:
         ValueError: as `find`.
     """
-    family, model = find(settings), _without_pattern(settings.model)
+    family, model = find(settings), settings.model.without_pattern
     contents = {key: value for key, value in original.items() if key not in _REPLACED}
     before, length = contents.get(family.length), settings.data.context_length
     contents[family.length] = max(before, length) if isinstance(before, int) else length
@@ -363,13 +363,6 @@ def values(settings: config.Config, original: Values) -> tuple[Family, dict[str,
     if end is not None and not (isinstance(ends, list) and end in ends):
         contents["eos_token_id"] = end
     return family, contents
-
-
-def _without_pattern(model: config.ModelConfig) -> config.ModelConfig:
-    """Returns a model whose layers are equal without its pattern; another model is returned as it is."""
-    if len(set(model.attentions)) > 1:
-        return model
-    return dataclasses.replace(model, attention=model.attentions[0], attention_pattern=())
 
 
 def _read_rope(values: Values, problems: list[str]) -> dict[str, Any]:
@@ -432,7 +425,8 @@ def function(model: config.ModelConfig) -> dict[str, Any]:
     ):
         unused |= {f"attention.{name}" for name in names} if is_unused else set()
     # Only its presence matters to a model that has its parameters.
-    has_bias = attention.decay_bias is not None or attention.decay == "learned_alibi"
+    has_bias = "learned" in attention.decay and attention.decay_bias is not None
+    has_bias |= attention.decay == "learned_alibi"
     flat["model.attention.decay_bias"] = has_bias
     if attention.decay == "learned_alibi":
         flat["model.attention.decay"] = "learned"
