@@ -124,11 +124,10 @@ def draw_rotations(
 
     If each pair has its own rate, draws their mean, as if each were the rate of the fastest pair.
     """
-    rates = [layer.rate for layer in layers if layer.rate is not None]
-    theta = layers[0].theta
-    assert theta is not None  # set whenever there are rates
-    by_pair = any(rate.ndim == 3 for rate in rates)
-    strips = [theta[0] * (rate.mean(axis=-1) if rate.ndim == 3 else rate) for rate in rates]
+    found = [(x.rate, x.theta) for x in layers if x.rate is not None and x.theta is not None]
+    by_pair = any(rate.ndim == 3 for rate, _ in found)
+    strips = [theta[0] * (rate.mean(axis=-1) if rate.ndim == 3 else rate) for rate, theta in found]
+    theta = found[0][1]
     span = max(float(np.abs(np.array(strips) - theta[0]).max()), 0.01)
     norm = matplotlib.colors.CenteredNorm(theta[0], span)
     figure, bar = _draw_strips(layers, strips, labels, norm, "PuOr_r")

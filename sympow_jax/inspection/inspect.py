@@ -86,17 +86,15 @@ def inspect(
     with over_runs.writing(target):
         content: dict[str, Any] = {"run": run, "step": step, "attention": attention, "tokens": tokens}
         content["text"] = [text.decode(errors="replace") for text in texts]
-        content |= {"theta": None, "layers": []}
+        content["layers"] = []
         for x in maps:
             weights = np.round(x.weights.astype(np.float64), _DECIMALS).tolist()
             if causal:  # a row of weights ends with its own token
                 weights = [[row[: i + 1] for i, row in enumerate(rows)] for rows in weights]
             record: dict[str, Any] = {"layer": x.layer, "weights": weights}
-            for field, values in (("half_life", x.half_life), ("rate", x.rate)):
+            for field, values in (("half_life", x.half_life), ("rate", x.rate), ("theta", x.theta)):
                 record[field] = None if values is None else report.without_nan(values.tolist())
             content["layers"].append(record)
-            if content["theta"] is None and x.theta is not None:
-                content["theta"] = x.theta.tolist()
         with atomic.replace(target / "inspect.json") as draft:
             draft.write_text(json.dumps(content, allow_nan=False) + "\n")
         messages = [f"wrote {target / 'inspect.json'}: the numbers of {len(tokens):,} tokens"]

@@ -37,8 +37,8 @@ def make(
 def cast_weights[M: nnx.Module](model: M, dtype: str) -> M:
     """Returns the model with its matrices, and their biases, in `dtype`.
 
-    Each product converts them to its own dtype. Norms, decays, gates, rotation rates and positions, which take little
-    memory, stay in float32.
+    Each product converts them to its own dtype. Norms, decays, gates and rotation rates, which take little memory,
+    stay in float32.
     """
     graph, variables = nnx.split(model)
 

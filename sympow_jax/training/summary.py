@@ -109,7 +109,7 @@ def _decoding(program: programs.Program) -> str:
     line += (
         f"; for up to {min(lengths):,} tokens a KV cache of {_size(replaced)} per token" if lengths else ""
     )
-    return line + (f"; and in other layers a KV cache of {_size(kept)} per token" if kept else "")
+    return line + (f"; and a KV cache that grows by {_size(kept)} per token" if kept else "")
 
 
 def _nbytes(make: Callable[..., Any], *arguments: int) -> int:

@@ -95,13 +95,14 @@ def test_json_has_the_numbers_of_the_run(runs, written):
             np.testing.assert_allclose(rows[-1], weights[-1], atol=1e-6)
         np.testing.assert_allclose(layer["half_life"], expected.half_life, rtol=1e-6)
         np.testing.assert_allclose(layer["rate"], expected.rate, rtol=1e-6)
+        np.testing.assert_allclose(layer["theta"], expected.theta, rtol=1e-6)
     # Half-lives and rates are those of the layer's projections.
     attention, x = model.blocks[0].attention, input_of_first_layer(model, written["tokens"])
     decay = np.log1p(np.exp(-(x @ exactly(attention.decay.kernel) + exactly(attention.decay_bias))))
     np.testing.assert_allclose(written["layers"][0]["half_life"], math.log(2) / decay.T, rtol=1e-5)
     rate = 1 + np.tanh(x @ exactly(attention.rate.kernel))
     np.testing.assert_allclose(written["layers"][0]["rate"], rate.T, rtol=1e-5)
-    assert written["theta"][0] == pytest.approx(1.0)
+    assert written["layers"][0]["theta"][0] == pytest.approx(1.0)
 
 
 def test_one_layer(runs, capsys):

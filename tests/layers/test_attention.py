@@ -114,7 +114,7 @@ def test_float64_is_right_to_float64():
         kernel = kernels.make(
             config.preset("conformal_paper"), num_heads=4, num_kv_heads=2, head_dim=4, dtype="float64"
         )
-        layer = layers.Attention(WIDTH, kernel, dtype=jnp.float64, rngs=0)
+        layer = layers.Attention(WIDTH, kernel, rngs=0)
         names = ("query", "key", "value", "out", "decay", "rate")
         weights = {name: np.asarray(getattr(layer, name).kernel[...], np.float64) for name in names}
         out = np.asarray(run(layer, jnp.asarray(x)))

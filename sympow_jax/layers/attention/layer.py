@@ -81,7 +81,6 @@ def make_attention(config: config_lib.ModelConfig, layer: int = 0, *, rngs: nnx.
     return Attention(
         config.width,
         kernels.from_config(config, layer),
-        dtype=config.dtype,
         use_bias=config.biases,
         norm_epsilon=config.norm_epsilon,
         # GPT-2's scale: the residual stream is the sum of 2 * layers outputs.
@@ -123,7 +122,7 @@ class Attention(nnx.Module):
     `power_delta` also has a write strength sigmoid(W_delta x), or twice that, per key/value head, and RMS-normalizes
     the output of each head, as "Gated Delta Networks" (Yang et al. 2025). With a softmax window alongside the
     kernel, the output of a query head is the sum of both, each times a gate sigmoid(W_mix x + b). Recurrent states
-    are computed in float32, whatever `dtype` is, and stored in the kernel's `state_dtype`; a KV cache has `dtype`.
+    are computed in float32, whatever `dtype` is, and stored in the kernel's `state_dtype`.
     Decays, gates, rotation rates and angles and the normalizer are float32, or float64 if `dtype` is.
 
     Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. On a
@@ -133,8 +132,8 @@ class Attention(nnx.Module):
     Args:
         width: M, the size of the input and of the output.
         kernel: an instance of `kernels.Kernel`, whose options name the decay and the position encoding. Positions that
-            are added to the embedding are applied by the model, not here.
-        dtype: dtype of the matrix products, by name or as a dtype; parameters are float32.
+            are added to the embedding are applied by the model, not here. Its `dtype` is that of the matrix products;
+            parameters are float32.
         use_bias: whether projections have a bias, except those of decays, strengths, rates and gates. Those of queries,
             keys and values also have one if the kernel's options say `qkv_biases`.
         norm_epsilon: number that norms of queries, keys and outputs add to the mean square.
@@ -155,21 +154,18 @@ class Attention(nnx.Module):
         width: int,
         kernel: kernels.Kernel,
         *,
-        dtype: Any = jnp.float32,
         use_bias: bool = False,
         norm_epsilon: float = 1e-6,
         out_scale: float = 1.0,
         rngs: nnx.Rngs | int,
     ):
-        rngs = initializers.as_rngs(rngs)
+        rngs, dtype = initializers.as_rngs(rngs), jnp.dtype(kernel.dtype)
         self.width, self.kernel = width, kernel
         self.num_heads, self.kv_heads, self.head_dim = kernel.num_heads, kernel.num_kv_heads, kernel.head_dim
         linear = functools.partial(initializers.Linear, dtype=dtype, rngs=rngs)
         query_width, kv_width = self.num_heads * self.head_dim, self.kv_heads * self.head_dim
         biases = use_bias or kernel.attention.qkv_biases
-        norm = functools.partial(
-            norms.rms_norm, self.head_dim, epsilon=norm_epsilon, dtype=jnp.dtype(dtype), rngs=rngs
-        )
+        norm = functools.partial(norms.rms_norm, self.head_dim, epsilon=norm_epsilon, dtype=dtype, rngs=rngs)
         self.query = linear(width, query_width, names=("embed", "heads"), use_bias=biases)
         self.key = linear(width, kv_width, names=("embed", "kv_heads"), use_bias=biases)
         self.value = linear(width, kv_width, names=("embed", "kv_heads"), use_bias=biases)

@@ -81,7 +81,7 @@ class _PlainAttention(layer.Attention):
         kernel = kernels.make(
             attention, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
         )
-        super().__init__(width, kernel, dtype=dtype, use_bias=use_bias, rngs=rngs)
+        super().__init__(width, kernel, use_bias=use_bias, rngs=rngs)
 
 
 class PowerAttention(_PlainAttention):
