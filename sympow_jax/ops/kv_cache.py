@@ -175,6 +175,7 @@ def _appended(_, state, key, value, log_decay, segment_ids):
         segment_ids = jnp.broadcast_to(documents.continued(state.segment)[:, None], (batch, time))
     starts, valid, last = documents.boundaries(segment_ids, state.segment)
     continues = valid & (jnp.cumsum(starts, axis=1) == 0)
+    log_decay = jnp.where(valid[..., None], log_decay, 0)
     old = _in_order(state)
     new = _contained(old, *(jnp.swapaxes(x, 1, 2) for x in (key, value, log_decay)))
     joined = {name: jnp.concatenate([getattr(old, name), x], axis=2) for name, x in new.items()}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import arguments, cost, documents, feature_maps, layout
+from sympow_jax.ops import arguments, cost, decays, documents, feature_maps, layout
 from sympow_jax.ops.pytree import State
 
 
@@ -218,7 +218,8 @@ def window_of(sequence: Sequence, exact_window: int, dtype) -> dict[str, Array]:
     return {
         "keys": slots(sequence.key),
         "values": slots(sequence.value),
-        "log_decays": slots(sequence.log_decay),
+        # Bounded, as those of a step: a decay of minus infinity is valid in a token, and no sign of a damaged state.
+        "log_decays": slots(decays.bounded(sequence.log_decay, False)),
         "length": length,
         "segment": sequence.segment,
     }

@@ -195,6 +195,7 @@ def rope_angles(
     positions = arguments.to_array("positions", positions)
     arguments.check_positions("positions", positions, "[B, T]")
     arguments.check_dtype("dtype", dtype)
+    arguments.check_choice("dtype", jnp.dtype(dtype).name, ("float32", "float64"))
     return phase.fixed(positions[..., None], _checked_rates(theta, head_dim), dtype)
 
 
@@ -341,6 +342,7 @@ def rotate(
     for name, array in {"x": x, "angles": angles}.items():
         arguments.check_axes(name, array, "[B, T, N, D]" if name == "x" else "[B, T, K, D/2]")
         arguments.check_floating(name, array)
+    arguments.check_even("the head size of x", x.shape[3])
     fit = all(n in (1, size) for n, size in zip(angles.shape, x.shape[:2]))
     if not fit or angles.shape[-1] != x.shape[-1] // 2 or not angles.shape[2] or x.shape[2] % angles.shape[2]:
         raise ValueError(

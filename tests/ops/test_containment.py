@@ -253,6 +253,21 @@ def test_minus_infinity_is_a_decay(name):
     np.testing.assert_allclose(forgets, starts, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", rare_are_slow(RECURRENT))
+def test_minus_infinity_in_a_state_is_a_decay(name):
+    arrays, half = drawn(), TIME // 2
+
+    def halves(number):
+        state, forgotten = RECURRENT[name][1], changed(arrays["log_decay"], (0, half - 3), number)
+        for part in (slice(0, half), slice(half, None)):
+            cut = {k: x[:, part] for k, x in (arrays | {"log_decay": forgotten}).items()}
+            out, state = with_state(name)(cut, SEGMENTS[:, part], state)
+            yield out
+
+    for forgets, starts in zip(halves(-np.inf), halves(-1e4)):
+        np.testing.assert_allclose(forgets, starts, rtol=1e-5)
+
+
 def test_a_nonfinite_state_does_not_affect_other_rows():
     state = ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4)
     state = dataclasses.replace(

@@ -100,6 +100,17 @@ def test_full_grid(kind, case):
             check(kind, undecayed, implementation, None, dtype, causal=False)
 
 
+@pytest.mark.parametrize("segments", [None, "two"])
+def test_the_size_of_bidirectional_keys_does_not_matter(segments):
+    query, key, value = np.random.default_rng(0).standard_normal((3, 1, 20, 2, 8)).astype(np.float32)
+    ids = None if segments is None else jnp.arange(20)[None] // 12
+    options = {"feature_map": "symmetric", "power": 4, "causal": False, "segment_ids": ids}
+    expected = ops.linear_attention(query, key, value, **options)
+    for size in (2.0**-40, 2.0**40):
+        out = ops.linear_attention(query, key * np.float32(size), value, **options)
+        np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-6)
+
+
 def part(drawn, begin, end):
     names = ("query", "key", "value", "log_decay", "segment_ids")
     return {name: None if drawn[name] is None else jnp.asarray(drawn[name])[:, begin:end] for name in names}

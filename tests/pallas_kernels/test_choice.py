@@ -32,6 +32,20 @@ def test_a_named_implementation_says_what_it_cannot_do():
         call(form="attention")
 
 
+def test_a_gradient_has_the_dtype_of_its_argument():
+    shape, gates = (jax.ShapeDtypeStruct((1, 64, 2, *rest), jnp.bfloat16) for rest in ((32,), ()))
+
+    def total(form, query, gates):
+        decay = jax.nn.log_sigmoid(gates)
+        options = {"log_decay": decay, "form": form, "implementation": "mosaic_gpu"}
+        return ops.power_attention(query, query, query, **options).astype(jnp.float32).sum()
+
+    for form in ("attention", "chunked"):
+        with target.interpreted(plgpu.InterpretGPUParams()):
+            found = jax.eval_shape(jax.grad(functools.partial(total, form), (0, 1)), shape, gates)
+        assert [x.dtype for x in found] == [jnp.bfloat16] * 2
+
+
 def attend(time, dtype=jnp.bfloat16, **options):
     """Calls the op without a named form, with abstract arguments of a training batch of the papers' model."""
     shape = jax.ShapeDtypeStruct((65_536 // time, time, 12, 64), dtype)

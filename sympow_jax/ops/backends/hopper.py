@@ -106,7 +106,8 @@ def attention_vjp(plan, residuals, cotangents):
         gradients = attention_kernel.power_attention_vjp(
             **given, saved=kept, power=plan.power, interpret=plan.interpret
         )
-        return {name: g for name, g in zip(_DIFFERENTIABLE, gradients) if g is not None}
+        found = zip(_DIFFERENTIABLE, gradients)
+        return {name: g.astype(arrays[name].dtype) for name, g in found if g is not None}
 
     differentiable = tuple(name for name in _DIFFERENTIABLE if arguments[name] is not None)
     gradients = sharding.per_device(compute, arguments | saved, _LAYOUTS, differentiable)

@@ -52,6 +52,8 @@ def attend(plan, tokens):
     dtype, kv_heads = np.promote_types(query.dtype, jnp.float32), key.shape[2]
     if division is not means.Division.NONE:
         query = preparation.unit_scale(query)
+        if implementation != "reference":
+            key = preparation.scaled_keys(key, power)
     document = None
     weighed = jnp.pad(value, [(0, 0), (0, 0), (0, 0), (0, 1)], constant_values=1)
     if segment_ids is not None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import feature_maps, means, power_state
+from sympow_jax.ops import decays, feature_maps, means, power_state
 
 
 class _Tokens(NamedTuple):
@@ -184,7 +184,7 @@ def _state_after(plan, tokens, state):
     chosen = (slot[:, :, None] == jnp.arange(2 * plan.exact_window)).astype(plan.dtype)
     slots = (
         jnp.einsum("bxs,bxkd->bskd", chosen, x, precision="highest")
-        for x in (tokens.key, tokens.value, tokens.log_decay)
+        for x in (tokens.key, tokens.value, decays.bounded(tokens.log_decay, False))
     )
     keys, values, log_decays = slots
     return power_state.PowerState(
