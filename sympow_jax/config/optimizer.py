@@ -11,12 +11,14 @@ SCHEDULES = ("constant", "cosine", "inverse_sqrt", "linear", "wsd")
 
 OPTIMIZERS = ("adam", "adamw", "adafactor", "lion", "muon", "schedule_free", "sgd")
 
-# Settings that not every optimizer reads, with the optimizers that do.
-_READERS: Mapping[str, tuple[str, ...]] = {
-    "b2": ("adam", "adamw", "lion", "muon", "schedule_free"),
-    "epsilon": ("adam", "adamw", "adafactor", "muon", "schedule_free"),
-    "weight_decay": ("adamw", "adafactor", "lion", "muon", "schedule_free", "sgd"),
-    "momentum": ("muon",),
+# Settings that not every optimizer or schedule reads, with what names it and those that do.
+_READERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "b2": ("name", ("adam", "adamw", "lion", "muon", "schedule_free")),
+    "epsilon": ("name", ("adam", "adamw", "adafactor", "muon", "schedule_free")),
+    "weight_decay": ("name", ("adamw", "adafactor", "lion", "muon", "schedule_free", "sgd")),
+    "momentum": ("name", ("muon",)),
+    "final_fraction": ("schedule", ("cosine", "linear", "wsd")),
+    "decay_fraction": ("schedule", ("wsd",)),
 }
 
 # Lowest `b1` of `schedule_free`: with a lower one, its average may not be finite in float32.
@@ -115,11 +117,11 @@ class OptimizerConfig:
     def __post_init__(self):
         fields.validate(self, "optimizer")
         defaults = {field.name: field.default for field in dataclasses.fields(self)} | _DEFAULTS
-        for name, readers in _READERS.items():
-            value = getattr(self, name)
-            if self.name not in readers and value not in (None, defaults[name]):
+        for name, (choice, readers) in _READERS.items():
+            value, chosen = getattr(self, name), getattr(self, choice)
+            if chosen not in readers and value not in (None, defaults[name]):
                 raise ValueError(
-                    f"optimizer.{name} is {value} but optimizer.name is {self.name!r}, which does not read it; use "
+                    f"optimizer.{name} is {value} but optimizer.{choice} is {chosen!r}, which does not read it; use "
                     f"{', '.join(readers)}, or leave it at {literals.written(defaults[name])}"
                 )
         if self.name == "schedule_free":

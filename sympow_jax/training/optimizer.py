@@ -102,7 +102,10 @@ def parameter_options(settings: config.OptimizerConfig, params: optax.Params) ->
         return np.array(products, float).reshape(names.shape)
 
     def is_matrix(names: np.ndarray, leaf: Any) -> bool:
-        return leaf.ndim - names.ndim >= 2
+        # Decays and rates are vectors of each head.
+        name = str(names.flat[0])
+        by_head = name.endswith(".decay_logits") or ".positions." in name
+        return leaf.ndim - names.ndim >= 2 and not by_head
 
     def is_orthogonalized(names: np.ndarray, leaf: Any) -> bool:
         (name,) = models.names_of_any_layer(map(str, names.ravel()))  # all layers at once

@@ -306,10 +306,12 @@ TWO = {"a.bin": b"\1\0\2\0"}
         (TWO | {RECORD: b'{"token_dtype": "uint16"}'}, {}, r"are not complete; repeat `sympow prepare`"),
         (TWO | {RECORD: b"[" * 1000 + b"]" * 1000}, {}, rf"{RECORD}: it has no JSON object"),
         (TWO | {RECORD: b'{"documents": 1}'}, {}, "hold None ids, but"),
+        (TWO | {RECORD: b"{}"}, {"paths": ("*",)}, f"{RECORD} describes token files and is none; name them"),
     ],
 )
-def test_bad_files(tmp_path, written, changes, message):
+def test_bad_files(tmp_path, monkeypatch, written, changes, message):
     builders.write_files(tmp_path, written)
+    monkeypatch.chdir(tmp_path)
     with builders.refused(message):
         data.train_dataset(
             builders.data_config(**{"source": "tokens", "paths": (str(tmp_path),)} | changes), vocab_size=256

@@ -215,7 +215,7 @@ def test_bad_files(tmp_path, content, changes, message):
 
 
 def test_labels_that_are_not_numbers(tmp_path):
-    for label in ("", "high", "nan", "inf"):
+    for label in ("", "high", "nan", "inf", "1e39"):
         path = write(tmp_path, f"sentence\tlabel\na\t1.5\nb\t{label}\n")
         with builders.refused(rf"a\.tsv \(line 3\): label '{label}' is not a finite number"):
             data.train_dataset(settings(path), task=NUMBER, vocab_size=256)

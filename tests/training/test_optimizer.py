@@ -219,6 +219,17 @@ def test_factors_scale_the_updates_of_the_parameters_that_match():
     small.assert_same(jax.tree.leaves(state), jax.tree.leaves(plain_state))
 
 
+def test_decays_and_rates_of_heads_are_no_matrices():
+    attention = {"decay_logits": 0, "positions": {"rates": 0}, "rate": {"kernel": 0}}
+    params = jax.tree.map(lambda _: jnp.ones((2, 3)), {"blocks": {0: {"attention": attention}}})
+    found = optimizer.parameter_options(config.OptimizerConfig(), params).weight_decay
+    assert found["blocks"][0]["attention"] == {
+        "decay_logits": False,
+        "positions": {"rates": False},
+        "rate": {"kernel": True},
+    }
+
+
 def test_a_pattern_that_matches_nothing_is_one_line_with_the_nearest_name():
     params = {"blocks": {0: {"attention": {"rate": {"kernel": jnp.ones((2, 2))}}}}, "norm": jnp.ones(2)}
     for pattern, remedy in {
@@ -294,6 +305,8 @@ def test_settings_that_cannot_be_are_one_line():
         ({"name": "sgd", "b2": 0.9}, "b2 is 0.9 but optimizer.name is 'sgd', "),
         ({"name": "lion", "epsilon": 1e-6}, "use adam, adamw, adafactor, muon"),
         ({"momentum": 0.5}, "use muon, or leave it at 0.95"),
+        ({"final_fraction": 0.0}, "optimizer.schedule is 'constant', which does not read it; use cosine"),
+        ({"schedule": "linear", "decay_fraction": 0.5}, "use wsd, or leave it at 0.1"),
         ({"name": "schedule_free", "schedule": "cosine"}, "use 'constant'"),
         ({"name": "schedule_free", "ema_decay": 0.9}, "has an average of its own"),
         ({"name": "schedule_free", "b1": 1e-30}, "must be at least 0.001"),

@@ -70,6 +70,12 @@ def test_loss_gradient_and_norms_of_an_update(settings, program, params, formula
     small.assert_same(state.params, params)
 
 
+def test_frozen_parameters_do_not_count_for_the_norm_of_the_others(sgd):
+    factors = {"learning_rate_factors": ("embedding=0",), "clip_norm": 0.01}
+    _, metrics = small.update(small.changed(sgd, optimizer=factors), small.tokens(sgd))
+    assert metrics["update_norm"] == pytest.approx(0.01, rel=1e-4)
+
+
 def test_micro_batches_equal_the_batch(settings, sgd, params, formula):
     state, metrics = small.update(small.changed(sgd, optimizer={"accumulate": 2}), small.tokens(settings))
     assert metrics["loss"] == pytest.approx(float(formula[0]), rel=1e-6)

@@ -74,6 +74,10 @@ class Source(sources.Source):
             super().open_paths(setting, paths),
         )
         dtype = DTYPES[config.token_dtype]
+        if found := [file.path for file in matches if file.path.endswith(METADATA)]:
+            raise ValueError(
+                f"{setting}: {found[0]} describes token files and is none; name them, or their folder"
+            )
         for path, record in _records(matches).items():
             if "documents" not in record:
                 raise ValueError(f"the token files next to {path} are not complete; repeat `sympow prepare`")
