@@ -99,7 +99,7 @@ class Source(sources.Source):
                 value = float(label) if numbers else named[label]
             except (ValueError, KeyError):
                 value = math.nan
-            if not abs(value) <= np.finfo(np.float32).max:  # NaN included
+            if not abs(value) <= float(np.finfo(np.float32).max):  # NaN included
                 shown = spelling.shown(label.decode("utf-8", "replace"))
                 raise ValueError(f"{name}: label {shown} is not {known}")
             if not any(texts):
