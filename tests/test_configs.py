@@ -96,7 +96,6 @@ def test_a_retrofit_of_a_retrofit(tmp_path):
     first = load(f'retrofit.py:"{run}",match=true')
     assert first.model.original.attention == dataclasses.replace(model.attentions[0], decay_bias=0.0)
     assert [(x.position, x.decay_bias) for x in first.model.attentions] == [("learned_rope", 0.0)] * 2
-    (run / "checkpoints" / "1").mkdir(exist_ok=True)
     assert restore.read_initial_config(run, tasks.make(first)).model == model
     other = dataclasses.replace(first, model=dataclasses.replace(first.model, attention=model.attention))
     with pytest.raises(ValueError, match="kernel was 'power' and is 'softmax'"):

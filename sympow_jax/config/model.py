@@ -195,7 +195,7 @@ class ModelConfig:
 
     @property
     def without_pattern(self) -> "ModelConfig":
-        """The model without its pattern if its layers are equal, else as it is."""
+        """The same model whose pattern is left out, if its layers are equal; another model is returned as it is."""
         if len(set(self.attentions)) > 1:
             return self
         return dataclasses.replace(self, attention=self.attentions[0], attention_pattern=())

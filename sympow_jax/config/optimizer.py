@@ -11,13 +11,12 @@ SCHEDULES = ("constant", "cosine", "inverse_sqrt", "linear", "wsd")
 
 OPTIMIZERS = ("adam", "adamw", "adafactor", "lion", "muon", "schedule_free", "sgd")
 
-# Settings that not every optimizer or schedule reads, with what names it and those that do.
+# Settings that not every optimizer or schedule reads: the field that decides, and its values that read the setting.
 _READERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "b2": ("name", ("adam", "adamw", "lion", "muon", "schedule_free")),
     "epsilon": ("name", ("adam", "adamw", "adafactor", "muon", "schedule_free")),
     "weight_decay": ("name", ("adamw", "adafactor", "lion", "muon", "schedule_free", "sgd")),
     "momentum": ("name", ("muon",)),
-    "final_fraction": ("schedule", ("cosine", "linear", "wsd")),
     "decay_fraction": ("schedule", ("wsd",)),
 }
 

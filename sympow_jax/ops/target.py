@@ -70,13 +70,10 @@ def trusts_kernels(family: str) -> bool:
 def device():
     """Returns a device that the program is compiled for.
 
-    It is one of the mesh in scope, which may be abstract, else that of `jax.default_device`, else the first.
+    It is one of the mesh in scope, which may be abstract, else the first default device.
     """
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if abstract is not None:
-        return abstract
-    default = jax.config.jax_default_device  # a device, or the name of a platform
-    return default if isinstance(default, jax.Device) else jax.devices(default)[0]
+    return jax.devices()[0] if abstract is None else abstract
 
 
 def device_count() -> int:

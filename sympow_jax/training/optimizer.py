@@ -23,6 +23,8 @@ _MUON_MATRICES = tuple(
     f"blocks.*.{name}.kernel"
     for name in ("attention.query", "attention.key", "attention.value", "attention.out", "mlp.*")
 )
+# Arrays of several axes that are no matrices: decays, and rates, phases and gains of positions, of each head.
+_VECTORS = ("*.attention.decay_logits", "*.attention.positions.*")
 # Smallest size of both axes of a matrix whose squared gradients Adafactor keeps as means of rows and columns, as in
 # optax.
 FACTORED_SIZE = 128
@@ -102,10 +104,8 @@ def parameter_options(settings: config.OptimizerConfig, params: optax.Params) ->
         return np.array(products, float).reshape(names.shape)
 
     def is_matrix(names: np.ndarray, leaf: Any) -> bool:
-        # Decays and rates are vectors of each head.
-        name = str(names.flat[0])
-        by_head = name.endswith(".decay_logits") or ".positions." in name
-        return leaf.ndim - names.ndim >= 2 and not by_head
+        is_vector = any(fnmatch.fnmatchcase(str(names.flat[0]), x) for x in _VECTORS)
+        return leaf.ndim - names.ndim >= 2 and not is_vector
 
     def is_orthogonalized(names: np.ndarray, leaf: Any) -> bool:
         (name,) = models.names_of_any_layer(map(str, names.ravel()))  # all layers at once
@@ -123,8 +123,8 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Returns the optimizer with clipping, weight decay, learning rates by parameter, and frozen parameters.
 
-    Gradients are clipped by the global norm of those of trained parameters. Each update, including its weight decay, is
-    multiplied by its factor of the learning rate. Frozen parameters have no state.
+    Gradients are clipped by the global norm of those of trained parameters whose factor is not 0. Each update,
+    including its weight decay, is multiplied by its factor of the learning rate. Frozen parameters have no state.
 
     Args:
         settings: settings of the optimizer.
@@ -142,6 +142,7 @@ def make_optimizer(
         return change * factor.reshape(*factor.shape, *[1] * (change.ndim - factor.ndim))
 
     factors = optax.stateless(lambda changes, _: jax.tree.map(scaled, options.learning_rate, changes))
+    counted = jax.tree.map(np.sign, options.learning_rate)
     stages = [_direction(settings, options)]
     # AdamW always has the weight-decay stage, so that its state has one structure with and without decay.
     if settings.weight_decay or settings.name == "adamw":
@@ -155,7 +156,12 @@ def make_optimizer(
             b1=settings.mean_decay,
         )
     if settings.clip_norm is not None:
-        update = optax.chain(optax.clip_by_global_norm(settings.clip_norm), update)
+        clip = optax.clip_by_global_norm(settings.clip_norm)
+
+        def clipped(gradients: Any, _: Any) -> Any:
+            return clip.update(jax.tree.map(scaled, counted, gradients), optax.EmptyState())[0]
+
+        update = optax.chain(optax.stateless(clipped), update)
     if settings.learning_rate_factors and settings.name != "schedule_free":
         update = optax.chain(update, factors)
     if all(jax.tree.leaves(is_trained)):

@@ -61,11 +61,8 @@ class Program:
             lambda path, leaf: self._placed(leaf, specs[tuple(key.key for key in path)]), params
         )
         options = optimizer.parameter_options(config.optimizer, params)
-        # A factor of 0 in all layers freezes, so that what is frozen does not count for the norm of the others.
         trained = jax.tree.map(
-            lambda names, factors: self.task.trains(str(names.flat[0])) and bool(factors.any()),
-            models.parameter_names(params),
-            options.learning_rate,
+            lambda names: self.task.trains(str(names.flat[0])), models.parameter_names(params)
         )
         self.optimizer = optimizer.make_optimizer(config.optimizer, config.training.steps, options, trained)
 

@@ -115,7 +115,7 @@ def read_initial_config(folder: pathlib.Path, task: tasks.Task) -> config_lib.Co
                 f"whose layers are equal"
             )
         model = model.without_pattern
-    fixed = map(task.settings_of_initial_run, (model, task.config.model))
+    fixed = (task.settings_of_initial_run(x) for x in (model, task.config.model))
     if different := serialize.differences(*fixed):
         raise ValueError(
             f"task.initial_run: the model of {folder} does not fit: {different}; use the same settings or another run"

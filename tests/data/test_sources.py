@@ -306,7 +306,7 @@ TWO = {"a.bin": b"\1\0\2\0"}
         (TWO | {RECORD: b'{"token_dtype": "uint16"}'}, {}, r"are not complete; repeat `sympow prepare`"),
         (TWO | {RECORD: b"[" * 1000 + b"]" * 1000}, {}, rf"{RECORD}: it has no JSON object"),
         (TWO | {RECORD: b'{"documents": 1}'}, {}, "hold None ids, but"),
-        (TWO | {RECORD: b"{}"}, {"paths": ("*",)}, f"{RECORD} describes token files and is none; name them"),
+        (TWO | {RECORD: b"{}"}, {"paths": ("*",)}, f"{RECORD} is the record of `sympow prepare`"),
     ],
 )
 def test_bad_files(tmp_path, monkeypatch, written, changes, message):

@@ -413,6 +413,11 @@ FUNCTIONS = [
     (lambda: rotary.rope(X, POSITIONS.astype("float32")), "positions has dtype float32"),
     (lambda: rotary.rope(X, POSITIONS[:, :3]), "angles has shape (1, 3, 1, 2) and x (1, 4, 1, 4)"),
     (lambda: rotary.rotate(X, jnp.ones((1, 4, 1, 3))), "angles has shape (1, 4, 1, 3) and x (1, 4, 1, 4)"),
+    (lambda: rotary.rotate(X[..., :3], X[..., :1]), "the head size of x is 3; it must be even"),
+    (
+        lambda: rotary.rope_angles(jnp.zeros((1, 4), jnp.int32), 4, dtype="float16"),
+        "must be one of float32, float64",
+    ),
     (lambda: rotary.rotate(X, X[..., :2], layout="thirds"), "layout is 'thirds'; it must be one of"),
     (lambda: rotary.rope_rates(64, base=1), "base is 1; it must be a finite number above 1"),
     (lambda: rotary.rope_rates(4, base="10"), "base is '10'; it must be a finite number"),

@@ -68,6 +68,16 @@ def test_steps_around_the_ring_equal_the_formula(capacity, dtype, bound):
     np.testing.assert_array_equal(missing, (np.array(length) > capacity + 1) & (IDS >= 0))
 
 
+def test_decays_of_padding_that_was_appended_do_not_count():
+    arrays, half = drawn(), TIME // 2
+    ids = np.where(np.arange(TIME) % 5 == 2, -1, 0) + np.zeros_like(IDS)
+    query, *others = (x.astype(np.float32) for x in arrays)
+    cache, _ = empty(TIME).append(*(x[:, :half] for x in others), ids[:, :half])
+    rest = [x[:, half:] for x in (query, *others)]
+    out, _, _ = stepped(cache.newest(TIME), rest, ids[:, half:])
+    assert cases.error(out, formula(*arrays, ids)[:, half:]) <= 2e-6
+
+
 @pytest.mark.parametrize("decay_scale", [1e4, 1e-6])
 def test_decays_of_any_size(decay_scale):
     """After a decay of -1e4, small ones still count; documents do not end, and the ring goes round many times."""

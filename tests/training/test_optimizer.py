@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from sympow_jax import config, models
 from sympow_jax.config import optimizer as optimizer_lib
@@ -196,7 +197,7 @@ def test_factors_scale_the_updates_of_the_parameters_that_match():
     grads = _grads(params)[:2]
 
     def update(*factors):
-        options = _options("adamw") | {"clip_norm": 1.0, "learning_rate_factors": factors}
+        options = _options("adamw") | {"learning_rate_factors": factors}
         tx = _make(config.OptimizerConfig(**options), params)
         state, step = tx.init(params), jax.jit(tx.update)
         _, state = step(grads[0], state, params)
@@ -219,15 +220,20 @@ def test_factors_scale_the_updates_of_the_parameters_that_match():
     small.assert_same(jax.tree.leaves(state), jax.tree.leaves(plain_state))
 
 
-def test_decays_and_rates_of_heads_are_no_matrices():
-    attention = {"decay_logits": 0, "positions": {"rates": 0}, "rate": {"kernel": 0}}
-    params = jax.tree.map(lambda _: jnp.ones((2, 3)), {"blocks": {0: {"attention": attention}}})
-    found = optimizer.parameter_options(config.OptimizerConfig(), params).weight_decay
-    assert found["blocks"][0]["attention"] == {
-        "decay_logits": False,
-        "positions": {"rates": False},
-        "rate": {"kernel": True},
-    }
+@pytest.mark.parametrize("preset", ["sympow", "linear_lrpe"])
+def test_only_matrices_and_embeddings_decay(preset):
+    """Decays by channel, and LRPE's rates, are vectors of each head."""
+    attention = config.preset(preset, **({"decay": "channel_constant"} if preset == "sympow" else {}))
+    settings = config.ModelConfig(vocab_size=8, layers=1, width=16, heads=2, attention=attention)
+    model = nnx.eval_shape(lambda: models.DecoderLM(settings, rngs=0))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    decays = optimizer.parameter_options(config.OptimizerConfig(), params).weight_decay
+    vectors = 0
+    for (path, leaf), decay in zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(decays)):
+        name = models.parameter_name(path)
+        assert decay == (name.endswith("kernel") or name == "embedding"), name
+        vectors += leaf.ndim == 2 and not decay
+    assert vectors == 1
 
 
 def test_a_pattern_that_matches_nothing_is_one_line_with_the_nearest_name():
@@ -305,8 +311,10 @@ def test_settings_that_cannot_be_are_one_line():
         ({"name": "sgd", "b2": 0.9}, "b2 is 0.9 but optimizer.name is 'sgd', "),
         ({"name": "lion", "epsilon": 1e-6}, "use adam, adamw, adafactor, muon"),
         ({"momentum": 0.5}, "use muon, or leave it at 0.95"),
-        ({"final_fraction": 0.0}, "optimizer.schedule is 'constant', which does not read it; use cosine"),
-        ({"schedule": "linear", "decay_fraction": 0.5}, "use wsd, or leave it at 0.1"),
+        (
+            {"schedule": "linear", "decay_fraction": 0.5},
+            "optimizer.schedule is 'linear', which does not read it; use",
+        ),
         ({"name": "schedule_free", "schedule": "cosine"}, "use 'constant'"),
         ({"name": "schedule_free", "ema_decay": 0.9}, "has an average of its own"),
         ({"name": "schedule_free", "b1": 1e-30}, "must be at least 0.001"),

@@ -74,9 +74,9 @@ class Source(sources.Source):
             super().open_paths(setting, paths),
         )
         dtype = DTYPES[config.token_dtype]
-        if found := [file.path for file in matches if file.path.endswith(METADATA)]:
+        if found := [file.path for file in matches if pathlib.PurePath(file.path).name == METADATA]:
             raise ValueError(
-                f"{setting}: {found[0]} describes token files and is none; name them, or their folder"
+                f"{setting}: {found[0]} is the record of `sympow prepare`, not a token file; name the folder instead"
             )
         for path, record in _records(matches).items():
             if "documents" not in record:

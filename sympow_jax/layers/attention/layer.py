@@ -122,8 +122,8 @@ class Attention(nnx.Module):
     `power_delta` also has a write strength sigmoid(W_delta x), or twice that, per key/value head, and RMS-normalizes
     the output of each head, as "Gated Delta Networks" (Yang et al. 2025). With a softmax window alongside the
     kernel, the output of a query head is the sum of both, each times a gate sigmoid(W_mix x + b). Recurrent states
-    are computed in float32, whatever `dtype` is, and stored in the kernel's `state_dtype`.
-    Decays, gates, rotation rates and angles and the normalizer are float32, or float64 if `dtype` is.
+    are computed in float32, whatever the kernel's `dtype` is, and stored in its `state_dtype`. Decays, gates, rotation
+    rates and angles and the normalizer are float32, or float64 if its `dtype` is.
 
     Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. On a
     mesh with Explicit axes, rows keep the sharding of `x`, heads have that of the parameters that produce them, and
