@@ -416,7 +416,7 @@ FUNCTIONS = [
     (lambda: rotary.rotate(X[..., :3], X[..., :1]), "the head size of x is 3; it must be even"),
     (
         lambda: rotary.rope_angles(jnp.zeros((1, 4), jnp.int32), 4, dtype="float16"),
-        "must be one of float32, float64",
+        "must be one of 'float32', 'float64'",
     ),
     (lambda: rotary.rotate(X, X[..., :2], layout="thirds"), "layout is 'thirds'; it must be one of"),
     (lambda: rotary.rope_rates(64, base=1), "base is 1; it must be a finite number above 1"),
