@@ -8,6 +8,7 @@ standard library; name other text in JSON lines below. Ctrl-C saves, and the sam
 original and of the new model, and the losses by position, are printed at the end.
 """
 
+import argparse
 import json
 import pathlib
 import sys
@@ -60,6 +61,6 @@ def main(weights, folder, steps=200, lengths=(128, 256, 512, 1024, 2048)):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("name one GGUF file: python examples/retrofit_smollm2.py FILE.gguf")
-    main(pathlib.Path(sys.argv[1]), pathlib.Path("runs/smollm2"))
+    parser = argparse.ArgumentParser(description="Replaces the attention of SmolLM2-135M, and trains it.")
+    parser.add_argument("weights", type=pathlib.Path, help="its GGUF file")
+    main(parser.parse_args().weights, pathlib.Path("runs/smollm2"))
