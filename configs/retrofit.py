@@ -91,7 +91,7 @@ def _retrofit(
             f"every is {every}; it must be at least 2 and at most the model's {model.layers} layers"
         )
     # Gates that the model has are loaded; those without a bias get one of 0.
-    gate_bias = 0.0 if "learned" in model.attention.decay else GATE_BIAS
+    gate_bias = 0.0 if model.attention.decay_kind.is_projected else GATE_BIAS
     changes = {"implementation": None, "form": None, "decay_bias": gate_bias}
     changed = dataclasses.replace(
         model,

@@ -109,12 +109,12 @@ def read_initial_config(folder: pathlib.Path, task: tasks.Task) -> config_lib.Co
         )
     model = found.model
     if task.config.task.replaces_attention:
-        if len(set(model.attentions)) > 1:
+        model = model.without_pattern
+        if model.attention_pattern:
             raise ValueError(
                 f"task.initial_run: {folder} has layers of different attention, {model.attention_name}; name a run "
                 f"whose layers are equal"
             )
-        model = model.without_pattern
     fixed = (task.settings_of_initial_run(x) for x in (model, task.config.model))
     if different := serialize.differences(*fixed):
         raise ValueError(

@@ -425,7 +425,7 @@ def function(model: config.ModelConfig) -> dict[str, Any]:
     ):
         unused |= {f"attention.{name}" for name in names} if is_unused else set()
     # Only its presence matters to a model that has its parameters.
-    has_bias = "learned" in attention.decay and attention.decay_bias is not None
+    has_bias = attention.decay_kind.is_projected and attention.decay_bias is not None
     has_bias |= attention.decay == "learned_alibi"
     flat["model.attention.decay_bias"] = has_bias
     if attention.decay == "learned_alibi":

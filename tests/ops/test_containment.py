@@ -197,6 +197,16 @@ def with_state(name):
     return call
 
 
+def in_halves(name, arrays, segments):
+    """Returns the outputs of two calls, the second from the state of the first, and the last state."""
+    state, halves = RECURRENT[name][1], []
+    for part in (slice(0, TIME // 2), slice(TIME // 2, None)):
+        cut = {k: x[:, part] for k, x in arrays.items()}
+        out, state = with_state(name)(cut, segments[:, part], state)
+        halves.append(out)
+    return np.concatenate(halves, 1), state
+
+
 @pytest.mark.parametrize("array", ["key", "value"])
 @pytest.mark.parametrize("name", rare_are_slow(RECURRENT))
 def test_nan_stays_in_the_state_until_its_document_ends(name, array):
@@ -205,17 +215,10 @@ def test_nan_stays_in_the_state_until_its_document_ends(name, array):
     begin, end = half - 6, half + 6
     segments = (SEGMENTS + (np.arange(TIME) % DOCUMENT >= DOCUMENT // 2)).astype(np.int32)
 
-    def outputs(arrays):
-        state, halves = RECURRENT[name][1], []
-        for part in (slice(0, half), slice(half, None)):
-            cut = {k: x[:, part] for k, x in arrays.items()}
-            out, state = with_state(name)(cut, segments[:, part], state)
-            halves.append(out)
-        return np.concatenate(halves, 1), state
-
-    clean, _ = outputs(arrays)
+    clean, _ = in_halves(name, arrays, segments)
     for bad_token in (half - 1, half - 5):
-        out, last = outputs(arrays | {array: changed(arrays[array], (0, bad_token, 1, 2), np.nan)})
+        bad = arrays | {array: changed(arrays[array], (0, bad_token, 1, 2), np.nan)}
+        out, last = in_halves(name, bad, segments)
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(last))
         nan = np.isnan(out)
         assert begin < bad_token < end
@@ -255,17 +258,16 @@ def test_minus_infinity_is_a_decay(name):
 
 @pytest.mark.parametrize("name", rare_are_slow(RECURRENT))
 def test_minus_infinity_in_a_state_is_a_decay(name):
-    arrays, half = drawn(), TIME // 2
-
-    def halves(number):
-        state, forgotten = RECURRENT[name][1], changed(arrays["log_decay"], (0, half - 3), number)
-        for part in (slice(0, half), slice(half, None)):
-            cut = {k: x[:, part] for k, x in (arrays | {"log_decay": forgotten}).items()}
-            out, state = with_state(name)(cut, SEGMENTS[:, part], state)
-            yield out
-
-    for forgets, starts in zip(halves(-np.inf), halves(-1e4)):
-        np.testing.assert_allclose(forgets, starts, rtol=1e-5)
+    arrays = drawn()
+    forgets, starts = (
+        in_halves(
+            name,
+            arrays | {"log_decay": changed(arrays["log_decay"], (0, TIME // 2 - 3), number)},
+            SEGMENTS,
+        )[0]
+        for number in (-np.inf, -1e4)
+    )
+    np.testing.assert_allclose(forgets, starts, rtol=1e-5)
 
 
 def test_a_nonfinite_state_does_not_affect_other_rows():

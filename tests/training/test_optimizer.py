@@ -192,23 +192,25 @@ def test_stacked_layers_have_the_updates_of_single_ones(name):
     small.assert_close(run(2), run(4), rtol=1e-5, atol=1e-6)
 
 
-def test_factors_scale_the_updates_of_the_parameters_that_match():
+@pytest.mark.parametrize(("clip_norm", "more"), [(1.0, []), (None, ["embedding=0"])])
+def test_factors_scale_the_updates_of_the_parameters_that_match(clip_norm, more):
+    """What a factor of 0 freezes does not count for the norm, so that clipping would change the others."""
     params = _params(2)
     grads = _grads(params)[:2]
 
     def update(*factors):
-        options = _options("adamw") | {"learning_rate_factors": factors}
+        options = _options("adamw") | {"clip_norm": clip_norm, "learning_rate_factors": factors}
         tx = _make(config.OptimizerConfig(**options), params)
         state, step = tx.init(params), jax.jit(tx.update)
         _, state = step(grads[0], state, params)
         return step(grads[1], state, params)
 
     plain, plain_state = update()
-    scaled, state = update("*.attention.query.kernel=0.25", "blocks.1.*=2", "embedding=0")
+    scaled, state = update("*.attention.query.kernel=0.25", "blocks.1.*=2", *more)
     expected = {
         "blocks.0.attention.query.kernel": 0.25,
         "blocks.1.attention.query.kernel": 0.5,
-        "embedding": 0,
+        "embedding": 0 if more else 1,
     }
     for (path, change), one in zip(
         jax.tree_util.tree_leaves_with_path(scaled), jax.tree.leaves(plain), strict=True

@@ -25,6 +25,11 @@ class Decay:
     source: DecaySource
     per_channel: bool = False
 
+    @property
+    def is_projected(self) -> bool:
+        """Whether decays are projections of each token, to which `attention.decay_bias` is added."""
+        return self.source in (DecaySource.DATA, DecaySource.DATA_FROM_ALIBI)
+
 
 DECAYS: Mapping[str, Decay] = {
     "none": Decay(DecaySource.NONE),

@@ -71,8 +71,7 @@ class _PlainAttention(layer.Attention):
         if (window := options.pop("window", None)) is not None:
             options |= {"window": window, **self.windowed}
         attention = config_lib.AttentionConfig(**options)
-        has_bias = attention.decay in ("learned", "learned_alibi", "channel_learned")
-        if attention.decay_bias is not None and not has_bias:
+        if attention.decay_bias is not None and not attention.decay_kind.is_projected:
             raise ValueError(
                 f"decay_bias is {attention.decay_bias!r}, but decay {attention.decay!r} has no bias"
             )
