@@ -1,9 +1,9 @@
 """A trained softmax model whose attention is replaced: `--config=configs/retrofit.py:RUN,preset=conformal,every=4`.
 
 RUN is a workdir, of a training run or made by `sympow weights import`. `every=4` keeps the attention of every fourth
-layer; with `other=sliding_window` too, these layers get that preset. Without `every`, all layers have `preset`. There
-are two stages. The first, `match=true`, trains the new layers to give the outputs of the old ones, and may be left out.
-The second trains the whole model to predict the next token:
+layer, and `keep="3,17,18"` that of these layers, counted from 0; with `other=sliding_window` too, the kept layers get
+that preset. Otherwise all layers have `preset`. There are two stages. The first, `match=true`, trains the new layers to
+give the outputs of the old ones, and may be left out. The second trains the whole model to predict the next token:
 
     uv run train.py --config=configs/retrofit.py:runs/qwen,preset=conformal,every=4,match=true --workdir=runs/match
     uv run train.py --config=configs/retrofit.py:runs/match --workdir=runs/retrofit
@@ -12,6 +12,7 @@ All settings are those of RUN, except for attention, task, optimizer and length.
 """
 
 import dataclasses
+import itertools
 import pathlib
 
 from sympow_jax import config
@@ -27,22 +28,25 @@ def get_config(
     *,
     preset: str | None = None,
     every: int | None = None,
+    keep: tuple[int, ...] = (),
     other: str | None = None,
     match: bool = False,
 ) -> config.Config:
     """Returns a run of 1,000 updates that starts from the last checkpoint of `run`."""
     source = _read(run)
     is_second = source.task.replaces_attention
-    if is_second and (preset, every, other, match) != (None, None, None, False):
+    if is_second and (preset, every, keep, other, match) != (None, None, (), None, False):
         raise ValueError(
             f"{run} is the first stage of a retrofit, whose attention is already chosen; leave out preset, every, "
-            f"other and match"
+            f"keep, other and match"
         )
     return dataclasses.replace(
         source,
         model=source.model
         if is_second
-        else _retrofit(source.model.without_pattern, "conformal" if preset is None else preset, every, other),
+        else _retrofit(
+            source.model.without_pattern, "conformal" if preset is None else preset, every, keep, other
+        ),
         task=config.TaskConfig(name="match_attention" if match else "next_token", initial_run=run),
         optimizer=config.OptimizerConfig(
             learning_rate=MATCH_LEARNING_RATE if match else LEARNING_RATE,
@@ -73,30 +77,42 @@ def _read(run: str) -> config.Config:
 
 
 def _retrofit(
-    model: config.ModelConfig, preset: str, every: int | None, other: str | None
+    model: config.ModelConfig, preset: str, every: int | None, keep: tuple[int, ...], other: str | None
 ) -> config.ModelConfig:
-    """Returns the model with the preset in all layers but every `every`-th, which has `other` or its own attention."""
+    """Returns the model with the preset in all layers but the kept ones, which have `other` or their own attention."""
     config.require_choice("preset", preset, config.PRESETS)
-    if other is not None:
-        config.require_choice("other", other, config.PRESETS)
-        if every is None:
-            raise ValueError(f"other is {other!r}, the preset of every K-th layer; name K with every=K")
     if model.attention_pattern:
         raise ValueError(
             f"the model has the attention {model.attention_name!r}, which differs by layer; retrofit a model whose "
             f"layers are equal"
         )
+    if every is not None and keep:
+        raise ValueError(f"every is {every} and keep {keep}; leave one of them out")
     if every is not None and not 2 <= every <= model.layers:
         raise ValueError(
             f"every is {every}; it must be at least 2 and at most the model's {model.layers} layers"
         )
+    if wrong := [layer for layer in keep if not 0 <= layer < model.layers]:
+        raise ValueError(f"keep has layer {wrong[0]}; those of the model are 0 to {model.layers - 1}")
+    kept = "shared"
+    if other is not None:
+        config.require_choice("other", other, config.PRESETS)
+        if every is None and not keep:
+            raise ValueError(f"other is {other!r}, the preset of kept layers; name them with every=K or keep")
+        kept = other
+    pattern: tuple[str, ...] = (preset,)
+    if every is not None:
+        pattern = f"{every - 1}*{preset}", kept
+    elif keep:
+        runs = itertools.groupby(kept if layer in keep else preset for layer in range(model.layers))
+        pattern = tuple(f"{len(list(run))}*{name}" for name, run in runs)
     # Gates that the model has are loaded; those without a bias get one of 0.
     gate_bias = 0.0 if model.attention.decay_kind.is_projected else GATE_BIAS
     changes = {"implementation": None, "form": None, "decay_bias": gate_bias}
     changed = dataclasses.replace(
         model,
         attention=dataclasses.replace(model.attention, **changes),
-        attention_pattern=(preset,) if every is None else (f"{every - 1}*{preset}", other or "shared"),
+        attention_pattern=pattern,
     )
     if not changed.replaced_layers:
         raise ValueError(f"preset is {preset!r}, which is the attention that the model has; name another")

@@ -84,6 +84,10 @@ def test_a_retrofit_replaces_attention_and_keeps_the_body_and_the_data(tmp_path)
         "power",
         "sliding_window",
     ]
+    kept = load(f'retrofit.py:"{run}",preset=sliding_window,keep="27,2,3"').model
+    kinds = [attention.kernel for attention in kept.attentions]
+    assert [layer for layer, kind in enumerate(kinds) if kind != "sliding_window"] == [2, 3, 27]
+    assert kept.attentions[27] == kept.original.attention
 
 
 def test_a_retrofit_of_a_retrofit(tmp_path):
@@ -124,7 +128,9 @@ def test_mistakes_in_retrofits(tmp_path):
         f'"{run}",preset=conformol': "preset is 'conformol'.*did you mean conformal",
         f'"{run}",every=1': "every is 1; it must be at least 2 and at most the model's 2 layers",
         f'"{run}",every=3': "every is 3",
-        f'"{run}",other=sympow': "other is 'sympow', the preset of every K-th layer; name K with every=K",
+        f'"{run}",other=sympow': "other is 'sympow', the preset of kept layers; name them with every=K or keep",
+        f'"{run}",every=2,keep=1': "every is 2 and keep .1,.; leave one of them out",
+        f'"{run}",keep="0,2"': "keep has layer 2; those of the model are 0 to 1",
         f'"{run}",preset=shared': "preset is 'shared'",
         f'"{run}",preset=conformal': "preset is 'conformal', which is the attention that the model has",
         f'"{matched}",preset=sympow': "first stage of a retrofit, whose attention is already chosen; leave out preset",
