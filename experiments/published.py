@@ -7,8 +7,9 @@ Python files of the installed packages and evaluated on those of the standard li
 in which it learns the outputs of the old, and a second one, in which the whole model predicts the next token. `softmax`
 is the original with the second stage alone, so that what new attention costs is told apart from what the data teaches.
 `window` is softmax over the last tokens, half a training context, whose memory has a constant size too, and `gated with
-window` has both in each layer. Every model is evaluated by position, is asked for something earlier in contexts of the
-training length and of the longest one, and continues the same prompts.
+window` has both in each layer. `chosen softmax` keeps as many layers as `softmax` does, but those where a window, in
+this layer alone, costs the original most when it copies random tokens. Every model is evaluated by position, is asked
+for something earlier in contexts of the training length and of the longest one, and continues the same prompts.
 """
 
 import dataclasses
@@ -24,8 +25,14 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
 from experiments import _shared
-from sympow_jax import config, evaluation, generation, hub, training
+from sympow_jax import config, evaluation, generation, hub, models, training
 from sympow_jax import data as data_lib
 from sympow_jax.config import loading, serialize
 from sympow_jax.data import files as file_lib
@@ -62,14 +69,19 @@ VARIANTS: dict[str, dict[str, str]] = {
     "window": {"preset": "sliding_window"},
     "window and softmax": {"preset": "sliding_window", "every": "3"},
     "window and half softmax": {"preset": "sliding_window", "every": "2"},
+    "window and chosen softmax": {"preset": "sliding_window", "keep": "chosen"},
     "window and gated": {"preset": "sliding_window", "every": "3", "other": "sympow_gated"},
 }
 ORIGINAL = "original"
+# One of so many layers is chosen to keep its attention.
+_CHOSEN = 3
 # Updates of the first stage, relative to the second, and the rate of learning of each.
 _FIRST_RATIO, _MATCH_RATE, _RATE = 0.6, 1e-3, 3e-4
 # Questions of each task of `evaluation.evaluate_context_tasks`. Half of a context of `copy` are answers.
 _TASKS = {"needle": 32, "recall": 32, "copy": 8}
 _LEAST_CONTEXT = 256
+# Rows of random tokens, of twice the training context, that are repeated to see which layers copy.
+_COPIES = 2
 _PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):\n",
@@ -81,16 +93,17 @@ _SAMPLE_TOKENS, _GREEDY = 64, generation.Sampling(temperature=0)
 def _report(options: _shared.Options) -> None:
     weights, documents, options = _inputs(options)
     base, data = _imported(options, weights, documents)
-    folders = _train(options, base, data)
+    copying = _copying(options, base) if any("keep" in VARIANTS[x] for x in options.variants) else []
+    folders = _train(options, base, data, copying)
     plan = options.plan
     untrained = options.runs / f"{ORIGINAL}_evaluation"
     evaluation.evaluate([base], plan.lengths, out=untrained, documents=plan.documents, changes=data)
-    models = {(ORIGINAL, seed): base for seed in plan.seeds}
-    models |= {key: stages_of[-1] for key, stages_of in folders.items()}
+    evaluated = {(ORIGINAL, seed): base for seed in plan.seeds}
+    evaluated |= {key: stages_of[-1] for key, stages_of in folders.items()}
     rows = [
         {"variant": variant, "seed": seed}
         | {column: row[column] for column in ("context_length", "loss", "standard_error")}
-        for (variant, seed), folder in models.items()
+        for (variant, seed), folder in evaluated.items()
         for row in _shared.evaluation(untrained if folder == base else folder)
     ]
     stages = {
@@ -118,8 +131,9 @@ def _report(options: _shared.Options) -> None:
         list(stages.values()),
         curves=_shared.curve_rows(stages, ("variant", "seed", "stage")),
         heldout_curves=heldout,
-        tasks=_tasks(options, models, data),
-        samples=_samples(options, models),
+        copying=[{"layer": layer, "loss": loss} for layer, loss in enumerate(copying)],
+        tasks=_tasks(options, evaluated, data),
+        samples=_samples(options, evaluated),
         tokens_per_second={name: statistics.median(found) for name, found in speeds.items()},
     )
     _draw(options, path, rows, heldout)
@@ -226,15 +240,46 @@ def _first(options: _shared.Options) -> int:
     return max(1, round(_FIRST_RATIO * options.plan.steps))
 
 
+def _copying(options: _shared.Options, base: pathlib.Path) -> list[float]:
+    """Returns, for a window in each layer alone, the original's loss on random tokens that repeat earlier ones."""
+    path = options.runs / "copying.json"
+    if not path.exists():
+        streams.say(f"measuring which layers copy: {path}")
+        settings, model, _ = training.restore_model(base)
+        assert isinstance(model, models.DecoderLM)
+        windows = dataclasses.replace(settings.model, attention_pattern=("sliding_window",))
+        windowed = models.DecoderLM(windows, rngs=nnx.Rngs(0))
+        nnx.update(windowed, nnx.state(model))
+        half = 2 * settings.data.context_length
+        tokens = np.random.default_rng(0).integers(settings.model.vocab_size, size=(_COPIES, half))
+        copies = jnp.asarray(np.concatenate([tokens, tokens], 1), jnp.int32)
+
+        def loss(layer: int) -> float:
+            model.blocks[layer], own = windowed.blocks[layer], model.blocks[layer]
+            hidden = model.hidden(copies[:, :-1], compiled=True)[:, half:]
+            model.blocks[layer] = own
+            return float(_loss(model.unembed(hidden), copies[:, half + 1 :]))
+
+        path.write_text(json.dumps([loss(layer) for layer in range(settings.model.layers)]))
+    return json.loads(path.read_text())
+
+
+@jax.jit
+def _loss(logits, tokens):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
 def _train(
-    options: _shared.Options, base: pathlib.Path, data: Mapping[str, str]
+    options: _shared.Options, base: pathlib.Path, data: Mapping[str, str], copying: Sequence[float]
 ) -> dict[tuple[str, int], list[pathlib.Path]]:
     """Trains all runs; returns the folders of their stages, one or two, by variant and seed."""
     first, steps = _first(options), options.plan.steps
+    worst = sorted(range(len(copying)), key=copying.__getitem__)[-len(copying) // _CHOSEN :]
+    chosen = {"chosen": f'"{",".join(map(str, sorted(worst)))}"'}
     # Made before any is trained, because an attention may not fit the model.
     starts = {
         variant: config.load(
-            f'retrofit:run="{base}",match=true,{",".join(f"{key}={x}" for key, x in arguments.items())}'
+            f'retrofit:run="{base}",match=true,{",".join(f"{key}={chosen.get(x, x)}" for key, x in arguments.items())}'
         )
         for variant, arguments in VARIANTS.items()
         if arguments and variant in options.variants
@@ -263,11 +308,11 @@ def _train(
 
 
 def _tasks(
-    options: _shared.Options, models: Mapping[tuple[str, int], pathlib.Path], data: Mapping[str, str]
+    options: _shared.Options, evaluated: Mapping[tuple[str, int], pathlib.Path], data: Mapping[str, str]
 ) -> list[_shared.Row]:
     """Returns a row for each variant, seed and task, at the training context and at the longest."""
     lengths = sorted({max(_LEAST_CONTEXT, *options.plan.contexts), options.plan.lengths[-1]})
-    folders = list(dict.fromkeys(models.values()))
+    folders = list(dict.fromkeys(evaluated.values()))
     columns = ("task", "context_length", "exact_match", "token_accuracy", "chance", "questions")
     found: dict[str, list[dict[str, Any]]] = {folder.name: [] for folder in folders}
     for task, trials in _TASKS.items():
@@ -278,15 +323,17 @@ def _tasks(
             found[row.run].append({column: getattr(row, column) for column in columns})
     return [
         {"variant": variant, "seed": seed} | row
-        for (variant, seed), folder in models.items()
+        for (variant, seed), folder in evaluated.items()
         for row in found[folder.name]
     ]
 
 
-def _samples(options: _shared.Options, models: Mapping[tuple[str, int], pathlib.Path]) -> list[_shared.Row]:
+def _samples(
+    options: _shared.Options, evaluated: Mapping[tuple[str, int], pathlib.Path]
+) -> list[_shared.Row]:
     """Returns the greedy continuation of each prompt by each variant with the first seed."""
     found: list[_shared.Row] = []
-    for (variant, seed), folder in models.items():
+    for (variant, seed), folder in evaluated.items():
         if seed == options.plan.seeds[0]:
             settings, model, _ = training.restore_model(folder)
             codec = data_lib.codec_of_run(settings)
