@@ -77,8 +77,10 @@ def test_a_published_model(experiment, tmp_path):
     codec.save(str(folder / "tokenizer.json"))
     text = pathlib.Path(__file__)
     flags = f"--weights={folder}", f"--heldout={text},{text.with_name('conftest.py')}"
-    rows, content = experiment("published", *flags, "--variants=softmax,gated with window,window")
-    variants = ("original", "softmax", "gated with window", "window")
+    rows, content = experiment(
+        "published", *flags, "--variants=softmax,gated with window,window and chosen softmax"
+    )
+    variants = ("original", "softmax", "gated with window", "window and chosen softmax")
     assert [row["variant"] for row in rows] == [name for name in variants for _ in range(3)]
     assert all(abs(float(row["loss"]) - math.log(259)) < 0.5 for row in rows)
     stages = {f"{name}, {stage}" for name in variants[2:] for stage in ("first", "second")}
@@ -92,6 +94,9 @@ def test_a_published_model(experiment, tmp_path):
     assert tokens["gated with window"] == [first + x for x in tokens["softmax"]]
     places = [(row["variant"], row["task"], row["context_length"]) for row in content["tasks"]]
     assert places == [(name, task, 256) for name in variants for task in ("needle", "recall", "copy")]
+    first, second = (row["loss"] for row in content["copying"])
+    found = content["runs"]["window_and_chosen_softmax_first2_seed0"]["model.attention_pattern"]
+    assert found == (["1*shared", "1*sliding_window"] if first > second else ["1*sliding_window", "1*shared"])
     assert [x["variant"] for x in content["samples"]] == [name for name in variants for _ in range(3)]
     assert all(x["text"] for x in content["samples"])
 

@@ -31,11 +31,13 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 # `_solve` has blocks of 16 to 64 tokens (less in a shorter chunk), at most 8 if these suffice: 16 and 32 measured alike
 # on two CPU cores.
 _SHORTEST, _LONGEST, _BLOCKS = 16, 64, 8
+# The form of pairs has as many chunks at most, each a part of the program, and leaves out pairs of later chunks.
+_PARTS = 8
 
 
 def attend(
     power: int,
-    chunk: int,
+    chunk: int | None,
     query: Float[Array, "B X N D"],
     key: Float[Array, "B X K D"],
     value: Float[Array, "B X K E"],
@@ -49,7 +51,7 @@ def attend(
 
     Args:
         power: p, at least 1.
-        chunk: tokens per chunk. One chunk for all tokens, without a state, needs no features.
+        chunk: tokens per chunk; None compares all pairs of tokens, and has no state and no features.
         query: of unit length, or zero.
         key: of unit length, or zero.
         value: V.
@@ -59,17 +61,17 @@ def attend(
         return_state: whether to return the state. Without it, what is returned in its place has no meaning.
     """
     (batch, time, kv_heads, head_dim), value_dim = key.shape, value.shape[3]
-    has_state = kv is not None or return_state or chunk < time
+    size = chunk or max(CHUNK, -(-time // _PARTS))
 
     def chunks(x):
         """Returns [J, B, K, ..., C], with zeros at the end."""
-        x = jnp.pad(x, [(0, 0), (0, -time % chunk)] + [(0, 0)] * (x.ndim - 2))
-        x = x.reshape(batch, -1, chunk, *x.shape[2:])
+        x = jnp.pad(x, [(0, 0), (0, -time % size)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(batch, -1, size, *x.shape[2:])
         return jnp.moveaxis(x, (1, 2), (0, -1))
 
     arrays = [chunks(x) for x in (layout.by_group(query, kv_heads), key, value, delta, log_decay)]
-    if not has_state:
-        out, *_ = jax.vmap(jax.vmap(jax.vmap(functools.partial(_within_chunk, power))))(*arrays, None)
+    if chunk is None:
+        out = jax.vmap(jax.vmap(functools.partial(_over_pairs, power), 1, 1), 1, 1)(arrays)
     else:
         if kv is None:
             state = features.zeros(value, (batch, kv_heads), head_dim, value_dim, power, value.dtype)
@@ -84,6 +86,27 @@ def attend(
     return out[:, :time], kv
 
 
+def _over_pairs(power, arrays):
+    """Returns the outputs of the chunks of one head, [J, G, E, C], which compare their tokens with those of all before.
+
+    In place of the features of keys the state holds the keys, and what they have written in decayed form.
+    """
+    product = functools.partial(jnp.einsum, precision=_HIGHEST)
+    keys = written = None
+    outs = []
+    for query, key, value, *others in zip(*arrays, strict=True):
+        reads = jnp.zeros_like(value), jnp.zeros_like(value, shape=(len(query), *value.shape))
+        if keys is not None:
+            compared = product("dj,gdi->gji", keys, jnp.concatenate([key[None], query]))
+            read = product("ej,gji->gei", written, jax.lax.integer_pow(compared, power))
+            reads = read[0], read[1:]
+        out, new, across = _within_chunk(power, query, key, value, *others, reads)
+        keys = key if keys is None else jnp.concatenate([keys, key], 1)
+        written = new if written is None else jnp.concatenate([across * written, new], 1)
+        outs.append(out)
+    return jnp.stack(outs)
+
+
 @functools.partial(derivatives.custom_vjp, static=1)
 def _over_chunks(power, arrays, state, differentiated=False):
     """Returns the outputs of the chunks of one head, [J, G, E, C], and the state after them.
@@ -94,10 +117,13 @@ def _over_chunks(power, arrays, state, differentiated=False):
 
     def step(state, chunk):
         query, key, *_ = chunk
-        readers = layout.merge_heads(_readers(query, key))
-        reads = features.query(features.weighted(state, feature_weights), readers, power, _HIGHEST)
+        # Keys and queries apart: XLA would compute the features of both again for a product with those of one.
+        of_key, of_query = (features.monomials(power, x) for x in (key, layout.merge_heads(query)))
+        weighted = features.weighted(state, feature_weights)
+        by_key, by_query = (features.query_monomials(weighted, m, _HIGHEST) for m in (of_key, of_query))
+        reads = by_key, layout.split_heads(by_query, len(query))
         out, written, across = _within_chunk(power, *chunk, reads)
-        new = features.fold(written, key, power, _HIGHEST)
+        new = features.fold_monomials(written, of_key, _HIGHEST)
         after = tuple(across * s + n for s, n in zip(state, new))
         return after, (out, state, reads) if differentiated else out
 
@@ -112,21 +138,34 @@ def _over_chunks_vjp(power, residuals, cotangents):
     arrays, states, reads = residuals
     dout, dfinal = cotangents
     feature_weights = features.weights(arrays[1].shape[1], power, arrays[1].dtype)
+    product = functools.partial(jnp.matmul, precision=_HIGHEST)
 
     def step(dstate, inputs):
         chunk, state, reads, dout = inputs
         query, key, *_ = chunk
-        readers = layout.merge_heads(_readers(query, key))
         weighted = features.weighted(state, feature_weights)
+        monomials = functools.partial(features.monomials, power)
+        of_key, to_key = jax.vjp(monomials, key)
+        of_query, to_query = jax.vjp(monomials, layout.merge_heads(query))
         (_, written, across), saved = _within_chunk.fun(power, *chunk, reads, differentiated=True)
-        dwritten = features.query(dstate, key, power, _HIGHEST)
-        dkey_by_state = features.query_vjp(dstate, key, written, power, _HIGHEST)
+        dwritten = features.query_monomials(dstate, of_key, _HIGHEST)
         dacross = sum(jnp.vdot(d, s, precision=_HIGHEST) for d, s in zip(dstate, state))
-        dquery, dkey, *others, dreads = _within_chunk_vjp(power, saved, (dout, dwritten, dacross))
-        dreaders = features.query_vjp(weighted, readers, dreads, power, _HIGHEST)
-        dreaders = layout.split_heads(dreaders, 1 + len(query))
-        by_reads = features.weighted(features.fold(dreads, readers, power, _HIGHEST), feature_weights)
-        gradients = dquery + dreaders[1:], dkey + dkey_by_state + dreaders[0], *others
+        dquery, dkey, *others, (dby_key, dby_query) = _within_chunk_vjp(
+            power, saved, (dout, dwritten, dacross)
+        )
+        dby_query = layout.merge_heads(dby_query)
+        (dquery_by_state,) = to_query(tuple(product(w, dby_query) for w in weighted))
+        (dkey_by_state,) = to_key(
+            tuple(product(w, dby_key) + product(d, written) for w, d in zip(weighted, dstate))
+        )
+        by_key = features.fold_monomials(dby_key, of_key, _HIGHEST)
+        by_query = features.fold_monomials(dby_query, of_query, _HIGHEST)
+        by_reads = features.weighted(tuple(map(jnp.add, by_key, by_query)), feature_weights)
+        gradients = (
+            dquery + layout.split_heads(dquery_by_state, len(query)),
+            dkey + dkey_by_state,
+            *others,
+        )
         return tuple(across * d + r for d, r in zip(dstate, by_reads)), gradients
 
     dstate, gradients = jax.lax.scan(step, dfinal, (arrays, states, reads, dout), reverse=True)
@@ -136,37 +175,44 @@ def _over_chunks_vjp(power, residuals, cotangents):
 _over_chunks.defvjp(functools.partial(_over_chunks.fun, differentiated=True), _over_chunks_vjp)
 
 
-def _readers(query, key):
-    """Returns what reads a state and is compared with keys, [1 + G, D, C]: the keys, and the queries of all heads."""
-    return jnp.concatenate([key[None], query])
-
-
 @functools.partial(derivatives.custom_vjp, static=1)
 def _within_chunk(power, query, key, value, delta, log_decay, reads, differentiated=False):
     """Returns the outputs of a chunk [G, E, C], what its tokens write to the state after it, and the state's decay.
 
-    `reads` are those of `_readers`, merged, without decays; None for an empty state. What `_within_chunk_vjp` needs is
-    also returned if `differentiated`.
+    `reads` are what the key, [E, C], and the queries, [G, E, C], of each token read of that state, without decays. What
+    `_within_chunk_vjp` needs is also returned if `differentiated`.
     """
     product = functools.partial(jnp.einsum, precision=_HIGHEST)
     coarse, fine = decays.split(log_decay)
     tokens = jnp.arange(key.shape[1])
     visible = tokens[:, None] >= tokens
     within = decays.within((coarse[:, None], fine[:, None]), (coarse, fine), visible)
-    scores = product("gdi,dj->gij", _readers(query, key), key)
+    scores = product("gdi,dj->gij", jnp.concatenate([key[None], query]), key)
     weights = within * jax.lax.integer_pow(scores, power)
     from_start, to_end = decays.exp(coarse + fine), decays.exp(decays.sums_after(log_decay))
-    wanted, read, decayed = value, 0.0, None
-    if reads is not None:
-        decayed = from_start * layout.split_heads(reads, 1 + len(query))
-        wanted, read = value - decayed[0], decayed[1:]
+    by_key, by_query = (from_start * x for x in reads)
+    wanted = value - by_key
     corrected = _solve(delta[:, None] * weights[0], delta * wanted)
-    out = product("gij,ej->gei", weights[1:], corrected) + read
+    out = product("gij,ej->gei", weights[1:], corrected) + by_query
     across = decays.exp(log_decay.sum())
     results = out, corrected * to_end, across
     if not differentiated:
         return results
-    saved = query, key, delta, within, scores, weights, wanted, corrected, decayed, from_start, to_end, across
+    saved = (
+        query,
+        key,
+        delta,
+        within,
+        scores,
+        weights,
+        wanted,
+        corrected,
+        by_key,
+        by_query,
+        from_start,
+        to_end,
+        across,
+    )
     return results, saved
 
 
@@ -177,9 +223,23 @@ def _within_chunk_vjp(power, saved, cotangents):
     -(L^-T dU)_i . U_j. A weight has degree p in each of its vectors, so (x . dx) / p sums the gradients by the
     logarithms of x's weights, and those of the decays are sums of these: no matrix of pairs is reduced.
     """
-    query, key, delta, within, scores, weights, wanted, corrected, decayed, from_start, to_end, across = saved
+    (
+        query,
+        key,
+        delta,
+        within,
+        scores,
+        weights,
+        wanted,
+        corrected,
+        by_key,
+        by_query,
+        from_start,
+        to_end,
+        across,
+    ) = saved
     dout, dwritten, dacross = cotangents
-    product, readers = functools.partial(jnp.einsum, precision=_HIGHEST), _readers(query, key)
+    product = functools.partial(jnp.einsum, precision=_HIGHEST)
     dcorrected = product("gei,gij->ej", dout, weights[1:]) + dwritten * to_end
     # The transposed equations, from the last token to the first.
     transposed = (delta[:, None] * weights[0]).T[::-1, ::-1]
@@ -190,19 +250,16 @@ def _within_chunk_vjp(power, saved, cotangents):
     dweights = jnp.concatenate([dequations[None], product("gei,ej->gij", dout, corrected)])
     dscores = dweights * (power * within * jax.lax.integer_pow(scores, power - 1))
     dreaders = product("dj,gij->gdi", key, dscores)
-    by_log = (readers * dreaders).sum(1) / power
+    by_log = (jnp.concatenate([key[None], query]) * dreaders).sum(1) / power
     ddelta = (dsolved * wanted).sum(0) + by_log[0]
     scaled = jnp.concatenate([(delta * key)[None], query])
     dcompared = product("gdi,gij->dj", scaled, dscores)
     dprefix = delta * by_log[0] + by_log[1:].sum(0) - (key * dcompared).sum(0) / power
-    dreads = jnp.concatenate([-dwanted[None], dout])
-    if decayed is not None:
-        dprefix += (decayed * dreads).sum((0, 1))
-        dreads = layout.merge_heads(from_start * dreads)
+    dprefix += (by_query * dout).sum((0, 1)) - (by_key * dwanted).sum(0)
     dafter = (dwritten * corrected * to_end).sum(0)
     dlog_decay = decays.sums_from(dprefix) + decays.sums_after(dafter[::-1])[::-1] + dacross * across
     dkey = delta * dreaders[0] + dcompared
-    return dreaders[1:], dkey, dwanted, ddelta, dlog_decay, None if decayed is None else dreads
+    return dreaders[1:], dkey, dwanted, ddelta, dlog_decay, (-from_start * dwanted, from_start * dout)
 
 
 _within_chunk.defvjp(functools.partial(_within_chunk.fun, differentiated=True), _within_chunk_vjp)

@@ -29,20 +29,30 @@ _FOLDED = 128
 
 def query(state: Groups, x: Float[Array, "D C"], power: int, precision) -> Float[Array, "E C"]:
     """Returns sum_f state[f, e] m_f(x_c)."""
-    parts = zip(state, _monomials(power, x), strict=True)
-    return typing.cast(Array, sum(jnp.matmul(s.T, m, precision=precision) for s, m in parts))
+    return query_monomials(state, monomials(power, x), precision)
 
 
 def fold(value: Float[Array, "E C"], x: Float[Array, "D C"], power: int, precision) -> Groups:
     """Returns sum_c m_f(x_c) value[e, c]."""
-    return tuple(jnp.matmul(m, value.T, precision=precision) for m in _monomials(power, x))
+    return fold_monomials(value, monomials(power, x), precision)
+
+
+def query_monomials(state: Groups, monomials: Groups, precision) -> Float[Array, "E C"]:
+    """Returns `query` of vectors with these monomials."""
+    parts = zip(state, monomials, strict=True)
+    return typing.cast(Array, sum(jnp.matmul(s.T, m, precision=precision) for s, m in parts))
+
+
+def fold_monomials(value: Float[Array, "E C"], monomials: Groups, precision) -> Groups:
+    """Returns `fold` of vectors with these monomials."""
+    return tuple(jnp.matmul(m, value.T, precision=precision) for m in monomials)
 
 
 def query_vjp(
     state: Groups, x: Float[Array, "D C"], cotangent: Float[Array, "E C"], power: int, precision
 ) -> Float[Array, "D C"]:
     """Returns the gradient of sum(cotangent * query(state, x)) with respect to x."""
-    _, vjp = jax.vjp(functools.partial(_monomials, power), x)
+    _, vjp = jax.vjp(functools.partial(monomials, power), x)
     return vjp(tuple(jnp.matmul(s, cotangent, precision=precision) for s in state))[0]
 
 
@@ -108,7 +118,7 @@ def fold_all(value: Float[Array, "E C"], x: Float[Array, "D C"], *, power: int, 
 
 
 @functools.partial(derivatives.custom_vjp, static=1)
-def _monomials(power: int, x: Float[Array, "D C"]) -> Groups:
+def monomials(power: int, x: Float[Array, "D C"]) -> Groups:
     """Returns every monomial of degree p, [F_g, C] per group."""
     if power == 1:
         return (x,)
@@ -139,7 +149,7 @@ def _monomials_bwd(power, arguments, cotangents):
     return (jax.lax.map(of_dimension, (index, exponent.astype(x.dtype)), batch_size=batch),)
 
 
-_monomials.defvjp(None, _monomials_bwd)
+monomials.defvjp(None, _monomials_bwd)
 
 
 @functools.cache
