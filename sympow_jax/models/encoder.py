@@ -47,7 +47,13 @@ class Encoder(trunk.TokenTrunk):
     def classify(
         self, tokens: Int[Array, "B T"], *, segment_ids: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B outputs"]:
-        """Returns logits of the classes of each row, or the number predicted for it, in float32."""
+        """Returns logits of the classes of each row, or the number predicted for it, in float32.
+
+        Raises:
+            ValueError: the model has no head.
+        """
+        if not hasattr(self, "head"):
+            raise ValueError("the model has no head; make it for a task that has labels")
         return self.head(self.hidden(tokens, segment_ids=segment_ids), segment_ids)
 
 

@@ -119,7 +119,9 @@ def delta_attention(
         raise ValueError("form is 'attention', which has no state; use 'chunked'")
     if form not in (None, "chunked") and chunk_size is not None:
         raise ValueError(f"chunk_size is {chunk_size}, but form {form!r}; leave one of them out")
-    per_chunk = delta_form.CHUNK if chunk_size is None else arguments.check_integer("chunk_size", chunk_size, 1)
+    per_chunk = (
+        delta_form.CHUNK if chunk_size is None else arguments.check_integer("chunk_size", chunk_size, 1)
+    )
     if form is None:
         # Keys are compared with keys too, and read the state before they are written to it.
         heads, kv_heads = tokens.query.shape[2], sizes["kv_heads"]

@@ -128,6 +128,8 @@ def test_a_dual_encoder_has_the_parameters_of_an_encoder_but_for_its_head():
     assert {name for name, size in both[1].items() if both[0][name] != size} == {"head.linear.kernel"}
     with pytest.raises(ValueError, match=r"segment_ids is None; it must tell two texts apart: pass 0 for"):
         small(dual_encoder=True).classify(TOKENS)
+    with pytest.raises(ValueError, match="the model has no head; make it for a task that has labels"):
+        small(task="masked_token").classify(TOKENS)
 
 
 def test_a_row_depends_on_its_batch_only_in_training():
