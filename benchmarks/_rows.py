@@ -170,8 +170,9 @@ def measure_rows(
     before: dict = {"rows": []}
     if options.resume and options.out.exists():
         before = json.loads(options.out.read_text())
-        if (there := before["machine"]["device"]) != here:
-            sys.exit(f"{options.out} has rows of {there} and this is {here}; use another --out")
+        for fact, now in described["machine"].items():
+            if (then := before["machine"].get(fact)) != now:
+                sys.exit(f"{options.out} has rows of {fact} {then} and this is {now}; use another --out")
     finished, missing = [], []
     for row in rows:
         found = next((old for old in before["rows"] if old.items() >= row.items()), None)

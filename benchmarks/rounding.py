@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True, help="the JSON file to write")
     parser.add_argument("--tokens", type=int, default=TOKENS, help=f"tokens of each text, {TOKENS}")
     options = parser.parse_args(arguments)
+    if options.tokens < RANGE:
+        parser.error(f"--tokens is {options.tokens}; it must be at least {RANGE}")
     rows = []
     for folder in map(pathlib.Path, options.workdirs.split(",")):
         for row in measure(folder, options.tokens):

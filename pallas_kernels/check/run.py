@@ -68,13 +68,14 @@ def run_check(
         outcomes.append(outcome)
         print(outcome.line(), flush=True)
     details = {"brief": brief, "cases": [vars(outcome) for outcome in outcomes]}
-    if out:
-        out.write_text(json.dumps(verdict.machine(device_kind) | details, indent=1) + "\n")
     if not only:
         families = _families(outcomes, {case.name: case.family for case in chosen})
         for family in verdict.FAMILIES:
             print(f"{family}: {_WORDS[families.get(family)]}")
         print(f"the verdict is in {verdict.store(device_kind, families, details)}")
+    if out:  # after the verdict, which does not need it
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(verdict.machine(device_kind) | details, indent=1) + "\n")
     return 0 if all(outcome.status is supervisor.Status.OK for outcome in outcomes) and outcomes else 1
 
 

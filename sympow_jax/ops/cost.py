@@ -100,15 +100,17 @@ def state_bytes(
 
 
 def exceeds_memory(size) -> bool:
-    """Returns True if this number of bytes exceeds the device's memory, as that of a symbolic batch never does."""
-    return not jax.export.is_symbolic_dim(size) and size > target.memory_bytes()
+    """Returns True if a device's share of so many bytes exceeds its memory, as that of a symbolic batch never does."""
+    return not jax.export.is_symbolic_dim(size) and size > target.device_count() * target.memory_bytes()
 
 
 def require_memory(**sizes) -> None:
-    """Raises ValueError if the state exceeds the device's memory; arguments are those of `state_bytes`."""
+    """Raises ValueError if a device's share of the state exceeds its memory; arguments are those of `state_bytes`."""
     needed = state_bytes(**sizes)
     if exceeds_memory(needed):
+        count = target.device_count()
+        devices = "the device has" if count == 1 else f"each of the {count} devices has"
         raise ValueError(
-            f"the state takes {needed:,} bytes ({sizes}) and the device has {target.memory_bytes():,}; use a smaller "
-            f"power or head_dim, or the attention form without a state"
+            f"the state takes {needed:,} bytes ({sizes}) and {devices} {target.memory_bytes():,}; use a smaller power "
+            f"or head_dim, or the attention form without a state"
         )

@@ -205,6 +205,8 @@ class _Request:
             needs = {"form": form} | {name: getattr(self, name) for name in names}
         try:
             target.require_hopper()
+            if jax.export.is_symbolic_dim(self.sizes["batch"]):
+                return "implementation 'mosaic_gpu' needs a number of rows, not a symbolic one"
             if self.division is not means.Division.POSITIVE:
                 return (
                     "implementation 'mosaic_gpu' supports only even powers without `rotate`; use "

@@ -69,6 +69,19 @@ def test_reasons_name_the_choices_not_taken():
 def test_a_large_state_is_a_reason(monkeypatch):
     monkeypatch.setattr(target, "memory_bytes", lambda: 2**20)
     assert "do not fit in memory" in reasons(explain(time=65_536))["chunked by xla"]
+    # A device has its share of the state only.
+    mesh = jax.sharding.AbstractMesh((64,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert explain(time=65_536).form == "chunked"
+
+
+def test_kernels_need_a_number_of_rows(monkeypatch):
+    monkeypatch.setattr(target, "is_hopper", lambda: True)
+    (batch,) = jax.export.symbolic_shape("b")
+    array = jax.ShapeDtypeStruct((batch, 4096, 2, 64), jnp.bfloat16)
+    found = reasons(ops.explain(array, array, array))
+    for form in ("attention", "chunked"):
+        assert found[f"{form} by mosaic_gpu"].endswith("needs a number of rows, not a symbolic one")
 
 
 def test_a_plan_describes_the_call():
