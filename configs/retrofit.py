@@ -28,14 +28,14 @@ def get_config(
     *,
     preset: str | None = None,
     every: int | None = None,
-    keep: tuple[int, ...] = (),
+    keep: tuple[int, ...] | None = None,
     other: str | None = None,
     match: bool = False,
 ) -> config.Config:
     """Returns a run of 1,000 updates that starts from the last checkpoint of `run`."""
     source = _read(run)
     is_second = source.task.replaces_attention
-    if is_second and (preset, every, keep, other, match) != (None, None, (), None, False):
+    if is_second and (preset, every, keep, other, match) != (None, None, None, None, False):
         raise ValueError(
             f"{run} is the first stage of a retrofit, whose attention is already chosen; leave out preset, every, "
             f"keep, other and match"
@@ -77,7 +77,11 @@ def _read(run: str) -> config.Config:
 
 
 def _retrofit(
-    model: config.ModelConfig, preset: str, every: int | None, keep: tuple[int, ...], other: str | None
+    model: config.ModelConfig,
+    preset: str,
+    every: int | None,
+    keep: tuple[int, ...] | None,
+    other: str | None,
 ) -> config.ModelConfig:
     """Returns the model with the preset in all layers but the kept ones, which have `other` or their own attention."""
     config.require_choice("preset", preset, config.PRESETS)
@@ -86,24 +90,28 @@ def _retrofit(
             f"the model has the attention {model.attention_name!r}, which differs by layer; retrofit a model whose "
             f"layers are equal"
         )
-    if every is not None and keep:
-        raise ValueError(f"every is {every} and keep {keep}; leave one of them out")
-    if every is not None and not 2 <= every <= model.layers:
-        raise ValueError(
-            f"every is {every}; it must be at least 2 and at most the model's {model.layers} layers"
-        )
-    if wrong := [layer for layer in keep if not 0 <= layer < model.layers]:
-        raise ValueError(f"keep has layer {wrong[0]}; those of the model are 0 to {model.layers - 1}")
+    if every is not None:
+        if keep is not None:
+            raise ValueError(f"every is {every} and keep {keep}; leave one of them out")
+        if not 2 <= every <= model.layers:
+            raise ValueError(
+                f"every is {every}; it must be at least 2 and at most the model's {model.layers} layers"
+            )
+        keep = tuple(range(every - 1, model.layers, every))
+    elif keep is not None and not (keep and set(keep) < set(range(model.layers))):
+        raise ValueError(f"keep is {keep}; name some of the layers 0 to {model.layers - 1}, but not all")
     kept = "shared"
     if other is not None:
         config.require_choice("other", other, config.PRESETS)
-        if every is None and not keep:
+        if keep is None:
             raise ValueError(f"other is {other!r}, the preset of kept layers; name them with every=K or keep")
+        if other == preset:
+            raise ValueError(f"other is {other!r}, as preset is; name another, or leave out other")
         kept = other
     pattern: tuple[str, ...] = (preset,)
     if every is not None:
         pattern = f"{every - 1}*{preset}", kept
-    elif keep:
+    elif keep is not None:
         runs = itertools.groupby(kept if layer in keep else preset for layer in range(model.layers))
         pattern = tuple(f"{len(list(run))}*{name}" for name, run in runs)
     # Gates that the model has are loaded; those without a bias get one of 0.

@@ -7,9 +7,10 @@ Python files of the installed packages and evaluated on those of the standard li
 in which it learns the outputs of the old, and a second one, in which the whole model predicts the next token. `softmax`
 is the original with the second stage alone, so that what new attention costs is told apart from what the data teaches.
 `window` is softmax over the last tokens, half a training context, whose memory has a constant size too, and `gated with
-window` has both in each layer. `chosen softmax` keeps as many layers as `softmax` does, but those where a window, in
-this layer alone, costs the original most when it copies random tokens. Every model is evaluated by position, is asked
-for something earlier in contexts of the training length and of the longest one, and continues the same prompts.
+window` has both in each layer. `window and chosen softmax` keeps softmax in as many layers as `window and softmax`, but
+in those where a window, in this layer alone, costs the original most when it copies random tokens. Every model is
+evaluated by position, is asked for something earlier in contexts of the training length and of the longest one, and
+continues the same prompts.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ from sympow_jax.config import loading, serialize
 from sympow_jax.data import files as file_lib
 from sympow_jax.data import prepare, tokenizer
 from sympow_jax.data.sources import text, tokens
-from sympow_jax.process import streams, workdir
+from sympow_jax.process import atomic, streams, workdir
 from sympow_jax.weights import files, runs
 
 PLANS = {
@@ -247,8 +248,10 @@ def _copying(options: _shared.Options, base: pathlib.Path) -> list[float]:
         streams.say(f"measuring which layers copy: {path}")
         settings, model, _ = training.restore_model(base)
         assert isinstance(model, models.DecoderLM)
-        windows = dataclasses.replace(settings.model, attention_pattern=("sliding_window",))
-        windowed = models.DecoderLM(windows, rngs=nnx.Rngs(0))
+        attention = dataclasses.replace(settings.model.attention, kernel="sliding_window")
+        windowed = models.DecoderLM(
+            dataclasses.replace(settings.model, attention=attention), rngs=nnx.Rngs(0)
+        )
         nnx.update(windowed, nnx.state(model))
         half = 2 * settings.data.context_length
         tokens = np.random.default_rng(0).integers(settings.model.vocab_size, size=(_COPIES, half))
@@ -260,8 +263,16 @@ def _copying(options: _shared.Options, base: pathlib.Path) -> list[float]:
             model.blocks[layer] = own
             return float(_loss(model.unembed(hidden), copies[:, half + 1 :]))
 
-        path.write_text(json.dumps([loss(layer) for layer in range(settings.model.layers)]))
+        losses = [loss(layer) for layer in range(settings.model.layers)]
+        with atomic.replace(path) as draft:
+            draft.write_text(json.dumps(losses))
     return json.loads(path.read_text())
+
+
+def _worst(copying: Sequence[float]) -> list[int]:
+    """Returns the third of layers with the highest losses, the highest first."""
+    layers = sorted(range(len(copying)), key=copying.__getitem__, reverse=True)
+    return layers[: max(1, len(layers) // _CHOSEN)]
 
 
 @jax.jit
@@ -274,8 +285,7 @@ def _train(
 ) -> dict[tuple[str, int], list[pathlib.Path]]:
     """Trains all runs; returns the folders of their stages, one or two, by variant and seed."""
     first, steps = _first(options), options.plan.steps
-    worst = sorted(range(len(copying)), key=copying.__getitem__)[-len(copying) // _CHOSEN :]
-    chosen = {"chosen": f'"{",".join(map(str, sorted(worst)))}"'}
+    chosen = {"chosen": f'"{",".join(map(str, sorted(_worst(copying))))}"'}
     # Made before any is trained, because an attention may not fit the model.
     starts = {
         variant: config.load(
@@ -353,6 +363,10 @@ def _speed(folder: pathlib.Path) -> float:
 def tables(content: Mapping[str, Any]) -> Iterator[_shared.Table]:
     """Returns the tables of the experiment's JSON: held-out losses by position, and the tasks, if it has them."""
     yield _shared.loss_table("Held-out loss at positions up to", content["rows"], "context_length")
+    if losses := [row["loss"] for row in content.get("copying", [])]:
+        worst = _worst(losses)
+        found = {"original": [losses[layer] for layer in worst]}
+        yield _shared.number_table("Loss of copies, with a window in layer", "", worst, found)
     rows = content.get("tasks", [])
     for task in dict.fromkeys(row["task"] for row in rows):
         part = "tokens" if task == "copy" else "answers"

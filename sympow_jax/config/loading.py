@@ -152,7 +152,8 @@ def _bind(name: str, get_config: Callable, text: str | None) -> inspect.BoundArg
         arguments = signature.bind(*positional, **named)
     except TypeError as error:
         spec = f"{name}:{','.join(parts)}" if parts else name
-        raise ValueError(f"--config {spec!r}: {error}; {usage}") from error
+        quotes = "; put quotes around a value that has commas" if positional and named else ""
+        raise ValueError(f"--config {spec!r}: {error}; {usage}{quotes}") from error
 
     def read(key: str, given: Any, annotation: Any) -> Any:
         if isinstance(given, dict):

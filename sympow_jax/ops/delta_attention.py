@@ -13,6 +13,9 @@ from sympow_jax.ops.pytree import State
 from sympow_jax.ops.tokens import ONE, SEQUENCE, Tokens
 
 _FORMS = ("attention", "chunked", "recurrent")
+# Time of the pairs of tokens, of which about half are computed, per FLOP of all pairs, relative to that of features per
+# FLOP, on two CPU cores.
+_TIME_OF_PAIRS = 3 / 4
 
 
 class DeltaState(State):
@@ -89,7 +92,8 @@ def delta_attention(
         log_decay: natural logarithm of the decay g, at most 0. A token's own decay applies to the state before it.
         segment_ids: documents, as in `ops.documents`. Padding outputs zero and leaves the state as it is.
         form: `attention` has no state and is quadratic in T; `chunked` takes F E operations per token; `recurrent` goes
-            token by token. None chooses `chunked` with a state or a `chunk_size`, and else what has fewer FLOPs.
+            token by token. None chooses `chunked` with a state or a `chunk_size`, and else what should be faster on a
+            CPU.
         chunk_size: tokens per chunk of the chunked form. Changes speed, and memory: a gradient keeps a state per chunk.
         initial_state: state after the preceding tokens. Running a and then b from a's state equals running a and b
             together.
@@ -128,9 +132,10 @@ def delta_attention(
         shape = {"head_dim": sizes["head_dim"], "value_dim": sizes["value_dim"]}
         pair = cost.pair_flops(1, heads=heads + kv_heads, **shape)
         features = cost.feature_flops(heads=heads, kv_heads=2 * kv_heads, power=power, **shape)
-        # About half of a square of pairs is computed, in as much time as features with 3/4 of its FLOPs take on CPUs.
-        has_fewer = pair * 3 / 4 * time <= pair * per_chunk + features and chunk_size is None
-        form = "attention" if has_fewer and not has_state else "chunked"
+        pairs = tokens.key.shape[0] * (heads + kv_heads) * time**2 * np.dtype(np.float32).itemsize
+        is_faster = _TIME_OF_PAIRS * pair * time <= pair * per_chunk + features
+        may_compare = chunk_size is None and not has_state and not cost.exceeds_memory(pairs)
+        form = "attention" if is_faster and may_compare else "chunked"
     chunk = {"attention": None, "chunked": min(per_chunk, time), "recurrent": 1}[form]
     if chunk is not None:
         itemsize = np.promote_types(tokens.query.dtype, jnp.float32).itemsize

@@ -31,8 +31,9 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 # `_solve` has blocks of 16 to 64 tokens (less in a shorter chunk), at most 8 if these suffice: 16 and 32 measured alike
 # on two CPU cores.
 _SHORTEST, _LONGEST, _BLOCKS = 16, 64, 8
-# The form of pairs has as many chunks at most, each a part of the program, and leaves out pairs of later chunks.
-_PARTS = 8
+# Without a state there are as many chunks at most. Each is a part of the program: with eight, compiling takes twice as
+# long, and a call of 1,024 tokens on two CPU cores as long.
+_MOST_CHUNKS = 4
 
 
 def attend(
@@ -61,7 +62,7 @@ def attend(
         return_state: whether to return the state. Without it, what is returned in its place has no meaning.
     """
     (batch, time, kv_heads, head_dim), value_dim = key.shape, value.shape[3]
-    size = chunk or max(CHUNK, -(-time // _PARTS))
+    size = chunk or -(-time // min(_MOST_CHUNKS, -(-time // CHUNK)))
 
     def chunks(x):
         """Returns [J, B, K, ..., C], with zeros at the end."""
@@ -87,9 +88,9 @@ def attend(
 
 
 def _over_pairs(power, arrays):
-    """Returns the outputs of the chunks of one head, [J, G, E, C], which compare their tokens with those of all before.
+    """Returns the outputs of the chunks of one head, [J, G, E, C], which are compared with all earlier keys.
 
-    In place of the features of keys the state holds the keys, and what they have written in decayed form.
+    `written` is what these keys have written, decayed to the start of the chunk.
     """
     product = functools.partial(jnp.einsum, precision=_HIGHEST)
     keys = written = None
@@ -120,10 +121,10 @@ def _over_chunks(power, arrays, state, differentiated=False):
         # Keys and queries apart: XLA would compute the features of both again for a product with those of one.
         of_key, of_query = (features.monomials(power, x) for x in (key, layout.merge_heads(query)))
         weighted = features.weighted(state, feature_weights)
-        by_key, by_query = (features.query_monomials(weighted, m, _HIGHEST) for m in (of_key, of_query))
-        reads = by_key, layout.split_heads(by_query, len(query))
+        read_by_key, read_by_query = (features.read(weighted, m, _HIGHEST) for m in (of_key, of_query))
+        reads = read_by_key, layout.split_heads(read_by_query, len(query))
         out, written, across = _within_chunk(power, *chunk, reads)
-        new = features.fold_monomials(written, of_key, _HIGHEST)
+        new = features.write(written, of_key, _HIGHEST)
         after = tuple(across * s + n for s, n in zip(state, new))
         return after, (out, state, reads) if differentiated else out
 
@@ -148,25 +149,27 @@ def _over_chunks_vjp(power, residuals, cotangents):
         of_key, to_key = jax.vjp(monomials, key)
         of_query, to_query = jax.vjp(monomials, layout.merge_heads(query))
         (_, written, across), saved = _within_chunk.fun(power, *chunk, reads, differentiated=True)
-        dwritten = features.query_monomials(dstate, of_key, _HIGHEST)
+        dwritten = features.read(dstate, of_key, _HIGHEST)
         dacross = sum(jnp.vdot(d, s, precision=_HIGHEST) for d, s in zip(dstate, state))
-        dquery, dkey, *others, (dby_key, dby_query) = _within_chunk_vjp(
+        dquery, dkey, *others, (dread_by_key, dread_by_query) = _within_chunk_vjp(
             power, saved, (dout, dwritten, dacross)
         )
-        dby_query = layout.merge_heads(dby_query)
-        (dquery_by_state,) = to_query(tuple(product(w, dby_query) for w in weighted))
+        dread_by_query = layout.merge_heads(dread_by_query)
+        (dquery_by_state,) = to_query(tuple(product(w, dread_by_query) for w in weighted))
         (dkey_by_state,) = to_key(
-            tuple(product(w, dby_key) + product(d, written) for w, d in zip(weighted, dstate))
+            tuple(product(w, dread_by_key) + product(d, written) for w, d in zip(weighted, dstate))
         )
-        by_key = features.fold_monomials(dby_key, of_key, _HIGHEST)
-        by_query = features.fold_monomials(dby_query, of_query, _HIGHEST)
-        by_reads = features.weighted(tuple(map(jnp.add, by_key, by_query)), feature_weights)
+        by_reads = (
+            features.write(dread, m, _HIGHEST)
+            for dread, m in ((dread_by_key, of_key), (dread_by_query, of_query))
+        )
+        dstate_by_reads = features.weighted(tuple(map(jnp.add, *by_reads)), feature_weights)
         gradients = (
             dquery + layout.split_heads(dquery_by_state, len(query)),
             dkey + dkey_by_state,
             *others,
         )
-        return tuple(across * d + r for d, r in zip(dstate, by_reads)), gradients
+        return tuple(across * d + r for d, r in zip(dstate, dstate_by_reads)), gradients
 
     dstate, gradients = jax.lax.scan(step, dfinal, (arrays, states, reads, dout), reverse=True)
     return list(gradients), dstate
@@ -190,29 +193,15 @@ def _within_chunk(power, query, key, value, delta, log_decay, reads, differentia
     scores = product("gdi,dj->gij", jnp.concatenate([key[None], query]), key)
     weights = within * jax.lax.integer_pow(scores, power)
     from_start, to_end = decays.exp(coarse + fine), decays.exp(decays.sums_after(log_decay))
-    by_key, by_query = (from_start * x for x in reads)
-    wanted = value - by_key
+    decayed = tuple(from_start * x for x in reads)
+    wanted = value - decayed[0]
     corrected = _solve(delta[:, None] * weights[0], delta * wanted)
-    out = product("gij,ej->gei", weights[1:], corrected) + by_query
+    out = product("gij,ej->gei", weights[1:], corrected) + decayed[1]
     across = decays.exp(log_decay.sum())
     results = out, corrected * to_end, across
     if not differentiated:
         return results
-    saved = (
-        query,
-        key,
-        delta,
-        within,
-        scores,
-        weights,
-        wanted,
-        corrected,
-        by_key,
-        by_query,
-        from_start,
-        to_end,
-        across,
-    )
+    saved = query, key, delta, within, scores, weights, wanted, corrected, decayed, from_start, to_end, across
     return results, saved
 
 
@@ -223,21 +212,7 @@ def _within_chunk_vjp(power, saved, cotangents):
     -(L^-T dU)_i . U_j. A weight has degree p in each of its vectors, so (x . dx) / p sums the gradients by the
     logarithms of x's weights, and those of the decays are sums of these: no matrix of pairs is reduced.
     """
-    (
-        query,
-        key,
-        delta,
-        within,
-        scores,
-        weights,
-        wanted,
-        corrected,
-        by_key,
-        by_query,
-        from_start,
-        to_end,
-        across,
-    ) = saved
+    query, key, delta, within, scores, weights, wanted, corrected, decayed, from_start, to_end, across = saved
     dout, dwritten, dacross = cotangents
     product = functools.partial(jnp.einsum, precision=_HIGHEST)
     dcorrected = product("gei,gij->ej", dout, weights[1:]) + dwritten * to_end
@@ -255,7 +230,7 @@ def _within_chunk_vjp(power, saved, cotangents):
     scaled = jnp.concatenate([(delta * key)[None], query])
     dcompared = product("gdi,gij->dj", scaled, dscores)
     dprefix = delta * by_log[0] + by_log[1:].sum(0) - (key * dcompared).sum(0) / power
-    dprefix += (by_query * dout).sum((0, 1)) - (by_key * dwanted).sum(0)
+    dprefix += (decayed[1] * dout).sum((0, 1)) - (decayed[0] * dwanted).sum(0)
     dafter = (dwritten * corrected * to_end).sum(0)
     dlog_decay = decays.sums_from(dprefix) + decays.sums_after(dafter[::-1])[::-1] + dacross * across
     dkey = delta * dreaders[0] + dcompared

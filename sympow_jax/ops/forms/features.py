@@ -29,23 +29,23 @@ _FOLDED = 128
 
 def query(state: Groups, x: Float[Array, "D C"], power: int, precision) -> Float[Array, "E C"]:
     """Returns sum_f state[f, e] m_f(x_c)."""
-    return query_monomials(state, monomials(power, x), precision)
+    return read(state, monomials(power, x), precision)
 
 
 def fold(value: Float[Array, "E C"], x: Float[Array, "D C"], power: int, precision) -> Groups:
     """Returns sum_c m_f(x_c) value[e, c]."""
-    return fold_monomials(value, monomials(power, x), precision)
+    return write(value, monomials(power, x), precision)
 
 
-def query_monomials(state: Groups, monomials: Groups, precision) -> Float[Array, "E C"]:
-    """Returns `query` of vectors with these monomials."""
-    parts = zip(state, monomials, strict=True)
+def read(state: Groups, found: Groups, precision) -> Float[Array, "E C"]:
+    """Returns `query` of the vectors whose monomials are `found`, for a caller that uses them twice."""
+    parts = zip(state, found, strict=True)
     return typing.cast(Array, sum(jnp.matmul(s.T, m, precision=precision) for s, m in parts))
 
 
-def fold_monomials(value: Float[Array, "E C"], monomials: Groups, precision) -> Groups:
-    """Returns `fold` of vectors with these monomials."""
-    return tuple(jnp.matmul(m, value.T, precision=precision) for m in monomials)
+def write(value: Float[Array, "E C"], found: Groups, precision) -> Groups:
+    """Returns `fold` of the vectors whose monomials are `found`."""
+    return tuple(jnp.matmul(m, value.T, precision=precision) for m in found)
 
 
 def query_vjp(
