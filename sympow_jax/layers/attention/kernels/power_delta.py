@@ -16,6 +16,12 @@ class PowerDeltaKernel(kernel.RecurrentKernel):
     """`ops.delta_attention`; the layer computes a write strength for each token and head."""
 
     @property
+    def form(self):
+        # Only the chunked form has chunks of a chosen size.
+        chosen = "chunked" if self.attention.chunk_size is not None else None
+        return self.attention.form or chosen
+
+    @property
     def largest_delta(self):
         return 2 if self.attention.negative_eigenvalues else 1
 
