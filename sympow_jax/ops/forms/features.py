@@ -5,8 +5,8 @@ the order of `feature_maps.symmetric_power`. Their weights, the numbers of order
 state when it is queried, which costs F * E products rather than F * C.
 
 A state here is a tuple of [F_g, E] sums of m(k_j) v_j^T over groups g of monomials: products need the features of one
-group at a time, unless a caller keeps them for two products. With this layout only one of the three products, the query, transposes an operand, and that operand is
-the state, not the features.
+group at a time, unless a caller keeps them for two products. With this layout only one of the three products, the
+query, transposes an operand, and that operand is the state, not the features.
 """
 
 import functools
