@@ -90,28 +90,25 @@ def _retrofit(
             f"the model has the attention {model.attention_name!r}, which differs by layer; retrofit a model whose "
             f"layers are equal"
         )
+    if other is not None:
+        config.require_choice("other", other, config.PRESETS)
+        if every is None and keep is None:
+            raise ValueError(f"other is {other!r}, the preset of kept layers; name them with every=K or keep")
+        if other == preset:
+            raise ValueError(f"other is {other!r}, as preset is; name another, or leave out other")
+    if every is not None and keep is not None:
+        raise ValueError(f"every is {every} and keep {keep}; leave one of them out")
+    kept = other or "shared"
+    pattern: tuple[str, ...] = (preset,)
     if every is not None:
-        if keep is not None:
-            raise ValueError(f"every is {every} and keep {keep}; leave one of them out")
         if not 2 <= every <= model.layers:
             raise ValueError(
                 f"every is {every}; it must be at least 2 and at most the model's {model.layers} layers"
             )
-        keep = tuple(range(every - 1, model.layers, every))
-    elif keep is not None and not (keep and set(keep) < set(range(model.layers))):
-        raise ValueError(f"keep is {keep}; name some of the layers 0 to {model.layers - 1}, but not all")
-    kept = "shared"
-    if other is not None:
-        config.require_choice("other", other, config.PRESETS)
-        if keep is None:
-            raise ValueError(f"other is {other!r}, the preset of kept layers; name them with every=K or keep")
-        if other == preset:
-            raise ValueError(f"other is {other!r}, as preset is; name another, or leave out other")
-        kept = other
-    pattern: tuple[str, ...] = (preset,)
-    if every is not None:
         pattern = f"{every - 1}*{preset}", kept
     elif keep is not None:
+        if not (keep and set(keep) < set(range(model.layers))):
+            raise ValueError(f"keep is {keep}; name some of the layers 0 to {model.layers - 1}, but not all")
         runs = itertools.groupby(kept if layer in keep else preset for layer in range(model.layers))
         pattern = tuple(f"{len(list(run))}*{name}" for name, run in runs)
     # Gates that the model has are loaded; those without a bias get one of 0.

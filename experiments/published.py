@@ -74,7 +74,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "window and gated": {"preset": "sliding_window", "every": "3", "other": "sympow_gated"},
 }
 ORIGINAL = "original"
-# One of so many layers is chosen to keep its attention.
+# The model's layers for each that is chosen to keep its attention.
 _CHOSEN = 3
 # Updates of the first stage, relative to the second, and the rate of learning of each.
 _FIRST_RATIO, _MATCH_RATE, _RATE = 0.6, 1e-3, 3e-4

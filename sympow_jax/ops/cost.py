@@ -100,7 +100,7 @@ def state_bytes(
 
 
 def exceeds_memory(size) -> bool:
-    """Returns True if a device's share of so many bytes exceeds its memory, as that of a symbolic batch never does."""
+    """Returns True if a device's share of these bytes exceeds its memory, as that of a symbolic batch never does."""
     return not jax.export.is_symbolic_dim(size) and size > target.device_count() * target.memory_bytes()
 
 

@@ -126,19 +126,19 @@ def delta_attention(
     per_chunk = (
         delta_form.CHUNK if chunk_size is None else arguments.check_integer("chunk_size", chunk_size, 1)
     )
+    itemsize = np.promote_types(tokens.query.dtype, jnp.float32).itemsize
     if form is None:
         # Keys are compared with keys too, and read the state before they are written to it.
         heads, kv_heads = tokens.query.shape[2], sizes["kv_heads"]
         shape = {"head_dim": sizes["head_dim"], "value_dim": sizes["value_dim"]}
         pair = cost.pair_flops(1, heads=heads + kv_heads, **shape)
         features = cost.feature_flops(heads=heads, kv_heads=2 * kv_heads, power=power, **shape)
-        pairs = tokens.key.shape[0] * (heads + kv_heads) * time**2 * np.dtype(np.float32).itemsize
+        pairs = tokens.key.shape[0] * (heads + kv_heads) * time**2 * itemsize
         is_faster = _TIME_OF_PAIRS * pair * time <= pair * per_chunk + features
         may_compare = chunk_size is None and not has_state and not cost.exceeds_memory(pairs)
         form = "attention" if is_faster and may_compare else "chunked"
     chunk = {"attention": None, "chunked": min(per_chunk, time), "recurrent": 1}[form]
     if chunk is not None:
-        itemsize = np.promote_types(tokens.query.dtype, jnp.float32).itemsize
         cost.require_memory(power=power, itemsize=itemsize, **sizes)
     out, state = _attend(_Plan(power, chunk, return_state), tokens=tokens, delta=delta, state=initial_state)
     return (out, state) if return_state else out

@@ -31,8 +31,8 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 # `_solve` has blocks of 16 to 64 tokens (less in a shorter chunk), at most 8 if these suffice: 16 and 32 measured alike
 # on two CPU cores.
 _SHORTEST, _LONGEST, _BLOCKS = 16, 64, 8
-# Without a state there are as many chunks at most, because each is a part of the program. Eight take twice as long to
-# compile, and no less to run at 1,024 tokens on two CPU cores.
+# The most chunks without a state: each is a part of the program. Eight take twice as long to compile, and as long to run
+# at 1,024 tokens on two CPU cores.
 _MOST_CHUNKS = 4
 
 
@@ -93,16 +93,14 @@ def _over_pairs(power, arrays):
     `written` is what these keys have written, decayed to the start of the chunk.
     """
     product = functools.partial(jnp.einsum, precision=_HIGHEST)
-    keys = written = None
-    outs = []
+    keys, written, outs = layout.join_chunks(arrays[1]), None, []
     for query, key, value, *others in zip(*arrays, strict=True):
         reads = jnp.zeros_like(value), jnp.zeros_like(value, shape=(len(query), *value.shape))
-        if keys is not None:
-            compared = product("dj,gdi->gji", keys, jnp.concatenate([key[None], query]))
+        if written is not None:
+            compared = product("dj,gdi->gji", keys[:, : written.shape[1]], _readers(query, key))
             read = product("ej,gji->gei", written, jax.lax.integer_pow(compared, power))
             reads = read[0], read[1:]
         out, new, across = _within_chunk(power, query, key, value, *others, reads)
-        keys = key if keys is None else jnp.concatenate([keys, key], 1)
         written = new if written is None else jnp.concatenate([across * written, new], 1)
         outs.append(out)
     return jnp.stack(outs)
@@ -118,11 +116,11 @@ def _over_chunks(power, arrays, state, differentiated=False):
 
     def step(state, chunk):
         query, key, *_ = chunk
-        # Keys and queries apart: XLA would compute the features of both again for a product with those of one.
-        of_key, of_query = (features.monomials(power, x) for x in (key, layout.merge_heads(query)))
         weighted = features.weighted(state, feature_weights)
-        read_by_key, read_by_query = (features.read(weighted, m, _HIGHEST) for m in (of_key, of_query))
-        reads = read_by_key, layout.split_heads(read_by_query, len(query))
+        # Read and written. Apart from those of queries: XLA would compute joined monomials again for a part of them.
+        of_key = features.monomials(power, key)
+        by_query = features.query(weighted, layout.merge_heads(query), power, _HIGHEST)
+        reads = features.read(weighted, of_key, _HIGHEST), layout.split_heads(by_query, len(query))
         out, written, across = _within_chunk(power, *chunk, reads)
         new = features.write(written, of_key, _HIGHEST)
         after = tuple(across * s + n for s, n in zip(state, new))
@@ -144,10 +142,9 @@ def _over_chunks_vjp(power, residuals, cotangents):
     def step(dstate, inputs):
         chunk, state, reads, dout = inputs
         query, key, *_ = chunk
+        queries = layout.merge_heads(query)
         weighted = features.weighted(state, feature_weights)
-        monomials = functools.partial(features.monomials, power)
-        of_key, to_key = jax.vjp(monomials, key)
-        of_query, to_query = jax.vjp(monomials, layout.merge_heads(query))
+        of_key, key_vjp = jax.vjp(functools.partial(features.monomials, power), key)
         (_, written, across), saved = _within_chunk.fun(power, *chunk, reads, differentiated=True)
         dwritten = features.read(dstate, of_key, _HIGHEST)
         dacross = sum(jnp.vdot(d, s, precision=_HIGHEST) for d, s in zip(dstate, state))
@@ -155,20 +152,14 @@ def _over_chunks_vjp(power, residuals, cotangents):
             power, saved, (dout, dwritten, dacross)
         )
         dread_by_query = layout.merge_heads(dread_by_query)
-        (dquery_by_state,) = to_query(tuple(product(w, dread_by_query) for w in weighted))
-        (dkey_by_state,) = to_key(
+        dqueries = features.query_vjp(weighted, queries, dread_by_query, power, _HIGHEST)
+        (dkey_by_state,) = key_vjp(
             tuple(product(w, dread_by_key) + product(d, written) for w, d in zip(weighted, dstate))
         )
-        by_reads = (
-            features.write(dread, m, _HIGHEST)
-            for dread, m in ((dread_by_key, of_key), (dread_by_query, of_query))
-        )
-        dstate_by_reads = features.weighted(tuple(map(jnp.add, *by_reads)), feature_weights)
-        gradients = (
-            dquery + layout.split_heads(dquery_by_state, len(query)),
-            dkey + dkey_by_state,
-            *others,
-        )
+        by_key = features.write(dread_by_key, of_key, _HIGHEST)
+        by_query = features.fold(dread_by_query, queries, power, _HIGHEST)
+        dstate_by_reads = features.weighted(tuple(map(jnp.add, by_key, by_query)), feature_weights)
+        gradients = dquery + layout.split_heads(dqueries, len(query)), dkey + dkey_by_state, *others
         return tuple(across * d + r for d, r in zip(dstate, dstate_by_reads)), gradients
 
     dstate, gradients = jax.lax.scan(step, dfinal, (arrays, states, reads, dout), reverse=True)
@@ -176,6 +167,11 @@ def _over_chunks_vjp(power, residuals, cotangents):
 
 
 _over_chunks.defvjp(functools.partial(_over_chunks.fun, differentiated=True), _over_chunks_vjp)
+
+
+def _readers(query, key):
+    """Returns the vectors that are compared with keys, [1 + G, D, C]: the keys, and the queries of all heads."""
+    return jnp.concatenate([key[None], query])
 
 
 @functools.partial(derivatives.custom_vjp, static=1)
@@ -190,7 +186,7 @@ def _within_chunk(power, query, key, value, delta, log_decay, reads, differentia
     tokens = jnp.arange(key.shape[1])
     visible = tokens[:, None] >= tokens
     within = decays.within((coarse[:, None], fine[:, None]), (coarse, fine), visible)
-    scores = product("gdi,dj->gij", jnp.concatenate([key[None], query]), key)
+    scores = product("gdi,dj->gij", _readers(query, key), key)
     weights = within * jax.lax.integer_pow(scores, power)
     from_start, to_end = decays.exp(coarse + fine), decays.exp(decays.sums_after(log_decay))
     decayed = tuple(from_start * x for x in reads)
@@ -225,9 +221,9 @@ def _within_chunk_vjp(power, saved, cotangents):
     dweights = jnp.concatenate([dequations[None], product("gei,ej->gij", dout, corrected)])
     dscores = dweights * (power * within * jax.lax.integer_pow(scores, power - 1))
     dreaders = product("dj,gij->gdi", key, dscores)
-    by_log = (jnp.concatenate([key[None], query]) * dreaders).sum(1) / power
+    by_log = (_readers(query, key) * dreaders).sum(1) / power
     ddelta = (dsolved * wanted).sum(0) + by_log[0]
-    scaled = jnp.concatenate([(delta * key)[None], query])
+    scaled = _readers(query, delta * key)
     dcompared = product("gdi,gij->dj", scaled, dscores)
     dprefix = delta * by_log[0] + by_log[1:].sum(0) - (key * dcompared).sum(0) / power
     dprefix += (decayed[1] * dout).sum((0, 1)) - (decayed[0] * dwanted).sum(0)
