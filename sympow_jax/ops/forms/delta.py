@@ -93,14 +93,16 @@ def _over_pairs(power, arrays):
     `written` is what these keys have written, decayed to the start of the chunk.
     """
     product = functools.partial(jnp.einsum, precision=_HIGHEST)
-    keys, written, outs = layout.join_chunks(arrays[1]), None, []
+    keys = written = None
+    outs = []
     for query, key, value, *others in zip(*arrays, strict=True):
         reads = jnp.zeros_like(value), jnp.zeros_like(value, shape=(len(query), *value.shape))
-        if written is not None:
-            compared = product("dj,gdi->gji", keys[:, : written.shape[1]], _readers(query, key))
+        if keys is not None:
+            compared = product("dj,gdi->gji", keys, _readers(query, key))
             read = product("ej,gji->gei", written, jax.lax.integer_pow(compared, power))
             reads = read[0], read[1:]
         out, new, across = _within_chunk(power, query, key, value, *others, reads)
+        keys = key if keys is None else jnp.concatenate([keys, key], 1)
         written = new if written is None else jnp.concatenate([across * written, new], 1)
         outs.append(out)
     return jnp.stack(outs)
