@@ -31,8 +31,8 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 # `_solve` has blocks of 16 to 64 tokens (less in a shorter chunk), at most 8 if these suffice: 16 and 32 measured alike
 # on two CPU cores.
 _SHORTEST, _LONGEST, _BLOCKS = 16, 64, 8
-# The most chunks without a state. Each is a part of the program: eight take twice as long to compile, and as long to run
-# at 1,024 tokens on two CPU cores.
+# The most chunks without a state. Each is a part of the program: eight take twice as long to compile, and as long to
+# run at 1,024 tokens on two CPU cores.
 _MOST_CHUNKS = 4
 
 
