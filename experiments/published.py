@@ -72,6 +72,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "window and half softmax": {"preset": "sliding_window", "every": "2"},
     "window and chosen softmax": {"preset": "sliding_window", "keep": "chosen"},
     "window and gated": {"preset": "sliding_window", "every": "3", "other": "sympow_gated"},
+    "gated with window and chosen softmax": {"preset": "sympow_gated_window", "keep": "chosen"},
 }
 ORIGINAL = "original"
 # The model's layers for each that is chosen to keep its attention.
