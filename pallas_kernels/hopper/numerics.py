@@ -46,23 +46,13 @@ def decay(log_decay: jax.Array) -> jax.Array:
     return jnp.where(log_decay < FLOOR, 0, jnp.exp(jnp.maximum(log_decay, FLOOR)))
 
 
-def running_sums(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
-    """Returns sums of float32 x [..., C], |x| <= largest, up to and including each position, in two parts.
-
-    Every term of the first part is a multiple of a power of two so large that no sum of them is rounded, in any order.
-    The second part is small. A difference of two sums, taken part by part, errs no more than sums of the small terms
-    would.
-    """
-    grid = _grid(x.shape[-1], largest)
-    coarse = jnp.round(x / grid) * grid
-    # One cumulative sum of both takes half the launches of two.
-    sums = jnp.cumsum(jnp.stack([coarse, x - coarse]), -1)
-    return sums[0], sums[1]
-
-
 def coarse(x: jax.Array, count: int, largest: float) -> jax.Array:
-    """Returns the terms of the first part of `running_sums` of `count` terms, rounded toward zero, in a kernel."""
-    grid = _grid(count, largest)
+    """Returns the first of two parts of float32 x, |x| <= largest, of which up to `count` terms are summed.
+
+    It is a multiple of a power of two so large that no sum is rounded, in any order. The other part, x - coarse, is
+    small. A difference of two sums, taken part by part, errs no more than sums of the small terms would.
+    """
+    grid = 2.0 ** (math.ceil(math.log2(count * largest)) - np.finfo(np.float32).nmant - 1)
     return (x * (1 / grid)).astype(jnp.int32).astype(jnp.float32) * grid
 
 
@@ -72,16 +62,11 @@ def over_earlier(
     """Reduces x [..., C] over positions up to and including each one or, reversed, from each one on; `fill` is neutral.
 
     The C^2 terms take one launch on a GPU, where a scan takes several. For few positions or heads only: with 832
-    positions of 688 chunks, the launch took 0.3 ms.
+    positions of 688 heads, the launch took 0.3 ms.
     """
     position = jnp.arange(x.shape[-1])
     seen = position[:, None] <= position if reverse else position[:, None] >= position
     return reduce(jnp.where(seen, x[..., None, :], fill), axis=-1)
-
-
-def suffix_sums(x: jax.Array) -> jax.Array:
-    """Returns, for each entry of the last axis, the sum over itself and all later entries."""
-    return jnp.flip(jnp.cumsum(jnp.flip(x, -1), -1), -1)
 
 
 def normal_exponent(x: jax.Array) -> jax.Array:
@@ -93,8 +78,3 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
     """Returns 2^exponent as a float32, exactly; exponents beyond those of normal numbers count as the nearest."""
     exponent = jnp.minimum(jnp.maximum(exponent, -126), 127)
     return jax.lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)
-
-
-def _grid(count, largest):
-    """Returns the power of two of which the terms of the first part of `running_sums` are multiples."""
-    return 2.0 ** (math.ceil(math.log2(count * largest)) - np.finfo(np.float32).nmant - 1)

@@ -26,7 +26,7 @@ VALUE_BITS = 15
 class Vector(enum.IntEnum):
     """Vectors over the tokens of a block, in the order of `Blocks.vectors`."""
 
-    # The sum of log decays from the block's start, in two parts (`numerics.running_sums`), and the decay.
+    # The sum of log decays from the block's start, in two parts (`numerics.coarse`), and the decay.
     COARSE = 0
     FINE = 1
     FROM_START = 2

@@ -29,7 +29,7 @@ class QueryVector(enum.IntEnum):
     EARLIER_SLOPE = 1
     DIAGONAL_WEIGHT = 2
     DIAGONAL_SLOPE = 3
-    # The sum of log decays from the block's start, in two parts (`numerics.running_sums`), and the decay over the
+    # The sum of log decays from the block's start, in two parts (`numerics.coarse`), and the decay over the
     # block, repeated.
     COARSE = 4
     FINE = 5

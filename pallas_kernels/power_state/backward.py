@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.power_state import configs, degrees, forward, preparation, preparation_vjp
+from pallas_kernels.power_state import configs, decays, degrees, forward, preparation, preparation_vjp
 
 
 class Gradients(NamedTuple):
@@ -71,8 +71,8 @@ def attend_vjp(
     dkey, dvalue, of_keys = power.key_vjp(prepared, dual, time, length, call)
     inner = power.inner(prepared.tokens, saved, dual)
     sums = preparation_vjp.sums_of(prepared.tokens, of_queries, of_keys, inner, exact_window)
-    ddecay = preparation_vjp.decay_gradient(prepared.tokens, sums, exact_window)
-    ddecay = preparation.tokens_second(ddecay[:, exact_window : exact_window + time], batch)
+    ddecay = decays.decay_gradient(sums, call=call)[:, exact_window : exact_window + time]
+    ddecay = preparation.tokens_second(ddecay, batch)
     ddecay = ddecay.astype(arguments.log_decay.dtype)
     return Gradients(dquery[..., :head_dim], dkey[..., :head_dim], dvalue[..., :value_dim], ddecay)
 
@@ -80,6 +80,6 @@ def attend_vjp(
 def _prepared(arguments, means, dout, call):
     tokens = preparation.by_chunk(arguments, call)
     unit, exponent = preparation.queries(preparation.fill(arguments.query, call.config.head_dim))
-    length = tokens.log2_from_start[0].size
+    length = tokens.decays.log2_from_start[0].size
     mean = preparation_vjp.mean_of(*means, dout, call.config.value_dim, length)
     return preparation_vjp.Prepared(tokens, unit, exponent, mean)

@@ -11,8 +11,8 @@ from pallas_kernels.hopper import tensor_core
 BLOCK = tensor_core.ROWS
 # Multiprocessors of an H100. If the update has fewer blocks, time is cut into segments.
 MULTIPROCESSORS = 132
-# Maximum number of blocks of 64 in one TMA copy.
-_COPIED = 256
+# Maximum number of positions of a chunk and its window, of which a thread block holds four float32 vectors.
+_MOST_POSITIONS = 12_288
 # Shared memory of one thread block on Hopper, minus an allowance for barriers and alignment.
 SHARED_BYTES = 227 * 1024 - 4096
 
@@ -84,8 +84,8 @@ def needs_of_rows(dtype, chunk, exact_window) -> dict[str, bool]:
         f"an exact_window that is a multiple of {BLOCK}, not {exact_window}": exact_window >= 0
         and exact_window % BLOCK == 0,
         f"an exact_window no longer than the chunk of {chunk}, not {exact_window}": exact_window <= chunk,
-        f"at most {_COPIED * BLOCK} positions in a chunk and its window, not {chunk + exact_window}": (
-            chunk + exact_window <= _COPIED * BLOCK
+        f"at most {_MOST_POSITIONS} positions in a chunk and its window, not {chunk + exact_window}": (
+            chunk + exact_window <= _MOST_POSITIONS
         ),
     }
 

@@ -13,20 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.hopper import numerics, results
-from pallas_kernels.power_state import configs
+from pallas_kernels.power_state import configs, decays
 
-_LOG2E = float(np.log2(np.e))
-# Below this, exp counts as zero: the logarithm of the smallest normal float32.
-_FLOOR = int(np.log(np.finfo(np.float32).tiny))
-# Replaces log decays below the floor: exp of this is zero even where subnormal numbers are kept.
-_FORGET = -105
 # States, and products of a value and a key, stay below 2^13: float16 ends at 2^16.
 HEADROOM = 13
-# Base-2 logarithm of zero, finite so that differences are finite.
-_NOTHING = -1e4
 # Up to this number of chunks, bounds of all states are summed at once from those of all earlier ones.
 _FEW_CHUNKS = 128
-# Base-2 logarithm of a decay to zero between states: below _NOTHING, whatever the difference of their scales.
+# Base-2 logarithm of a decay to zero between states: below `decays.NOTHING`, whatever the difference of their scales.
 _NEVER = -1e5
 
 
@@ -74,7 +67,7 @@ class Saved(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Keys and values by chunk, and the base-2 logarithms of decays between them; _NOTHING stands for zero.
+    """Keys and values by chunk, and the decays between them.
 
     H = B K heads, n chunks of C, X = n C, and W positions before the first.
     """
@@ -85,13 +78,8 @@ class Chunks(NamedTuple):
     old_exponent: jax.Array  # int32 [H, n, C, 1], exponent of its divisor
     old_value: jax.Array  # float32 [H, n, C, E]
     old_size: jax.Array  # float32 [H, n, C], its largest entry
-    # float32 [H, n, 3, (W + C) / 64, 64]: running sums over a chunk's keys, in two parts, and the decay from each key
-    # to the last one of its block of 64.
-    decay: jax.Array
-    log2_from_start: jax.Array  # float32 [H, n, C], from the state before the chunk to each query
-    log2_to_end: jax.Array  # float32 [H, n, C], from each old key to the state after the chunk
-    log2_across: jax.Array  # float32 [H, n], from one state to the next
-    enters_state: jax.Array  # bool [H, n, C], which of the old keys update the state
+    decays: decays.Decays
+    enters_state: jax.Array  # float32 [H, W + X], 1 where a token updates the state, else 0
 
 
 class Carried(NamedTuple):
@@ -109,9 +97,11 @@ def carried_keys(tokens: Chunks, start_size, power) -> Carried:
     start_size: float32 [H], the largest entry of the state before the first chunk.
     """
     log2_strength = jnp.where(
-        tokens.log2_to_end > _NOTHING, tokens.log2_to_end + power * tokens.old_exponent[..., 0], _NOTHING
+        tokens.decays.log2_to_end > decays.NOTHING,
+        tokens.decays.log2_to_end + power * tokens.old_exponent[..., 0],
+        decays.NOTHING,
     )
-    return carry_along(log2_strength, tokens.old_size, tokens.log2_across, start_size)
+    return carry_along(log2_strength, tokens.old_size, tokens.decays.log2_across, start_size)
 
 
 def size_of(state, given):
@@ -125,7 +115,7 @@ def size_of(state, given):
 
 def scale_of(tokens: Chunks, shift):
     """Returns the factor from states divided by 2^shift [H, n] to each query, float32 [H, X / 64, 64]."""
-    scale = scaled_decay(tokens.log2_from_start, shift[..., None])
+    scale = scaled_decay(tokens.decays.log2_from_start, shift[..., None])
     return scale.reshape(len(scale), -1, configs.BLOCK)
 
 
@@ -156,13 +146,7 @@ def by_chunk(arguments: Arguments, call: configs.Call) -> Chunks:
     )
     old_key, old_value = old_key.astype(jnp.float32), old_value.astype(jnp.float32)
     old_exponent = numerics.exponent(key_size)[..., None]
-    block, enters_state = _decays(log_decay, enters_state, chunk, exact_window)
-    coarse, fine = numerics.running_sums(block, -_FORGET * _LOG2E)
-    block = jnp.where(enters_state, block[..., :chunk], 0)
-    after = numerics.suffix_sums(block)
-    to_end = jnp.pad(after[..., 1:], [(0, 0), (0, 0), (0, 1)])
-    by_block = [x.reshape(*x.shape[:2], -1, configs.BLOCK) for x in (coarse, fine)]
-    coarse_to_last, fine_to_last = (x[..., -1:] - x for x in by_block)
+    log2_decay, enters_state = _by_head(log_decay, enters_state, call)
     return Chunks(
         key=key,
         value=value,
@@ -170,35 +154,26 @@ def by_chunk(arguments: Arguments, call: configs.Call) -> Chunks:
         old_exponent=old_exponent,
         old_value=old_value,
         old_size=old_size,
-        decay=jnp.stack([*by_block, jnp.exp2(coarse_to_last + fine_to_last)], 2),
-        log2_from_start=_log2((coarse + fine)[..., exact_window:]),
-        log2_to_end=jnp.where(enters_state, _log2(to_end), _NOTHING),
-        log2_across=_log2(block.sum(-1)),
+        decays=decays.chunk_decays(log2_decay, enters_state, call=call),
         enters_state=enters_state,
     )
 
 
 def over_chunks(arguments: Arguments, call: configs.Call):
-    """Returns log2 of the decay of the state over each chunk, float32 [H, n], as in `Chunks`."""
-    block, enters_state = _decays(arguments.log_decay, arguments.enters_state, call.chunk, call.exact_window)
-    return _log2(jnp.where(enters_state, block[..., : call.chunk], 0).sum(-1))
+    """Returns log2 of the decay of the state over each chunk, float32 [H, n], as in `decays.Decays`."""
+    log2_decay, enters_state = _by_head(arguments.log_decay, arguments.enters_state, call)
+    log2_decay = jnp.where(enters_state > 0, log2_decay, 0)
+    return decays.log2(_folded(log2_decay, call.chunk, call.exact_window).sum(-1))
 
 
-def _decays(log_decay, enters_state, chunk, exact_window):
-    """Returns log2 of the decay at each position of a chunk and its window, and a mask of folded positions.
-
-    The decays are [H, n, W + C]. The mask is of the first C of these positions.
-    """
-    heads, extra = log_decay.shape[2], -log_decay.shape[1] % chunk
-    log_decay = pad(heads_first(log_decay.astype(jnp.float32)), exact_window, extra)
-    enters_state = pad(jnp.repeat(enters_state, heads, 0), exact_window, extra)
-    log2_decay = jnp.where(log_decay < _FLOOR, _FORGET, log_decay) * _LOG2E
-    # A chunk's positions are those that it folds, followed by the first positions that the next chunk folds.
-    own = _folded(log2_decay, chunk, exact_window)
-    after = jnp.concatenate(
-        [own[:, 1:, :exact_window], log2_decay[:, None, log2_decay.shape[1] - exact_window :]], 1
+def _by_head(log_decay, enters_state, call: configs.Call):
+    """Returns log2 of the decay at each position, and 1 where it enters the state, else 0, float32 [H, W + X]."""
+    heads, extra = log_decay.shape[2], -log_decay.shape[1] % call.chunk
+    log_decay = jnp.where(log_decay < numerics.FLOOR, decays.FORGET, log_decay.astype(jnp.float32))
+    enters_state = jnp.repeat(enters_state.astype(jnp.float32), heads, 0)
+    return tuple(
+        pad(x, call.exact_window, extra) for x in (heads_first(log_decay) * decays.LOG2E, enters_state)
     )
-    return jnp.concatenate([own, after], -1), _folded(enters_state, chunk, exact_window)
 
 
 def _folded(x, chunk, exact_window):
@@ -217,13 +192,13 @@ def carry_along(log2_strength, size, log2_across, start_size) -> Carried:
     """
 
     def log2(x):
-        return jnp.where(x > 0, jnp.log2(jnp.where(x > 0, x, 1)), _NOTHING)
+        return jnp.where(x > 0, jnp.log2(jnp.where(x > 0, x, 1)), decays.NOTHING)
 
     # Exponents whose powers of two bring the states below 2^HEADROOM. An empty state needs no scale.
     bound = _log2_recurrence(log2_across, _log2_sum(log2_strength + log2(size)), log2(start_size))
-    shift = jnp.where(bound > _NOTHING / 2, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
+    shift = jnp.where(bound > decays.NOTHING / 2, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
     difference = log2_across + (shift[:, :-1] - shift[:, 1:])
-    log2_carry = jnp.where(log2_across > _NOTHING, difference, _NEVER)
+    log2_carry = jnp.where(log2_across > decays.NOTHING, difference, _NEVER)
     return Carried(
         strength=jnp.exp2(log2_strength - shift[:, 1:, None]),
         carry=jnp.exp2(log2_carry),
@@ -234,7 +209,7 @@ def carry_along(log2_strength, size, log2_across, start_size) -> Carried:
 
 def scaled_decay(log2_decay, exponent):
     """Returns decays [H, n, C] times 2^exponent, zero where the decay counts as zero."""
-    return jnp.where(log2_decay > _NOTHING, jnp.exp2(log2_decay + exponent), 0)
+    return jnp.where(log2_decay > decays.NOTHING, jnp.exp2(log2_decay + exponent), 0)
 
 
 def time_last(x):
@@ -273,7 +248,7 @@ def _log2_recurrence(log2_carry, new, start):
 def _between(log2_carry):
     """Returns sums of log2_carry [..., n] over j, ..., c - 1 at [c, j], [..., n + 1, n + 1].
 
-    The entry is _NOTHING where j > c.
+    The entry is decays.NOTHING where j > c.
     """
     count = log2_carry.shape[-1]
     row, column = np.arange(count + 1)[:, None], np.arange(count + 1)
@@ -281,12 +256,7 @@ def _between(log2_carry):
     # A masked sum is one launch, a cumulative sum several.
     crossed = (step >= column[:, None]) & (step < row[..., None])
     sums = jnp.where(crossed, log2_carry[..., None, None, :], 0).sum(-1)
-    return jnp.where(row >= column, sums, _NOTHING)
-
-
-def _log2(decay):
-    """Returns a base-2 log decay, replaced by _NOTHING where the decay counts as zero."""
-    return jnp.where(decay < _FLOOR * _LOG2E, _NOTHING, decay)
+    return jnp.where(row >= column, sums, decays.NOTHING)
 
 
 def _log2_sum(x):

@@ -5,8 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper import numerics, results
-from pallas_kernels.power_state import configs, preparation, window_queries
+from pallas_kernels.hopper import results
+from pallas_kernels.power_state import configs, decays, preparation, window_queries
 
 
 class Mean(NamedTuple):
@@ -41,16 +41,6 @@ class Dual(NamedTuple):
     carried: preparation.Carried
 
 
-class Sums(NamedTuple):
-    """Sums of the gradients with respect to log w, float32, by query and by key."""
-
-    window_query: jax.Array  # [H, X], over in-window keys
-    state_query: jax.Array  # [H, X], over keys in the state
-    window_key: jax.Array  # [H, W + X]
-    state_key: jax.Array  # [H, n, C]
-    inner: jax.Array  # [H, n], inner product of the state before each chunk with its gradient
-
-
 def mean_of(out, denominator, dout, value_dim, length) -> Mean:
     """Computes Mean from float32 out [B, T, N, E], denominator [B, T, N] and dout [B, T, N, E].
 
@@ -80,12 +70,16 @@ def dual_of(tokens: preparation.Chunks, mean: Mean, start_size) -> Dual:
     """
     dout = preparation.heads_first(mean.dout).astype(jnp.float32)
     value = mean.inverse[:, : dout.shape[1], None] * dout
-    log2_strength = jnp.tile(jnp.flip(tokens.log2_from_start, 1), (1, 1, len(value) // len(tokens.old_key)))
+    log2_strength = jnp.tile(
+        jnp.flip(tokens.decays.log2_from_start, 1), (1, 1, len(value) // len(tokens.old_key))
+    )
     size = backwards(mean.inverse * mean.size, log2_strength.shape)
     return Dual(
         value=value,
         dnorm=backwards(-mean.delta * mean.inverse, log2_strength.shape),
-        carried=preparation.carry_along(log2_strength, size, jnp.flip(tokens.log2_across, 1), start_size),
+        carried=preparation.carry_along(
+            log2_strength, size, jnp.flip(tokens.decays.log2_across, 1), start_size
+        ),
     )
 
 
@@ -104,7 +98,7 @@ def forwards(x, heads):
 
 def columns(tokens: preparation.Chunks, mean: Mean, exact_window):
     """Returns vectors of queries in the order of `window_queries.Columns`, float32 [B N, X / 64, 5, 64]."""
-    group = len(mean.inverse) // len(tokens.decay)
+    group = len(mean.inverse) // len(tokens.decays.blocks)
     coarse, fine = (jnp.repeat(x[..., exact_window:].reshape(len(x), -1), group, 0) for x in _frames(tokens))
     return vectors(*window_queries.Columns.of(mean.inverse, mean.delta, coarse, fine))
 
@@ -136,42 +130,25 @@ def vectors(*rows):
     return jnp.stack([x.reshape(len(x), -1, configs.BLOCK) for x in rows], 2)
 
 
-def sums_of(tokens, of_queries, of_keys, inner, exact_window) -> Sums:
+def sums_of(tokens, of_queries, of_keys, inner, exact_window) -> decays.Sums:
     """Computes Sums from the kernels' sums by query [B N, 2, X] and by key [H, 2, Y], in-window and from the state."""
-    heads, chunks, chunk, _ = tokens.old_key.shape
-    window_query, state_query = jnp.swapaxes(
-        of_queries.reshape(heads, -1, *of_queries.shape[1:]).sum(1), 0, 1
-    )
+    (heads, _, length), (_, chunks, chunk, _) = of_keys.shape, tokens.old_key.shape
+    of_queries = of_queries.reshape(heads, -1, *of_queries.shape[1:]).sum(1)
+    in_window, in_state = (preparation.pad(x, exact_window, 0) for x in jnp.swapaxes(of_queries, 0, 1))
     window_key, state_key = jnp.swapaxes(of_keys, 0, 1)
-    return Sums(
-        window_query,
-        state_query,
-        lengthened(window_key, exact_window + chunks * chunk),
-        lengthened(state_key, chunks * chunk).reshape(heads, chunks, chunk),
-        inner,
+    # No chunk folds what follows the last one.
+    folded = lengthened(tokens.enters_state, chunks * chunk)
+    return decays.Sums(
+        window=lengthened(in_window, length) - window_key,
+        queries=lengthened(in_state, length + exact_window),
+        keys=state_key,
+        enters=lengthened(folded, length),
+        inner=inner,
     )
-
-
-def decay_gradient(tokens: preparation.Chunks, sums: Sums, exact_window) -> jax.Array:
-    """Returns the gradient of log_decay, float32 [H, W + X].
-
-    The decay of position t is in w_ij of j < t <= i. Over exact pairs, the gradient is the sum over queries from t on
-    minus the sum over keys from t on. For a state, it is the sum over the chunk's queries from t on and, if t updates
-    the state, the sum over keys before t.
-    """
-    heads, chunks, chunk, _ = tokens.old_key.shape
-    window = jnp.pad(sums.window_query, [(0, 0), (exact_window, 0)]) - sums.window_key
-    reads = jnp.pad(sums.state_query.reshape(heads, chunks, chunk), [(0, 0), (0, 0), (exact_window, 0)])
-    before = jnp.cumsum(sums.state_key, -1) - sums.state_key + sums.inner[..., None]
-    folded = jnp.where(tokens.enters_state, before, 0)
-    seen = numerics.suffix_sums(reads) + jnp.pad(folded, [(0, 0), (0, 0), (0, exact_window)])
-    # The last positions of a chunk and its window are the first of the next chunk.
-    own, next_one = seen[..., :chunk], jnp.pad(seen[..., chunk:], [(0, 0), (0, 0), (0, chunk - exact_window)])
-    own, next_one = own.reshape(heads, -1), next_one.reshape(heads, -1)
-    total = jnp.pad(own, [(0, 0), (0, chunk)]) + jnp.pad(next_one, [(0, 0), (chunk, 0)])
-    return numerics.suffix_sums(window) + total[:, : window.shape[1]]
 
 
 def _frames(tokens):
     """Returns coarse and fine decays of each chunk and its window, [H, n, W + C] each."""
-    return (tokens.decay[:, :, part].reshape(*tokens.decay.shape[:2], -1) for part in range(2))
+    return (
+        tokens.decays.blocks[:, :, part].reshape(*tokens.decays.blocks.shape[:2], -1) for part in range(2)
+    )

@@ -12,13 +12,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.power_state import configs, preparation, preparation_vjp, segments, window_queries
+from pallas_kernels.hopper import numerics
+from pallas_kernels.power_state import (
+    configs,
+    decays,
+    preparation,
+    preparation_vjp,
+    segments,
+    window_queries,
+)
 from pallas_kernels.power_state import recurrence as recurrences
 from pallas_kernels.power_state.square import backward, forward, layouts
 from pallas_kernels.power_state.square import key_vjp as key_kernel
 from pallas_kernels.power_state.square import query_vjp as query_kernel
 
-__all__ = ["KERNELS", "add_arriving", "kernels", "norms", "query_states", "query_vjp", "recurrence", "update"]
+__all__ = ["KERNELS", "kernels"]
 
 
 @contextlib.contextmanager
@@ -88,6 +96,45 @@ def add_arriving(states, arriving, factor, *, interpret):
     more = jnp.repeat(arriving, length, 1)[:, : chunks - length]
     factor = factor[:, length:].reshape(len(factor), -1, *[1] * (states.ndim - 2))
     return states.at[:, length:].set((states[:, length:] + factor * more).astype(states.dtype))
+
+
+def chunk_decays(log2_decay, enters, *, call):
+    """Computes `decays.chunk_decays`."""
+    chunk = call.chunk
+    count = (log2_decay.shape[1] - call.exact_window) // chunk
+    frames = log2_decay[:, _seen(count, chunk, call.exact_window)]
+    entering = enters[:, : count * chunk].reshape(*frames.shape[:2], chunk) > 0
+    coarse = numerics.coarse(frames, frames.shape[-1], -decays.FORGET * decays.LOG2E)
+    sums = [jnp.cumsum(x, -1) for x in (coarse, frames - coarse)]
+    blocks = [x.reshape(*x.shape[:2], -1, configs.BLOCK) for x in sums]
+    to_last = sum(x[..., -1:] - x for x in blocks)
+    folded = jnp.where(entering, frames[..., :chunk], 0)
+    after = _suffix_sums(jnp.pad(folded, [(0, 0), (0, 0), (0, 1)]))
+    return decays.Decays(
+        jnp.stack([*blocks, jnp.exp2(to_last)], 2),
+        decays.log2(sum(sums)[..., call.exact_window :]),
+        jnp.where(entering, decays.log2(after[..., 1:]), decays.NOTHING),
+        decays.log2(after[..., 0]),
+    )
+
+
+def decay_gradient(sums, *, call):
+    """Computes `decays.decay_gradient`."""
+    heads, length = sums.window.shape
+    position = np.arange(length + call.exact_window)
+
+    def in_chunks(x):
+        return x.reshape(heads, -1, call.chunk)
+
+    # For each chunk, queries up to its end.
+    ends = np.arange(call.chunk, length + 1, call.chunk) + call.exact_window
+    queries = jnp.where(position < ends[:, None], sums.queries[:, None], 0)
+    queries = _suffix_sums(queries)[:, :, :length].reshape(heads, len(ends), len(ends), -1)
+    queries = jnp.einsum("hcct->hct", queries)
+    keys, inner = in_chunks(sums.keys), jnp.pad(sums.inner, [(0, 0), (0, len(ends) - sums.inner.shape[1])])
+    before = jnp.cumsum(keys, -1) - keys + inner[..., None]
+    states = queries + jnp.where(in_chunks(sums.enters) > 0, before, 0)
+    return _suffix_sums(sums.window) + states.reshape(heads, length)
 
 
 def query_states(operands, *, time, with_remainder, call):
@@ -238,6 +285,10 @@ def _seen(chunks, chunk, exact_window):
     return np.arange(chunks)[:, None] * chunk + np.arange(chunk + exact_window)
 
 
+def _suffix_sums(x):
+    return jnp.flip(jnp.cumsum(jnp.flip(x, -1), -1), -1)
+
+
 def _chunks_of_rows(x, chunk):
     """Reshapes [A, X, B] to [A, n, C, B]."""
     return x.reshape(len(x), -1, chunk, x.shape[-1])
@@ -283,6 +334,8 @@ KERNELS = (
     (forward.query_kernel, query_states),
     (backward.query_kernel, query_vjp),
     (backward.key_kernel, key_vjp),
+    (decays, chunk_decays),
+    (decays, decay_gradient),
     (recurrences, recurrence),
     (segments, add_arriving),
 )

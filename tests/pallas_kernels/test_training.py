@@ -18,7 +18,8 @@ KERNELS = {
         for name in ("units", "blocks", "forward", "vectors", "query_vjp", "key_vjp")
     },
     CHUNKED: {
-        f"power_state_{name}" for name in ("update", "norms", "recurrence", "query", "query_vjp", "key_vjp")
+        f"power_state_{name}"
+        for name in ("decays", "update", "norms", "recurrence", "query", "query_vjp", "key_vjp", "decays_vjp")
     },
 }
 

@@ -51,7 +51,7 @@ def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time
         states=saved.states,
         key=tokens.key,
         value=tokens.value,
-        decay=tokens.decay,
+        decay=tokens.decays.blocks,
         rows=preparation_vjp.vectors(*rows),
     )
     gradient, sums = query_kernel.query_vjp(operands, call=call)
@@ -79,7 +79,10 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
     vector, scalars = forward.products_of_rows(numerics.scaled(key, -exponent[..., None]), layout)
 
     # Factors from keys with largest entries in [1/2, 1) to the gradients of the states.
-    met = tokens.log2_to_end, jnp.flip(dual.shifts, 1)[..., None] + _POWER * tokens.old_exponent[..., 0]
+    met = (
+        tokens.decays.log2_to_end,
+        jnp.flip(dual.shifts, 1)[..., None] + _POWER * tokens.old_exponent[..., 0],
+    )
     met = preparation_vjp.lengthened(preparation.scaled_decay(*met).reshape(heads, -1), length)
     factor = numerics.scaled(met, jnp.int32(layouts.WEIGHT_BITS))
     rows = key_kernel.Rows(
@@ -142,4 +145,4 @@ def inner(tokens: preparation.Chunks, saved: preparation.Saved, dual: preparatio
     orders = forward.orders_of_products(layout)
     product += (saved.norms * orders[:, None] * orders * dual.norms).sum((2, 3))
     shift = (saved.shifts + dual.shifts).astype(jnp.float32)
-    return preparation.scaled_decay(tokens.log2_across, shift) * product
+    return preparation.scaled_decay(tokens.decays.log2_across, shift) * product

@@ -184,7 +184,7 @@ def attend(
         denominator=total.reshape(-1, *scale.shape[1:]),
         key=tokens.key,
         value=tokens.value,
-        decay=tokens.decay,
+        decay=tokens.decays.blocks,
         scale=scale * 2.0**layouts.WEIGHT_BITS,
     )
     return query_kernel.query_states(operands, time=time, with_remainder=with_remainder, call=call)

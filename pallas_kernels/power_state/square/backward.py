@@ -41,7 +41,7 @@ def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time
         norm=preparation.split(saved.norms),
         key=tokens.key,
         value=tokens.value,
-        decay=tokens.decay,
+        decay=tokens.decays.blocks,
         rows=preparation_vjp.vectors(*rows),
     )
     return query_kernel.query_vjp(operands, time=time, call=call)
@@ -60,7 +60,7 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
         return preparation_vjp.lengthened(x.reshape(len(x), -1), length)
 
     def met(exponent):
-        return by_token(preparation.scaled_decay(tokens.log2_to_end, shift + exponent))
+        return by_token(preparation.scaled_decay(tokens.decays.log2_to_end, shift + exponent))
 
     def narrow(exponent):
         exponent = by_token(exponent)
@@ -100,4 +100,4 @@ def inner(tokens: preparation.Chunks, saved: preparation.Saved, dual: preparatio
     product = (saved.states.astype(jnp.float32) * dual.states.astype(jnp.float32) * weights).sum((2, 3, 4))
     product += (saved.norms * dual.norms).sum((2, 3))
     shift = (saved.shifts + dual.shifts).astype(jnp.float32)
-    return preparation.scaled_decay(tokens.log2_across, shift) * product
+    return preparation.scaled_decay(tokens.decays.log2_across, shift) * product

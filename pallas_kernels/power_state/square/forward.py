@@ -89,7 +89,7 @@ def attend(
         norm=preparation.split(saved.norms),
         key=tokens.key,
         value=tokens.value,
-        decay=tokens.decay,
+        decay=tokens.decays.blocks,
         scale=preparation.scale_of(tokens, saved.shifts),
     )
     return query_kernel.query_states(operands, time=time, with_remainder=with_remainder, call=call)
