@@ -52,7 +52,7 @@ def fold_vjp(arguments: preparation.Arguments, means, dout, dfinal=None, *, call
     power, prepared = degrees.degree(call.power), _prepared(arguments, means, dout, call)
     end = power.forward.start_of(dfinal, arguments.sizes, call.config)
     dual = preparation_vjp.dual_of(prepared.tokens, prepared.mean, preparation.size_of(end[0], dfinal))
-    operands = power.backward.operands_of_queries(prepared.unit, dual)
+    operands = power.backward.operands_of_queries(prepared.tokens.units, dual)
     strength = dual.carried.strength * dual.dnorm
     return forward.walk(operands, dual.carried, strength, end, arguments.sizes, call)
 
@@ -79,7 +79,6 @@ def attend_vjp(
 
 def _prepared(arguments, means, dout, call):
     tokens = preparation.by_chunk(arguments, call)
-    unit, exponent = preparation.queries(preparation.fill(arguments.query, call.config.head_dim))
     length = tokens.decays.log2_from_start[0].size
     mean = preparation_vjp.mean_of(*means, dout, call.config.value_dim, length)
-    return preparation_vjp.Prepared(tokens, unit, exponent, mean)
+    return preparation_vjp.Prepared(tokens, mean)

@@ -77,8 +77,7 @@ def attend(
     degrees.require_queries(query, key)
     batch, time, *_ = query.shape
     tokens = preparation.by_chunk(arguments, call)
-    unit, _ = preparation.queries(preparation.fill(query, call.config.head_dim))
     power = degrees.degree(call.power).forward
-    *means, denominator = power.attend(tokens, unit, saved.by_head(), time, with_remainder, call)
+    *means, denominator = power.attend(tokens, saved.by_head(), time, with_remainder, call)
     means = (x[..., : value.shape[-1]] for x in means)
     return *means, preparation.tokens_second(denominator, batch)[:, :time]

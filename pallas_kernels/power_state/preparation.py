@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.hopper import numerics, results
-from pallas_kernels.power_state import configs, decays
+from pallas_kernels.power_state import configs, decays, units
 
 # States, and products of a value and a key, stay below 2^13: float16 ends at 2^16.
 HEADROOM = 13
@@ -67,17 +67,17 @@ class Saved(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Keys and values by chunk, and the decays between them.
+    """Tokens by chunk, and the decays between them.
 
     H = B K heads, n chunks of C, X = n C, and W positions before the first.
     """
 
     key: jax.Array  # bfloat16 [B, at least T, K, D]
     value: jax.Array  # bfloat16 [B, at least T, K, E]
-    old_key: jax.Array  # float32 [H, n, C, D], keys folded in chunk c, largest entries in [1/2, 1)
-    old_exponent: jax.Array  # int32 [H, n, C, 1], exponent of its divisor
-    old_value: jax.Array  # float32 [H, n, C, E]
-    old_size: jax.Array  # float32 [H, n, C], its largest entry
+    units: units.Units
+    old_exponent: jax.Array  # int32 [H, n, C], exponent of the divisor of keys that chunk c folds
+    old_value: jax.Array  # float32 [H, n, C, E], their values
+    old_size: jax.Array  # float32 [H, n, C], the largest entry of each
     decays: decays.Decays
     enters_state: jax.Array  # float32 [H, W + X], 1 where a token updates the state, else 0
 
@@ -98,7 +98,7 @@ def carried_keys(tokens: Chunks, start_size, power) -> Carried:
     """
     log2_strength = jnp.where(
         tokens.decays.log2_to_end > decays.NOTHING,
-        tokens.decays.log2_to_end + power * tokens.old_exponent[..., 0],
+        tokens.decays.log2_to_end + power * tokens.old_exponent,
         decays.NOTHING,
     )
     return carry_along(log2_strength, tokens.old_size, tokens.decays.log2_across, start_size)
@@ -119,40 +119,30 @@ def scale_of(tokens: Chunks, shift):
     return scale.reshape(len(scale), -1, configs.BLOCK)
 
 
-def queries(query):
-    """Returns queries with largest entries in [1/2, 1), [B N, T, D], and their exponents, int32 [B N, T, 1].
-
-    query: [B, T, N, D]; time is padded to whole blocks.
-    """
-    # Only to whole blocks, not to whole chunks: with more padding, XLA would write a copy before the transposed one.
-    query = results.whole(query)
-    query, size = (heads_first(x) for x in (query, _sizes(query)))
-    exponent = numerics.exponent(size)[..., None]
-    return numerics.scaled(query, -exponent), exponent
-
-
 def by_chunk(arguments: Arguments, call: configs.Call) -> Chunks:
-    """Returns keys and values by chunk, with their decays."""
-    _, key, value, log_decay, enters_state = arguments
-    chunk, exact_window = call.chunk, call.exact_window
-    extra = -key.shape[1] % chunk
-    key, value = (
+    """Returns the tokens by chunk, with their decays."""
+    query, key, value, log_decay, enters_state = arguments
+    chunk, exact_window, time = call.chunk, call.exact_window, key.shape[1]
+    extra = -time % chunk
+    query, key, value = (
         results.whole(fill(x, size))
-        for x, size in ((key, call.config.head_dim), (value, call.config.value_dim))
+        for x, size in zip(
+            (query, key, value), (*[call.config.head_dim] * 2, call.config.value_dim), strict=True
+        )
     )
-    old_key, old_value, key_size, old_size = (
-        _folded(pad(heads_first(x[:, : log_decay.shape[1]]), exact_window, extra), chunk, exact_window)
-        for x in (key, value, _sizes(key), _sizes(value))
-    )
-    old_key, old_value = old_key.astype(jnp.float32), old_value.astype(jnp.float32)
-    old_exponent = numerics.exponent(key_size)[..., None]
+    in_units = units.in_units(query, key, value, call=call)
+    old_value = pad(heads_first(value[:, :time]), exact_window, extra)
     log2_decay, enters_state = _by_head(log_decay, enters_state, call)
+    old_exponent, old_value, old_size = (
+        _folded(lengthened(x, exact_window + time + extra), chunk, exact_window)
+        for x in (in_units.key_exponent, old_value, in_units.value_size)
+    )
     return Chunks(
         key=key,
         value=value,
-        old_key=numerics.scaled(old_key, -old_exponent),
+        units=in_units,
         old_exponent=old_exponent,
-        old_value=old_value,
+        old_value=old_value.astype(jnp.float32),
         old_size=old_size,
         decays=decays.chunk_decays(log2_decay, enters_state, call=call),
         enters_state=enters_state,
@@ -265,12 +255,6 @@ def _log2_sum(x):
     return largest[..., 0] + jnp.log2(jnp.exp2(x - largest).sum(-1))
 
 
-def _sizes(x):
-    """Returns the largest entries of x [B, T, N, D], float32 [B, T, N]."""
-    # Before any transpose: after it, XLA would read rows with a stride.
-    return jax.lax.optimization_barrier(jnp.abs(x).max(-1)).astype(jnp.float32)
-
-
 def heads_first(x):
     """Reshapes [B, T, N, ...] to [B N, T, ...]."""
     return jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:])
@@ -279,6 +263,12 @@ def heads_first(x):
 def pad(x, front, back):
     """Pads the second axis with zeros before and after."""
     return jnp.pad(x, [(0, 0), (front, back)] + [(0, 0)] * (x.ndim - 2))
+
+
+def lengthened(x, length, axis=1):
+    """Returns x truncated or zero-padded to a length of an axis."""
+    x = jax.lax.slice_in_dim(x, 0, min(length, x.shape[axis]), axis=axis)
+    return jnp.pad(x, [(0, length - n if a == axis else 0) for a, n in enumerate(x.shape)])
 
 
 def tokens_second(x, batch):

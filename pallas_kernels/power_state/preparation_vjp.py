@@ -22,11 +22,9 @@ class Mean(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What both backward passes read: keys, scaled queries, and the mean's cotangent."""
+    """What both backward passes read: tokens, and the mean's cotangent."""
 
     tokens: preparation.Chunks
-    unit: jax.Array  # bfloat16 [B N, at least T, D], queries with largest entries in [1/2, 1)
-    exponent: jax.Array  # int32 [B N, at least T, 1], of the powers of two that the queries were divided by
     mean: Mean
 
 
@@ -50,7 +48,7 @@ def mean_of(out, denominator, dout, value_dim, length) -> Mean:
     wide = dout.astype(jnp.float32)
     delta, size = jax.lax.optimization_barrier(((wide * out).sum(-1), jnp.abs(wide).max(-1)))
     denominator, delta, size = (
-        lengthened(preparation.heads_first(x), length) for x in (denominator, delta, size)
+        preparation.lengthened(preparation.heads_first(x), length) for x in (denominator, delta, size)
     )
     # A NaN is a weight too: its gradients are NaN, not zero.
     some = ~(denominator < jnp.finfo(jnp.float32).tiny)
@@ -71,7 +69,7 @@ def dual_of(tokens: preparation.Chunks, mean: Mean, start_size) -> Dual:
     dout = preparation.heads_first(mean.dout).astype(jnp.float32)
     value = mean.inverse[:, : dout.shape[1], None] * dout
     log2_strength = jnp.tile(
-        jnp.flip(tokens.decays.log2_from_start, 1), (1, 1, len(value) // len(tokens.old_key))
+        jnp.flip(tokens.decays.log2_from_start, 1), (1, 1, len(value) // len(tokens.old_value))
     )
     size = backwards(mean.inverse * mean.size, log2_strength.shape)
     return Dual(
@@ -109,7 +107,7 @@ def decays_of_keys(tokens: preparation.Chunks, chunks):
     The frames are those of their own chunk and of the previous one. There is a coarse and a fine part per frame, zero
     in frames that do not contain the key.
     """
-    size = tokens.old_key.shape[2]
+    size = tokens.old_value.shape[2]
 
     def in_chunks(x, before):
         x = jnp.pad(x, [(0, 0), (before, chunks - before - x.shape[1]), (0, size - x.shape[2])])
@@ -119,12 +117,6 @@ def decays_of_keys(tokens: preparation.Chunks, chunks):
     return own + [in_chunks(x[:, : chunks - 1, size:], 1) for x in _frames(tokens)]
 
 
-def lengthened(x, length, axis=1):
-    """Returns x truncated or zero-padded to a length of an axis."""
-    x = jax.lax.slice_in_dim(x, 0, min(length, x.shape[axis]), axis=axis)
-    return jnp.pad(x, [(0, length - n if a == axis else 0) for a, n in enumerate(x.shape)])
-
-
 def vectors(*rows):
     """Reshapes rows float32 [A, X] into blocks, [A, X / 64, rows, 64]."""
     return jnp.stack([x.reshape(len(x), -1, configs.BLOCK) for x in rows], 2)
@@ -132,17 +124,17 @@ def vectors(*rows):
 
 def sums_of(tokens, of_queries, of_keys, inner, exact_window) -> decays.Sums:
     """Computes Sums from the kernels' sums by query [B N, 2, X] and by key [H, 2, Y], in-window and from the state."""
-    (heads, _, length), (_, chunks, chunk, _) = of_keys.shape, tokens.old_key.shape
+    (heads, _, length), (_, chunks, chunk, _) = of_keys.shape, tokens.old_value.shape
     of_queries = of_queries.reshape(heads, -1, *of_queries.shape[1:]).sum(1)
     in_window, in_state = (preparation.pad(x, exact_window, 0) for x in jnp.swapaxes(of_queries, 0, 1))
     window_key, state_key = jnp.swapaxes(of_keys, 0, 1)
     # No chunk folds what follows the last one.
-    folded = lengthened(tokens.enters_state, chunks * chunk)
+    folded = preparation.lengthened(tokens.enters_state, chunks * chunk)
     return decays.Sums(
-        window=lengthened(in_window, length) - window_key,
-        queries=lengthened(in_state, length + exact_window),
+        window=preparation.lengthened(in_window, length) - window_key,
+        queries=preparation.lengthened(in_state, length + exact_window),
         keys=state_key,
-        enters=lengthened(folded, length),
+        enters=preparation.lengthened(folded, length),
         inner=inner,
     )
 

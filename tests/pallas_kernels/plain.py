@@ -17,8 +17,8 @@ from pallas_kernels.power_state import (
     configs,
     decays,
     preparation,
-    preparation_vjp,
     segments,
+    units,
     window_queries,
 )
 from pallas_kernels.power_state import recurrence as recurrences
@@ -98,6 +98,22 @@ def add_arriving(states, arriving, factor, *, interpret):
     return states.at[:, length:].set((states[:, length:] + factor * more).astype(states.dtype))
 
 
+def in_units(query, key, value, *, call):
+    """Computes `units.in_units`."""
+    heads_first, window = preparation.heads_first, call.exact_window
+    query, (key, value) = (
+        heads_first(query),
+        (preparation.pad(heads_first(x), window, 0) for x in (key, value)),
+    )
+
+    def scaled(x):
+        exponent = numerics.exponent(jnp.abs(x).max(-1))
+        unit = numerics.scaled(x, -exponent[..., None])
+        return unit, jnp.swapaxes(unit, 1, 2).astype(jnp.float16), exponent
+
+    return units.Units(*scaled(query), *scaled(key)[1:], jnp.abs(value).max(-1).astype(jnp.float32))
+
+
 def chunk_decays(log2_decay, enters, *, call):
     """Computes `decays.chunk_decays`."""
     chunk = call.chunk
@@ -144,7 +160,7 @@ def query_states(operands, *, time, with_remainder, call):
     heads = len(query)
     group, shape = heads // len(states), (states.shape[1], chunk)
     time = states.shape[1] * chunk
-    query, scalars = preparation_vjp.lengthened(query, time), preparation_vjp.lengthened(scalars, time, 2)
+    query, scalars = preparation.lengthened(query, time), preparation.lengthened(scalars, time, 2)
     key, value = (in_heads(x, exact_window, exact_window + time) for x in (key, value))
     states, norm = states.astype(jnp.float32), _whole(norm)
     seen = _seen(len(states[0]), chunk, exact_window)
@@ -177,7 +193,7 @@ def _options(operands, time, call):
 
 def in_heads(x, before, length):
     """Returns [B, T, N, ...] as [B N, `length`, ...], with `before` zeros in front."""
-    return preparation_vjp.lengthened(preparation.pad(preparation.heads_first(x), before, 0), length)
+    return preparation.lengthened(preparation.pad(preparation.heads_first(x), before, 0), length)
 
 
 def as_arguments(x, batch_time, before=0):
@@ -191,7 +207,7 @@ def query_vjp(operands, *, time, call):
     query, _, dout, states, norm, key, value, decay, rows = operands
     batch_time, layout, chunk, exact_window = _options(operands, time, call)
     group, dtype, time = len(query) // len(states), query.dtype, states.shape[1] * chunk
-    query = preparation_vjp.lengthened(query, time)
+    query = preparation.lengthened(query, time)
     key, value = (in_heads(x, exact_window, exact_window + time) for x in (key, value))
     dout = in_heads(dout, 0, time)
     states, norm = states.astype(jnp.float32), _whole(norm)
@@ -218,14 +234,14 @@ def query_vjp(operands, *, time, call):
 
 def key_vjp(operands, *, time, call):
     """Computes `key_vjp.key_vjp`, one head and one chunk at a time."""
-    key, scalars, value, dual, dual_norm, query, dout, rows, columns = operands
+    key, _, value, dual, dual_norm, query, dout, rows, columns = operands
     batch_time, layout, chunk, exact_window = _options(operands, time, call)
-    (heads, _, length), chunks = scalars.shape, dual.shape[1]
+    heads, length, chunks = len(rows), rows.shape[1] * configs.BLOCK, dual.shape[1]
     group, dtype, narrow = len(query) // heads, key.dtype, dual.dtype
     # Positions after the last are empty.
     reach = max(length, chunks * chunk + exact_window)
     key, value = (in_heads(x, exact_window, reach) for x in (key, value))
-    dout, query = in_heads(dout, 0, chunks * chunk), preparation_vjp.lengthened(query, chunks * chunk)
+    dout, query = in_heads(dout, 0, chunks * chunk), preparation.lengthened(query, chunks * chunk)
     decay = _decay_of(rows, chunks, chunk, exact_window)
     dual, dual_norm = (jnp.flip(x, 1) for x in (dual.astype(jnp.float32), _whole(dual_norm)))
     key, value, query, dout = _exact(key, value, query, dout)
@@ -321,7 +337,7 @@ def _decay_of(rows, chunks, chunk, exact_window):
 
 def _in_chunks(x, chunks, chunk, heads, reverse):
     """Reshapes [H G, A, at most X] to [H, n, A, G C], with the last chunk first or not."""
-    x = preparation_vjp.lengthened(x, chunks * chunk, 2)
+    x = preparation.lengthened(x, chunks * chunk, 2)
     x = jnp.moveaxis(x.reshape(heads, -1, x.shape[1], chunks, chunk), 3, 1)
     x = jnp.swapaxes(x, 2, 3).reshape(*x.shape[:2], x.shape[3], -1)
     return jnp.flip(x, 1) if reverse else x
@@ -334,6 +350,7 @@ KERNELS = (
     (forward.query_kernel, query_states),
     (backward.query_kernel, query_vjp),
     (backward.key_kernel, key_vjp),
+    (units, in_units),
     (decays, chunk_decays),
     (decays, decay_gradient),
     (recurrences, recurrence),

@@ -13,7 +13,7 @@ from tools import h100
 pytestmark = [pytest.mark.h100, marks.needs_compiler]
 # In all kernels except these, matrix products cost more than memory traffic.
 WITHOUT_PRODUCTS = re.compile(
-    "power_step|power_attention_(units|blocks|vectors)|power_state_(decays|join|recurrence)"
+    "power_step|power_attention_(units|blocks|vectors)|power_state_(units|decays|join|recurrence)"
 )
 # These read their arguments without TMA.
 WITHOUT_TMA = re.compile("power_attention_vectors|power_state_(join|recurrence)")
@@ -87,10 +87,19 @@ def test_states_are_kept_or_computed_again():
         for what in ("chunked", "again")
         for program in [h100.run("tests.pallas_kernels.sharded", what)]
     }
-    once = {f"power_state_{name}": 1 for name in ("query", "query_vjp", "key_vjp", "decays_vjp")}
-    of_states = [f"power_state_{name}" for name in ("update", "norms", "recurrence")]
-    assert counts["chunked"] == once | {"power_state_decays": 1} | dict.fromkeys(of_states, 2)
-    assert counts["again"] == once | {"power_state_decays": 2} | dict.fromkeys(of_states, 3)
+    once, of_tokens, of_states = (
+        [f"power_state_{name}" for name in names]
+        for names in (
+            ("query", "query_vjp", "key_vjp", "decays_vjp"),
+            ("units", "decays"),
+            ("update", "norms", "recurrence"),
+        )
+    )
+    for what, folds in (("chunked", 2), ("again", 3)):
+        expected = (
+            dict.fromkeys(once, 1) | dict.fromkeys(of_tokens, folds - 1) | dict.fromkeys(of_states, folds)
+        )
+        assert counts[what] == expected
 
 
 def test_xla_keeps_the_rounding_of_arguments():

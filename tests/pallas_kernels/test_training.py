@@ -19,7 +19,17 @@ KERNELS = {
     },
     CHUNKED: {
         f"power_state_{name}"
-        for name in ("decays", "update", "norms", "recurrence", "query", "query_vjp", "key_vjp", "decays_vjp")
+        for name in (
+            "units",
+            "decays",
+            "update",
+            "norms",
+            "recurrence",
+            "query",
+            "query_vjp",
+            "key_vjp",
+            "decays_vjp",
+        )
     },
 }
 

@@ -46,7 +46,7 @@ def check_kernels(case, found):
         # The states before chunks are saved for the backward pass, or else recomputed.
         folds = 2 if case.remat == "none" else 3
         once = dict.fromkeys(("query", "query_vjp", "key_vjp", "decays_vjp"), 1)
-        once["decays"] = folds - 1
+        once |= dict.fromkeys(("units", "decays"), folds - 1)
         once |= dict.fromkeys(("update", "norms", "recurrence"), folds)
         form, prefix = "chunked", "power_state"
     else:

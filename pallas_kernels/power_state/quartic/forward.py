@@ -72,31 +72,35 @@ def _weights(layout):
 
 def operands_of_keys(tokens: preparation.Chunks, strength) -> Operands:
     """Returns the operands of the update with keys and values."""
-    return operands_of(tokens.old_key, tokens.old_value, strength)
+    return operands_of(tokens.units.key_by_entry, tokens.old_value, strength)
 
 
 def operands_of(key, value, strength) -> Operands:
-    """Returns the operands of a walk, of float32 [H, n, C, ...] and the weights of values, [H, n, C]."""
-    layout = layouts.Layout(key.shape[-1], value.shape[-1])
-    value = preparation.time_last((value * strength[..., None]).astype(jnp.float16))
-    vector, scalars = _pair_products(preparation.time_last(key), layout)
-    return Operands(vector, scalars, value)
+    """Returns the operands of a walk.
+
+    key: float16 [H, D, any length]. value: float32 [H, n, C, E], with weights `strength` [H, n, C].
+    """
+    layout = layouts.Layout(key.shape[1], value.shape[-1])
+    vector, scalars = _pair_products(preparation.lengthened(key, strength[0].size, axis=2), layout)
+    return Operands(vector, scalars, preparation.time_last((value * strength[..., None]).astype(jnp.float16)))
 
 
-def products_of_rows(x, layout):
-    """Returns y [H, X, rows] and the scalars [H, scalar_rows, X] of x [H, X, D], in float16."""
-    vector, scalars = _pair_products(jnp.swapaxes(x, 1, 2).astype(jnp.float32), layout)
+def products_of_rows(by_entry, length, layout):
+    """Returns y [H, `length`, rows] and the scalars [H, scalar_rows, `length`] of rows, [H, D, any length]; float16."""
+    vector, scalars = _pair_products(preparation.lengthened(by_entry, length, axis=2), layout)
     return jnp.swapaxes(vector, 1, 2), scalars
 
 
 def _pair_products(x, layout):
-    """Returns products of two entries of x float32 [H, D, X], in float16.
+    """Returns products of two entries of x float16 [H, D, X], in float16.
 
     These are y [H, rows, X], and the scalars [H, scalar_rows, X].
     """
 
     def pairs(low, high, front, back):
-        products = (jnp.take(x, low, axis=1) * jnp.take(x, high, axis=1)).astype(jnp.float16)
+        # Rounded once, from float32.
+        first, second = (jnp.take(x, n, axis=1).astype(jnp.float32) for n in (low, high))
+        products = (first * second).astype(jnp.float16)
         return jnp.pad(products, [(0, 0), (front, back), (0, 0)])
 
     vector = pairs(*layouts.pairs(layout.head_dim), layout.rows - layout.products, 0)
@@ -160,14 +164,12 @@ def orders_of_products(layout):
     return np.pad(np.where(low == high, 1, 2), (layout.rows - layout.products, 0)).astype(np.float32)
 
 
-def attend(
-    tokens: preparation.Chunks, unit, saved: preparation.Saved, time, with_remainder, call: configs.Call
-):
-    """Returns the results of `query.query_states` for scaled queries [HN, at least T, D]."""
+def attend(tokens: preparation.Chunks, saved: preparation.Saved, time, with_remainder, call: configs.Call):
+    """Returns the results of `query.query_states`."""
     layout = layouts.Layout(call.config.head_dim, call.config.value_dim)
-    unit = preparation.pad(unit, 0, -unit.shape[1] % call.chunk)
     scale = preparation.scale_of(tokens, saved.shifts)
-    vector, scalars = products_of_rows(unit, layout)
+    length = scale[0].size
+    vector, scalars = products_of_rows(tokens.units.query_by_entry, length, layout)
 
     # The contribution of states to the sum of weights, y^T Z y of queries. The error of Z in the sum is that of 528^2
     # products with independent signs: about 2^-12 of the largest few, below 1e-4 of the total.
@@ -177,7 +179,7 @@ def attend(
     # Rounding may make a sum of fourth powers negative.
     total = jnp.maximum(total, 0).reshape(heads, -1, *scale.shape[1:]) * scale[:, None]
     operands = query_kernel.Operands(
-        query=unit,
+        query=preparation.lengthened(tokens.units.query, length),
         vector=vector,
         scalars=scalars,
         states=saved.states,

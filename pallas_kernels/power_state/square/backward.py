@@ -4,27 +4,27 @@ import jax.numpy as jnp
 
 from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import configs, preparation, preparation_vjp
+from pallas_kernels.power_state import units as units_kernel
 from pallas_kernels.power_state.square import forward, layouts
 from pallas_kernels.power_state.square import key_vjp as key_kernel
 from pallas_kernels.power_state.square import query_vjp as query_kernel
 
 
-def operands_of_queries(unit, dual: preparation_vjp.Dual) -> forward.Operands:
+def operands_of_queries(units: units_kernel.Units, dual: preparation_vjp.Dual) -> forward.Operands:
     """Returns the operands of the walk that computes the gradients of states, from scaled queries."""
-    strength = preparation_vjp.forwards(dual.carried.strength, len(unit))[:, : dual.value.shape[1]]
-    query, value = (
-        jnp.swapaxes(x, 1, 2).astype(jnp.float16) for x in (unit, dual.value * strength[..., None])
-    )
-    return forward.Operands(query, value, reverse=True)
+    strength = preparation_vjp.forwards(dual.carried.strength, len(units.query))[:, : dual.value.shape[1]]
+    value = jnp.swapaxes(dual.value * strength[..., None], 1, 2).astype(jnp.float16)
+    return forward.Operands(units.query_by_entry, value, reverse=True)
 
 
 def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time, call: configs.Call):
     """Returns the gradients of queries [B, T, N, D] and the kernel's sums, [H G, 2, X]; `saved` is by head."""
-    tokens, unit, exponent, mean = prepared
+    tokens, mean = prepared
+    units = tokens.units
     scale = preparation.scale_of(tokens, saved.shifts).reshape(len(saved.shifts), -1)
-    scale = jnp.repeat(scale, len(unit) // len(saved.shifts), 0)
+    scale = jnp.repeat(scale, len(units.query) // len(saved.shifts), 0)
     dout_exponent = numerics.exponent(mean.size)
-    first, second = numerics.factors(-preparation_vjp.lengthened(exponent[..., 0], scale.shape[1]))
+    first, second = numerics.factors(-preparation.lengthened(units.query_exponent, scale.shape[1]))
     rows = query_kernel.Rows(
         narrow=numerics.scaled(jnp.ones_like(scale), -dout_exponent),
         state=numerics.scaled(scale, dout_exponent),
@@ -34,8 +34,8 @@ def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time
         unit_rest=second,
     )
     operands = query_kernel.Operands(
-        query=unit,
-        scalars=jnp.swapaxes(unit, 1, 2).astype(saved.states.dtype),
+        query=units.query,
+        scalars=units.query_by_entry,
         dout=mean.dout,
         states=saved.states,
         norm=preparation.split(saved.norms),
@@ -52,37 +52,33 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
 
     dual: the gradients of states by head.
     """
-    tokens, unit, _, mean = prepared
+    tokens, mean = prepared
     shift = jnp.flip(dual.shifts, 1)[..., None]
-    key_exponent, value_exponent = tokens.old_exponent[..., 0], numerics.exponent(tokens.old_size)
-
-    def by_token(x):
-        return preparation_vjp.lengthened(x.reshape(len(x), -1), length)
+    key_exponent, value_exponent = tokens.old_exponent, numerics.exponent(tokens.old_size)
 
     def met(exponent):
-        return by_token(preparation.scaled_decay(tokens.decays.log2_to_end, shift + exponent))
+        factor = preparation.scaled_decay(tokens.decays.log2_to_end, shift + exponent)
+        return preparation.lengthened(factor.reshape(len(factor), -1), length)
 
     def narrow(exponent):
-        exponent = by_token(exponent)
+        exponent = preparation.lengthened(exponent, length)
         return numerics.scaled(jnp.ones(exponent.shape, jnp.float32), -exponent)
 
     rows = key_kernel.Rows(
-        narrow(key_exponent),
-        narrow(value_exponent),
+        narrow(tokens.units.key_exponent),
+        narrow(numerics.exponent(tokens.units.value_size)),
         met(key_exponent + value_exponent),
         2 * met(0),
         met(2 * key_exponent),
         *preparation_vjp.decays_of_keys(tokens, length // call.chunk),
     )
-    # Keys with largest entries in [1/2, 1); zeros after the last chunk with a state.
-    scalars = preparation_vjp.lengthened(preparation.time_last(tokens.old_key), length, axis=2)
     operands = key_kernel.Operands(
         key=tokens.key,
-        scalars=scalars.astype(dual.states.dtype),
+        scalars=tokens.units.key_by_entry,
         value=tokens.value,
         dual=dual.states,
         norm=preparation.split(dual.norms),
-        query=unit,
+        query=tokens.units.query,
         dout=mean.dout,
         rows=preparation_vjp.vectors(*rows),
         columns=preparation_vjp.columns(tokens, mean, call.exact_window),

@@ -53,7 +53,7 @@ def returned(state, norm, shift, sizes, config: configs.Config):
 def operands_of_keys(tokens: preparation.Chunks, strength) -> Operands:
     """Returns the operands of the update with keys and values."""
     value = (tokens.old_value * strength[..., None]).astype(jnp.float16)
-    return Operands(preparation.time_last(tokens.old_key.astype(jnp.float16)), preparation.time_last(value))
+    return Operands(tokens.units.key_by_entry, preparation.time_last(value))
 
 
 def states(operands: Operands, carried: preparation.Carried, start, call: configs.Call):
@@ -78,13 +78,11 @@ def norms(operands: Operands, weights, interpret):
     return norm_kernel.norms(operands.key, weights, reverse=operands.reverse, interpret=interpret)
 
 
-def attend(
-    tokens: preparation.Chunks, unit, saved: preparation.Saved, time, with_remainder, call: configs.Call
-):
-    """Returns the results of `query.query_states` for scaled queries [HN, at least T, D]."""
+def attend(tokens: preparation.Chunks, saved: preparation.Saved, time, with_remainder, call: configs.Call):
+    """Returns the results of `query.query_states`."""
     operands = query_kernel.Operands(
-        query=unit,
-        scalars=jnp.swapaxes(unit, 1, 2).astype(saved.states.dtype),
+        query=tokens.units.query,
+        scalars=tokens.units.query_by_entry,
         states=saved.states,
         norm=preparation.split(saved.norms),
         key=tokens.key,

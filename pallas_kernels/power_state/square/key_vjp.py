@@ -59,7 +59,7 @@ class Operands(NamedTuple):
     """
 
     key: jax.Array  # bfloat16 [B, at least T, K, D]
-    scalars: jax.Array  # float16 [H, D, Y], keys times `Rows.narrow_key`, time last
+    scalars: jax.Array  # float16 [H, D, at least W + T], keys times `Rows.narrow_key`, time last
     value: jax.Array  # bfloat16 [B, at least T, K, E]
     dual: jax.Array  # float16 [H, n, 16, E, P], the gradient of the state after chunk c at n - 1 - c
     norm: jax.Array  # bfloat16 [H, n, 2 D, D], Rz at the same positions, symmetric, as the sum of two
@@ -81,7 +81,7 @@ def key_vjp(operands: Operands, *, time: int, call: configs.Call):
     types = {
         "dkey": results.kind(batch_time, heads, key.shape[-1], key.dtype),
         "dvalue": results.kind(batch_time, heads, value.shape[-1], value.dtype),
-        "sums": jax.ShapeDtypeStruct((heads, 2, scalars.shape[2]), jnp.float32),
+        "sums": jax.ShapeDtypeStruct((heads, 2, operands.rows.shape[1] * _BLOCK), jnp.float32),
     }
     # The sums are computed with the gradient of keys.
     together = call.config.key_vjp_together
@@ -94,7 +94,7 @@ def key_vjp(operands: Operands, *, time: int, call: configs.Call):
 def _gradients(operands: Operands, outputs, call: configs.Call):
     """Runs the kernel for the requested gradients; returns its results by name."""
     key, value, dual = operands.key, operands.value, operands.dual
-    heads, head_dim, time = operands.scalars.shape
+    (heads, blocks, *_), head_dim = operands.rows.shape, key.shape[-1]
     config, chunk, exact_window, value_dim = call.config, call.chunk, call.exact_window, value.shape[-1]
     layout = layouts.Layout(head_dim)
     count, stages, parts = config.key_vjp_blocks, config.key_vjp_stages, config.key_vjp_parts
@@ -195,7 +195,7 @@ def _gradients(operands: Operands, outputs, call: configs.Call):
         operands._asdict(),
         outputs,
         scratch,
-        grid=call.grid(heads, time, count),
+        grid=call.grid(heads, blocks * _BLOCK, count),
         warpgroups=count,
         name="power_state_key_vjp" if with_key else "power_state_value_vjp",
         interpret=call.interpret,

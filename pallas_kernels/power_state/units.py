@@ -14,7 +14,7 @@ from pallas_kernels.power_state import configs
 _BLOCK = configs.BLOCK
 
 
-class Tokens(NamedTuple):
+class Units(NamedTuple):
     """Rows divided by the power of two that brings their largest entry into [1/2, 1), and what they were.
 
     T and S = W + T are in whole blocks. W zeros are before the first key and value.
@@ -28,8 +28,8 @@ class Tokens(NamedTuple):
     value_size: jax.Array  # float32 [B K, S], the largest entry
 
 
-def in_units(query, key, value, *, call: configs.Call) -> Tokens:
-    """Returns Tokens of query [B, T, N, D], key [B, T, K, D] and value [B, T, K, E], bfloat16, in whole blocks.
+def in_units(query, key, value, *, call: configs.Call) -> Units:
+    """Returns Units of query [B, T, N, D], key [B, T, K, D] and value [B, T, K, E], bfloat16, in whole blocks.
 
     Float16 holds the entries of a row that are above 2^-14 of its largest one.
     """
@@ -83,7 +83,7 @@ def in_units(query, key, value, *, call: configs.Call) -> Tokens:
             launch.store(value_size.at[row * kv_heads + own, tokens], jnp.abs(x).max(1))
 
     length = time + call.exact_window
-    types = Tokens(
+    types = dict(
         query=jax.ShapeDtypeStruct((batch * heads, time, head_dim), query.dtype),
         query_by_entry=jax.ShapeDtypeStruct((batch * heads, head_dim, time), jnp.float16),
         query_exponent=jax.ShapeDtypeStruct((batch * heads, time), jnp.int32),
@@ -91,10 +91,10 @@ def in_units(query, key, value, *, call: configs.Call) -> Tokens:
         key_exponent=jax.ShapeDtypeStruct((batch * kv_heads, length), jnp.int32),
         value_size=jax.ShapeDtypeStruct((batch * kv_heads, length), jnp.float32),
     )
-    return Tokens(
+    return Units(
         *plgpu.kernel(
             body,
-            out_type=tuple(types),
+            out_type=tuple(types.values()),
             scratch_types=[
                 tensor_core.operand((), _BLOCK, head_dim, query.dtype),
                 tensor_core.operand((), _BLOCK, value.shape[3], value.dtype),
@@ -104,7 +104,7 @@ def in_units(query, key, value, *, call: configs.Call) -> Tokens:
             ],
             grid=(batch, window + count, heads + 2 * kv_heads),
             grid_names=("batch", "block", "head"),
-            kernel_name="power_state_tokens",
+            kernel_name="power_state_units",
             **launch.interpreted(call.interpret),
         )(query, key, value)
     )
