@@ -11,8 +11,8 @@ from pallas_kernels.hopper import tensor_core
 BLOCK = tensor_core.ROWS
 # Multiprocessors of an H100. If the update has fewer blocks, time is cut into segments.
 MULTIPROCESSORS = 132
-# Maximum number of positions of a chunk and its window, of which a thread block holds four float32 vectors.
-_MOST_POSITIONS = 12_288
+# Maximum number of positions of a chunk and its window, of which a thread block holds five float32 vectors.
+_MOST_POSITIONS = 10_240
 # Shared memory of one thread block on Hopper, minus an allowance for barriers and alignment.
 SHARED_BYTES = 227 * 1024 - 4096
 

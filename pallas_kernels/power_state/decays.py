@@ -42,22 +42,20 @@ def log2(log2_decay):
     return jnp.where(log2_decay < numerics.FLOOR * LOG2E, NOTHING, log2_decay)
 
 
-def chunk_decays(log2_decay, enters, *, call: configs.Call) -> Decays:
+def chunk_decays(log2_decay, entering, *, call: configs.Call) -> Decays:
     """Returns the decays of each chunk and its window.
 
-    log2_decay: float32 [H, W + X], of the window before the first token and all tokens. enters: float32 [H, W + X], 1
-    where a token enters the state, else 0: the state does not decay there.
+    log2_decay: float32 [H, W + X], of W positions before the first token and of all tokens. entering: int32 [H], the
+    number of these positions that enter the state, the first ones; at others the state does not decay.
     """
     heads, length = log2_decay.shape
     chunk, exact_window = call.chunk, call.exact_window
     chunks, folded, window = (length - exact_window) // chunk, chunk // _BLOCK, exact_window // _BLOCK
     blocks = folded + window
 
-    def body(log2_decay, enters, decay, from_start, to_end, across, decay_smem, enters_smem, full):
+    def body(log2_decay, entering, decay, from_start, to_end, across, decay_smem, full):
         head, index = lax.axis_index("head"), lax.axis_index("chunk")
-        begin = index * folded
-        plgpu.copy_gmem_to_smem(log2_decay.at[head, pl.ds(begin, blocks)], decay_smem, full)
-        plgpu.copy_gmem_to_smem(enters.at[head, pl.ds(begin, folded)], enters_smem, full)
+        plgpu.copy_gmem_to_smem(log2_decay.at[head, pl.ds(index * folded, blocks)], decay_smem, full)
         plgpu.barrier_wait(full)
         token, other = _tokens()
         zero = _per_row(0.0)
@@ -81,13 +79,12 @@ def chunk_decays(log2_decay, enters, *, call: configs.Call) -> Decays:
 
         def after(step, later):
             block = folded - 1 - step
-            x, entering = (
-                tensor_core.along_rows(smem.at[block], _SHAPE) for smem in (decay_smem, enters_smem)
-            )
-            x = jnp.where(entering > 0, x, 0.0)
-            mine = plgpu.load(enters_smem.at[block], layout=tensor_core.PER_ROW)
+            # Tokens of the block that enter the state.
+            count = entering[head] - (index * folded + block) * _BLOCK
+            x = tensor_core.along_rows(decay_smem.at[block], _SHAPE)
+            x = jnp.where(other < count, x, 0.0)
             here = later + jnp.where(other > token, x, 0.0).sum(1)
-            launch.store(to_end.at[head, index, block], log2(jnp.where(mine > 0, here, NOTHING)))
+            launch.store(to_end.at[head, index, block], jnp.where(token.max(1) < count, log2(here), NOTHING))
             return later + x.sum(1)
 
         total = lax.fori_loop(jnp.int32(0), jnp.int32(folded), after, zero)
@@ -96,35 +93,31 @@ def chunk_decays(log2_decay, enters, *, call: configs.Call) -> Decays:
     def vector(*shape):
         return jax.ShapeDtypeStruct((heads, chunks, *shape, _BLOCK), jnp.float32)
 
-    decay, from_start, to_end, across = plgpu.kernel(
+    blocks_of_keys, from_start, to_end, across = plgpu.kernel(
         body,
         out_type=(vector(3, blocks), vector(folded), vector(folded), vector()),
-        scratch_types=[
-            plgpu.SMEM((blocks, _BLOCK), jnp.float32),
-            plgpu.SMEM((folded, _BLOCK), jnp.float32),
-            plgpu.Barrier(num_arrivals=2),
-        ],
+        scratch_types=[plgpu.SMEM((blocks, _BLOCK), jnp.float32), plgpu.Barrier()],
         grid=(chunks, heads),
         grid_names=("chunk", "head"),
         kernel_name="power_state_decays",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         **launch.interpreted(call.interpret),
-    )(*(x.reshape(heads, -1, _BLOCK) for x in (log2_decay, enters)))
+    )(log2_decay.reshape(heads, -1, _BLOCK), entering)
     shape = heads, chunks, chunk
-    return Decays(decay, from_start.reshape(shape), to_end.reshape(shape), across[..., 0])
+    return Decays(blocks_of_keys, from_start.reshape(shape), to_end.reshape(shape), across[..., 0])
 
 
 class Sums(NamedTuple):
-    """Sums of the gradients with respect to log w over Y positions, whole chunks from W before the first token on.
+    """Sums of the gradients with respect to log w over exact pairs, then over states.
 
-    At position t is the key t, and the query W before it.
+    There are Y positions, whole chunks from W before the first token on. At position t is the key t, and the query W
+    before it.
     """
 
-    window: jax.Array  # float32 [H, Y], over in-window pairs: those of the query minus those of the key
-    queries: jax.Array  # float32 [H, Y + W], those of the query over keys in the state
-    keys: jax.Array  # float32 [H, Y], those of the key over queries that read it in a state
-    enters: jax.Array  # float32 [H, Y], 1 where the key enters the state
+    queries: jax.Array  # float32 [H, 2, Y + W]
+    keys: jax.Array  # float32 [H, 2, Y]
     inner: jax.Array  # float32 [H, n], inner product of the state before each chunk with its gradient
+    entering: jax.Array  # int32 [H], the number of positions that enter a state, the first ones
 
 
 def decay_gradient(sums: Sums, *, call: configs.Call) -> jax.Array:
@@ -134,60 +127,59 @@ def decay_gradient(sums: Sums, *, call: configs.Call) -> jax.Array:
     minus the sum over keys from t on. For states, it is the sum over the queries from t on to the end of the chunk that
     folds t and, if t enters the state, the sum over the chunk's keys before t.
     """
-    heads, length = sums.window.shape
+    queries, keys, inner, entering = sums
+    heads, _, length = keys.shape
     folded, window = call.chunk // _BLOCK, call.exact_window // _BLOCK
     chunks = length // call.chunk
-    totals = sums.window.reshape(heads, chunks, -1).sum(-1)
-    after = jnp.pad(totals[:, 1:], [(0, 0), (0, 1)])
-    later = numerics.over_earlier(after, jnp.sum, 0, reverse=True)
-    inner = jnp.pad(sums.inner, [(0, 0), (0, chunks - sums.inner.shape[1])])
+    totals = (queries[:, 0, :length] - keys[:, 0]).reshape(heads, chunks, -1).sum(-1)
+    later = numerics.over_earlier(jnp.pad(totals[:, 1:], [(0, 0), (0, 1)]), jnp.sum, 0, reverse=True)
+    inner = jnp.pad(inner, [(0, 0), (0, chunks - inner.shape[1])])
 
-    def body(*refs):
-        *gmem, later, inner, result, window_smem, query_smem, key_smem, enters_smem, full = refs
+    def body(queries, keys, later, inner, entering, result, query_smem, key_smem, seen_smem, full):
         head, index = lax.axis_index("head"), lax.axis_index("chunk")
-        for source, target in zip(gmem, (window_smem, query_smem, key_smem, enters_smem), strict=True):
-            tokens = pl.ds(index * folded, target.shape[0])
-            plgpu.copy_gmem_to_smem(source.at[head, tokens], target, full)
+        for source, target in ((queries, query_smem), (keys, key_smem)):
+            for part in range(2):
+                tokens = pl.ds(index * folded, target.shape[1])
+                plgpu.copy_gmem_to_smem(source.at[head, part, tokens], target.at[part], full)
         plgpu.barrier_wait(full)
         token, other = _tokens()
 
+        def load(smem, part, block):
+            return tensor_core.along_rows(smem.at[part, block], _SHAPE)
+
         def over_queries(step, total):
-            return total + tensor_core.along_rows(query_smem.at[folded + step], _SHAPE).sum(1)
+            return total + load(query_smem, 1, folded + step).sum(1)
 
         # Queries of the chunk, at positions of the next one.
         last = lax.fori_loop(jnp.int32(0), jnp.int32(window), over_queries, _per_row(later[head, index]))
 
         def after(step, total):
             block = folded - 1 - step
-            x = tensor_core.along_rows(window_smem.at[block], _SHAPE) + tensor_core.along_rows(
-                query_smem.at[block], _SHAPE
-            )
-            # A block is read before it is written, and by all warps of the warpgroup.
-            here = total + jnp.where(other >= token, x, 0.0).sum(1)
-            plgpu.commit_smem()
-            window_smem[block] = here
+            x = load(query_smem, 0, block) - load(key_smem, 0, block) + load(query_smem, 1, block)
+            seen_smem[block] = total + jnp.where(other >= token, x, 0.0).sum(1)
             return total + x.sum(1)
 
         lax.fori_loop(jnp.int32(0), jnp.int32(folded), after, last)
         plgpu.commit_smem()
 
         def before(block, total):
-            x = tensor_core.along_rows(key_smem.at[block], _SHAPE)
+            count = entering[head] - (index * folded + block) * _BLOCK
+            x = load(key_smem, 1, block)
             here = total + jnp.where(other < token, x, 0.0).sum(1)
-            enters, seen = (
-                plgpu.load(smem.at[block], layout=tensor_core.PER_ROW) for smem in (enters_smem, window_smem)
-            )
-            launch.store(result.at[head, index * folded + block], seen + jnp.where(enters > 0, here, 0.0))
+            here = jnp.where(token.max(1) < count, here, 0.0)
+            seen = plgpu.load(seen_smem.at[block], layout=tensor_core.PER_ROW)
+            launch.store(result.at[head, index * folded + block], seen + here)
             return total + x.sum(1)
 
         lax.fori_loop(jnp.int32(0), jnp.int32(folded), before, _per_row(inner[head, index]))
 
-    arrays = sums.window, sums.queries, sums.keys, sums.enters
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((heads, length // _BLOCK, _BLOCK), jnp.float32),
         scratch_types=[
-            *(plgpu.SMEM((folded + more, _BLOCK), jnp.float32) for more in (0, window, 0, 0)),
+            plgpu.SMEM((2, folded + window, _BLOCK), jnp.float32),
+            plgpu.SMEM((2, folded, _BLOCK), jnp.float32),
+            plgpu.SMEM((folded, _BLOCK), jnp.float32),
             plgpu.Barrier(num_arrivals=4),
         ],
         grid=(chunks, heads),
@@ -195,7 +187,9 @@ def decay_gradient(sums: Sums, *, call: configs.Call) -> jax.Array:
         kernel_name="power_state_decays_vjp",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         **launch.interpreted(call.interpret),
-    )(*(x.reshape(heads, -1, _BLOCK) for x in arrays), later, inner).reshape(heads, length)
+    )(*(x.reshape(heads, 2, -1, _BLOCK) for x in (queries, keys)), later, inner, entering).reshape(
+        heads, length
+    )
 
 
 def _tokens():

@@ -79,7 +79,7 @@ class Chunks(NamedTuple):
     old_value: jax.Array  # float32 [H, n, C, E], their values
     old_size: jax.Array  # float32 [H, n, C], the largest entry of each
     decays: decays.Decays
-    enters_state: jax.Array  # float32 [H, W + X], 1 where a token updates the state, else 0
+    entering: jax.Array  # int32 [H], the number of the W + X positions that update the state, the first ones
 
 
 class Carried(NamedTuple):
@@ -132,7 +132,7 @@ def by_chunk(arguments: Arguments, call: configs.Call) -> Chunks:
     )
     in_units = units.in_units(query, key, value, call=call)
     old_value = pad(heads_first(value[:, :time]), exact_window, extra)
-    log2_decay, enters_state = _by_head(log_decay, enters_state, call)
+    log2_decay, entering = _by_head(log_decay, enters_state, call)
     old_exponent, old_value, old_size = (
         _folded(lengthened(x, exact_window + time + extra), chunk, exact_window)
         for x in (in_units.key_exponent, old_value, in_units.value_size)
@@ -144,26 +144,26 @@ def by_chunk(arguments: Arguments, call: configs.Call) -> Chunks:
         old_exponent=old_exponent,
         old_value=old_value.astype(jnp.float32),
         old_size=old_size,
-        decays=decays.chunk_decays(log2_decay, enters_state, call=call),
-        enters_state=enters_state,
+        decays=decays.chunk_decays(log2_decay, entering, call=call),
+        entering=entering,
     )
 
 
 def over_chunks(arguments: Arguments, call: configs.Call):
     """Returns log2 of the decay of the state over each chunk, float32 [H, n], as in `decays.Decays`."""
-    log2_decay, enters_state = _by_head(arguments.log_decay, arguments.enters_state, call)
-    log2_decay = jnp.where(enters_state > 0, log2_decay, 0)
-    return decays.log2(_folded(log2_decay, call.chunk, call.exact_window).sum(-1))
+    log2_decay, entering = _by_head(arguments.log_decay, arguments.enters_state, call)
+    enters = jnp.arange(log2_decay.shape[1]) < entering[:, None]
+    return decays.log2(_folded(jnp.where(enters, log2_decay, 0), call.chunk, call.exact_window).sum(-1))
 
 
 def _by_head(log_decay, enters_state, call: configs.Call):
-    """Returns log2 of the decay at each position, and 1 where it enters the state, else 0, float32 [H, W + X]."""
-    heads, extra = log_decay.shape[2], -log_decay.shape[1] % call.chunk
+    """Returns log2 of the decay at each position, float32 [H, W + X], and how many enter the state, int32 [H]."""
+    time, heads = log_decay.shape[1:]
     log_decay = jnp.where(log_decay < numerics.FLOOR, decays.FORGET, log_decay.astype(jnp.float32))
-    enters_state = jnp.repeat(enters_state.astype(jnp.float32), heads, 0)
-    return tuple(
-        pad(x, call.exact_window, extra) for x in (heads_first(log_decay) * decays.LOG2E, enters_state)
-    )
+    log2_decay = pad(heads_first(log_decay) * decays.LOG2E, call.exact_window, -time % call.chunk)
+    # Positions before the first that does not; those after the last token are zeros, whatever the mask says there.
+    first = jnp.where(enters_state, time, jnp.arange(time, dtype=jnp.int32)).min(1)
+    return log2_decay, jnp.repeat(call.exact_window + first, heads)
 
 
 def _folded(x, chunk, exact_window):

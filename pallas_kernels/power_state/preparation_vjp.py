@@ -124,18 +124,12 @@ def vectors(*rows):
 
 def sums_of(tokens, of_queries, of_keys, inner, exact_window) -> decays.Sums:
     """Computes Sums from the kernels' sums by query [B N, 2, X] and by key [H, 2, Y], in-window and from the state."""
-    (heads, _, length), (_, chunks, chunk, _) = of_keys.shape, tokens.old_value.shape
-    of_queries = of_queries.reshape(heads, -1, *of_queries.shape[1:]).sum(1)
-    in_window, in_state = (preparation.pad(x, exact_window, 0) for x in jnp.swapaxes(of_queries, 0, 1))
-    window_key, state_key = jnp.swapaxes(of_keys, 0, 1)
+    of_queries = of_queries.reshape(len(of_keys), -1, *of_queries.shape[1:]).sum(1)
+    of_queries = jnp.pad(of_queries, [(0, 0), (0, 0), (exact_window, 0)])
     # No chunk folds what follows the last one.
-    folded = preparation.lengthened(tokens.enters_state, chunks * chunk)
+    entering = jnp.minimum(tokens.entering, tokens.old_size[0].size)
     return decays.Sums(
-        window=preparation.lengthened(in_window, length) - window_key,
-        queries=preparation.lengthened(in_state, length + exact_window),
-        keys=state_key,
-        enters=preparation.lengthened(folded, length),
-        inner=inner,
+        preparation.lengthened(of_queries, of_keys.shape[2] + exact_window, axis=2), of_keys, inner, entering
     )
 
 

@@ -11,6 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import launch, numerics, results, tensor_core
 from pallas_kernels.power_state import configs
 
+# Exponent of a key of zeros, below those of all others: states are not scaled for it.
+NOTHING = -300
+
 _BLOCK = configs.BLOCK
 
 
@@ -24,7 +27,7 @@ class Units(NamedTuple):
     query_by_entry: jax.Array  # float16 [B N, D, T]
     query_exponent: jax.Array  # int32 [B N, T], of the divisor; 0 for zeros
     key_by_entry: jax.Array  # float16 [B K, D, S]
-    key_exponent: jax.Array  # int32 [B K, S]
+    key_exponent: jax.Array  # int32 [B K, S], of the divisor; NOTHING for zeros
     value_size: jax.Array  # float32 [B K, S], the largest entry
 
 
@@ -49,11 +52,12 @@ def in_units(query, key, value, *, call: configs.Call) -> Units:
             plgpu.barrier_wait(full)
             return plgpu.load(target, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
-        def convert(source, head, unit, by_entry, exponents, first):
+        def convert(source, head, unit, by_entry, exponents, first, of_zeros):
             x = load(source, vector_smem, head, block - first)
             size = jnp.abs(x).max(1)
+            exponent = jnp.where(size > 0, numerics.normal_exponent(size), of_zeros)
             # A row with NaN or infinity must not outweigh others.
-            exponent = jnp.where((size > 0) & (size < jnp.inf), numerics.normal_exponent(size), 0)
+            exponent = jnp.where(exponent < numerics.INFINITE, exponent, 0)
             for factor in numerics.factors(-exponent):
                 x = x * lax.broadcast_in_dim(factor, x.shape, [0])
             head, tokens = row * source.shape[2] + head, pl.ds(block * _BLOCK, _BLOCK)
@@ -69,11 +73,11 @@ def in_units(query, key, value, *, call: configs.Call) -> Units:
 
         @pl.when((head < heads) & (block < count))
         def _query():
-            convert(query, head, *of_queries, 0)
+            convert(query, head, *of_queries, 0, 0)
 
         @pl.when((head >= heads) & (head < heads + kv_heads))
         def _key():
-            convert(key, head - heads, None, *of_keys, window)
+            convert(key, head - heads, None, *of_keys, window, NOTHING)
 
         @pl.when(head >= heads + kv_heads)
         def _value():

@@ -106,20 +106,23 @@ def in_units(query, key, value, *, call):
         (preparation.pad(heads_first(x), window, 0) for x in (key, value)),
     )
 
-    def scaled(x):
-        exponent = numerics.exponent(jnp.abs(x).max(-1))
+    def scaled(x, of_zeros):
+        size = jnp.abs(x).max(-1)
+        exponent = jnp.where(size > 0, numerics.exponent(size), of_zeros)
         unit = numerics.scaled(x, -exponent[..., None])
         return unit, jnp.swapaxes(unit, 1, 2).astype(jnp.float16), exponent
 
-    return units.Units(*scaled(query), *scaled(key)[1:], jnp.abs(value).max(-1).astype(jnp.float32))
+    return units.Units(
+        *scaled(query, 0), *scaled(key, units.NOTHING)[1:], jnp.abs(value).max(-1).astype(jnp.float32)
+    )
 
 
-def chunk_decays(log2_decay, enters, *, call):
+def chunk_decays(log2_decay, entering, *, call):
     """Computes `decays.chunk_decays`."""
     chunk = call.chunk
     count = (log2_decay.shape[1] - call.exact_window) // chunk
     frames = log2_decay[:, _seen(count, chunk, call.exact_window)]
-    entering = enters[:, : count * chunk].reshape(*frames.shape[:2], chunk) > 0
+    entering = (np.arange(count * chunk) < entering[:, None]).reshape(*frames.shape[:2], chunk)
     coarse = numerics.coarse(frames, frames.shape[-1], -decays.FORGET * decays.LOG2E)
     sums = [jnp.cumsum(x, -1) for x in (coarse, frames - coarse)]
     blocks = [x.reshape(*x.shape[:2], -1, configs.BLOCK) for x in sums]
@@ -136,7 +139,8 @@ def chunk_decays(log2_decay, enters, *, call):
 
 def decay_gradient(sums, *, call):
     """Computes `decays.decay_gradient`."""
-    heads, length = sums.window.shape
+    queries, (window, state_keys) = sums.queries, jnp.swapaxes(sums.keys, 0, 1)
+    heads, length = window.shape
     position = np.arange(length + call.exact_window)
 
     def in_chunks(x):
@@ -144,13 +148,13 @@ def decay_gradient(sums, *, call):
 
     # For each chunk, queries up to its end.
     ends = np.arange(call.chunk, length + 1, call.chunk) + call.exact_window
-    queries = jnp.where(position < ends[:, None], sums.queries[:, None], 0)
+    queries = jnp.where(position < ends[:, None], queries[:, 1, None], 0)
     queries = _suffix_sums(queries)[:, :, :length].reshape(heads, len(ends), len(ends), -1)
     queries = jnp.einsum("hcct->hct", queries)
-    keys, inner = in_chunks(sums.keys), jnp.pad(sums.inner, [(0, 0), (0, len(ends) - sums.inner.shape[1])])
+    keys, inner = in_chunks(state_keys), jnp.pad(sums.inner, [(0, 0), (0, len(ends) - sums.inner.shape[1])])
     before = jnp.cumsum(keys, -1) - keys + inner[..., None]
-    states = queries + jnp.where(in_chunks(sums.enters) > 0, before, 0)
-    return _suffix_sums(sums.window) + states.reshape(heads, length)
+    states = queries + jnp.where(in_chunks(jnp.arange(length) < sums.entering[:, None]), before, 0)
+    return _suffix_sums(sums.queries[:, 0, :length] - window) + states.reshape(heads, length)
 
 
 def query_states(operands, *, time, with_remainder, call):

@@ -61,6 +61,20 @@ def test_queries_of_few_keys_with_small_weights():
     interpreted.check(*(cases.errors(jax.device_get(x), expected, drawn) for x in found))
 
 
+@pytest.mark.parametrize(("power", "scale"), [(2, 1e-5), pytest.param(4, 1e-3, marks=pytest.mark.slow)])
+def test_keys_of_zeros_do_not_set_the_scale_of_states(power, scale):
+    """Padding has such keys."""
+    case = cases.Case(power=power, time=200, decay="gentle", scale=scale)
+    drawn = cases.arrays(case, batch=1, dtype="bfloat16")
+    drawn["key"][:, 20:30] = 0
+    expected, short = suite.expected_for(drawn, case), cases.cast(drawn, "bfloat16")
+    found = (
+        suite.outputs_and_gradients(short, implementation=name, power=power, **FIXED)
+        for name in ("mosaic_gpu", "xla")
+    )
+    interpreted.check(*(cases.errors(jax.device_get(x), expected, drawn) for x in found))
+
+
 @pytest.mark.parametrize("power", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_states(power):
     """Checks outputs and states after a state, and all gradients, from those of outputs and of the final state."""

@@ -21,7 +21,7 @@ def test_what_the_kernels_cannot_do_is_named():
         ({"value_dim": 136}, "need.*value_dim"),
         ({"chunk": 100}, "need a chunk"),
         ({"chunk": 1 << 16}, "need.*positions in a chunk"),
-        ({"chunk": 16_384}, "need at most 12288 positions .* not 16448"),
+        ({"chunk": 16_384}, "need at most 10240 positions .* not 16448"),
         (
             {"head_dim": 128, "value_dim": 128, "chunk": 3072},
             "need a chunk shorter than 3072, for shared memory",
@@ -29,7 +29,7 @@ def test_what_the_kernels_cannot_do_is_named():
         ({"exact_window": 10}, "need.*exact_window"),
         (quartic | {"head_dim": 64}, "need.*head_dim.*power 4"),
         (quartic | {"value_dim": 48}, "need.*value_dim.*power 4"),
-        (quartic | {"chunk": 16_384}, "need at most 12288 positions .* not 16448"),
+        (quartic | {"chunk": 16_384}, "need at most 10240 positions .* not 16448"),
     ):
         with pytest.raises(NotImplementedError, match=message):
             power_state.choose(**SIZES | changes)

@@ -61,8 +61,7 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
         return preparation.lengthened(factor.reshape(len(factor), -1), length)
 
     def narrow(exponent):
-        exponent = preparation.lengthened(exponent, length)
-        return numerics.scaled(jnp.ones(exponent.shape, jnp.float32), -exponent)
+        return numerics.power_of_two(-preparation.lengthened(exponent, length))
 
     rows = key_kernel.Rows(
         narrow(tokens.units.key_exponent),
