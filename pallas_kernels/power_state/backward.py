@@ -13,7 +13,15 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.power_state import configs, decays, degrees, forward, preparation, preparation_vjp
+from pallas_kernels.power_state import (
+    configs,
+    decays,
+    degrees,
+    forward,
+    incoming,
+    preparation,
+    preparation_vjp,
+)
 
 
 class Gradients(NamedTuple):
@@ -50,11 +58,13 @@ def fold_vjp(arguments: preparation.Arguments, means, dout, dfinal=None, *, call
     The latter has the shapes of `dfinal`. Arguments as in `power_state_vjp`.
     """
     power, prepared = degrees.degree(call.power), _prepared(arguments, means, dout, call)
-    end = power.forward.start_of(dfinal, arguments.sizes, call.config)
-    dual = preparation_vjp.dual_of(prepared.tokens, prepared.mean, preparation.size_of(end[0], dfinal))
+    dual = preparation_vjp.dual_of(prepared.tokens, prepared.mean)
     operands = power.backward.operands_of_queries(prepared.tokens.units, dual)
     strength = dual.carried.strength * dual.dnorm
-    return forward.walk(operands, dual.carried, strength, end, arguments.sizes, call)
+    saved, dinitial = forward.walk(operands, dual.carried, strength, arguments.sizes, call)
+    if dfinal is not None:
+        saved, dinitial = incoming.add_incoming(saved, dinitial, dfinal, arguments, call=call, reverse=True)
+    return saved, dinitial
 
 
 def attend_vjp(

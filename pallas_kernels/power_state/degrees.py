@@ -21,7 +21,7 @@ class Degree(NamedTuple):
     """Modules of one power, with the same functions.
 
     Attributes:
-        forward: `start_of`, `stored_start`, `returned`, `operands_of_keys`, `states`, `norms` and `attend`.
+        forward: `stored`, `returned`, `operands_of_keys`, `states`, `norms` and `attend`.
         backward: `operands_of_queries`, `query_vjp`, `key_vjp` and `inner`.
         tiles: `choose` and `longest_chunk`.
     """

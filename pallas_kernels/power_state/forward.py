@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper import numerics
-from pallas_kernels.power_state import configs, degrees, preparation, recurrence
+from pallas_kernels.power_state import configs, degrees, incoming, preparation, recurrence
 
 
 def power_state_fwd(arguments: preparation.Arguments, initial_state=None, *, call: configs.Call):
@@ -38,28 +37,27 @@ def power_state_fwd(arguments: preparation.Arguments, initial_state=None, *, cal
 
 def fold(arguments: preparation.Arguments, initial_state=None, *, call: configs.Call):
     """Returns the states before each chunk as `Saved`, and the final state (kv, norm)."""
-    power, sizes = degrees.degree(call.power).forward, arguments.sizes
-    start = power.start_of(initial_state, sizes, call.config)
     tokens = preparation.by_chunk(arguments, call)
-    carried = preparation.carried_keys(tokens, preparation.size_of(start[0], initial_state), call.power)
-    operands = power.operands_of_keys(tokens, carried.strength)
-    return walk(operands, carried, carried.strength, start, sizes, call)
+    carried = preparation.carried_keys(tokens, call.power)
+    operands = degrees.degree(call.power).forward.operands_of_keys(tokens, carried.strength)
+    saved, final = walk(operands, carried, carried.strength, arguments.sizes, call)
+    if initial_state is not None:
+        saved, final = incoming.add_incoming(saved, final, initial_state, arguments, call=call)
+    return saved, final
 
 
-def walk(operands, carried: preparation.Carried, strength, start, sizes, call: configs.Call):
-    """Returns the states before each chunk of the walk as `Saved`, and the state (kv, norm) after the last.
+def walk(operands, carried: preparation.Carried, strength, sizes, call: configs.Call):
+    """Returns the states before each chunk of a walk from zero as `Saved`, and the state (kv, norm) after the last.
 
-    operands: of the power's update. strength: float32 [H, n, C], the weights in the normalizers, of either sign. start:
-    the state and the normalizer before the walk, as the power's `start_of` returns them.
+    operands: of the power's update. strength: float32 [H, n, C], the weights in the normalizers, of either sign.
     """
-    power, (start, start_norm) = degrees.degree(call.power).forward, start
-    states, final = power.states(operands, carried, start, call)
+    power = degrees.degree(call.power).forward
+    states, final = power.states(operands, carried, call)
     # Divided by the largest of their chunk, weights are in the range of float16.
     peak = jnp.abs(strength).max(-1, keepdims=True)
     relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
     new = power.norms(operands, relative, call.interpret)
-    start_norm = numerics.scaled(start_norm, -carried.shift[:, :1, None])
-    norms = recurrence.recurrence(carried.carry, peak[..., 0], new, start_norm, interpret=call.interpret)
+    norms = recurrence.recurrence(carried.carry, peak[..., 0], new, interpret=call.interpret)
     saved = preparation.Saved.of(states, norms, carried.shift, sizes[0])
     return saved, power.returned(final, norms[:, -1], carried.shift[:, -1], sizes, call.config)
 

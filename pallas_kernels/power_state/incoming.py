@@ -1,8 +1,8 @@
-"""Addition of states that arrive after a device's own update: those of earlier positions on another device.
+"""Addition of a state of earlier positions to the states before each chunk: an initial one, or another device's.
 
-Each device updates an empty state with its own positions. The final states are combined over devices, and the incoming
-state is added to the states before each chunk, so no position is processed twice. The gradients of states in the
-backward pass, which come from later positions, are handled in the same way.
+Each call updates an empty state with its own positions. Over devices, the final states are combined and the incoming
+state is added afterwards, so no position is processed twice. The gradients of states in the backward pass, which come
+from later positions, are handled in the same way.
 """
 
 import jax
@@ -20,14 +20,14 @@ def add_incoming(
     call: configs.Call,
     reverse: bool = False,
 ) -> tuple[preparation.Saved, tuple[jax.Array, jax.Array]]:
-    """Returns the results of `forward.fold` with `incoming` as the initial state, given its results without one.
+    """Returns `saved` and `final` of a fold from an empty state, as after the state `incoming` (kv, norm).
 
-    reverse: do the same for `backward.fold_vjp`, with `incoming` as the gradient of the final state.
+    reverse: the same for gradients of states, with `incoming` as the gradient of the final state.
     """
     over = preparation.over_chunks(arguments, call)
     over = jnp.flip(over, 1) if reverse else over
     since = jnp.cumsum(jnp.pad(over, [(0, 0), (1, 0)]), 1)
-    start, norm = degrees.degree(call.power).forward.stored_start(incoming, arguments.sizes, call.config)
+    start, norm = degrees.degree(call.power).forward.stored(incoming, arguments.sizes, call.config)
     states, norms, shifts = saved.by_head()
 
     # Choose a scale for both, so that entries stay below 2^HEADROOM. The shift of an empty state is meaningless: the

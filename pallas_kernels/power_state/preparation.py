@@ -91,26 +91,14 @@ class Carried(NamedTuple):
     log2_carry: jax.Array  # float32 [H, n], finite
 
 
-def carried_keys(tokens: Chunks, start_size, power) -> Carried:
-    """Returns the growth of the states of keys.
-
-    start_size: float32 [H], the largest entry of the state before the first chunk.
-    """
+def carried_keys(tokens: Chunks, power) -> Carried:
+    """Returns the growth of the states of keys."""
     log2_strength = jnp.where(
         tokens.decays.log2_to_end > decays.NOTHING,
         tokens.decays.log2_to_end + power * tokens.old_exponent,
         decays.NOTHING,
     )
-    return carry_along(log2_strength, tokens.old_size, tokens.decays.log2_across, start_size)
-
-
-def size_of(state, given):
-    """Returns the largest entry of each head's state, float32 [H]; zero if `given` is None.
-
-    state: [H, ...], with three axes after the first at all powers.
-    """
-    # XLA would constant-fold the maximum of many zeros at compile time, which takes seconds per layer.
-    return jnp.zeros(len(state)) if given is None else jnp.abs(state).max((1, 2, 3))
+    return carry_along(log2_strength, tokens.old_size, tokens.decays.log2_across)
 
 
 def scale_of(tokens: Chunks, shift):
@@ -175,17 +163,15 @@ def _folded(x, chunk, exact_window):
     return x[:, :length].reshape(len(x), -1, chunk, *x.shape[2:])
 
 
-def carry_along(log2_strength, size, log2_across, start_size) -> Carried:
-    """Returns the growth of states from log2 of token weights [H, n, C] and of decays over chunks.
+def carry_along(log2_strength, size, log2_across) -> Carried:
+    """Returns the growth of states from zero, from log2 of token weights [H, n, C] and of decays over chunks.
 
-    size: largest entry of each token. start_size: float32 [H], the largest entry of the state before the first chunk.
+    size: largest entry of each token.
     """
-
-    def log2(x):
-        return jnp.where(x > 0, jnp.log2(jnp.where(x > 0, x, 1)), decays.NOTHING)
-
+    log2_size = jnp.where(size > 0, jnp.log2(jnp.where(size > 0, size, 1)), decays.NOTHING)
     # Exponents whose powers of two bring the states below 2^HEADROOM. An empty state needs no scale.
-    bound = _log2_recurrence(log2_across, _log2_sum(log2_strength + log2(size)), log2(start_size))
+    new = _log2_sum(log2_strength + log2_size)
+    bound = _log2_recurrence(log2_across, new, jnp.full_like(new[:, 0], decays.NOTHING))
     shift = jnp.where(bound > decays.NOTHING / 2, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
     difference = log2_across + (shift[:, :-1] - shift[:, 1:])
     log2_carry = jnp.where(log2_across > decays.NOTHING, difference, _NEVER)

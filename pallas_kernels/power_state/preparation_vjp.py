@@ -61,11 +61,8 @@ def mean_of(out, denominator, dout, value_dim, length) -> Mean:
     )
 
 
-def dual_of(tokens: preparation.Chunks, mean: Mean, start_size) -> Dual:
-    """Computes Dual from the mean's cotangent.
-
-    start_size: float32 [H], the largest entry of the final state's gradient.
-    """
+def dual_of(tokens: preparation.Chunks, mean: Mean) -> Dual:
+    """Computes Dual from the mean's cotangent."""
     dout = preparation.heads_first(mean.dout).astype(jnp.float32)
     value = mean.inverse[:, : dout.shape[1], None] * dout
     log2_strength = jnp.tile(
@@ -75,9 +72,7 @@ def dual_of(tokens: preparation.Chunks, mean: Mean, start_size) -> Dual:
     return Dual(
         value=value,
         dnorm=backwards(-mean.delta * mean.inverse, log2_strength.shape),
-        carried=preparation.carry_along(
-            log2_strength, size, jnp.flip(tokens.decays.log2_across, 1), start_size
-        ),
+        carried=preparation.carry_along(log2_strength, size, jnp.flip(tokens.decays.log2_across, 1)),
     )
 
 

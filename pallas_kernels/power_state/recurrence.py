@@ -11,15 +11,15 @@ from pallas_kernels.hopper import launch
 _THREADS, _AHEAD = 128, 16
 
 
-def recurrence(carry, factor, new, start, *, interpret=None):
-    """Computes x_0 = start and x_{c+1} = carry_c x_c + factor_c new_c, float32 [H, n + 1, A, B].
+def recurrence(carry, factor, new, *, interpret=None):
+    """Computes x_0 = 0 and x_{c+1} = carry_c x_c + factor_c new_c, float32 [H, n + 1, A, B].
 
-    carry, factor: float32 [H, n]; new: float32 [H, n, A, B]; start: float32 [H, A, B]; A B is a multiple of 128.
+    carry, factor: float32 [H, n]; new: float32 [H, n, A, B]; A B is a multiple of 128.
     """
     heads, chunks, *shape = new.shape
     layout = plgpu.Layout.WG_STRIDED((_THREADS,), 1)
 
-    def body(carry, factor, new, start, result):
+    def body(carry, factor, new, result):
         head, part = lax.axis_index("head"), lax.axis_index("part")
 
         def load(ref):
@@ -32,7 +32,7 @@ def recurrence(carry, factor, new, start, *, interpret=None):
                 result[head, first + n + 1, part] = x
             return x
 
-        x = load(start.at[head, part])
+        x = plgpu.layout_cast(jnp.zeros((_THREADS,), jnp.float32), layout)
         result[head, 0, part] = x
         runs, rest = divmod(chunks, _AHEAD)
         x = lax.fori_loop(jnp.int32(0), jnp.int32(runs), lambda run, x: add(run * _AHEAD, _AHEAD, x), x)
@@ -40,8 +40,8 @@ def recurrence(carry, factor, new, start, *, interpret=None):
 
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((heads, chunks + 1, start[0].size // _THREADS, _THREADS), jnp.float32),
-        grid=(start[0].size // _THREADS, heads),
+        out_type=jax.ShapeDtypeStruct((heads, chunks + 1, new[0, 0].size // _THREADS, _THREADS), jnp.float32),
+        grid=(new[0, 0].size // _THREADS, heads),
         grid_names=("part", "head"),
         kernel_name="power_state_recurrence",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -50,5 +50,4 @@ def recurrence(carry, factor, new, start, *, interpret=None):
         carry,
         factor,
         new.reshape(heads, chunks, -1, _THREADS),
-        start.reshape(heads, -1, _THREADS),
     ).reshape(heads, chunks + 1, *shape)

@@ -25,6 +25,7 @@ from pallas_kernels.power_state import recurrence as recurrences
 from pallas_kernels.power_state.square import backward, forward, layouts
 from pallas_kernels.power_state.square import key_vjp as key_kernel
 from pallas_kernels.power_state.square import query_vjp as query_kernel
+from sympow_jax.ops import sharding
 
 __all__ = ["KERNELS", "kernels"]
 
@@ -41,10 +42,10 @@ def kernels(multiprocessors=20):
 
 def update(operands, *, call, reverse=False):
     """Computes `update.update`."""
-    key, value, carry, start = operands
+    key, value, carry = operands
     heads, chunks = carry.shape
     layout, segments, value_dim = layouts.Layout(key.shape[1]), call.config.segments, value.shape[1]
-    start = jnp.swapaxes(start, 2, 3).reshape(heads, layouts.TILE, value_dim, layout.width)
+    start = _zeros((heads, layouts.TILE, value_dim, layout.width), operands)
     each = -(-chunks // segments)
 
     def step(state, inputs):
@@ -59,13 +60,12 @@ def update(operands, *, call, reverse=False):
 
     by_chunk = *(_in_chunks(x, chunks, call.chunk, heads, reverse) for x in (key, value)), carry
     by_chunk = tuple(jnp.moveaxis(x, 1, 0) for x in by_chunk)
-    # Segments after the first begin with zeros.
-    begins = (np.arange(chunks) % each == 0) & (np.arange(chunks) > 0)
+    begins = np.arange(chunks) % each == 0
     _, (states, after) = jax.lax.scan(step, start, (*by_chunk, begins))
     begin = np.arange(segments) * each
     finals = jnp.moveaxis(after[np.minimum(begin + each, chunks) - 1], 0, 1)
     finals = jnp.where((begin < chunks)[:, None, None, None], finals, 0)
-    finals = finals.reshape(heads, segments, *start.shape[1:3], layout.sections, -1)
+    finals = finals.reshape(heads, segments, layouts.TILE, value_dim, layout.sections, -1)
     return jnp.moveaxis(states, 0, 1), jnp.swapaxes(finals, 3, 4)
 
 
@@ -77,7 +77,7 @@ def norms(key, weights, *, interpret, reverse=False):
     return jnp.einsum("hnix,hnx,hnjx->hnij", keys, weights, keys, precision="highest")
 
 
-def recurrence(carry, factor, new, start, *, interpret):
+def recurrence(carry, factor, new, *, interpret):
     """Computes `recurrence.recurrence`."""
 
     def step(x, inputs):
@@ -85,6 +85,7 @@ def recurrence(carry, factor, new, start, *, interpret):
         after = carry[:, None, None] * x + factor[:, None, None] * new
         return after, after
 
+    start = _zeros(new[:, 0].shape, new)
     _, after = jax.lax.scan(step, start, [jnp.moveaxis(x, 1, 0) for x in (carry, factor, new)])
     return jnp.concatenate([start[:, None], jnp.moveaxis(after, 0, 1)], 1)
 
@@ -303,6 +304,11 @@ def _exact(*arrays):
 
 def _seen(chunks, chunk, exact_window):
     return np.arange(chunks)[:, None] * chunk + np.arange(chunk + exact_window)
+
+
+def _zeros(shape, operands):
+    """Returns zeros that vary over the manual mesh axes of the operands, as the carry of a scan over these has to."""
+    return sharding.same_variation((operands, jnp.zeros(shape)))[1]
 
 
 def _suffix_sums(x):

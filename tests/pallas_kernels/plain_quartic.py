@@ -49,8 +49,8 @@ def _layout(call):
 
 
 def _shapes_of_update(operands, *, call):
-    layout, start = _layout(call), operands.start
-    finals = len(start), call.config.segments, *start.shape[1:]
+    layout = _layout(call)
+    finals = len(operands.carry), call.config.segments, layout.stacks, configs.BLOCK, layouts.COLUMNS
     shape = *operands.carry.shape, layout.stacks, layout.value_dim, layout.width
     return (shape, np.float16), (finals, np.float32)
 
@@ -158,10 +158,10 @@ def key_vjp(operands, *, call):
 
 def update(operands, *, call):
     """Computes `quartic.update.update`."""
-    vector, scalars, value, carry, start, weights = operands
+    vector, scalars, value, carry, weights = operands
     (heads, chunks), layout, segments = carry.shape, _layout(call), call.config.segments
     chunk = value.shape[2] // chunks
-    stored, finals = [], np.stack([start] + [np.zeros_like(start)] * (segments - 1), 1)
+    stored, finals = [], np.zeros((heads, segments, *weights.shape), np.float32)
     for head in range(heads):
         columns, factors = blocks_and_scalars(single(vector[head]), single(scalars[head]), layout)
         factors = np.repeat(factors, layout.value_dim, 1)

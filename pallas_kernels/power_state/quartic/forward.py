@@ -22,16 +22,13 @@ class Operands(NamedTuple):
     value: jax.Array  # float16 [H, E, X], times its weight in the state after its chunk
 
 
-def start_of(state, sizes, config: configs.Config):
-    """Returns a state (kv, norm), or zeros for None, in the kernels' layout: [H, U, 64, 48] and Z [H, rows, rows].
+def stored(state, sizes, config: configs.Config):
+    """Returns a state (kv, norm) as stored states are, in float32 and its own scale: [H, U, E, P], [H, rows, rows].
 
     sizes: B, K, D and E before padding.
     """
     batch, kv_heads, head_dim, _ = sizes
     layout, heads = layouts.Layout(config.head_dim, config.value_dim), batch * kv_heads
-    if state is None:
-        start = jnp.zeros((heads, layout.stacks, configs.BLOCK, layouts.COLUMNS), jnp.float32)
-        return start, jnp.zeros((heads, layout.rows, layout.rows), jnp.float32)
     # Features of a smaller head size are placed among those of the layout, which are zero elsewhere.
     filled = jnp.asarray(layouts.canonical_of(head_dim, layout))
     kv, norm = (
@@ -40,19 +37,12 @@ def start_of(state, sizes, config: configs.Config):
         .set(x.reshape(heads, *x.shape[2:]))
         for x in state
     )
-    start = layouts.from_canonical(preparation.fill(kv, layout.value_dim), layout)
-    return start, layouts.norm_from_canonical(norm, layout)
-
-
-def stored_start(state, sizes, config: configs.Config):
-    """Converts a state (kv, norm) to the layout of stored states, but in float32 and in its own scale."""
-    layout = layouts.Layout(config.head_dim, config.value_dim)
-    start, norm = start_of(state, sizes, config)
-    return layouts.side_by_side(start * _weights(layout), layout), norm
+    kv = layouts.from_canonical(preparation.fill(kv, layout.value_dim), layout)
+    return layouts.side_by_side(kv * _weights(layout), layout), layouts.norm_from_canonical(norm, layout)
 
 
 def returned(state, norm, shift, sizes, config: configs.Config):
-    """Converts a state [H, U, 64, 48] and Z, both divided by 2^shift [H], to canonical order: inverts `start_of`."""
+    """Converts a state [H, U, 64, 48] and Z, both divided by 2^shift [H], to canonical order."""
     batch, kv_heads, head_dim, value_dim = sizes
     layout = layouts.Layout(config.head_dim, config.value_dim)
     filled = jnp.asarray(layouts.canonical_of(head_dim, layout))
@@ -107,11 +97,8 @@ def _pair_products(x, layout):
     return vector, pairs(*layout.scalars.T, 0, layout.scalar_rows - layout.products)
 
 
-def states(operands: Operands, carried: preparation.Carried, start, call: configs.Call):
-    """Returns the states that chunks read, times their weights, and the plain final state; all divided by 2^shift.
-
-    start: [H, U, 64, 48], the state before the walk.
-    """
+def states(operands: Operands, carried: preparation.Carried, call: configs.Call):
+    """Returns the states that chunks read, times their weights, and the plain final state; all divided by 2^shift."""
     layout = layouts.Layout(call.config.head_dim, call.config.value_dim)
     weights = _weights(layout)
     arrays = update_kernel.Operands(
@@ -119,15 +106,14 @@ def states(operands: Operands, carried: preparation.Carried, start, call: config
         operands.scalars,
         jnp.tile(operands.value, (1, layout.per_stack, 1)),
         carried.carry,
-        numerics.scaled(start, -carried.shift[:, :1, None, None]),
         weights,
     )
     found, finals = update_kernel.update(arrays, call=call)
 
-    def stored(state):
+    def weighted(state):
         return layouts.side_by_side(state * weights, layout)
 
-    return segments.join(found, finals, carried.log2_carry, stored, interpret=call.interpret)
+    return segments.join(found, finals, carried.log2_carry, weighted, interpret=call.interpret)
 
 
 def norms(operands: Operands, weights, *_):

@@ -37,12 +37,13 @@ class Operands(NamedTuple):
     # float16 [H, 64, X], E rows repeated for each scalar of a stack, times their decay up to the end of their chunk
     value: jax.Array
     carry: jax.Array  # float32 [H, n], the factor of the state over each of the n chunks
-    start: jax.Array  # float32 [H, U, 64, 48], the state before the first chunk; later segments begin at zero
     weights: jax.Array  # float32 [U, 64, 48], the factors of states when they are stored
 
 
 def update(operands: Operands, *, call: configs.Call):
     """Returns the states that the chunks read, times their weights, and the plain state after each segment.
+
+    Each segment begins at zero.
 
     Returns states float16 [H, n, U, E, P], the scalars of a stack side by side, and final float32 [H, segments, U, 64,
     48]. Accumulates in float32; products of a scalar and a value are rounded to float16.
@@ -83,12 +84,6 @@ def update(operands: Operands, *, call: configs.Call):
                 return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
 
             def update_states(*accumulators):
-                # The state before the first segment; the others begin at zero.
-                @pl.when(segment == 0)
-                def _start():
-                    for stack, acc in zip(stacks, accumulators):
-                        acc[...] = load(gmem["start"].at[head, stack])
-
                 @pl.loop(jnp.int32(0), count)
                 def _chunk(index):
                     # Store the state that the chunk's queries read.

@@ -21,28 +21,22 @@ class Operands(NamedTuple):
     reverse: bool = False
 
 
-def start_of(state, sizes, config: configs.Config):
-    """Returns a state (kv, norm), or zeros for None, in the kernels' layout: [H, 16, E, P] and Z [H, D, D].
+def stored(state, sizes, config: configs.Config):
+    """Returns a state (kv, norm) as stored states are, in float32 and its own scale: [H, 16, E, P] and Z [H, D, D].
 
     sizes: B, K, D and E before padding.
     """
     batch, kv_heads, head_dim, _ = sizes
-    layout, heads, width = layouts.Layout(config.head_dim), batch * kv_heads, config.head_dim
-    if state is None:
-        start = jnp.zeros((heads, layouts.TILE, config.value_dim, layout.width), jnp.float32)
-        return start, jnp.zeros((heads, width, width), jnp.float32)
-    kv, norm = (x.reshape(heads, *x.shape[2:]) for x in state)
-    start = layouts.from_canonical(preparation.fill(kv, config.value_dim), layout, head_dim)
+    kv, norm = (x.reshape(batch * kv_heads, *x.shape[2:]) for x in state)
+    kv = layouts.from_canonical(
+        preparation.fill(kv, config.value_dim), layouts.Layout(config.head_dim), head_dim
+    )
     norm = layouts.norm_from_canonical(norm, head_dim)
-    return start, jnp.pad(norm, [(0, 0)] + [(0, width - head_dim)] * 2)
-
-
-# States are stored as they are.
-stored_start = start_of
+    return kv, jnp.pad(norm, [(0, 0)] + [(0, config.head_dim - head_dim)] * 2)
 
 
 def returned(state, norm, shift, sizes, config: configs.Config):
-    """Converts a state [H, 16, E, P] and Z, both divided by 2^shift [H], to canonical order: inverts `start_of`."""
+    """Converts a state [H, 16, E, P] and Z, both divided by 2^shift [H], to canonical order: inverts `stored`."""
     batch, kv_heads, head_dim, value_dim = sizes
     kv = layouts.to_canonical(state[:, :, :value_dim], layouts.Layout(config.head_dim), head_dim)
     kv = numerics.scaled(kv, shift[:, None, None])
@@ -56,15 +50,10 @@ def operands_of_keys(tokens: preparation.Chunks, strength) -> Operands:
     return Operands(tokens.units.key_by_entry, preparation.time_last(value))
 
 
-def states(operands: Operands, carried: preparation.Carried, start, call: configs.Call):
-    """Returns the state before each chunk [H, n, 16, E, P] and the last one [H, 16, E, P], divided by 2^shift.
-
-    start: [H, 16, E, P], the state before the walk.
-    """
+def states(operands: Operands, carried: preparation.Carried, call: configs.Call):
+    """Returns the state before each chunk [H, n, 16, E, P] and the last one [H, 16, E, P], divided by 2^shift."""
     layout = layouts.Layout(call.config.head_dim)
-    start = numerics.scaled(start, -carried.shift[:, :1, None, None])
-    start = jnp.swapaxes(start.reshape(*start.shape[:3], layout.sections, -1), 2, 3)
-    arrays = update_kernel.Operands(operands.key, operands.value, carried.carry, start)
+    arrays = update_kernel.Operands(operands.key, operands.value, carried.carry)
     found, finals = update_kernel.update(arrays, call=call, reverse=operands.reverse)
     finals = jnp.swapaxes(finals, 3, 4).reshape(*finals.shape[:3], -1, layout.width)
     return segments.join(found, finals, carried.log2_carry, interpret=call.interpret)

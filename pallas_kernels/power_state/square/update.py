@@ -53,12 +53,10 @@ class Operands(NamedTuple):
         jax.Array
     )  # float16 [HN, E, at most X], times its decay up to the end of its chunk; E a multiple of 64
     carry: jax.Array  # float32 [H, n], the factor of the state over each chunk
-    # float32 [H, 16, sections, E, P / sections], the state before the first chunk; later segments begin at zero
-    start: jax.Array
 
 
 def update(operands: Operands, *, call: configs.Call, reverse: bool = False):
-    """Returns the states that the chunks read, and the state after each segment.
+    """Returns the states that the chunks read, and the state after each segment. Each segment begins at zero.
 
     reverse: whether the walk goes from the last chunk to the first. Keys and values are in the order of time, all else
         in that of the walk.
@@ -66,7 +64,7 @@ def update(operands: Operands, *, call: configs.Call, reverse: bool = False):
     Returns states float16 [H, n, 16, E, P], and the state after each segment, float32 [H, segments, 16, sections, E,
     P / sections]. Accumulates in float32; products of a key and a value are rounded to float16.
     """
-    key, value, carry, start = operands
+    key, value, carry = operands
     (heads, chunks), head_dim = carry.shape, key.shape[1]
     config, layout, dtype, value_dim = call.config, layouts.Layout(head_dim), key.dtype, value.shape[1]
     order = Order(len(key) // heads, chunks, call.chunk // _BLOCK, reverse)
@@ -110,13 +108,6 @@ def update(operands: Operands, *, call: configs.Call, reverse: bool = False):
             store_smem = smem["store_smem"].at[warpgroup]
 
             def update_states(*accumulators):
-                # The state before the first segment; the others begin at zero.
-                @pl.when(segment == 0)
-                def _start():
-                    for group, acc in zip(groups, accumulators):
-                        start = gmem["start"].at[head, group, section, values]
-                        acc[...] = plgpu.load(start, layout=plgpu.Layout.WGMMA, optimized=False)
-
                 @pl.loop(jnp.int32(0), count)
                 def _chunk(index):
                     # Store the state that the chunk's queries read.
@@ -167,7 +158,9 @@ def update(operands: Operands, *, call: configs.Call, reverse: bool = False):
         operands._asdict(),
         {
             "states": jax.ShapeDtypeStruct((heads, chunks, layouts.TILE, value_dim, layout.width), dtype),
-            "final": jax.ShapeDtypeStruct((heads, segments, *start.shape[1:]), jnp.float32),
+            "final": jax.ShapeDtypeStruct(
+                (heads, segments, layouts.TILE, layout.sections, value_dim, layout.section_width), jnp.float32
+            ),
         },
         {
             "key_smem": tensor_core.operand((stages,), layout.section_rows, _BLOCK, dtype),
