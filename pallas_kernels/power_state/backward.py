@@ -58,7 +58,7 @@ def fold_vjp(arguments: preparation.Arguments, means, dout, dfinal=None, *, call
     The latter has the shapes of `dfinal`. Arguments as in `power_state_vjp`.
     """
     power, prepared = degrees.degree(call.power), _prepared(arguments, means, dout, call)
-    dual = preparation_vjp.dual_of(prepared.tokens, prepared.mean)
+    dual = preparation_vjp.dual_of(prepared.tokens, prepared.mean, call)
     operands = power.backward.operands_of_queries(prepared.tokens.units, dual)
     strength = dual.carried.strength * dual.dnorm
     saved, dinitial = forward.walk(operands, dual.carried, strength, arguments.sizes, call)

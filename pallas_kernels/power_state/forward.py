@@ -38,7 +38,7 @@ def power_state_fwd(arguments: preparation.Arguments, initial_state=None, *, cal
 def fold(arguments: preparation.Arguments, initial_state=None, *, call: configs.Call):
     """Returns the states before each chunk as `Saved`, and the final state (kv, norm)."""
     tokens = preparation.by_chunk(arguments, call)
-    carried = preparation.carried_keys(tokens, call.power)
+    carried = preparation.carried_keys(tokens, call)
     operands = degrees.degree(call.power).forward.operands_of_keys(tokens, carried.strength)
     saved, final = walk(operands, carried, carried.strength, arguments.sizes, call)
     if initial_state is not None:

@@ -5,20 +5,16 @@ divided by a power of two that brings its largest entry below 1, and the state b
 a bound on its entries. Both are exact for normal numbers, and undone where states are queried or returned.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.hopper import numerics, results
-from pallas_kernels.power_state import configs, decays, units
+from pallas_kernels.power_state import configs, decays, recurrence, units
 
 # States, and products of a value and a key, stay below 2^13: float16 ends at 2^16.
 HEADROOM = 13
-# Up to this number of chunks, bounds of all states are summed at once from those of all earlier ones.
-_FEW_CHUNKS = 128
 # Base-2 logarithm of a decay to zero between states: below `decays.NOTHING`, whatever the difference of their scales.
 _NEVER = -1e5
 
@@ -91,14 +87,14 @@ class Carried(NamedTuple):
     log2_carry: jax.Array  # float32 [H, n], finite
 
 
-def carried_keys(tokens: Chunks, power) -> Carried:
+def carried_keys(tokens: Chunks, call: configs.Call) -> Carried:
     """Returns the growth of the states of keys."""
     log2_strength = jnp.where(
         tokens.decays.log2_to_end > decays.NOTHING,
-        tokens.decays.log2_to_end + power * tokens.old_exponent,
+        tokens.decays.log2_to_end + call.power * tokens.old_exponent,
         decays.NOTHING,
     )
-    return carry_along(log2_strength, tokens.old_size, tokens.decays.log2_across)
+    return carry_along(log2_strength, tokens.old_size, tokens.decays.log2_across, call)
 
 
 def scale_of(tokens: Chunks, shift):
@@ -163,7 +159,7 @@ def _folded(x, chunk, exact_window):
     return x[:, :length].reshape(len(x), -1, chunk, *x.shape[2:])
 
 
-def carry_along(log2_strength, size, log2_across) -> Carried:
+def carry_along(log2_strength, size, log2_across, call: configs.Call) -> Carried:
     """Returns the growth of states from zero, from log2 of token weights [H, n, C] and of decays over chunks.
 
     size: largest entry of each token.
@@ -171,7 +167,7 @@ def carry_along(log2_strength, size, log2_across) -> Carried:
     log2_size = jnp.where(size > 0, jnp.log2(jnp.where(size > 0, size, 1)), decays.NOTHING)
     # Exponents whose powers of two bring the states below 2^HEADROOM. An empty state needs no scale.
     new = _log2_sum(log2_strength + log2_size)
-    bound = _log2_recurrence(log2_across, new, jnp.full_like(new[:, 0], decays.NOTHING))
+    bound = recurrence.log2_recurrence(log2_across, new, interpret=call.interpret)
     shift = jnp.where(bound > decays.NOTHING / 2, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
     difference = log2_across + (shift[:, :-1] - shift[:, 1:])
     log2_carry = jnp.where(log2_across > decays.NOTHING, difference, _NEVER)
@@ -191,48 +187,6 @@ def scaled_decay(log2_decay, exponent):
 def time_last(x):
     """Reshapes [H, n, C, D] to [H, D, X]."""
     return jnp.swapaxes(x, -1, -2).swapaxes(1, 2).reshape(len(x), x.shape[-1], -1)
-
-
-def _log2_recurrence(log2_carry, new, start):
-    """Returns log2 of x_0 = 2^start and x_{c+1} = 2^log2_carry_c x_c + 2^new_c, [H, n + 1], by sums of many terms.
-
-    Many chunks are combined within runs of about sqrt(n), then the runs: all pairs at once would be sums of n^3 terms.
-    """
-
-    def add(weights, x):
-        return _log2_sum(weights + x[..., None, :])
-
-    heads, count = log2_carry.shape
-    if count <= _FEW_CHUNKS:
-        return add(_between(log2_carry), jnp.concatenate([start[:, None], new], 1))
-    length = math.isqrt(count)
-    runs = -(-count // length)
-
-    # Chunks at the end, which no other chunk reads.
-    def in_runs(x):
-        return jnp.pad(x, [(0, 0), (0, runs * length - count)]).reshape(heads, runs, length)
-
-    log2_carry, new = in_runs(log2_carry), in_runs(new)
-    inside, across = _between(log2_carry), _between(log2_carry.sum(-1))
-    added = add(inside[..., -1:, 1:], new)[..., 0]
-    before = add(across, jnp.concatenate([start[:, None], added], 1))
-    x = add(inside, jnp.concatenate([before[:, :-1, None], new], 2))
-    every = x[:, :, :-1].reshape(heads, -1)
-    return jnp.concatenate([every, before[:, -1:]], 1)[:, : count + 1]
-
-
-def _between(log2_carry):
-    """Returns sums of log2_carry [..., n] over j, ..., c - 1 at [c, j], [..., n + 1, n + 1].
-
-    The entry is decays.NOTHING where j > c.
-    """
-    count = log2_carry.shape[-1]
-    row, column = np.arange(count + 1)[:, None], np.arange(count + 1)
-    step = np.arange(count)
-    # A masked sum is one launch, a cumulative sum several.
-    crossed = (step >= column[:, None]) & (step < row[..., None])
-    sums = jnp.where(crossed, log2_carry[..., None, None, :], 0).sum(-1)
-    return jnp.where(row >= column, sums, decays.NOTHING)
 
 
 def _log2_sum(x):

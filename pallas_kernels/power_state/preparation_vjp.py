@@ -61,7 +61,7 @@ def mean_of(out, denominator, dout, value_dim, length) -> Mean:
     )
 
 
-def dual_of(tokens: preparation.Chunks, mean: Mean) -> Dual:
+def dual_of(tokens: preparation.Chunks, mean: Mean, call: configs.Call) -> Dual:
     """Computes Dual from the mean's cotangent."""
     dout = preparation.heads_first(mean.dout).astype(jnp.float32)
     value = mean.inverse[:, : dout.shape[1], None] * dout
@@ -72,7 +72,7 @@ def dual_of(tokens: preparation.Chunks, mean: Mean) -> Dual:
     return Dual(
         value=value,
         dnorm=backwards(-mean.delta * mean.inverse, log2_strength.shape),
-        carried=preparation.carry_along(log2_strength, size, jnp.flip(tokens.decays.log2_across, 1)),
+        carried=preparation.carry_along(log2_strength, size, jnp.flip(tokens.decays.log2_across, 1), call),
     )
 
 

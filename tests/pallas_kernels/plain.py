@@ -90,6 +90,19 @@ def recurrence(carry, factor, new, *, interpret):
     return jnp.concatenate([start[:, None], jnp.moveaxis(after, 0, 1)], 1)
 
 
+def log2_recurrence(log2_carry, log2_new, *, interpret):
+    """Computes `recurrence.log2_recurrence`."""
+
+    def step(x, inputs):
+        carry, new = inputs
+        after = jnp.logaddexp2(carry + x, new)
+        return after, after
+
+    start = _zeros(log2_new[:, 0].shape, log2_new) + decays.NOTHING
+    _, after = jax.lax.scan(step, start, (log2_carry.T, log2_new.T))
+    return jnp.concatenate([start[:, None], after.T], 1)
+
+
 def add_arriving(states, arriving, factor, *, interpret):
     """Computes `segments.add_arriving`."""
     chunks = states.shape[1]
@@ -364,5 +377,6 @@ KERNELS = (
     (decays, chunk_decays),
     (decays, decay_gradient),
     (recurrences, recurrence),
+    (recurrences, log2_recurrence),
     (segments, add_arriving),
 )

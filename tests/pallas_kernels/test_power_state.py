@@ -1,5 +1,7 @@
 """Tests of the code around the state kernels: tiles and constraints, quantities carried along chunks, and results."""
 
+from unittest import mock
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -84,13 +86,15 @@ def test_normalizers(chunks):
     np.testing.assert_allclose(found, np.stack(states, 1), rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.interpret
 @pytest.mark.parametrize("chunks", [1, 129])
 def test_scales_keep_states_in_range(chunks):
     random = np.random.default_rng(chunks)
     strength = random.uniform(-20, 20, size=(1, chunks, 4)).astype("float32")
     over_chunk = random.uniform(-3, 0, size=(1, chunks)).astype("float32")
     size = random.uniform(size=(1, chunks, 4)).astype("float32")
-    carried = preparation.carry_along(strength, size, over_chunk)
+    call = mock.Mock(interpret=plgpu.InterpretGPUParams(detect_races=True))
+    carried = preparation.carry_along(strength, size, over_chunk, call)
     largest = [0.0]
     for chunk in range(chunks):
         new = (np.exp2(strength[0, chunk], dtype="float64") * size[0, chunk]).sum()

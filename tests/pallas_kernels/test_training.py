@@ -19,17 +19,8 @@ KERNELS = {
     },
     CHUNKED: {
         f"power_state_{name}"
-        for name in (
-            "units",
-            "decays",
-            "update",
-            "norms",
-            "recurrence",
-            "query",
-            "query_vjp",
-            "key_vjp",
-            "decays_vjp",
-        )
+        for passes in ("units decays bounds update norms recurrence", "query query_vjp key_vjp decays_vjp")
+        for name in passes.split()
     },
 }
 

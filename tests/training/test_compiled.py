@@ -47,7 +47,7 @@ def check_kernels(case, found):
         folds = 2 if case.remat == "none" else 3
         once = dict.fromkeys(("query", "query_vjp", "key_vjp", "decays_vjp"), 1)
         once |= dict.fromkeys(("units", "decays"), folds - 1)
-        once |= dict.fromkeys(("update", "norms", "recurrence"), folds)
+        once |= dict.fromkeys(("bounds", "update", "norms", "recurrence"), folds)
         form, prefix = "chunked", "power_state"
     else:
         once = dict.fromkeys(("units", "blocks", "forward", "vectors", "query_vjp", "key_vjp"), 1)
