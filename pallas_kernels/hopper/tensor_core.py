@@ -115,12 +115,6 @@ def along_columns(vector, shape):
     return lax.broadcast_in_dim(plgpu.load(vector, layout=PER_ROW), shape, [0])
 
 
-def along_rows(vector, shape):
-    """Loads a vector from shared memory and broadcasts it along the rows of `shape`, whose columns it has."""
-    vector = plgpu.load(vector, layout=PER_COLUMN)
-    return plgpu.layout_cast(lax.broadcast_in_dim(vector, shape, [1]), plgpu.Layout.WGMMA)
-
-
 def operand(lead, rows, columns, dtype, slices=None):
     """Returns a shared-memory type of `lead` times [rows, columns], 16-bit, in the tensor core's layout.
 

@@ -61,11 +61,13 @@ def chunk_decays(log2_decay, entering, *, call: configs.Call) -> Decays:
         zero = _per_row(0.0)
 
         def up_to(block, sums):
-            x = tensor_core.along_rows(decay_smem.at[block], _SHAPE)
+            x = _load(decay_smem.at[block])
             coarse = numerics.coarse(x, blocks * _BLOCK, -FORGET * LOG2E)
-            parts = coarse, x - coarse
-            here = [before + jnp.where(other <= token, part, 0.0).sum(1) for before, part in zip(sums, parts)]
-            to_last = jnp.exp2(jnp.where(other > token, x, 0.0).sum(1))
+            parts = [_along_rows(part) for part in (coarse, x - coarse)]
+            within = [jnp.where(other <= token, part, 0.0).sum(1) for part in parts]
+            totals = [part.sum(1) for part in parts]
+            here = [before + own for before, own in zip(sums, within)]
+            to_last = jnp.exp2(sum(total - own for total, own in zip(totals, within)))
             for part, values in enumerate((*here, to_last)):
                 launch.store(decay.at[head, index, part, block], values)
 
@@ -73,7 +75,7 @@ def chunk_decays(log2_decay, entering, *, call: configs.Call) -> Decays:
             def _query():
                 launch.store(from_start.at[head, index, block - window], log2(here[0] + here[1]))
 
-            return tuple(before + part.sum(1) for before, part in zip(sums, parts))
+            return tuple(before + total for before, total in zip(sums, totals))
 
         lax.fori_loop(jnp.int32(0), jnp.int32(blocks), up_to, (zero, zero))
 
@@ -81,8 +83,7 @@ def chunk_decays(log2_decay, entering, *, call: configs.Call) -> Decays:
             block = folded - 1 - step
             # Tokens of the block that enter the state.
             count = entering[head] - (index * folded + block) * _BLOCK
-            x = tensor_core.along_rows(decay_smem.at[block], _SHAPE)
-            x = jnp.where(other < count, x, 0.0)
+            x = jnp.where(other < count, _along_rows(_load(decay_smem.at[block])), 0.0)
             here = later + jnp.where(other > token, x, 0.0).sum(1)
             launch.store(to_end.at[head, index, block], jnp.where(token.max(1) < count, log2(here), NOTHING))
             return later + x.sum(1)
@@ -144,18 +145,16 @@ def decay_gradient(sums: Sums, *, call: configs.Call) -> jax.Array:
         plgpu.barrier_wait(full)
         token, other = _tokens()
 
-        def load(smem, part, block):
-            return tensor_core.along_rows(smem.at[part, block], _SHAPE)
-
         def over_queries(step, total):
-            return total + load(query_smem, 1, folded + step).sum(1)
+            return total + _along_rows(_load(query_smem.at[1, folded + step])).sum(1)
 
         # Queries of the chunk, at positions of the next one.
         last = lax.fori_loop(jnp.int32(0), jnp.int32(window), over_queries, _per_row(later[head, index]))
 
         def after(step, total):
             block = folded - 1 - step
-            x = load(query_smem, 0, block) - load(key_smem, 0, block) + load(query_smem, 1, block)
+            exact, query = (_load(query_smem.at[part, block]) for part in range(2))
+            x = _along_rows(exact - _load(key_smem.at[0, block]) + query)
             seen_smem[block] = total + jnp.where(other >= token, x, 0.0).sum(1)
             return total + x.sum(1)
 
@@ -164,7 +163,7 @@ def decay_gradient(sums: Sums, *, call: configs.Call) -> jax.Array:
 
         def before(block, total):
             count = entering[head] - (index * folded + block) * _BLOCK
-            x = load(key_smem, 1, block)
+            x = _along_rows(_load(key_smem.at[1, block]))
             here = total + jnp.where(other < token, x, 0.0).sum(1)
             here = jnp.where(token.max(1) < count, here, 0.0)
             seen = plgpu.load(seen_smem.at[block], layout=tensor_core.PER_ROW)
@@ -190,6 +189,15 @@ def decay_gradient(sums: Sums, *, call: configs.Call) -> jax.Array:
     )(*(x.reshape(heads, 2, -1, _BLOCK) for x in (queries, keys)), later, inner, entering).reshape(
         heads, length
     )
+
+
+def _load(vector):
+    """Loads a vector of 64 from shared memory, one number a column of a block."""
+    return plgpu.load(vector, layout=tensor_core.PER_COLUMN)
+
+
+def _along_rows(vector):
+    return lax.broadcast_in_dim(vector, _SHAPE, [1])
 
 
 def _tokens():

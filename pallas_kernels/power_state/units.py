@@ -53,6 +53,7 @@ def in_units(query, key, value, *, call: configs.Call) -> Units:
             return plgpu.load(target, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
         def convert(source, head, unit, by_entry, exponents, first, of_zeros):
+            """Writes a block of rows. The first token is in block `first`; `of_zeros` is the exponent of zeros."""
             x = load(source, vector_smem, head, block - first)
             size = jnp.abs(x).max(1)
             exponent = jnp.where(size > 0, numerics.normal_exponent(size), of_zeros)
