@@ -1,7 +1,7 @@
 """Sums of log decays along each chunk, and the gradient of the decays: a launch each.
 
 A thread block has one chunk of one head. It walks over blocks of 64 tokens: within one, sums up to each token are
-masked sums of 64 x 64 terms, and a vector carries the sum of all blocks before.
+masked sums of 64 x 64 terms, and a vector carries the sum of all blocks before or after.
 """
 
 from typing import NamedTuple
@@ -27,17 +27,19 @@ _SHAPE = _BLOCK, _BLOCK
 
 
 class Decays(NamedTuple):
-    """Base-2 logarithms of the decays of H heads and n chunks of C; NOTHING stands for zero."""
+    """Decays of H heads and n chunks of C; in base-2 logarithms, NOTHING stands for zero."""
 
     # float32 [H, n, 3, (W + C) / 64, 64]: running sums over a chunk's keys, in two parts, and the decay from each key
     # to the last one of its block of 64.
     blocks: jax.Array
     log2_from_start: jax.Array  # float32 [H, n, C], from the state before the chunk to each query
-    log2_to_end: jax.Array  # float32 [H, n, C], from each old key to the state after the chunk
+    log2_to_end: (
+        jax.Array
+    )  # float32 [H, n, C], from each folded key, if it enters, to the state after the chunk
     log2_across: jax.Array  # float32 [H, n], from one state to the next
 
 
-def log2(log2_decay):
+def or_nothing(log2_decay):
     """Returns a base-2 log decay, replaced by NOTHING where the decay counts as zero."""
     return jnp.where(log2_decay < numerics.FLOOR * LOG2E, NOTHING, log2_decay)
 
@@ -73,7 +75,7 @@ def chunk_decays(log2_decay, entering, *, call: configs.Call) -> Decays:
 
             @pl.when(block >= window)
             def _query():
-                launch.store(from_start.at[head, index, block - window], log2(here[0] + here[1]))
+                launch.store(from_start.at[head, index, block - window], or_nothing(here[0] + here[1]))
 
             return tuple(before + total for before, total in zip(sums, totals))
 
@@ -81,15 +83,17 @@ def chunk_decays(log2_decay, entering, *, call: configs.Call) -> Decays:
 
         def after(step, later):
             block = folded - 1 - step
-            # Tokens of the block that enter the state.
+            # Tokens of the block that enter the state; may be negative or above 64.
             count = entering[head] - (index * folded + block) * _BLOCK
             x = jnp.where(other < count, _along_rows(_load(decay_smem.at[block])), 0.0)
             here = later + jnp.where(other > token, x, 0.0).sum(1)
-            launch.store(to_end.at[head, index, block], jnp.where(token.max(1) < count, log2(here), NOTHING))
+            launch.store(
+                to_end.at[head, index, block], jnp.where(token.max(1) < count, or_nothing(here), NOTHING)
+            )
             return later + x.sum(1)
 
         total = lax.fori_loop(jnp.int32(0), jnp.int32(folded), after, zero)
-        launch.store(across.at[head, index], log2(total))
+        launch.store(across.at[head, index], or_nothing(total))
 
     def vector(*shape):
         return jax.ShapeDtypeStruct((heads, chunks, *shape, _BLOCK), jnp.float32)
@@ -111,13 +115,13 @@ def chunk_decays(log2_decay, entering, *, call: configs.Call) -> Decays:
 class Sums(NamedTuple):
     """Sums of the gradients with respect to log w over exact pairs, then over states.
 
-    There are Y positions, whole chunks from W before the first token on. At position t is the key t, and the query W
-    before it.
+    There are Y positions of keys, whole chunks from W before the first token on, and W more of queries.
     """
 
     queries: jax.Array  # float32 [H, 2, Y + W]
     keys: jax.Array  # float32 [H, 2, Y]
-    inner: jax.Array  # float32 [H, n], inner product of the state before each chunk with its gradient
+    # float32 [H, n], <R, S> of the state before each chunk, decayed over it, and the gradient of the one after it
+    inner: jax.Array
     entering: jax.Array  # int32 [H], the number of positions that enter a state, the first ones
 
 
@@ -126,7 +130,7 @@ def decay_gradient(sums: Sums, *, call: configs.Call) -> jax.Array:
 
     The decay of position t is in w_ij of j < t <= i. Over exact pairs, the gradient is the sum over queries from t on
     minus the sum over keys from t on. For states, it is the sum over the queries from t on to the end of the chunk that
-    folds t and, if t enters the state, the sum over the chunk's keys before t.
+    folds t and, if t enters the state, the inner product of the chunk and the sum over its keys before t.
     """
     queries, keys, inner, entering = sums
     heads, _, length = keys.shape

@@ -1,4 +1,4 @@
-"""Operands of the kernels: layouts, decays and scales, in plain JAX.
+"""Operands of the main kernels: layouts and scales, from what `units`, `decays` and `recurrence` compute.
 
 The state kernels work in float16, which has three more bits than bfloat16 but a small range. Each key is therefore
 divided by a power of two that brings its largest entry below 1, and the state before chunk c by 2^shift_c, chosen from
@@ -71,11 +71,13 @@ class Chunks(NamedTuple):
     key: jax.Array  # bfloat16 [B, at least T, K, D]
     value: jax.Array  # bfloat16 [B, at least T, K, E]
     units: units.Units
-    old_exponent: jax.Array  # int32 [H, n, C], exponent of the divisor of keys that chunk c folds
+    old_exponent: jax.Array  # int32 [H, n, C], exponent of the divisor of each key that chunk c folds
     old_value: jax.Array  # float32 [H, n, C, E], their values
     old_size: jax.Array  # float32 [H, n, C], the largest entry of each
     decays: decays.Decays
-    entering: jax.Array  # int32 [H], the number of the W + X positions that update the state, the first ones
+    entering: (
+        jax.Array
+    )  # int32 [H], the number of positions from W before the first token on that update the state
 
 
 class Carried(NamedTuple):
@@ -89,11 +91,9 @@ class Carried(NamedTuple):
 
 def carried_keys(tokens: Chunks, call: configs.Call) -> Carried:
     """Returns the growth of the states of keys."""
-    log2_strength = jnp.where(
-        tokens.decays.log2_to_end > decays.NOTHING,
-        tokens.decays.log2_to_end + call.power * tokens.old_exponent,
-        decays.NOTHING,
-    )
+    to_end, exponent = tokens.decays.log2_to_end, tokens.old_exponent
+    enters = (to_end > decays.NOTHING) & (exponent > units.OF_ZEROS)
+    log2_strength = jnp.where(enters, to_end + call.power * exponent, decays.NOTHING)
     return carry_along(log2_strength, tokens.old_size, tokens.decays.log2_across, call)
 
 
@@ -108,23 +108,19 @@ def by_chunk(arguments: Arguments, call: configs.Call) -> Chunks:
     query, key, value, log_decay, enters_state = arguments
     chunk, exact_window, time = call.chunk, call.exact_window, key.shape[1]
     extra = -time % chunk
-    query, key, value = (
-        results.whole(fill(x, size))
-        for x, size in zip(
-            (query, key, value), (*[call.config.head_dim] * 2, call.config.value_dim), strict=True
-        )
-    )
-    in_units = units.in_units(query, key, value, call=call)
-    old_value = pad(heads_first(value[:, :time]), exact_window, extra)
+    query, key = (results.whole(fill(x, call.config.head_dim)) for x in (query, key))
+    value = results.whole(fill(value, call.config.value_dim))
+    in_order = units.in_units(query, key, value, call=call)
     log2_decay, entering = _by_head(log_decay, enters_state, call)
+    # The first positions, from W before the first token on.
     old_exponent, old_value, old_size = (
-        _folded(lengthened(x, exact_window + time + extra), chunk, exact_window)
-        for x in (in_units.key_exponent, old_value, in_units.value_size)
+        lengthened(x, time + extra).reshape(len(x), -1, chunk, *x.shape[2:])
+        for x in (in_order.key_exponent, pad(heads_first(value), exact_window, 0), in_order.value_size)
     )
     return Chunks(
         key=key,
         value=value,
-        units=in_units,
+        units=in_order,
         old_exponent=old_exponent,
         old_value=old_value.astype(jnp.float32),
         old_size=old_size,
@@ -136,27 +132,20 @@ def by_chunk(arguments: Arguments, call: configs.Call) -> Chunks:
 def over_chunks(arguments: Arguments, call: configs.Call):
     """Returns log2 of the decay of the state over each chunk, float32 [H, n], as in `decays.Decays`."""
     log2_decay, entering = _by_head(arguments.log_decay, arguments.enters_state, call)
-    enters = jnp.arange(log2_decay.shape[1]) < entering[:, None]
-    return decays.log2(_folded(jnp.where(enters, log2_decay, 0), call.chunk, call.exact_window).sum(-1))
+    return decays.chunk_decays(log2_decay, entering, call=call).log2_across
 
 
 def _by_head(log_decay, enters_state, call: configs.Call):
     """Returns log2 of the decay at each position, float32 [H, W + X], and how many enter the state, int32 [H]."""
     time, heads = log_decay.shape[1:]
+    padding = -time % call.chunk
     log_decay = jnp.where(log_decay < numerics.FLOOR, decays.FORGET, log_decay.astype(jnp.float32))
-    log2_decay = pad(heads_first(log_decay) * decays.LOG2E, call.exact_window, -time % call.chunk)
-    # Positions before the first that does not; those after the last token are zeros, whatever the mask says there.
-    first = jnp.where(enters_state, time, jnp.arange(time, dtype=jnp.int32)).min(1)
-    return log2_decay, jnp.repeat(call.exact_window + first, heads)
-
-
-def _folded(x, chunk, exact_window):
-    """Reshapes [H, W + X, ...] to [H, n, C, ...], the positions that each chunk folds.
-
-    These are the first positions of the chunk and its window.
-    """
-    length = x.shape[1] - exact_window
-    return x[:, :length].reshape(len(x), -1, chunk, *x.shape[2:])
+    log2_decay = pad(heads_first(log_decay) * decays.LOG2E, call.exact_window, padding)
+    # Those before the first that does not. Padding after it is zeros, whatever the mask says there.
+    count = jnp.where(enters_state, time, jnp.arange(time, dtype=jnp.int32)).min(1)
+    # No chunk folds the last W positions.
+    count = jnp.minimum(call.exact_window + count, time + padding)
+    return log2_decay, jnp.repeat(count, heads)
 
 
 def carry_along(log2_strength, size, log2_across, call: configs.Call) -> Carried:
@@ -168,9 +157,10 @@ def carry_along(log2_strength, size, log2_across, call: configs.Call) -> Carried
     # Exponents whose powers of two bring the states below 2^HEADROOM. An empty state needs no scale.
     new = _log2_sum(log2_strength + log2_size)
     bound = recurrence.log2_recurrence(log2_across, new, interpret=call.interpret)
-    shift = jnp.where(bound > decays.NOTHING / 2, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
+    some = bound > decays.NOTHING / 2
+    shift = jnp.where(some, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
     difference = log2_across + (shift[:, :-1] - shift[:, 1:])
-    log2_carry = jnp.where(log2_across > decays.NOTHING, difference, _NEVER)
+    log2_carry = jnp.where(some[:, :-1] & (log2_across > decays.NOTHING), difference, _NEVER)
     return Carried(
         strength=jnp.exp2(log2_strength - shift[:, 1:, None]),
         carry=jnp.exp2(log2_carry),

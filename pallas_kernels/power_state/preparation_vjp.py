@@ -1,4 +1,4 @@
-"""Operands of the backward kernels at all powers, and final steps on their sums, in plain JAX."""
+"""Operands of the backward kernels at all powers, in plain JAX."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ class Mean(NamedTuple):
     """
 
     dout: jax.Array  # bfloat16 [B, at least T, N, E]
-    inverse: jax.Array  # float32 [B N, X], 1 / d; 0 where d is 0
+    inverse: jax.Array  # float32 [B N, X], 1 / d; 0 where d is below the smallest normal number
     delta: jax.Array  # float32 [B N, X], do . o
     size: jax.Array  # float32 [B N, X], the largest entry of do
 
@@ -97,10 +97,10 @@ def columns(tokens: preparation.Chunks, mean: Mean, exact_window):
 
 
 def decays_of_keys(tokens: preparation.Chunks, chunks):
-    """Returns decays of keys in `chunks` chunks, float32 [H, chunks C], in two frames.
+    """Returns running sums of log2 decays at keys in `chunks` chunks, float32 [H, chunks C], in two frames.
 
-    The frames are those of their own chunk and of the previous one. There is a coarse and a fine part per frame, zero
-    in frames that do not contain the key.
+    The frames are those of their own chunk and of the previous one. There is a coarse and a fine part per frame, in
+    this order, zero in frames that do not contain the key.
     """
     size = tokens.old_value.shape[2]
 
@@ -121,11 +121,8 @@ def sums_of(tokens, of_queries, of_keys, inner, exact_window) -> decays.Sums:
     """Computes Sums from the kernels' sums by query [B N, 2, X] and by key [H, 2, Y], in-window and from the state."""
     of_queries = of_queries.reshape(len(of_keys), -1, *of_queries.shape[1:]).sum(1)
     of_queries = jnp.pad(of_queries, [(0, 0), (0, 0), (exact_window, 0)])
-    # No chunk folds what follows the last one.
-    entering = jnp.minimum(tokens.entering, tokens.old_size[0].size)
-    return decays.Sums(
-        preparation.lengthened(of_queries, of_keys.shape[2] + exact_window, axis=2), of_keys, inner, entering
-    )
+    of_queries = preparation.lengthened(of_queries, of_keys.shape[2] + exact_window, axis=2)
+    return decays.Sums(of_queries, of_keys, inner, tokens.entering)
 
 
 def _frames(tokens):

@@ -11,23 +11,24 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import launch, numerics, results, tensor_core
 from pallas_kernels.power_state import configs
 
-# Exponent of a key of zeros, below those of all others: states are not scaled for it.
-NOTHING = -300
+# Exponent of a key of zeros, below those of all others: it has no part in the scales of states.
+OF_ZEROS = -300
 
 _BLOCK = configs.BLOCK
 
 
 class Units(NamedTuple):
-    """Rows divided by the power of two that brings their largest entry into [1/2, 1), and what they were.
+    """Rows divided by the power of two that brings their largest entry into [1/2, 1), and sizes of values.
 
-    T and S = W + T are in whole blocks. W zeros are before the first key and value.
+    T and S = W + T are in whole blocks. W zeros are before the first key and value. Rows with NaN or infinity are not
+    divided.
     """
 
     query: jax.Array  # bfloat16 [B N, T, D]
     query_by_entry: jax.Array  # float16 [B N, D, T]
     query_exponent: jax.Array  # int32 [B N, T], of the divisor; 0 for zeros
     key_by_entry: jax.Array  # float16 [B K, D, S]
-    key_exponent: jax.Array  # int32 [B K, S], of the divisor; NOTHING for zeros
+    key_exponent: jax.Array  # int32 [B K, S], of the divisor; OF_ZEROS for zeros
     value_size: jax.Array  # float32 [B K, S], the largest entry
 
 
@@ -74,11 +75,11 @@ def in_units(query, key, value, *, call: configs.Call) -> Units:
 
         @pl.when((head < heads) & (block < count))
         def _query():
-            convert(query, head, *of_queries, 0, 0)
+            convert(query, head, *of_queries, first=0, of_zeros=0)
 
         @pl.when((head >= heads) & (head < heads + kv_heads))
         def _key():
-            convert(key, head - heads, None, *of_keys, window, NOTHING)
+            convert(key, head - heads, None, *of_keys, first=window, of_zeros=OF_ZEROS)
 
         @pl.when(head >= heads + kv_heads)
         def _value():

@@ -1,4 +1,4 @@
-"""Plain-JAX stand-ins for the state kernels at p = 2, with the same arguments and roundings.
+"""Plain-JAX stand-ins for the state kernels of all powers and at p = 2, with the same arguments and roundings.
 
 They run in seconds, where interpreting the kernels takes minutes, and test the code around the kernels. The order of
 their sums may differ.
@@ -27,7 +27,7 @@ from pallas_kernels.power_state.square import key_vjp as key_kernel
 from pallas_kernels.power_state.square import query_vjp as query_kernel
 from sympow_jax.ops import sharding
 
-__all__ = ["KERNELS", "kernels"]
+__all__ = ["KERNELS", "SHARED", "kernels"]
 
 
 @contextlib.contextmanager
@@ -127,7 +127,7 @@ def in_units(query, key, value, *, call):
         return unit, jnp.swapaxes(unit, 1, 2).astype(jnp.float16), exponent
 
     return units.Units(
-        *scaled(query, 0), *scaled(key, units.NOTHING)[1:], jnp.abs(value).max(-1).astype(jnp.float32)
+        *scaled(query, 0), *scaled(key, units.OF_ZEROS)[1:], jnp.abs(value).max(-1).astype(jnp.float32)
     )
 
 
@@ -145,9 +145,9 @@ def chunk_decays(log2_decay, entering, *, call):
     after = _suffix_sums(jnp.pad(folded, [(0, 0), (0, 0), (0, 1)]))
     return decays.Decays(
         jnp.stack([*blocks, jnp.exp2(to_last)], 2),
-        decays.log2(sum(sums)[..., call.exact_window :]),
-        jnp.where(entering, decays.log2(after[..., 1:]), decays.NOTHING),
-        decays.log2(after[..., 0]),
+        decays.or_nothing(sum(sums)[..., call.exact_window :]),
+        jnp.where(entering, decays.or_nothing(after[..., 1:]), decays.NOTHING),
+        decays.or_nothing(after[..., 0]),
     )
 
 
@@ -192,7 +192,7 @@ def query_states(operands, *, time, with_remainder, call):
         weights = gamma * scores**2
         sums = factor[:, None] * jnp.einsum("xjp,jep->xe", features, state) + weights @ value
         total = factor * ((query @ matrix) * query).sum(1) + weights.sum(1)
-        return jnp.where(total[:, None] > 0, sums / total[:, None], 0), total
+        return jnp.where(total[:, None] <= 0, 0, sums / total[:, None]), total
 
     shared = (states, norm, key[:, seen], value[:, seen], decay, scale)
     shared = [jnp.repeat(x, group, 0) for x in shared]
@@ -359,24 +359,27 @@ def _decay_of(rows, chunks, chunk, exact_window):
 
 
 def _in_chunks(x, chunks, chunk, heads, reverse):
-    """Reshapes [H G, A, at most X] to [H, n, A, G C], with the last chunk first or not."""
+    """Reshapes [H G, A, any length] to [H, n, A, G C], with the last chunk first or not."""
     x = preparation.lengthened(x, chunks * chunk, 2)
     x = jnp.moveaxis(x.reshape(heads, -1, x.shape[1], chunks, chunk), 3, 1)
     x = jnp.swapaxes(x, 2, 3).reshape(*x.shape[:2], x.shape[3], -1)
     return jnp.flip(x, 1) if reverse else x
 
 
-# Each stand-in, with the module in which it replaces the kernel of the same name.
-KERNELS = (
-    (forward.update_kernel, update),
-    (forward.norm_kernel, norms),
-    (forward.query_kernel, query_states),
-    (backward.query_kernel, query_vjp),
-    (backward.key_kernel, key_vjp),
+# Each stand-in, with the module in which it replaces the kernel of the same name: of all powers, and all at p = 2.
+SHARED = (
     (units, in_units),
     (decays, chunk_decays),
     (decays, decay_gradient),
     (recurrences, recurrence),
     (recurrences, log2_recurrence),
     (segments, add_arriving),
+)
+KERNELS = (
+    (forward.update_kernel, update),
+    (forward.norm_kernel, norms),
+    (forward.query_kernel, query_states),
+    (backward.query_kernel, query_vjp),
+    (backward.key_kernel, key_vjp),
+    *SHARED,
 )

@@ -38,7 +38,7 @@ def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time
     scale = jnp.repeat(preparation.scale_of(tokens, saved.shifts).reshape(heads, -1), group, 0)
     dout_exponent = numerics.exponent(mean.size)
     rows = query_kernel.Rows(
-        narrow=numerics.scaled(jnp.ones_like(scale), -dout_exponent),
+        narrow=numerics.power_of_two(-dout_exponent),
         state=numerics.scaled(scale, dout_exponent + layouts.WEIGHT_BITS),
         delta=mean.delta,
         inverse=mean.inverse,

@@ -26,7 +26,7 @@ def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time
     dout_exponent = numerics.exponent(mean.size)
     first, second = numerics.factors(-preparation.lengthened(units.query_exponent, scale.shape[1]))
     rows = query_kernel.Rows(
-        narrow=numerics.scaled(jnp.ones_like(scale), -dout_exponent),
+        narrow=numerics.power_of_two(-dout_exponent),
         state=numerics.scaled(scale, dout_exponent),
         delta=mean.delta,
         inverse=mean.inverse,

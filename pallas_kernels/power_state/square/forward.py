@@ -16,8 +16,8 @@ from pallas_kernels.power_state.square import update as update_kernel
 class Operands(NamedTuple):
     """Tokens of a walk over the chunks, for G heads of each of H states, as in `update.Operands`."""
 
-    key: jax.Array  # float16 [H G, D, at most X]
-    value: jax.Array  # float16 [H G, E, at most X], times its weight in the state after its chunk
+    key: jax.Array  # float16 [H G, D, any length]
+    value: jax.Array  # float16 [H G, E, any length], times its weight in the state after its chunk
     reverse: bool = False
 
 

@@ -42,7 +42,7 @@ class Rows(NamedTuple):
     narrow_key: jax.Array  # 2^-b, brings the largest entry of the key into [1/2, 1)
     narrow_value: jax.Array  # 2^-a, the same for the value
     state_key: jax.Array  # kappa 2^(a + b) times the power of two of the state's gradient
-    state_norm: jax.Array  # 2 kappa
+    state_norm: jax.Array  # 2 kappa, times the power of two of the state's gradient
     state_value: jax.Array  # kappa 2^(2 b), times the power of two of the state's gradient
     # Running sums of base-2 logarithms of decays in the frame of the key's own chunk, and of the chunk before.
     coarse: jax.Array

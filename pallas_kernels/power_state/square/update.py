@@ -48,10 +48,10 @@ class Order(NamedTuple):
 class Operands(NamedTuple):
     """Arrays that the kernel reads, of n chunks of C, X = n C tokens."""
 
-    key: jax.Array  # float16 [HN, D, at most X], time last, zeros beyond its end; HN a multiple of H
+    key: jax.Array  # float16 [HN, D, any length], time last, zeros beyond its end; HN a multiple of H
     value: (
         jax.Array
-    )  # float16 [HN, E, at most X], times its decay up to the end of its chunk; E a multiple of 64
+    )  # float16 [HN, E, any length], times its decay up to the end of its chunk; E a multiple of 64
     carry: jax.Array  # float32 [H, n], the factor of the state over each chunk
 
 
