@@ -34,7 +34,9 @@ def add_incoming(
     # incoming state may be so small that it would vanish in float16, or so large that it would overflow.
     least = jnp.finfo(jnp.float32).minexp
     shifts = jnp.where((states != 0).any((2, 3, 4)) | (norms != 0).any((2, 3)), shifts, least)
-    size = jnp.log2(jnp.maximum(jnp.abs(start).max((1, 2, 3)), jnp.finfo(jnp.float32).tiny))[:, None]
+    of_kv, of_norm = (jnp.abs(x).reshape(len(x), -1).max(1) for x in (start, norm))
+    size = jnp.maximum(of_kv, of_norm * preparation.LEAST_VALUE)
+    size = jnp.log2(jnp.maximum(size, jnp.finfo(jnp.float32).tiny))[:, None]
     bound = jnp.logaddexp2(shifts + float(preparation.HEADROOM), since[:, :-1] + size)
     scale = jnp.maximum(jnp.ceil(bound).astype(jnp.int32) - preparation.HEADROOM, shifts)
     kept, added = jnp.exp2((shifts - scale).astype(jnp.float32)), jnp.exp2(since[:, :-1] - scale)

@@ -15,6 +15,8 @@ from pallas_kernels.power_state import configs, decays, recurrence, units
 
 # States, and products of a value and a key, stay below 2^13: float16 ends at 2^16.
 HEADROOM = 13
+# Smaller values count as this in the scales of states, since normalizers, in float32, have the same scales.
+LEAST_VALUE = 2.0**-90
 # Base-2 logarithm of a decay to zero between states: below `decays.NOTHING`, whatever the difference of their scales.
 _NEVER = -1e5
 
@@ -94,7 +96,8 @@ def carried_keys(tokens: Chunks, call: configs.Call) -> Carried:
     to_end, exponent = tokens.decays.log2_to_end, tokens.old_exponent
     enters = (to_end > decays.NOTHING) & (exponent > units.OF_ZEROS)
     log2_strength = jnp.where(enters, to_end + call.power * exponent, decays.NOTHING)
-    return carry_along(log2_strength, tokens.old_size, tokens.decays.log2_across, call)
+    size = jnp.maximum(tokens.old_size, LEAST_VALUE)
+    return carry_along(log2_strength, size, tokens.decays.log2_across, call)
 
 
 def scale_of(tokens: Chunks, shift):

@@ -5,8 +5,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.hopper import results
+from pallas_kernels.hopper import numerics, results
 from pallas_kernels.power_state import configs, decays, preparation, window_queries
+
+# Normalizers are multiplied by 2^-50 before they are multiplied with each other.
+_NORM_BITS = 50
 
 
 class Mean(NamedTuple):
@@ -115,6 +118,19 @@ def decays_of_keys(tokens: preparation.Chunks, chunks):
 def vectors(*rows):
     """Reshapes rows float32 [A, X] into blocks, [A, X / 64, rows, 64]."""
     return jnp.stack([x.reshape(len(x), -1, configs.BLOCK) for x in rows], 2)
+
+
+def inner_of(tokens, saved: preparation.Saved, dual: preparation.Saved, of_kv, weights=1.0):
+    """Returns <R, S> per chunk, float32 [H, n], from that of the states without normalizers, in their scales.
+
+    saved, dual: by head, both in the order of time. weights: of products of two entries of normalizers.
+    """
+    # Entries of both normalizers may be near 2^103, if values are zeros.
+    least = 2.0**-_NORM_BITS
+    of_norm = ((saved.norms * least) * weights * (dual.norms * least)).sum((2, 3))
+    shift = saved.shifts + dual.shifts
+    total = numerics.scaled(of_kv, shift) + numerics.scaled(of_norm, shift + 2 * _NORM_BITS)
+    return preparation.scaled_decay(tokens.decays.log2_across, 0) * total
 
 
 def sums_of(tokens, of_queries, of_keys, inner, exact_window) -> decays.Sums:

@@ -20,8 +20,7 @@ _BLOCK = configs.BLOCK
 class Units(NamedTuple):
     """Rows divided by the power of two that brings their largest entry into [1/2, 1), and sizes of values.
 
-    T and S = W + T are in whole blocks. W zeros are before the first key and value. Rows with NaN or infinity are not
-    divided.
+    T and S = W + T are in whole blocks. W zeros are before the first key and value. Rows with infinity are not divided.
     """
 
     query: jax.Array  # bfloat16 [B N, T, D]
@@ -58,7 +57,7 @@ def in_units(query, key, value, *, call: configs.Call) -> Units:
             x = load(source, vector_smem, head, block - first)
             size = jnp.abs(x).max(1)
             exponent = jnp.where(size > 0, numerics.normal_exponent(size), of_zeros)
-            # A row with NaN or infinity must not outweigh others.
+            # A row with infinity must not outweigh others.
             exponent = jnp.where(exponent < numerics.INFINITE, exponent, 0)
             for factor in numerics.factors(-exponent):
                 x = x * lax.broadcast_in_dim(factor, x.shape, [0])

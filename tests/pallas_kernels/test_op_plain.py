@@ -77,13 +77,17 @@ def test_keys_of_zeros_do_not_set_the_scale_of_states(power, scale, zeros):
     interpreted.check(*(cases.errors(jax.device_get(x), expected, drawn) for x in found))
 
 
-@pytest.mark.parametrize("power", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_states(power):
-    """Checks outputs and states after a state, and all gradients, from those of outputs and of the final state."""
+@marked.cases(("power", "values"), [(2, 1), (2, 0)], slow=[(4, 1), (4, 0)])
+def test_states(power, values):
+    """Checks outputs and states after a state, and all gradients, from those of outputs and of the final state.
+
+    values: 0 for an initial state and a final gradient that have normalizers only.
+    """
     size = {2: 20, 4: 12}[power]
     case = cases.Case(power=power, head_dim=size, value_dim=10, time=200, decay="gentle", group=2)
     drawn = cases.arrays(case, batch=2, kv_heads=2, dtype="bfloat16")
     dout = drawn.pop("dout")[:, 120:]
+    drawn["value"][:, :120] *= values
     call = functools.partial(ops.power_attention, power=power, return_state=True)
 
     @functools.partial(jax.jit, static_argnames="implementation")
@@ -91,7 +95,7 @@ def test_states(power):
         def loss(state, arrays):
             fixed = FIXED if implementation == "mosaic_gpu" else {}
             out, final = call(**arrays, **fixed, implementation=implementation, initial_state=state)
-            total = (out.astype(dout.dtype) * dout).sum() + (weights[..., :-1] * final.kv).sum()
+            total = (out.astype(dout.dtype) * dout).sum() + (values * weights[..., :-1] * final.kv).sum()
             return total + (weights[..., -1] * final.norm).sum(), (out, final)
 
         return jax.grad(loss, (0, 1), has_aux=True, allow_int=True)(state, arrays)

@@ -38,7 +38,7 @@ def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time
     scale = jnp.repeat(preparation.scale_of(tokens, saved.shifts).reshape(heads, -1), group, 0)
     dout_exponent = numerics.exponent(mean.size)
     rows = query_kernel.Rows(
-        narrow=numerics.power_of_two(-dout_exponent),
+        narrow=numerics.scaled(jnp.ones_like(scale), -dout_exponent),
         state=numerics.scaled(scale, dout_exponent + layouts.WEIGHT_BITS),
         delta=mean.delta,
         inverse=mean.inverse,
@@ -146,6 +146,4 @@ def inner(tokens: preparation.Chunks, saved: preparation.Saved, dual: preparatio
     product = saved.states.astype(jnp.float32) * dual.states.astype(jnp.float32)
     product = (product * inverse.astype(np.float32)).sum((2, 3, 4))
     orders = forward.orders_of_products(layout)
-    product += (saved.norms * orders[:, None] * orders * dual.norms).sum((2, 3))
-    shift = (saved.shifts + dual.shifts).astype(jnp.float32)
-    return preparation.scaled_decay(tokens.decays.log2_across, shift) * product
+    return preparation_vjp.inner_of(tokens, saved, dual, product, orders[:, None] * orders)

@@ -26,7 +26,7 @@ def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time
     dout_exponent = numerics.exponent(mean.size)
     first, second = numerics.factors(-preparation.lengthened(units.query_exponent, scale.shape[1]))
     rows = query_kernel.Rows(
-        narrow=numerics.power_of_two(-dout_exponent),
+        narrow=numerics.scaled(jnp.ones_like(scale), -dout_exponent),
         state=numerics.scaled(scale, dout_exponent),
         delta=mean.delta,
         inverse=mean.inverse,
@@ -61,7 +61,9 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
         return preparation.lengthened(factor.reshape(len(factor), -1), length)
 
     def narrow(exponent):
-        return numerics.power_of_two(-preparation.lengthened(exponent, length))
+        # At least that of the smallest normal number: 2^300, for a key of zeros, would be infinite.
+        exponent = jnp.maximum(preparation.lengthened(exponent, length), jnp.finfo(jnp.float32).minexp)
+        return numerics.scaled(jnp.ones(exponent.shape, jnp.float32), -exponent)
 
     rows = key_kernel.Rows(
         narrow(tokens.units.key_exponent),
@@ -93,6 +95,4 @@ def inner(tokens: preparation.Chunks, saved: preparation.Saved, dual: preparatio
     dual = preparation.Saved(*(jnp.flip(x, 1) for x in dual))
     weights = layouts.Layout(saved.norms.shape[-1]).weights
     product = (saved.states.astype(jnp.float32) * dual.states.astype(jnp.float32) * weights).sum((2, 3, 4))
-    product += (saved.norms * dual.norms).sum((2, 3))
-    shift = (saved.shifts + dual.shifts).astype(jnp.float32)
-    return preparation.scaled_decay(tokens.decays.log2_across, shift) * product
+    return preparation_vjp.inner_of(tokens, saved, dual, product)

@@ -23,7 +23,7 @@ _STAGES = 4
 def norms(key, weights, *, reverse=False, interpret=None):
     """Returns Z of each chunk, float32 [H, n, D, D].
 
-    key: float16 [HN, D, at most n C], D = 32 or a multiple of 64, entries below 1, time last; HN a multiple of H.
+    key: float16 [HN, D, any length], D = 32 or a multiple of 64, entries below 1, time last; HN a multiple of H.
     weights: float32 [H, n, G C], of G heads, at most 1. reverse: as in `update.update`.
     """
     head_dim, weights = key.shape[1], weights.reshape(*weights.shape[:2], -1, _BLOCK)
