@@ -30,10 +30,7 @@ def add_incoming(
     start, norm = degrees.degree(call.power).forward.stored(incoming, arguments.sizes, call.config)
     states, norms, shifts = saved.by_head()
 
-    # Choose a scale for both, so that entries stay below 2^HEADROOM. The shift of an empty state is meaningless: the
-    # incoming state may be so small that it would vanish in float16, or so large that it would overflow.
-    least = jnp.finfo(jnp.float32).minexp
-    shifts = jnp.where((states != 0).any((2, 3, 4)) | (norms != 0).any((2, 3)), shifts, least)
+    # Choose a scale for both, so that entries stay below 2^HEADROOM: that of the incoming state, where none was saved.
     of_kv, of_norm = (jnp.abs(x).reshape(len(x), -1).max(1) for x in (start, norm))
     size = jnp.maximum(of_kv, of_norm * preparation.LEAST_VALUE)
     size = jnp.log2(jnp.maximum(size, jnp.finfo(jnp.float32).tiny))[:, None]

@@ -157,11 +157,11 @@ def carry_along(log2_strength, size, log2_across, call: configs.Call) -> Carried
     size: largest entry of each token.
     """
     log2_size = jnp.where(size > 0, jnp.log2(jnp.where(size > 0, size, 1)), decays.NOTHING)
-    # Exponents whose powers of two bring the states below 2^HEADROOM. An empty state needs no scale.
+    # Exponents whose powers of two bring the states below 2^HEADROOM. An empty state has the least scale.
     new = _log2_sum(log2_strength + log2_size)
     bound = recurrence.log2_recurrence(log2_across, new, interpret=call.interpret)
     some = bound > decays.NOTHING / 2
-    shift = jnp.where(some, jnp.ceil(bound) - HEADROOM, 0).astype(jnp.int32)
+    shift = jnp.where(some, jnp.ceil(bound) - HEADROOM, jnp.finfo(jnp.float32).minexp).astype(jnp.int32)
     difference = log2_across + (shift[:, :-1] - shift[:, 1:])
     log2_carry = jnp.where(some[:, :-1] & (log2_across > decays.NOTHING), difference, _NEVER)
     return Carried(
