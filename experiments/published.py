@@ -9,8 +9,8 @@ is the original with the second stage alone, so that what new attention costs is
 `window` is softmax over the last tokens, half a training context, whose memory has a constant size too, and `gated with
 window` has both in each layer. `window and chosen softmax` keeps softmax in as many layers as `window and softmax`, but
 in those where a window, in this layer alone, costs the original most when it copies random tokens; `gated with window
-and chosen softmax` adds a state to each window. Every model is evaluated by position, is asked for something earlier in contexts of the training length and of the longest one, and
-continues the same prompts.
+and chosen softmax` adds a state to each window. Every model is evaluated by position, is asked for something earlier in
+contexts of the training length and of the longest one, and continues the same prompts.
 """
 
 import dataclasses
