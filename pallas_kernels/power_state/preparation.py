@@ -77,9 +77,7 @@ class Chunks(NamedTuple):
     old_value: jax.Array  # float32 [H, n, C, E], their values
     old_size: jax.Array  # float32 [H, n, C], the largest entry of each
     decays: decays.Decays
-    entering: (
-        jax.Array
-    )  # int32 [H], the number of positions from W before the first token on that update the state
+    entering: jax.Array  # int32 [H], how many positions update the state, from W before the first token on
 
 
 class Carried(NamedTuple):
@@ -113,17 +111,17 @@ def by_chunk(arguments: Arguments, call: configs.Call) -> Chunks:
     extra = -time % chunk
     query, key = (results.whole(fill(x, call.config.head_dim)) for x in (query, key))
     value = results.whole(fill(value, call.config.value_dim))
-    in_order = units.in_units(query, key, value, call=call)
+    scaled_rows = units.in_units(query, key, value, call=call)
     log2_decay, entering = _by_head(log_decay, enters_state, call)
     # The first positions, from W before the first token on.
     old_exponent, old_value, old_size = (
         lengthened(x, time + extra).reshape(len(x), -1, chunk, *x.shape[2:])
-        for x in (in_order.key_exponent, pad(heads_first(value), exact_window, 0), in_order.value_size)
+        for x in (scaled_rows.key_exponent, pad(heads_first(value), exact_window, 0), scaled_rows.value_size)
     )
     return Chunks(
         key=key,
         value=value,
-        units=in_order,
+        units=scaled_rows,
         old_exponent=old_exponent,
         old_value=old_value.astype(jnp.float32),
         old_size=old_size,

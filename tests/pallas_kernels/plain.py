@@ -114,11 +114,8 @@ def add_arriving(states, arriving, factor, *, interpret):
 
 def in_units(query, key, value, *, call):
     """Computes `units.in_units`."""
-    heads_first, window = preparation.heads_first, call.exact_window
-    query, (key, value) = (
-        heads_first(query),
-        (preparation.pad(heads_first(x), window, 0) for x in (key, value)),
-    )
+    query, key, value = map(preparation.heads_first, (query, key, value))
+    key, value = (preparation.pad(x, call.exact_window, 0) for x in (key, value))
 
     def scaled(x, of_zeros):
         size = jnp.abs(x).max(-1)
