@@ -32,6 +32,8 @@ class Case:
         power: p.
         head_dim: D, and E unless `value_dim` is set.
         time: T, or for a step the number of tokens folded at once.
+        queries: number of queries, the last of the T tokens; None means T.
+        dtype: of queries, keys, values and the output's cotangent, except in a step.
         documents: whether rows hold several documents.
         real: whether the shape is that of a real model; such cases are timed.
     """
@@ -42,6 +44,8 @@ class Case:
     head_dim: int = 64
     value_dim: int | None = None
     time: int = 300
+    queries: int | None = None
+    dtype: str = "bfloat16"
     batch: int = 2
     kv_heads: int = 2
     group: int = 2
@@ -52,7 +56,9 @@ class Case:
     def name(self) -> str:
         """Name that is unique among `CASES`."""
         sizes = f"p{self.power}-d{self.head_dim}-e{self.width}-t{self.time}-b{self.batch}"
-        return f"{self.family}.{self.part}-{sizes}-k{self.kv_heads}-g{self.group}"
+        name = f"{self.family}.{self.part}-{sizes}-k{self.kv_heads}-g{self.group}"
+        name += f"-q{self.queries}" if self.queries else ""
+        return name if self.dtype == "bfloat16" else f"{name}-{self.dtype}"
 
     @property
     def brief(self) -> bool:
@@ -103,6 +109,7 @@ class _Sequence(NamedTuple):
     log_decay: np.ndarray  # without boundaries
     documents: np.ndarray  # int32 [B, T], numbered from 0
     positions: np.ndarray
+    earlier: int  # tokens before the first that is a query
 
     @classmethod
     def of(cls, case: Case) -> "_Sequence":
@@ -115,13 +122,14 @@ class _Sequence(NamedTuple):
 
         def normal(*sizes):
             drawn = random.standard_normal((*lead, *sizes), np.float32)
-            return jnp.asarray(drawn, jnp.bfloat16)
+            return jnp.asarray(drawn, case.dtype)
 
         heads = case.kv_heads * case.group
-        positions = np.arange(case.time)
-        if case.time > ROWS:
-            middle = random.choice(np.arange(1, case.time - 1), ROWS - 2, replace=False)
-            positions = np.sort(np.concatenate([middle, [0, case.time - 1]]))
+        earlier = case.time - (case.queries or case.time)
+        positions = np.arange(earlier, case.time)
+        if len(positions) > ROWS:
+            middle = random.choice(positions[1:-1], ROWS - 2, replace=False)
+            positions = np.sort(np.concatenate([middle, positions[[0, -1]]]))
         dout = np.zeros((*lead, heads, case.width), np.float32)
         dout[:, positions] = random.standard_normal((case.batch, len(positions), heads, case.width))
         # Each head has its own decay rate, so that some remember tokens from many chunks before.
@@ -138,16 +146,18 @@ class _Sequence(NamedTuple):
             normal(heads, case.head_dim),
             normal(case.kv_heads, case.head_dim),
             normal(case.kv_heads, case.width),
-            jnp.asarray(dout, jnp.bfloat16),
+            jnp.asarray(dout, case.dtype),
             np.log1p(-forgotten).astype(np.float32),
             np.cumsum(starts, 1, dtype=np.int32),
             positions,
+            earlier,
         )
 
     @property
     def arrays(self) -> dict[str, jax.Array]:
         """The arrays of query, key, value and dout, by name."""
-        return {name: getattr(self, name) for name in ("query", "key", "value", "dout")}
+        queries = {name: getattr(self, name)[:, self.earlier :] for name in ("query", "dout")}
+        return queries | {"key": self.key, "value": self.value}
 
     @property
     def tokens(self) -> formula.Tokens:
@@ -177,7 +187,8 @@ class _Sequence(NamedTuple):
         """
         call = jax.jit(functools.partial(formula.gradients, power=power))
         found = call(self.tokens, self.positions, self.cotangent)
-        return found | {"log_decay": jnp.where(self.starts, 0, found["log_decay"])}
+        log_decay = jnp.where(self.starts, 0, found["log_decay"])
+        return found | {"query": found["query"][:, self.earlier :], "log_decay": log_decay}
 
 
 def _copy(case, interpret):
@@ -220,10 +231,10 @@ def _attention(case, interpret, backward=False):
         results = found(arrays)
         mean = results["out"].astype(jnp.float32) + results["remainder"].astype(jnp.float32)
         weights = jnp.moveaxis(jnp.ldexp(results["weight_sum"], results["weight_exponent"]), 1, 2)
-        return {"mean": mean, "denominator": weights[:, : case.time]}
+        return {"mean": mean, "denominator": weights[:, : mean.shape[1]]}
 
     def compared(results):
-        return {name: x[:, drawn.positions] for name, x in results.items()}
+        return {name: x[:, drawn.positions - drawn.earlier] for name, x in results.items()}
 
     if backward:
         expected = drawn.gradients(case.power)
@@ -367,13 +378,21 @@ def _step(case, interpret, folds=False):
     def phi_of(x):
         return x[..., indices].prod(-1) * factors
 
+    # At p = 2 the kernels compute the features.
     def fold(arrays):
         state = {name: arrays[name] for name in ("kv", "norm")}
+        if case.power != 2:
+            arrays = arrays | {"keys": phi_of(arrays["keys"])}
         tokens = power_step.Window(**{name: x for name, x in arrays.items() if name not in state})
         return dict(zip(("kv", "norm"), power_step.fold(**state, tokens=tokens, interpret=interpret)))
 
+    def unit(query):
+        # The kernel scales queries by a power of two.
+        return numerics.scaled(query, -numerics.exponent(jnp.abs(query).max(-1, keepdims=True)))
+
     def read(arrays):
-        operands = power_step.Operands(**arrays)
+        features = None if case.power == 2 else phi_of(unit(arrays["query"]))
+        operands = power_step.Operands(**arrays, features=features)
         numerator, denominator, window = power_step.read(operands, power=case.power, interpret=interpret)
         return {"numerator": numerator, "denominator": denominator[..., 0]} | dict(zip(_WINDOW, window))
 
@@ -393,9 +412,7 @@ def _step(case, interpret, folds=False):
         token = (arrays[name] for name in ("key", "value", "log_decay"))
         window = [put(arrays[name], arrays["slot"], x) for name, x in zip(_WINDOW, token)]
         keys, values, log_decays = window
-        # The kernel scales queries by a power of two.
-        largest = jnp.abs(arrays["query"]).max(-1, keepdims=True)
-        query = numerics.scaled(arrays["query"], -numerics.exponent(largest))
+        query = unit(arrays["query"])
         after = jnp.cumsum(log_decays[:, ::-1], 1)[:, ::-1]
         scores = exact("bkgd,bwkd->bkgw", query, keys)
         weights = scores**case.power * jnp.moveaxis(jnp.exp(after - log_decays), 1, 2)[:, :, None]
@@ -441,17 +458,27 @@ CASES: tuple[Case, ...] = (
     # The last tile of a head is full only at some sizes.
     Case(part="fold", **_STEP, group=1, head_dim=16, time=8),
     Case(part="fold", **_STEP, group=1, time=64, batch=3),
+    Case(part="fold", **_STEP, group=1, power=4, head_dim=16, value_dim=32, time=16),
     Case(part="read", **_STEP, head_dim=16, time=8),
     Case(part="read", **_STEP, time=64),
+    Case(part="read", **_STEP, power=4, head_dim=16, value_dim=32, time=16),
+    Case(part="read", **_STEP, power=6, head_dim=8, value_dim=64, time=8),
     *_passes("power_attention"),
     *_passes("power_attention", power=4),
     *_passes("power_attention", head_dim=128),
     *_passes("power_attention", head_dim=32),
+    *_passes("power_attention", power=6, dtype="float16"),
+    # Weights are scaled by row.
+    *_passes("power_attention", power=8, value_dim=128),
+    # More keys than queries.
+    *_passes("power_attention", queries=150, value_dim=32),
     *_passes("power_state_square", time=700),
     *_passes("power_state_square", time=700, head_dim=32),
     *_passes("power_state_square", time=700, head_dim=128),
+    *_passes("power_state_square", time=700, head_dim=32, value_dim=128),
     *_passes("power_state_quartic", time=700, power=4, head_dim=16),
     *_passes("power_state_quartic", time=700, power=4, head_dim=32),
+    *_passes("power_state_quartic", time=700, power=4, head_dim=16, value_dim=32),
     Case(part="forgets", family="power_state_square", documents=False),
     # Shapes of real models.
     Case(part="fold", **_DECODE),
