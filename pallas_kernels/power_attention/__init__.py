@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.power_attention import (
     blocks,
     configs,
+    decays,
     forward,
     key_vjp,
     query_vjp,
@@ -72,9 +73,11 @@ def power_attention(
     )
     call = configs.Call(power=power, config=config, interpret=interpret)
     of_blocks = blocks.prepare(key_exponent, tokens.value, tokens.log_decay, call)
-    by_block = tokens.log_decay.reshape(*tokens.log_decay.shape[:2], -1, config.block)
-    first, _ = sequence.visible_blocks(by_block, segment_ids)
-    first = first[..., first.shape[-1] - tokens.query.shape[1] // config.block :]
+    first = None
+    if segment_ids is not None:
+        by_block = tokens.log_decay.reshape(*tokens.log_decay.shape[:2], -1, config.block)
+        first, _ = sequence.visible_blocks(by_block)
+        first = first[..., first.shape[-1] - tokens.query.shape[1] // config.block :]
     operands = forward.Operands(unit_query, unit_key, query_exponent, first)
     results = forward.means(operands, of_blocks, dtype=value.dtype, save_residuals=save_residuals, call=call)
     for name in ("out", "remainder") if save_residuals else ("out",):
@@ -133,18 +136,18 @@ def power_attention_vjp(
     tokens = sequence.whole_blocks(
         query, key, value, log_decay=log_decay, segment_ids=segment_ids, block=block, config=config
     )
-    prepared, scales = vjp_operands.prepare(tokens, dout, saved, segment_ids, call)
+    operands = vjp_operands.prepare(tokens, dout, saved, segment_ids, call)
     # The real keys, after the padding in front.
     positions = slice(tokens.front, tokens.front + key.shape[1])
-    dquery, query_dlog = query_vjp.query_vjp(prepared, time=query.shape[1], dtype=query.dtype, call=call)
-    prepared = vjp_operands.corrected(prepared, scales, query_dlog)
-    dkey, dvalue, key_dlog = key_vjp.key_vjp(prepared, positions=positions, dtype=key.dtype, call=call)
+    dquery, delta = query_vjp.query_vjp(operands, time=query.shape[1], dtype=query.dtype, call=call)
+    operands = operands._replace(delta=delta)
+    dkey, dvalue, dlog = key_vjp.key_vjp(operands, positions=positions, dtype=key.dtype, call=call)
     dquery, dkey, dvalue = (
         x[..., : like.shape[-1]] for x, like in ((dquery, query), (dkey, key), (dvalue, value))
     )
     if log_decay is None:
         return dquery, dkey, dvalue, None
-    ddecay = vjp_operands.decay_gradient(key_dlog, scales)[:, positions]
+    ddecay = jnp.moveaxis(decays.log_decay_vjp(dlog, interpret=interpret), 1, 2)[:, positions]
     if segment_ids is not None:
         ddecay = jnp.where(sequence.within_documents(segment_ids)[..., None], ddecay, 0)
     return dquery, dkey, dvalue, ddecay

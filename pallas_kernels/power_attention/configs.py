@@ -106,7 +106,7 @@ class VjpConfig:
         """Bytes of shared memory of the tiles in the pass over queries and in the pass over keys."""
         tile, vector = self.block * 2 * (self.head_dim + self.value_dim), 4 * self.block
         queries = tile + self.block * 2 * self.head_dim + 9 * vector
-        own, own_keys = (self.compute_warpgroups * (tile + count * vector) for count in (0, 10))
+        own, own_keys = (self.compute_warpgroups * (tile + count * vector) for count in (0, 12))
         return own + self.query_stages * (tile + 6 * vector), own_keys + self.key_stages * queries
 
 

@@ -49,7 +49,8 @@ class Operands(NamedTuple):
     query: jax.Array  # [B, T, N, D], of length at most 2^h, h of `configs.query_bits`
     key: jax.Array  # float16 [B, S, K, D], of length at most 1
     query_exponent: jax.Array  # [B, N, T], of the lengths that were taken out of the queries
-    first: jax.Array  # [B, K, T / C], the first block of keys that is visible to any query of a block
+    # [B, K, T / C], the first block of keys that is visible to any query of a block; None if all are
+    first: jax.Array | None
 
 
 def means(
@@ -86,7 +87,7 @@ def means(
         # The last queries attend to the most keys. They run first, so that short blocks fill the gaps at the end.
         query_block = jnp.int32(query_blocks - 1) - lax.axis_index("block")
         diagonal = query_block + jnp.int32(key_blocks - query_blocks)
-        begin = gmem["first"][batch_row, kv_head, query_block]
+        begin = gmem["first"][batch_row, kv_head, query_block] if "first" in gmem else jnp.int32(0)
         earlier_steps = diagonal - begin
 
         def copy():
@@ -179,7 +180,7 @@ def means(
         }
     return launch.launch(
         body,
-        operands._asdict() | of_blocks._asdict(),
+        {name: x for name, x in operands._asdict().items() if x is not None} | of_blocks._asdict(),
         results,
         {
             "query_smem": tensor_core.operand((count,), pairs.BLOCK, head_dim, jnp.float16),

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import launch, ring, tensor_core
 from pallas_kernels.power_attention import configs, pairs
 from pallas_kernels.power_attention import vjp_operands as inputs
-from pallas_kernels.power_attention.vectors import KeyVector, QueryVector
+from pallas_kernels.power_attention.vjp_operands import KeyVector, QueryVector
 
 _BLOCK = pairs.BLOCK
 
@@ -28,7 +28,7 @@ _BLOCK = pairs.BLOCK
 def key_vjp(operands: inputs.VjpOperands, *, positions: slice, dtype, call: configs.Call[configs.VjpConfig]):
     """Returns the gradients of keys [B, S, K, D] and values [B, S, K, E], and sums P (dP - delta).
 
-    The sums [B, K, S] are float32, in the scales of the operands, with S padded to whole blocks.
+    The sums [B, K, S] are float32, with S padded to whole blocks.
 
     positions: of the keys, without the padding to whole blocks.
     dtype: of both gradients.
@@ -70,7 +70,10 @@ def sums(
         # The first keys have the most queries that attend to them, so they run first.
         block = lax.axis_index("block") * count
         # Blocks of queries of one head that attend to any of the keys.
-        steps = (gmem["last"][batch_row, head, lax.axis_index("block")] + 1) * count - block
+        end = jnp.int32(length // _BLOCK)
+        if "last" in gmem:
+            end = (gmem["last"][batch_row, head, lax.axis_index("block")] + 1) * count
+        steps = end - block
 
         def copy():
             # The block's keys and values.
@@ -107,7 +110,7 @@ def sums(
                 dlog = lax.fori_loop(jnp.int32(0), jnp.int32(group), keys.all_queries, dlog)
                 tokens = pl.ds((block + warpgroup) * _BLOCK, _BLOCK)
                 if "dkey" in results:
-                    launch.store(gmem["dlog"].at[batch_row, head, tokens], dlog)
+                    launch.store(gmem["dlog"].at[batch_row, head, tokens], keys.in_units(dlog, "dlog"))
                 for name, acc in by_name.items():
                     result = keys.in_units(acc[...], name)
                     launch.store(gmem[name].at[batch_row, tokens, head], result.astype(dtype))
@@ -116,6 +119,7 @@ def sums(
 
         return copy, compute
 
+    names = (*moving, *kept, "rows", "delta", "columns", "last")
     outputs = {name: jax.ShapeDtypeStruct((batch, length, heads, sizes[name]), dtype) for name in results}
     if "dkey" in results:
         outputs["dlog"] = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
@@ -127,7 +131,7 @@ def sums(
     }
     return launch.launch(
         body,
-        {name: getattr(operands, name) for name in (*moving, *kept, "rows", "delta", "columns", "last")},
+        {name: x for name in names if (x := getattr(operands, name)) is not None},
         outputs,
         scratch
         | {
@@ -181,11 +185,14 @@ class _Keys:
         return lax.fori_loop(own + 1, begin + self.steps, later, (jnp.float32(1), dlog))[1]
 
     def in_units(self, sums, name):
-        """Returns the gradient from its sums."""
-        units = KeyVector.VALUE_UNIT, KeyVector.SECOND_VALUE_UNIT
-        if name == "dkey":
-            sums, units = sums * self.power, (KeyVector.KEY_UNIT, KeyVector.SECOND_KEY_UNIT)
-        return pairs.in_units(sums, *map(self._of_keys, units))
+        """Returns a result from its sums."""
+        units = {
+            "dkey": (KeyVector.KEY_UNIT, KeyVector.SECOND_KEY_UNIT),
+            "dvalue": (KeyVector.VALUE_UNIT, KeyVector.SECOND_VALUE_UNIT),
+            "dlog": (KeyVector.LOG_UNIT, KeyVector.SECOND_LOG_UNIT),
+        }
+        sums = sums * self.power if name == "dkey" else sums
+        return pairs.in_units(sums, *map(self._of_keys, units[name]))
 
     def _diagonal(self, step, dlog):
         slot = self._full(step)

@@ -22,7 +22,7 @@ def by_column(x):
 
 
 def in_units(x, *factors):
-    """Returns a block of sums [64, D] times all factors [64] of its rows."""
+    """Returns a block of sums [64, D] or [64] times all factors [64] of its rows."""
     for factor in factors:
         x = x * jax.lax.broadcast_in_dim(factor, x.shape, [0])
     return x

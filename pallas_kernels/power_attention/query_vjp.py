@@ -18,13 +18,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import launch, ring, tensor_core
 from pallas_kernels.power_attention import configs, pairs
 from pallas_kernels.power_attention import vjp_operands as inputs
-from pallas_kernels.power_attention.vectors import KeyVector, QueryVector
+from pallas_kernels.power_attention.vjp_operands import KeyVector, QueryVector
 
 _BLOCK = pairs.BLOCK
 
 
 def query_vjp(operands: inputs.VjpOperands, *, time: int, dtype, call: configs.Call[configs.VjpConfig]):
-    """Returns the gradient of the queries [B, T, N, D] and sums of dS S [B, N, T], float32, in the scales of the rows.
+    """Returns the gradient of the queries [B, T, N, D], and the operands' delta with a correction, [B, N, n, 64].
+
+    The sum of P (dP - delta) over a query's keys would be zero if delta were exact: what remains is added to it, so
+    that errors of the output do not affect the gradients of keys.
 
     dtype: of the gradient.
     time: T, the number of real queries; they come last, except for the padding to whole blocks after them.
@@ -44,7 +47,9 @@ def query_vjp(operands: inputs.VjpOperands, *, time: int, dtype, call: configs.C
         # The last queries attend to the most keys. They run first, so that short blocks fill the gaps at the end.
         block = (jnp.int32(blocks - 1) - lax.axis_index("block")) * count + offset
         last = block + count - 1
-        begin = gmem["first"][batch_row, kv_head, lax.div(block, jnp.int32(count))] * count
+        begin = jnp.int32(0)
+        if "first" in gmem:
+            begin = gmem["first"][batch_row, kv_head, lax.div(block, jnp.int32(count))] * count
         steps = last - begin + 1
 
         def copy():
@@ -73,9 +78,9 @@ def query_vjp(operands: inputs.VjpOperands, *, time: int, dtype, call: configs.C
             def sums(acc):
                 rows, delta = (gmem[name].at[batch_row, head, own] for name in ("rows", "delta"))
                 queries = _Queries(core, acc, (rows, delta), warpgroup, smem, call)
-                dlog = queries.all_keys(last - own, steps)
+                delta = queries.corrected_delta(queries.all_keys(last - own, steps))
+                launch.store(gmem["corrected"].at[batch_row, head, own - offset], delta)
                 tokens = pl.ds((own - offset) * _BLOCK, _BLOCK)
-                launch.store(gmem["dlog"].at[batch_row, head, tokens], dlog)
                 launch.store(gmem["dquery"].at[batch_row, tokens, head], queries.gradient().astype(dtype))
 
             core.accumulators(sums, head_dim)
@@ -85,10 +90,10 @@ def query_vjp(operands: inputs.VjpOperands, *, time: int, dtype, call: configs.C
     names = ("query", "key", "value", "dout", "columns", "rows", "delta", "first")
     output = launch.launch(
         body,
-        {name: getattr(operands, name) for name in names},
+        {name: x for name in names if (x := getattr(operands, name)) is not None},
         {
             "dquery": jax.ShapeDtypeStruct((batch, whole, heads, head_dim), dtype),
-            "dlog": jax.ShapeDtypeStruct((batch, heads, whole), jnp.float32),
+            "corrected": jax.ShapeDtypeStruct((batch, heads, whole // _BLOCK, _BLOCK), jnp.float32),
         },
         {
             "query_smem": tensor_core.operand((count,), _BLOCK, head_dim, jnp.float16),
@@ -105,7 +110,9 @@ def query_vjp(operands: inputs.VjpOperands, *, time: int, dtype, call: configs.C
         name="power_attention_query_vjp",
         interpret=call.interpret,
     )
-    return output["dquery"][:, :time], output["dlog"]
+    # Positions before the first query.
+    delta = jnp.pad(output["corrected"], [(0, 0), (0, 0), (offset, 0), (0, 0)])
+    return output["dquery"][:, :time], delta
 
 
 class _Queries:
@@ -145,6 +152,16 @@ class _Queries:
             return between, dlog + self._add(slot, scores, slopes, dweights, slope, shift)
 
         return lax.fori_loop(passed + 1, steps, earlier, (jnp.float32(1), dlog))[1]
+
+    def corrected_delta(self, dlog):
+        """Returns delta plus the sum dlog, of dS S."""
+        weight, slope = (
+            self._of_queries(n) for n in (QueryVector.DIAGONAL_WEIGHT, QueryVector.DIAGONAL_SLOPE)
+        )
+        scale = jnp.where(
+            slope > 0, weight * 2.0**-inputs.WEIGHT_BITS / jnp.where(slope > 0, slope, 1.0), 0.0
+        )
+        return self.delta + dlog * scale
 
     def gradient(self):
         """Returns the gradient of the queries from the accumulator."""

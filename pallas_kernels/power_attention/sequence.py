@@ -68,16 +68,14 @@ def _fill(x, front, back, width):
     return jnp.pad(x, [(0, 0), (front, back), (0, 0), (0, width - x.shape[-1])])
 
 
-def visible_blocks(log_decay, segment_ids):
+def visible_blocks(log_decay):
     """Returns, per block of [B, K, n, C], the first block that its queries see and the last one that sees its keys.
 
-    Blocks of other documents are not seen; without documents, all blocks are. They are determined by positions whose
-    decay counts as zero: the last one before a block's second position, and the first one after the block.
+    Blocks of other documents are not seen. They are determined by positions whose decay counts as zero: the last one
+    before a block's second position, and the first one after the block.
     """
     count = log_decay.shape[2]
     blocks = jnp.arange(count, dtype=jnp.int32)
-    if segment_ids is None:
-        return tuple(jnp.full(log_decay.shape[:3], n, jnp.int32) for n in (0, count - 1))
     forgets = log_decay < numerics.FLOOR
     newest = numerics.over_earlier(jnp.where(forgets.any(-1), blocks, 0), jnp.max, 0)
     before = jnp.pad(newest[..., :-1], [(0, 0), (0, 0), (1, 0)])

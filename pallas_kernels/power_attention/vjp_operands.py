@@ -1,6 +1,4 @@
-"""Arguments of the gradient kernels, and the gradient of the decays from their sums.
-
-Padding, scales and bounds are plain JAX; `vectors` is a kernel.
+"""Operands of the gradient kernels: one launch, after that of `vjp_sizes`.
 
 With a query's and a key's length taken out, s = q . k, a pair's fraction of the mean is P_ij = s^p c_j f_i. c_j is the
 key's factor, of its length and its decay to the end of its block. f_i is the query's factor, of the decay from the
@@ -10,31 +8,70 @@ its magnitude is at most
 
     p denominator^(-1/p) 2 |dO_i| max_j |v_j|.
 
-This bound gives every query a power-of-two scale that brings its pairs close to float16's largest number. The pass over
-queries undoes the scale at the end. The pass over keys multiplies with queries Q' in which it is already undone.
+This bound gives every query a power-of-two scale that brings its pairs close to float16's largest number. g_i is f_i
+with this scale. The pass over queries undoes the scale at the end. The pass over keys multiplies with queries Q' in
+which it is already undone.
 """
 
+import enum
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import numerics, tensor_core
-from pallas_kernels.power_attention import configs, sequence, vectors
-from pallas_kernels.power_attention.vectors import WEIGHT_BITS
+from pallas_kernels.hopper import launch, numerics, results, tensor_core
+from pallas_kernels.power_attention import configs, pairs, sequence, vjp_sizes
 
-# Values, cotangents and slopes are scaled to 2^15 at most: float16 ends below 2^16.
-_OPERAND_BITS = 15
+# Fractions of the mean are scaled to 2^14, values, cotangents and slopes to 2^15 at most: float16 ends below 2^16.
+WEIGHT_BITS, _OPERAND_BITS = 14, 15
 # Largest exponent of g, so that it stays finite.
 _LARGEST_EXPONENT = 120
-# Where weights are scaled by row, they are at most 2^64 here, so that their products with gradients of weights stay
-# finite. Otherwise queries are scaled up as in the forward pass.
-_HIGH_WEIGHT_BITS = 64
 # Least exponent of the length of a scaled row: smaller entries are zero in float16.
 _SMALLEST_EXPONENT = -24
-# Exponent for queries that have no gradient, larger than that of any scale.
-_NO_UNIT = 1000
+
+
+class QueryVector(enum.IntEnum):
+    """Vectors of a block of queries, in the order of `rows`."""
+
+    # f and g for keys of earlier blocks, and for keys of the same block.
+    EARLIER_WEIGHT = 0
+    EARLIER_SLOPE = 1
+    DIAGONAL_WEIGHT = 2
+    DIAGONAL_SLOPE = 3
+    # The sum of log decays from the block's start, in two parts (`numerics.coarse`), and the decay over the
+    # block, repeated.
+    COARSE = 4
+    FINE = 5
+    BLOCK_DECAY = 6
+    # Position in the block: comparing numbers takes fewer registers than comparing indices.
+    POSITION = 7
+    # Two factors, whose product turns the sum into the gradient, up to the factor p.
+    UNIT = 8
+    SECOND_UNIT = 9
+
+
+class KeyVector(enum.IntEnum):
+    """Vectors of a block of keys, in the order of `columns`."""
+
+    # c for queries of later blocks, and for queries of the same block.
+    LATER_FACTOR = 0
+    DIAGONAL_FACTOR = 1
+    # As for queries.
+    COARSE = 2
+    FINE = 3
+    BLOCK_DECAY = 4
+    POSITION = 5
+    # Two factors each, whose product turns the sums into the gradients of the key, up to the factor p, of the value,
+    # and of the logarithm of the key's weights.
+    KEY_UNIT = 6
+    SECOND_KEY_UNIT = 7
+    VALUE_UNIT = 8
+    SECOND_VALUE_UNIT = 9
+    LOG_UNIT = 10
+    SECOND_LOG_UNIT = 11
 
 
 class VjpOperands(NamedTuple):
@@ -44,7 +81,7 @@ class VjpOperands(NamedTuple):
     operands are float16.
     rows, columns: per block of queries and of keys, vectors in the order of QueryVector and KeyVector.
     first, last: for two blocks of 64 queries, the first visible pair of blocks of keys; for two blocks of keys, the
-    last pair of blocks of queries that attends to them.
+    last pair of blocks of queries that attends to them. None without documents: all earlier and all later ones.
     """
 
     query: jax.Array  # [B, S, N, D]
@@ -53,126 +90,285 @@ class VjpOperands(NamedTuple):
     value: jax.Array  # [B, S, K, E]
     dout: jax.Array  # [B, S, N, E]
     rows: jax.Array  # [B, N, n, 10, 64]
-    columns: jax.Array  # [B, K, n, 10, 64]
+    columns: jax.Array  # [B, K, n, 12, 64]
     delta: jax.Array  # [B, N, n, 64]
-    first: jax.Array  # [B, K, n / 2]
-    last: jax.Array  # [B, K, n / 2]
+    first: jax.Array | None  # [B, K, n / 2]
+    last: jax.Array | None  # [B, K, n / 2]
 
 
-class Units(NamedTuple):
-    """Exponents of the powers of two by which the kernels' sums for decays are larger than the true values.
+class _Arguments(NamedTuple):
+    """Arrays that the kernel reads; queries are the last of S positions."""
 
-    slope: of the gradient by the scores of the operands. pair: of a pair's fraction times the gradient of the mean.
-    """
+    query: jax.Array  # float16 [B, T, N, D], of unit length, scaled up as in the forward pass
+    out: jax.Array  # [B, at least T, N, E]
+    remainder: jax.Array  # bfloat16, what rounding took from `out`
+    dout: jax.Array  # [B, at least T, N, E]
+    value: jax.Array  # [B, S, K, E]
+    log_decay: jax.Array  # float32 [B, K, S], at least `sequence.FORGET`
+    key_exponent: jax.Array  # int32 [B, K, S], of the keys' lengths
 
-    slope: jax.Array  # [B, N, T]
-    pair: jax.Array  # [B, K]
+
+class _HeadScales(NamedTuple):
+    """Exponents of a head's scales, the same number in each of 64 entries."""
+
+    dout: jax.Array  # cotangents times this are below 2^15
+    value: jax.Array
+    value_length: jax.Array  # of the longest value, scaled
+    least: jax.Array  # the least scale of a slope; all queries' are undone relative to it
+
+    @classmethod
+    def of(cls, sizes: vjp_sizes.Sizes, row, kv_head, power):
+        """Reduces the sizes of all blocks of a key head and its query heads."""
+        together = vjp_sizes.TOGETHER
+        counts = [x.shape[1] // sizes.value.shape[1] * x.shape[2] // together for x in sizes]
+
+        def load(step):
+            found = []
+            for array, count in zip(sizes, counts):
+                # The maximum may have a part twice.
+                parts, part = array.shape[2] // together, jnp.minimum(step, count - 1)
+                head = kv_head * (count // parts) + lax.div(part, jnp.int32(parts))
+                part = pl.ds(lax.rem(part, jnp.int32(parts)) * together, together)
+                layout = plgpu.Layout.WG_STRIDED((together,), 1)
+                found.append(plgpu.load(array.at[row, head, part], layout=layout, optimized=False))
+            return tuple(found)
+
+        def add(step, largest):
+            return tuple(map(jnp.maximum, largest, load(step)))
+
+        largest = lax.fori_loop(jnp.int32(1), jnp.int32(max(counts)), add, load(jnp.int32(0)))
+
+        def unit(size):
+            return _OPERAND_BITS - jnp.where(size > 0, numerics.normal_exponent(size), 0)
+
+        dout_size, slope, inverse, value_size, length = (
+            plgpu.layout_cast(lax.broadcast(x.max(), (pairs.BLOCK,)), tensor_core.PER_ROW) for x in largest
+        )
+        dout, value = unit(dout_size), unit(value_size)
+        length = jnp.maximum(length + value, _SMALLEST_EXPONENT)
+        # The least of `slope_exponent` over all queries, of which each term has its own largest.
+        least = jnp.minimum(-slope - dout, vjp_sizes.root(-inverse, power) - _SMALLEST_EXPONENT) - length
+        least = jnp.minimum(least, _LARGEST_EXPONENT - inverse) - vjp_sizes.bits(power)
+        return cls(dout, value, length, least)
+
+    def slope_exponent(self, denominator, dout_length, power):
+        """Returns exponents of scales that bring a query's slopes close to, but not above, 2^15.
+
+        denominator^(-1/p) is at most 2 to minus its root's exponent; one more bit is for the difference dP - delta.
+        """
+        exponent = numerics.normal_exponent(denominator)
+        length = jnp.maximum(dout_length + self.dout, _SMALLEST_EXPONENT)
+        slope = _OPERAND_BITS - WEIGHT_BITS - 1 + vjp_sizes.root(exponent, power) - length
+        return jnp.minimum(slope - self.value_length, _LARGEST_EXPONENT + exponent)
 
 
 def prepare(
     tokens: sequence.Tokens, dout, saved, segment_ids, call: configs.Call[configs.VjpConfig]
-) -> tuple[VjpOperands, Units]:
-    """Returns the operands and the exponents of scales.
+) -> VjpOperands:
+    """Returns the operands.
 
     tokens: in blocks of two times 64. Other arguments as in `power_attention_vjp`.
     """
     power, config = call.power, call.config
-    pair = config.block * config.compute_warpgroups
     # Queries and keys are those of the forward pass; from p = 8 on, queries are scaled up less. Those of `tokens` are
     # not used.
-    bits = _HIGH_WEIGHT_BITS // power if configs.scaled_by_row(power) else configs.query_bits(power)
-    query, query_exponent = saved["unit_query"], saved["query_exponent"] - bits
-    if bits != configs.query_bits(power):
-        query = numerics.scaled(query, bits - configs.query_bits(power))
-    key, key_exponent = saved["unit_key"], saved["key_exponent"]
-    longest = key_exponent.max(-1)
-    # Convert from weights of the original queries and keys to weights of the operands, relative to the longest key.
-    exponent = saved["weight_exponent"] - power * (query_exponent + _of_heads(longest, query)[..., None])
-    denominator = numerics.scaled(saved["weight_sum"], exponent)
-    # A NaN is a weight too: its gradients are NaN, not zero.
-    some = ~(denominator < np.finfo(np.float32).tiny)
-    seen = jnp.moveaxis(some, 1, 2)[..., None]
-
-    # Pad results and cotangents to whole blocks.
-    rows = query.shape[1]
-    kv_heads, value_dim = key.shape[2], config.value_dim
+    query, key = saved["unit_query"], saved["unit_key"]
     out, remainder, dout = (
-        jnp.pad(x, [(0, 0), (0, rows - x.shape[1]), (0, 0), (0, value_dim - x.shape[3])]).astype(jnp.float32)
-        for x in (saved["out"], saved["remainder"], dout)
+        results.whole(jnp.pad(x, [(0, 0)] * 3 + [(0, config.value_dim - x.shape[3])]))
+        for x in (saved["out"], saved["remainder"], dout.astype(saved["out"].dtype))
     )
-    value, value_unit = _to_operand_range(tokens.value.astype(jnp.float32), kv_heads)
-    dout, dout_unit = _to_operand_range(jnp.where(seen, dout, 0), kv_heads)
-    out = numerics.scaled(out + remainder, _of_heads(value_unit, query)[:, None, :, None])
-    # Bring all gradients of a query's scores close to, but not above, 2^15. denominator^(-1/p) is at most 2 to minus
-    # `root`; the extra bit is for the difference.
-    exponent = numerics.exponent(denominator)
-    lengths = (numerics.exponent(jnp.sqrt(jnp.moveaxis((x * x).sum(-1), 1, 2))) for x in (dout, value))
-    dout_exponent, value_exponent = (jnp.maximum(x, _SMALLEST_EXPONENT) for x in lengths)
-    root = (exponent - 1) // power
-    dweight = 1 + dout_exponent + _of_heads(value_exponent.max(2), query)[..., None]
-    slope_unit = jnp.minimum(_OPERAND_BITS - WEIGHT_BITS + root - dweight, _LARGEST_EXPONENT + exponent)
-    least = jnp.where(some, slope_unit, _NO_UNIT).min(2).reshape(*longest.shape, -1).min(-1) - bits
-    undone = _OPERAND_BITS + _of_heads(least, query)[..., None] - slope_unit
-    unit_query = numerics.scaled(query.astype(jnp.float32), jnp.moveaxis(undone, 1, 2)[..., None])
-    unit_query = jnp.where(seen, unit_query, 0)
-    delta = jnp.moveaxis((dout * out).sum(-1), 1, 2)
-
-    # Exponents of the units of the sums; those of queries and keys lack the factor p.
-    pair_unit = value_unit + dout_unit + WEIGHT_BITS
-    by_query = slope_unit + _of_heads(pair_unit, query)[..., None] + query_exponent
-    head_exponents = jnp.stack([longest, pair_unit + least + _OPERAND_BITS, dout_unit + WEIGHT_BITS], -1)
-
-    # Pad queries in front to the positions of all keys.
-    front = [(0, 0), (key.shape[1] - rows, 0), (0, 0), (0, 0)]
-    denominator, slope_exponent, delta, by_query = (
-        jnp.pad(x, [(0, 0), (0, 0), front[1]]) for x in (denominator, slope_unit, delta, by_query)
+    longest = saved["key_exponent"].max(-1)
+    weights = vjp_sizes.Weights(
+        saved["weight_sum"], saved["weight_exponent"], saved["query_exponent"], longest
     )
-    arrays = vectors.Operands(
-        tokens.log_decay, key_exponent, head_exponents, denominator, slope_exponent, by_query
-    )
-    rows, columns = vectors.prepare(arrays, power=power, interpret=call.interpret)
-    query, unit_query, dout = (jnp.pad(x.astype(jnp.float16), front) for x in (query, unit_query, dout))
-    value = value.astype(jnp.float16)
-    first, last = sequence.visible_blocks(tokens.log_decay.reshape(*longest.shape, -1, pair), segment_ids)
-    delta = delta.reshape(*rows.shape[:3], config.block)
-    operands = VjpOperands(query, unit_query, key, value, dout, rows, columns, delta, first, last)
-    return operands, Units(slope_unit, pair_unit)
+    sizes = vjp_sizes.sizes(dout, tokens.value, weights, power=power, interpret=call.interpret)
+    arguments = _Arguments(query, out, remainder, dout, tokens.value, tokens.log_decay, saved["key_exponent"])
+    found = _operands(arguments, weights, sizes, call)
+    if configs.scaled_by_row(power):
+        query = numerics.scaled(query, vjp_sizes.bits(power) - configs.query_bits(power))
+    query = jnp.pad(query, [(0, 0), (key.shape[1] - query.shape[1], 0), (0, 0), (0, 0)])
+    first = last = None
+    if segment_ids is not None:
+        pair = config.block * config.compute_warpgroups
+        by_pair = tokens.log_decay.reshape(*longest.shape, -1, pair)
+        first, last = sequence.visible_blocks(by_pair)
+    return VjpOperands(query=query, key=key, first=first, last=last, **found)
 
 
-def corrected(operands: VjpOperands, units: Units, query_log) -> VjpOperands:
-    """Returns the operands with delta corrected to match the weights, so that errors of the output do not affect it.
+def _operands(
+    arguments: _Arguments, weights: vjp_sizes.Weights, sizes: vjp_sizes.Sizes, call
+) -> dict[str, jax.Array]:
+    """Runs the kernel: a thread block has 64 queries of a head, or 64 keys."""
+    power, block = call.power, pairs.BLOCK
+    batch, time, heads, head_dim = arguments.query.shape
+    _, length, kv_heads, value_dim = arguments.value.shape
+    group, count = heads // kv_heads, length // block
+    # Blocks of keys before the first query.
+    offset = (length - time) // block
+    bits, query_bits = vjp_sizes.bits(power), configs.query_bits(power)
+    types = {
+        "unit_query": jax.ShapeDtypeStruct((batch, length, heads, head_dim), jnp.float16),
+        "dout": jax.ShapeDtypeStruct((batch, length, heads, value_dim), jnp.float16),
+        "value": jax.ShapeDtypeStruct((batch, length, kv_heads, value_dim), jnp.float16),
+        "rows": jax.ShapeDtypeStruct((batch, heads, count, len(QueryVector), block), jnp.float32),
+        "columns": jax.ShapeDtypeStruct((batch, kv_heads, count, len(KeyVector), block), jnp.float32),
+        "delta": jax.ShapeDtypeStruct((batch, heads, count, block), jnp.float32),
+    }
 
-    query_log: dS S [B, N, T], which would be zero if delta were exact.
-    """
-    excess = numerics.scaled(query_log, -(units.slope + WEIGHT_BITS))
-    front = operands.query.shape[1] - excess.shape[2]
-    excess = jnp.pad(excess, [(0, 0), (0, 0), (front, 0)]).reshape(operands.delta.shape)
-    return operands._replace(delta=operands.delta + excess)
+    def body(
+        *refs, query_smem, out_smem, remainder_smem, dout_smem, unit_smem, scaled_smem, query_full, key_full
+    ):
+        x, refs = _Arguments(*refs[: len(arguments)]), refs[len(arguments) :]
+        of_weights, refs = vjp_sizes.Weights(*refs[: len(weights)]), refs[len(weights) :]
+        of_blocks, out = (
+            vjp_sizes.Sizes(*refs[: len(sizes)]),
+            dict(zip(types, refs[len(sizes) :], strict=True)),
+        )
+        row, index, head = (lax.axis_index(name) for name in ("batch", "block", "head"))
+        is_query = head < heads
+        own = jnp.where(is_query, head, head - heads)
+        kv_head = jnp.where(is_query, lax.div(head, jnp.int32(group)), own)
+        tokens = pl.ds(index * block, block)
 
+        def copy(source, target, begin, full):
+            source = results.block(source, row * source.shape[2] + own, begin)
+            plgpu.copy_gmem_to_smem(source, target, full)
 
-def decay_gradient(key_log, units: Units):
-    """Returns the gradient of log_decay [B, S, K] from the kernels' sums over queries, P (dP - delta) [B, K, S].
+        # Positions before the first query do not exist, so that TMA reads zeros.
+        begin = (index - offset) * block
 
-    The decay at t multiplies the weights of all pairs of a query at or after t and a key before t. For each query the
-    gradients of all log weights sum to zero, so the result is minus the sum over pairs with keys at or after t.
-    """
-    terms = numerics.scaled(key_log, -units.pair[..., None])
-    # In blocks, then over blocks: a scan takes twice as many launches.
-    blocks = terms.reshape(*terms.shape[:2], -1, tensor_core.ROWS)
-    within = numerics.over_earlier(blocks, jnp.sum, 0, reverse=True)
-    after = numerics.over_earlier(
-        jnp.pad(blocks.sum(-1)[..., 1:], [(0, 0), (0, 0), (0, 1)]), jnp.sum, 0, reverse=True
-    )
-    return -jnp.moveaxis((within + after[..., None]).reshape(terms.shape), 1, 2)
+        @pl.when(is_query)
+        def _copy_queries():
+            for source, target in (
+                (x.out, out_smem),
+                (x.remainder, remainder_smem),
+                (x.dout, dout_smem),
+                (x.query, query_smem),
+            ):
+                copy(source, target, begin, query_full)
 
+        pl.when(head >= heads)(lambda: copy(x.value, out_smem, index * block, key_full))
+        scales = _HeadScales.of(of_blocks, row, kv_head, power)
 
-def _of_heads(x, like):
-    """Repeats [B, K] to [B, N]."""
-    return jnp.repeat(x, like.shape[2] // x.shape[1], axis=1)
+        def load(tile):
+            return plgpu.load(tile, layout=pairs.LAYOUT).astype(jnp.float32)
 
+        def store_tile(name, target, tile):
+            target[...] = tile.astype(jnp.float16)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(target, out[name].at[row, tokens, own])
 
-def _to_operand_range(x, kv_heads):
-    """Returns x times a power of two per key head that brings it below 2^15, and the exponent of that power."""
-    largest = jnp.abs(x).max((1, 3)).reshape(len(x), kv_heads, -1).max(-1)
-    unit = _OPERAND_BITS - numerics.exponent(largest)
-    return numerics.scaled(x, _of_heads(unit, x)[:, None, :, None]), unit
+        def store_vectors(name, vectors):
+            for vector, numbers in vectors.items():
+                launch.store(out[name].at[row, own, index, vector], numbers)
+
+        # Sums of the decay from the start of the block and to its end.
+        decay = x.log_decay.at[row, kv_head, tokens]
+        decay = pairs.by_column(plgpu.load(decay, layout=tensor_core.PER_COLUMN, optimized=False))
+        token, column = (
+            plgpu.broadcasted_iota(jnp.int32, (block, block), n, layout=pairs.LAYOUT) for n in (0, 1)
+        )
+        coarse = numerics.coarse(decay, block, -sequence.FORGET)
+        coarse, fine = (jnp.where(column <= token, part, 0.0).sum(1) for part in (coarse, decay - coarse))
+        block_decay = numerics.decay(decay.sum(1))
+        position = token.astype(jnp.float32).max(1)
+        pair_unit = scales.value + scales.dout + WEIGHT_BITS
+
+        @pl.when(is_query)
+        def _queries():
+            # Positions before the first query have no weights to load.
+            at = row, own, pl.ds(jnp.maximum(begin, 0), block)
+            denominator = vjp_sizes.denominators(of_weights, at, kv_head, power)
+            denominator = jnp.where(position + begin.astype(jnp.float32) < 0, 0.0, denominator)
+            nothing = vjp_sizes.weighs_nothing(denominator)
+            plgpu.barrier_wait(query_full)
+
+            def or_zero(tile):
+                chosen = lax.broadcast_in_dim(jnp.where(nothing, 0.0, 1.0), tile.shape, [0])
+                return jnp.where(chosen > 0, tile, 0.0)
+
+            mean = pairs.scaled(load(out_smem) + load(remainder_smem), scales.value)
+            dout = load(dout_smem)
+            length = vjp_sizes.length_exponent(dout, jnp.abs(dout).max(1))
+            dout = or_zero(pairs.scaled(dout, scales.dout))
+            store_tile("dout", scaled_smem, dout)
+            launch.store(out["delta"].at[row, own, index], (dout * mean).sum(1))
+
+            slope_exponent = scales.slope_exponent(denominator, length, power)
+            undone = _OPERAND_BITS + scales.least - slope_exponent + bits - query_bits
+            store_tile("unit_query", unit_smem, or_zero(pairs.scaled(load(query_smem), undone)))
+
+            share = jnp.where(nothing, 0.0, 1 / jnp.where(nothing, 1.0, denominator))
+            first, second = numerics.factors(slope_exponent)
+            slope, from_start = share * first * second, numerics.decay(coarse + fine)
+            query_exponent = plgpu.load(
+                of_weights.query_exponent.at[at], layout=tensor_core.PER_ROW, optimized=False
+            )
+            first, second = numerics.factors(-(slope_exponent + pair_unit + query_exponent - bits))
+            of_query = {
+                QueryVector.EARLIER_WEIGHT: share * from_start,
+                QueryVector.EARLIER_SLOPE: slope * from_start,
+                QueryVector.DIAGONAL_WEIGHT: share,
+                QueryVector.DIAGONAL_SLOPE: slope,
+                QueryVector.COARSE: coarse,
+                QueryVector.FINE: fine,
+                QueryVector.BLOCK_DECAY: block_decay,
+                QueryVector.POSITION: position,
+                QueryVector.UNIT: first,
+                QueryVector.SECOND_UNIT: second,
+            }
+            store_vectors("rows", of_query)
+
+        @pl.when(head >= heads)
+        def _keys():
+            plgpu.barrier_wait(key_full)
+            store_tile("value", scaled_smem, pairs.scaled(load(out_smem), scales.value))
+            exponents = x.key_exponent.at[row, own, tokens]
+            exponent = plgpu.load(exponents, layout=tensor_core.PER_ROW, optimized=False)
+            shorter = power * (exponent - of_weights.longest[row, own])
+            factor = pairs.length_factor(exponent, shorter) * 2.0**WEIGHT_BITS
+            after = jnp.where(column > token, decay, 0.0).sum(1)
+            units = (
+                pair_unit + scales.least + _OPERAND_BITS + exponent,
+                scales.dout + WEIGHT_BITS,
+                pair_unit,
+            )
+            key_unit, value_unit, log_unit = (numerics.factors(-unit) for unit in units)
+            of_key = {
+                KeyVector.LATER_FACTOR: factor * numerics.decay(after),
+                KeyVector.DIAGONAL_FACTOR: factor,
+                KeyVector.COARSE: coarse,
+                KeyVector.FINE: fine,
+                KeyVector.BLOCK_DECAY: block_decay,
+                KeyVector.POSITION: position,
+                KeyVector.KEY_UNIT: key_unit[0],
+                KeyVector.SECOND_KEY_UNIT: key_unit[1],
+                KeyVector.VALUE_UNIT: value_unit[0],
+                KeyVector.SECOND_VALUE_UNIT: value_unit[1],
+                KeyVector.LOG_UNIT: log_unit[0],
+                KeyVector.SECOND_LOG_UNIT: log_unit[1],
+            }
+            store_vectors("columns", of_key)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    dtype = arguments.value.dtype
+    found = plgpu.kernel(
+        body,
+        out_type=tuple(types.values()),
+        scratch_types={
+            "query_smem": tensor_core.operand((), block, head_dim, jnp.float16),
+            "out_smem": tensor_core.operand((), block, value_dim, dtype),
+            "remainder_smem": tensor_core.operand((), block, value_dim, arguments.remainder.dtype),
+            "dout_smem": tensor_core.operand((), block, value_dim, dtype),
+            "unit_smem": tensor_core.operand((), block, head_dim, jnp.float16),
+            "scaled_smem": tensor_core.operand((), block, value_dim, jnp.float16),
+            "query_full": plgpu.Barrier(num_arrivals=4),
+            "key_full": plgpu.Barrier(),
+        },
+        grid=(batch, count, heads + kv_heads),
+        grid_names=("batch", "block", "head"),
+        kernel_name="power_attention_vjp_operands",
+        **launch.interpreted(call.interpret),
+    )(*arguments, *weights, *sizes)
+    return dict(zip(types, found))
