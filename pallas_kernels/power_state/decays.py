@@ -93,14 +93,17 @@ def chunk_decays(log2_decay, entering, *, call: configs.Call) -> Decays:
             return later + x.sum(1)
 
         total = lax.fori_loop(jnp.int32(0), jnp.int32(folded), after, zero)
-        launch.store(across.at[head, index], or_nothing(total))
+        across[head, index] = or_nothing(total).max()
 
     def vector(*shape):
         return jax.ShapeDtypeStruct((heads, chunks, *shape, _BLOCK), jnp.float32)
 
     blocks_of_keys, from_start, to_end, across = plgpu.kernel(
         body,
-        out_type=(vector(3, blocks), vector(folded), vector(folded), vector()),
+        out_type=(
+            *(vector(3, blocks), vector(folded), vector(folded)),
+            jax.ShapeDtypeStruct((heads, chunks), jnp.float32),
+        ),
         scratch_types=[plgpu.SMEM((blocks, _BLOCK), jnp.float32), plgpu.Barrier()],
         grid=(chunks, heads),
         grid_names=("chunk", "head"),
@@ -109,7 +112,7 @@ def chunk_decays(log2_decay, entering, *, call: configs.Call) -> Decays:
         **launch.interpreted(call.interpret),
     )(log2_decay.reshape(heads, -1, _BLOCK), entering)
     shape = heads, chunks, chunk
-    return Decays(blocks_of_keys, from_start.reshape(shape), to_end.reshape(shape), across[..., 0])
+    return Decays(blocks_of_keys, from_start.reshape(shape), to_end.reshape(shape), across)
 
 
 class Sums(NamedTuple):

@@ -57,9 +57,10 @@ def walk(operands, carried: preparation.Carried, strength, sizes, call: configs.
     peak = jnp.abs(strength).max(-1, keepdims=True)
     relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
     new = power.norms(operands, relative, call.interpret)
-    norms = recurrence.recurrence(carried.carry, peak[..., 0], new, interpret=call.interpret)
-    saved = preparation.Saved.of(states, norms, carried.shift, sizes[0])
-    return saved, power.returned(final, norms[:, -1], carried.shift[:, -1], sizes, call.config)
+    norms = recurrence.recurrence(carried.scales.carry, peak[..., 0], new, interpret=call.interpret)
+    shift = carried.scales.shift
+    saved = preparation.Saved.of(states, norms, shift, sizes[0])
+    return saved, power.returned(final, norms[:, -1], shift[:, -1], sizes, call.config)
 
 
 def attend(

@@ -8,7 +8,7 @@ from later positions, are handled in the same way.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.power_state import configs, degrees, preparation
+from pallas_kernels.power_state import configs, degrees, preparation, recurrence
 
 
 def add_incoming(
@@ -34,8 +34,8 @@ def add_incoming(
     of_kv, of_norm = (jnp.abs(x).reshape(len(x), -1).max(1) for x in (start, norm))
     size = jnp.maximum(of_kv, of_norm * preparation.LEAST_VALUE)
     size = jnp.log2(jnp.maximum(size, jnp.finfo(jnp.float32).tiny))[:, None]
-    bound = jnp.logaddexp2(shifts + float(preparation.HEADROOM), since[:, :-1] + size)
-    scale = jnp.maximum(jnp.ceil(bound).astype(jnp.int32) - preparation.HEADROOM, shifts)
+    bound = jnp.logaddexp2(shifts + float(recurrence.HEADROOM), since[:, :-1] + size)
+    scale = jnp.maximum(jnp.ceil(bound).astype(jnp.int32) - recurrence.HEADROOM, shifts)
     kept, added = jnp.exp2((shifts - scale).astype(jnp.float32)), jnp.exp2(since[:, :-1] - scale)
 
     whole = kept[..., None, None, None] * states + added[..., None, None, None] * start[:, None]

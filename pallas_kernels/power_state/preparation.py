@@ -13,12 +13,8 @@ import jax.numpy as jnp
 from pallas_kernels.hopper import numerics, results
 from pallas_kernels.power_state import configs, decays, recurrence, units
 
-# States, and products of a value and a key, stay below 2^13: float16 ends at 2^16.
-HEADROOM = 13
 # Smaller values count as this in the scales of states, since normalizers, in float32, have the same scales.
 LEAST_VALUE = 2.0**-90
-# Base-2 logarithm of a decay to zero between states: below `decays.NOTHING`, whatever the difference of their scales.
-_NEVER = -1e5
 
 
 class Arguments(NamedTuple):
@@ -84,9 +80,7 @@ class Carried(NamedTuple):
     """Growth of states along n chunks, with powers of two that keep them in range."""
 
     strength: jax.Array  # float32 [H, n, C], weight of tokens in the state after their chunk, in its scale
-    carry: jax.Array  # float32 [H, n], factor from one state to the next, in their scales
-    shift: jax.Array  # int32 [H, n + 1], exponents of the states' scales
-    log2_carry: jax.Array  # float32 [H, n], finite
+    scales: recurrence.Scales
 
 
 def carried_keys(tokens: Chunks, call: configs.Call) -> Carried:
@@ -149,25 +143,19 @@ def _by_head(log_decay, enters_state, call: configs.Call):
     return log2_decay, jnp.repeat(count, heads)
 
 
-def carry_along(log2_strength, size, log2_across, call: configs.Call) -> Carried:
+def carry_along(log2_strength, size, log2_across, call: configs.Call, reverse: bool = False) -> Carried:
     """Returns the growth of states from zero, from log2 of token weights [H, n, C] and of decays over chunks.
 
-    size: largest entry of each token.
+    size: largest entry of each token. reverse: whether the walk, in whose order the tokens are, is the reverse of
+    `log2_across`.
     """
     log2_size = jnp.where(size > 0, jnp.log2(jnp.where(size > 0, size, 1)), decays.NOTHING)
-    # Exponents whose powers of two bring the states below 2^HEADROOM. An empty state has the least scale.
-    new = _log2_sum(log2_strength + log2_size)
-    bound = recurrence.log2_recurrence(log2_across, new, interpret=call.interpret)
-    some = bound > decays.NOTHING / 2
-    shift = jnp.where(some, jnp.ceil(bound) - HEADROOM, jnp.finfo(jnp.float32).minexp).astype(jnp.int32)
-    difference = log2_across + (shift[:, :-1] - shift[:, 1:])
-    log2_carry = jnp.where(some[:, :-1] & (log2_across > decays.NOTHING), difference, _NEVER)
-    return Carried(
-        strength=jnp.exp2(log2_strength - shift[:, 1:, None]),
-        carry=jnp.exp2(log2_carry),
-        shift=shift,
-        log2_carry=log2_carry,
-    )
+    log2_new = log2_strength + log2_size
+    largest = log2_new.max(-1)
+    sums = jnp.exp2(log2_new - largest[..., None]).sum(-1)
+    options = {"segments": call.config.segments, "reverse": reverse, "interpret": call.interpret}
+    scales = recurrence.scales(log2_across, largest, sums, **options)
+    return Carried(jnp.exp2(log2_strength - scales.shift[:, 1:, None]), scales)
 
 
 def scaled_decay(log2_decay, exponent):
@@ -178,12 +166,6 @@ def scaled_decay(log2_decay, exponent):
 def time_last(x):
     """Reshapes [H, n, C, D] to [H, D, X]."""
     return jnp.swapaxes(x, -1, -2).swapaxes(1, 2).reshape(len(x), x.shape[-1], -1)
-
-
-def _log2_sum(x):
-    """Returns log2 of the sum of 2^x along the last axis."""
-    largest = x.max(-1, keepdims=True)
-    return largest[..., 0] + jnp.log2(jnp.exp2(x - largest).sum(-1))
 
 
 def heads_first(x):

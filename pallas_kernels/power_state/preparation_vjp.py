@@ -75,7 +75,7 @@ def dual_of(tokens: preparation.Chunks, mean: Mean, call: configs.Call) -> Dual:
     return Dual(
         value=value,
         dnorm=backwards(-mean.delta * mean.inverse, log2_strength.shape),
-        carried=preparation.carry_along(log2_strength, size, jnp.flip(tokens.decays.log2_across, 1), call),
+        carried=preparation.carry_along(log2_strength, size, tokens.decays.log2_across, call, reverse=True),
     )
 
 

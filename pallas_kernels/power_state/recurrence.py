@@ -1,14 +1,19 @@
-"""Linear recurrences along chunks: of the normalizers, and of bounds of states by their logarithms."""
+"""Recurrences along chunks: of the normalizers, and of the scales of states."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.hopper import launch, tensor_core
-from pallas_kernels.power_state import configs, decays
+from pallas_kernels.hopper import launch
+from pallas_kernels.power_state import decays
 
-_BLOCK = configs.BLOCK
+# States, and products of a value and a key, stay below 2^13: float16 ends at 2^16.
+HEADROOM = 13
+# Base-2 logarithm of a decay to zero between states: below `decays.NOTHING`, whatever the difference of their scales.
+_NEVER = -1e5
 # Threads of a warpgroup, and chunks whose terms are loaded before the first of them is added.
 _THREADS, _AHEAD = 128, 16
 
@@ -55,42 +60,78 @@ def recurrence(carry, factor, new, *, interpret=None):
     ).reshape(heads, chunks + 1, *shape)
 
 
-def log2_recurrence(log2_carry, log2_new, *, interpret=None):
-    """Returns log2 of x_0 = 0 and x_{c+1} = 2^log2_carry_c x_c + 2^log2_new_c, float32 [H, n + 1].
+class Scales(NamedTuple):
+    """Powers of two that keep states in range along n chunks, and the decays between states in these scales."""
 
-    log2_carry, log2_new: float32 [H, n]. Logarithms of zero are `decays.NOTHING` or less.
+    shift: jax.Array  # int32 [H, n + 1], exponents; the least one where the state is empty
+    carry: jax.Array  # float32 [H, n], from one state to the next
+    in_segment: jax.Array  # float32 [H, n], from the first state of each segment of time to its others
+    over_segment: jax.Array  # float32 [H, segments]
+
+
+def scales(log2_carry, largest, sums, *, segments: int, reverse: bool = False, interpret=None) -> Scales:
+    """Returns Scales from bounds on the states' entries: x_0 = 0 and x_{c+1} = 2^log2_carry_c x_c + new_c.
+
+    The bounds divided by 2^shift are at most 2^HEADROOM.
+
+    log2_carry: float32 [H, n], with `reverse` in reverse order. largest, sums: float32 [H, n]; new_c is 2^largest_c
+    sums_c. Logarithms of zero are `decays.NOTHING` or less.
     """
-    heads, chunks = log2_new.shape
+    heads, chunks = largest.shape
+    length = -(-chunks // segments)
 
-    def body(log2_carry, log2_new, result):
-        head = lax.axis_index("head")
+    def body(log2_carry, largest, sums, *out):
+        head, out = lax.axis_index("head"), Scales(*out)
 
-        def add(first, count, x):
-            terms = [(log2_carry[head, first + n], log2_new[head, first + n]) for n in range(count)]
-            for n, (carry, new) in enumerate(terms):
+        def exponent(x):
+            whole = x.astype(jnp.int32)
+            up = whole + jnp.where(whole.astype(jnp.float32) < x, 1, 0)
+            return jnp.where(x > decays.NOTHING / 2, up - HEADROOM, jnp.finfo(jnp.float32).minexp)
+
+        def add(first, count, before):
+            chunks_of_run = [first + n for n in range(count)]
+            carries = [log2_carry[head, chunks - 1 - chunk if reverse else chunk] for chunk in chunks_of_run]
+            terms = [largest[head, chunk] + jnp.log2(sums[head, chunk]) for chunk in chunks_of_run]
+            for chunk, carry, new in zip(chunks_of_run, carries, terms):
+                x, shift, since = before
                 old = carry + x
-                largest = jnp.maximum(old, new)
-                x = largest + jnp.log2(jnp.exp2(old - largest) + jnp.exp2(new - largest))
-                launch.store(result.at[head, first + n + 1], x)
-            return x
+                larger = jnp.maximum(old, new)
+                after = larger + jnp.log2(jnp.exp2(old - larger) + jnp.exp2(new - larger))
+                shift_after = exponent(after)
+                some = (x > decays.NOTHING / 2) & (carry > decays.NOTHING)
+                carry = jnp.where(some, carry + (shift - shift_after).astype(jnp.float32), _NEVER)
+                since = jnp.where(lax.rem(chunk, jnp.int32(length)) == 0, 0.0, since)
+                out.shift[head, chunk + 1] = shift_after
+                out.carry[head, chunk] = jnp.exp2(carry)
+                out.in_segment[head, chunk] = jnp.exp2(since)
+                out.over_segment[head, lax.div(chunk, jnp.int32(length))] = jnp.exp2(since + carry)
+                before = after, shift_after, since + carry
+            return before
 
-        # Every thread has the same number.
-        x = plgpu.layout_cast(jnp.full((_BLOCK,), decays.NOTHING, jnp.float32), tensor_core.PER_ROW)
-        launch.store(result.at[head, 0], x)
-        _over_chunks(chunks, add, x)
+        # Segments after the last chunk.
+        for segment in range(-(-chunks // length), segments):
+            out.over_segment[head, segment] = jnp.float32(1)
+        x = jnp.float32(decays.NOTHING)
+        out.shift[head, 0] = exponent(x)
+        _over_chunks(chunks, add, (x, exponent(x), jnp.float32(0)))
 
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((heads, chunks + 1, _BLOCK), jnp.float32),
-        grid=(heads,),
-        grid_names=("head",),
-        kernel_name="power_state_bounds",
-        # One chunk waits for another, so the latency of exponential and logarithm counts.
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True
-        ),
-        **launch.interpreted(interpret),
-    )(log2_carry, log2_new)[..., 0]
+    def vector(size, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct((heads, size), dtype)
+
+    return Scales(
+        *plgpu.kernel(
+            body,
+            out_type=(vector(chunks + 1, jnp.int32), vector(chunks), vector(chunks), vector(segments)),
+            grid=(heads,),
+            grid_names=("head",),
+            kernel_name="power_state_scales",
+            # One chunk waits for another, so the latency of exponential and logarithm counts.
+            compiler_params=plgpu.CompilerParams(
+                lowering_semantics=plgpu.LoweringSemantics.Lane, approx_math=True
+            ),
+            **launch.interpreted(interpret),
+        )(log2_carry, largest, sums)
+    )
 
 
 def _over_chunks(chunks, add, x):

@@ -8,40 +8,36 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.hopper import launch
-from pallas_kernels.power_state import preparation
+from pallas_kernels.power_state import recurrence
 
 # A state that arrives with a smaller factor is forgotten: it changes no entry. Entries are at most 2^HEADROOM, the
 # smallest step of float16 is 2^-24, and half of it rounds to nothing; the last bit is a margin.
-_LEAST_FACTOR = 2.0 ** -(preparation.HEADROOM + 26)
+_LEAST_FACTOR = 2.0 ** -(recurrence.HEADROOM + 26)
 
 # Threads of a warpgroup, elements per load of one thread (16 bytes of float16), and its maximum number of loads.
 _THREADS, _VECTOR, _LOADS = 128, 8, 5
 
 
-def join(states, finals, log2_carry, stored=lambda state: state, *, interpret=None):
+def join(states, finals, scales: recurrence.Scales, stored=lambda state: state, *, interpret=None):
     """Returns the state before each chunk and the final state. Each segment except the first began at zero.
 
     Args:
         states: float16 [H, n, A, B, C], the states that chunks read, each from its own segment only.
         finals: float32 [H, segments, P, Q, R], the state after each segment; zero after a segment without chunks.
-        log2_carry: float32 [H, n], log2 of the decay over each chunk.
+        scales: of the states, with the decays of segments.
         stored: linear map from states in the layout of `finals` to states as chunks read them.
         interpret: parameters of the GPU interpreter, or None to run on a GPU.
     """
-    chunks, segments = states.shape[1], finals.shape[1]
+    segments = finals.shape[1]
     if segments == 1:
         return states, finals[:, 0]
 
     # The state before a segment is decayed into each of its states.
-    length = -(-chunks // segments)
-    decay = jnp.pad(log2_carry, [(0, 0), (0, segments * length - chunks)])
-    since = jnp.cumsum(decay.reshape(-1, segments, length), -1)
     arriving, state = [], finals[:, 0]
     for segment in range(1, segments):
         arriving.append(stored(state))
-        state = jnp.exp2(since[:, segment, -1, None, None, None]) * state + finals[:, segment]
-    factor = jnp.exp2(jnp.pad(since[..., :-1], [(0, 0), (0, 0), (1, 0)])).reshape(len(states), -1)[:, :chunks]
-    return add_arriving(states, jnp.stack(arriving, 1), factor, interpret=interpret), state
+        state = scales.over_segment[:, segment, None, None, None] * state + finals[:, segment]
+    return add_arriving(states, jnp.stack(arriving, 1), scales.in_segment, interpret=interpret), state
 
 
 def add_arriving(states, arriving, factor, *, interpret=None):

@@ -90,17 +90,28 @@ def recurrence(carry, factor, new, *, interpret):
     return jnp.concatenate([start[:, None], jnp.moveaxis(after, 0, 1)], 1)
 
 
-def log2_recurrence(log2_carry, log2_new, *, interpret):
-    """Computes `recurrence.log2_recurrence`."""
+def scales(log2_carry, largest, sums, *, segments, interpret, reverse=False):
+    """Computes `recurrence.scales`."""
+    log2_carry = jnp.flip(log2_carry, 1) if reverse else log2_carry
 
     def step(x, inputs):
         carry, new = inputs
         after = jnp.logaddexp2(carry + x, new)
         return after, after
 
-    start = _zeros(log2_new[:, 0].shape, log2_new) + decays.NOTHING
-    _, after = jax.lax.scan(step, start, (log2_carry.T, log2_new.T))
-    return jnp.concatenate([start[:, None], after.T], 1)
+    start = _zeros(largest[:, 0].shape, largest) + decays.NOTHING
+    _, after = jax.lax.scan(step, start, (log2_carry.T, (largest + jnp.log2(sums)).T))
+    bound = jnp.concatenate([start[:, None], after.T], 1)
+    some = bound > decays.NOTHING / 2
+    shift = jnp.where(some, jnp.ceil(bound) - recurrences.HEADROOM, -126).astype(jnp.int32)
+    decayed = some[:, :-1] & (log2_carry > decays.NOTHING)
+    log2_carry = jnp.where(decayed, log2_carry + shift[:, :-1] - shift[:, 1:], -1e5)
+    heads, chunks = log2_carry.shape
+    length = -(-chunks // segments)
+    by_segment = jnp.pad(log2_carry, [(0, 0), (0, segments * length - chunks)]).reshape(heads, segments, -1)
+    since = jnp.cumsum(by_segment, -1)
+    before = jnp.pad(since[..., :-1], [(0, 0), (0, 0), (1, 0)]).reshape(heads, -1)[:, :chunks]
+    return recurrences.Scales(shift, *map(jnp.exp2, (log2_carry, before, since[..., -1])))
 
 
 def add_arriving(states, arriving, factor, *, interpret):
@@ -369,7 +380,7 @@ SHARED = (
     (decays, chunk_decays),
     (decays, decay_gradient),
     (recurrences, recurrence),
-    (recurrences, log2_recurrence),
+    (recurrences, scales),
     (segments, add_arriving),
 )
 KERNELS = (

@@ -13,10 +13,10 @@ from tools import h100
 pytestmark = [pytest.mark.h100, marks.needs_compiler]
 # In all kernels except these, matrix products cost more than memory traffic.
 WITHOUT_PRODUCTS = re.compile(
-    "power_step|power_attention_(units|blocks|vjp|decays)|power_state_(units|decays|bounds|join|recurrence)"
+    "power_step|power_attention_(units|blocks|vjp|decays)|power_state_(units|decays|scales|join|recurrence)"
 )
 # These read their arguments without TMA.
-WITHOUT_TMA = re.compile("power_attention_decays|power_state_(bounds|join|recurrence)")
+WITHOUT_TMA = re.compile("power_attention_decays|power_state_(scales|join|recurrence)")
 # Sizes of models that people train: head and value sizes of 64 at p = 2 and of 32 at p = 4.
 COMMON = re.compile(r"p2-d64-e64|p2-d64-b64|d32-e32-c3072")
 
@@ -92,7 +92,7 @@ def test_states_are_kept_or_computed_again():
         for names in (
             ("query", "query_vjp", "key_vjp", "decays_vjp"),
             ("units", "decays"),
-            ("bounds", "update", "norms", "recurrence"),
+            ("scales", "update", "norms", "recurrence"),
         )
     )
     for what, folds in (("chunked", 2), ("again", 3)):

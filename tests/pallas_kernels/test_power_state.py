@@ -94,16 +94,17 @@ def test_scales_keep_states_in_range(chunks):
     over_chunk = random.uniform(-3, 0, size=(1, chunks)).astype("float32")
     size = random.uniform(size=(1, chunks, 4)).astype("float32")
     with plain.kernels():
-        carried = preparation.carry_along(strength, size, over_chunk, mock.Mock())
+        call = mock.Mock(config=mock.Mock(segments=1))
+        carried = preparation.carry_along(strength, size, over_chunk, call)
     largest = [0.0]
     for chunk in range(chunks):
         new = (np.exp2(strength[0, chunk], dtype="float64") * size[0, chunk]).sum()
         largest.append(np.exp2(over_chunk[0, chunk], dtype="float64") * largest[-1] + new)
-    scaled = np.array(largest) / np.exp2(np.asarray(carried.shift[0], "float64"))
+    scaled = np.array(largest) / np.exp2(np.asarray(carried.scales.shift[0], "float64"))
     # Not above the limit, and no further below it than a power of two.
-    assert np.all(scaled <= 2.0**preparation.HEADROOM * (1 + 1e-5))
-    assert np.all(scaled[1:] > 2.0 ** (preparation.HEADROOM - 1) * (1 - 1e-5))
-    shift = np.asarray(carried.shift[0])
+    assert np.all(scaled <= 2.0**recurrence.HEADROOM * (1 + 1e-5))
+    assert np.all(scaled[1:] > 2.0 ** (recurrence.HEADROOM - 1) * (1 - 1e-5))
+    shift = np.asarray(carried.scales.shift[0])
     wanted = np.exp2(over_chunk[0] + shift[:-1] - shift[1:])
-    np.testing.assert_allclose(carried.carry[0, 1:], wanted[1:], rtol=1e-6)
-    assert carried.carry[0, 0] == 0
+    np.testing.assert_allclose(carried.scales.carry[0, 1:], wanted[1:], rtol=1e-6)
+    assert carried.scales.carry[0, 0] == 0

@@ -28,7 +28,7 @@ KERNELS = {
 # Largest errors of results relative to the stand-in's: of bfloat16 ones, of float32 sums of 16-bit operands, and of
 # such sums whose terms cancel. Those of states are the rounding of float16.
 SHORT, SUMS, CANCELED = 2.0**-9, 1e-5, 2.0**-14
-FLOAT32 = {"norms", "in_units", "chunk_decays", "decay_gradient", "recurrence", "log2_recurrence"}
+FLOAT32 = {"norms", "in_units", "chunk_decays", "decay_gradient", "recurrence", "scales"}
 BOUNDS = {
     # A remainder is what the output leaves of a mean with the bound of sums.
     (2, "query_states"): (SHORT, SUMS, SUMS),

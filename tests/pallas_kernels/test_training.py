@@ -20,7 +20,7 @@ KERNELS = {
     },
     CHUNKED: {
         f"power_state_{name}"
-        for passes in ("units decays bounds update norms recurrence", "query query_vjp key_vjp decays_vjp")
+        for passes in ("units decays scales update norms recurrence", "query query_vjp key_vjp decays_vjp")
         for name in passes.split()
     },
 }

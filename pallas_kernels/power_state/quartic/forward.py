@@ -105,7 +105,7 @@ def states(operands: Operands, carried: preparation.Carried, call: configs.Call)
         operands.vector,
         operands.scalars,
         jnp.tile(operands.value, (1, layout.per_stack, 1)),
-        carried.carry,
+        carried.scales.carry,
         weights,
     )
     found, finals = update_kernel.update(arrays, call=call)
@@ -113,7 +113,7 @@ def states(operands: Operands, carried: preparation.Carried, call: configs.Call)
     def weighted(state):
         return layouts.side_by_side(state * weights, layout)
 
-    return segments.join(found, finals, carried.log2_carry, weighted, interpret=call.interpret)
+    return segments.join(found, finals, carried.scales, weighted, interpret=call.interpret)
 
 
 def norms(operands: Operands, weights, *_):

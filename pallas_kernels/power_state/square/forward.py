@@ -53,10 +53,10 @@ def operands_of_keys(tokens: preparation.Chunks, strength) -> Operands:
 def states(operands: Operands, carried: preparation.Carried, call: configs.Call):
     """Returns the state before each chunk [H, n, 16, E, P] and the last one [H, 16, E, P], divided by 2^shift."""
     layout = layouts.Layout(call.config.head_dim)
-    arrays = update_kernel.Operands(operands.key, operands.value, carried.carry)
+    arrays = update_kernel.Operands(operands.key, operands.value, carried.scales.carry)
     found, finals = update_kernel.update(arrays, call=call, reverse=operands.reverse)
     finals = jnp.swapaxes(finals, 3, 4).reshape(*finals.shape[:3], -1, layout.width)
-    return segments.join(found, finals, carried.log2_carry, interpret=call.interpret)
+    return segments.join(found, finals, carried.scales, interpret=call.interpret)
 
 
 def norms(operands: Operands, weights, interpret):
