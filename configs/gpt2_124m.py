@@ -69,6 +69,10 @@ def get_config(
     """Returns the model named by `preset`, trained on `data` at `context`."""
     config.require_choice("context", context, CONTEXTS)
     attention = config.preset(preset, power=p)
+    if p != 2 and attention.kernel not in ("power", "power_delta"):
+        raise ValueError(
+            f"p is {p}, but the kernel {attention.kernel!r} of preset {preset!r} has none; leave p out"
+        )
     if attention.longest_document is not None:
         # Learned positions need a table as long as the context.
         attention = dataclasses.replace(attention, max_document_length=context)
