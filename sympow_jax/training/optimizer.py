@@ -118,6 +118,14 @@ def parameter_options(settings: config.OptimizerConfig, params: optax.Params) ->
     )
 
 
+def scaled(factor: Any, change: Any) -> Any:
+    """Returns the change times its factor, or its factors by layer; a masked one as it is."""
+    if isinstance(change, optax.MaskedNode) or np.all(factor == 1):
+        return change
+    factor = np.asarray(factor, change.dtype)
+    return change * factor.reshape(*factor.shape, *[1] * (change.ndim - factor.ndim))
+
+
 def make_optimizer(
     settings: config.OptimizerConfig, steps: int, options: ParameterOptions, is_trained: Any
 ) -> optax.GradientTransformation:
@@ -133,14 +141,6 @@ def make_optimizer(
         is_trained: tree of whether each parameter is trained; all others are frozen.
     """
     rate = learning_rate(settings, steps)
-
-    def scaled(factor: Any, change: Any) -> Any:
-        """Returns the change times its factor, or its factors by layer; a masked one as it is."""
-        if isinstance(change, optax.MaskedNode) or np.all(factor == 1):
-            return change
-        factor = np.asarray(factor, change.dtype)
-        return change * factor.reshape(*factor.shape, *[1] * (change.ndim - factor.ndim))
-
     factors = optax.stateless(lambda changes, _: jax.tree.map(scaled, options.learning_rate, changes))
     counted = jax.tree.map(np.sign, options.learning_rate)
     stages = [_direction(settings, options)]

@@ -61,6 +61,7 @@ class Program:
             lambda path, leaf: self._placed(leaf, specs[tuple(key.key for key in path)]), params
         )
         options = optimizer.parameter_options(config.optimizer, params)
+        self._counted = jax.tree.map(np.sign, options.learning_rate)
         trained = jax.tree.map(
             lambda names: self.task.trains(str(names.flat[0])), models.parameter_names(params)
         )
@@ -194,7 +195,7 @@ class Program:
 
         * `loss`, without the terms below, and further metrics of the task, such as `accuracy`
         * terms that are added to the loss, such as `z_loss`
-        * `grad_norm`, before clipping
+        * `grad_norm`, before clipping, without parameters whose factor of the learning rate is 0
         * `parameter_norm`, after the update, which is finite only if every parameter is
         * `update_norm`, the norm of the change of the parameters
         * `learning_rate`
@@ -234,7 +235,7 @@ class Program:
                     sums = jax.tree.map(jnp.sum, parts)
             count = tasks.count(batch)
             grads = jax.tree.map(lambda grad: grad / count, grads)
-            grad_norm = optax.tree.norm(grads)
+            grad_norm = optax.tree.norm(jax.tree.map(optimizer.scaled, self._counted, grads))
             changes, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, changes)
 

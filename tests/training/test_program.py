@@ -71,9 +71,13 @@ def test_loss_gradient_and_norms_of_an_update(settings, program, params, formula
 
 
 def test_frozen_parameters_do_not_count_for_the_norm_of_the_others(sgd):
-    factors = {"learning_rate_factors": ("embedding=0",), "clip_norm": 0.01}
+    factors = {"learning_rate_factors": ("embedding=0",)}
     _, metrics = small.update(small.changed(sgd, optimizer=factors), small.tokens(sgd))
+    norm = metrics["grad_norm"]
+    assert metrics["update_norm"] == pytest.approx(norm, rel=1e-4)
+    _, metrics = small.update(small.changed(sgd, optimizer=factors | {"clip_norm": 0.01}), small.tokens(sgd))
     assert metrics["update_norm"] == pytest.approx(0.01, rel=1e-4)
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
 def test_micro_batches_equal_the_batch(settings, sgd, params, formula):
