@@ -1,5 +1,6 @@
 """Tests of the lines that a run prints before and after training."""
 
+import math
 import pathlib
 import types
 
@@ -65,6 +66,13 @@ def test_a_state_larger_than_memory_does_not_prevent_training(settings):
     lines = _describe(small.changed(settings, model=sizes))
     assert "attention of 1 layer: attention by xla" in lines
     assert any(line.startswith("state while generating: ") for line in lines)
+    # A window alongside, here of 2^30 tokens of 8 kB, counts once.
+    attention = config.preset("sympow", power=4, softmax_window=True, window=2**30)
+    sizes |= {"head_dim": 512, "attention": attention}
+    features = math.comb(512 + 3, 4)
+    nbytes = 2 * features * (512 + 1) * 4 + 2**30 * 2 * (512 + 512) * 4
+    lines = _describe(small.changed(settings, model=sizes))
+    assert any(line.startswith(f"state while generating: {summary._size(nbytes)} per row") for line in lines)
 
 
 def test_reasons_are_those_of_a_shard(settings, monkeypatch):
