@@ -136,8 +136,8 @@ def draw_rotations(
     _title(
         figure,
         f"Rotation rates · {subtitle}",
-        f"{whose} the fastest pair, which rope rotates by {theta[0]:.2f} in the first of these layers; the slowest "
-        f"rotates {theta[-1] / theta[0]:.2g} times as far",
+        f"{whose} the fastest pair, which rotates by {theta[0]:.2f} at rate 1 in the first of these layers; the "
+        f"slowest rotates {theta[-1] / theta[0]:.2g} times as far",
     )
     plotting.save(figure, path)
 

@@ -150,7 +150,9 @@ def draw(maps, tokens, folder):
 @marked.cases(
     ("heads", "time", "numbers"), [(1, 1, "one a head"), (5, 12, "vectors")], slow=[(3, 130, "one a head")]
 )
-def test_figures_of_all_sizes(heads, time, numbers, tmp_path):
+def test_figures_of_all_sizes(heads, time, numbers, tmp_path, monkeypatch):
+    titles, title = [], figures._title
+    monkeypatch.setattr(figures, "_title", lambda *lines: titles.append(lines[-1]) or title(*lines))
     random = np.random.default_rng(0)
     shape = (heads, time, 4) if numbers == "vectors" else (heads, time)
     half_life = random.uniform(0.01, 10, shape)
@@ -164,6 +166,8 @@ def test_figures_of_all_sizes(heads, time, numbers, tmp_path):
     )
     tokens = [*b"a $b$ and\nc"] * time
     assert draw([layer_maps], tokens[:time], tmp_path) == {"attention", "half_life", "rotation"}
+    # The rates of the papers, which are not those of rope.
+    assert "the fastest pair, which rotates by 6.28 at rate 1" in titles[-1]
 
 
 def test_labels_of_tokens():
