@@ -64,7 +64,7 @@ def _read(run: str) -> config.Config:
     # Imported only now, because `sympow train --help` lists this config without the extra `train`.
     from sympow_jax.process import workdir
 
-    folder = pathlib.Path(run)
+    folder = pathlib.Path(run).expanduser()
     if not (folder / workdir.CHECKPOINTS).is_dir():
         raise ValueError(
             f"{run} is not the workdir of a run; make one of published weights with `sympow weights import "

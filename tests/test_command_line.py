@@ -141,6 +141,7 @@ def test_a_workdir_is_utf8(tmp_path, monkeypatch):
 def test_paths_begin_in_the_users_home(monkeypatch):
     monkeypatch.setenv("HOME", "/home/a")
     assert command_line.parse_training([QUICKSTART, "--workdir=~/x~"])[1] == pathlib.Path("/home/a/x~")
+    assert _parse("--config.task.initial_run=~/b").task.initial_run == "/home/a/b"
     parser = command_line.Parser()
     parser.add_options(("workdir", str, "A[,B,...]", None, ""), ("text", str, "TEXT", None, ""))
     known = parser.parse_args(["--workdir=~/a,b,~/c", "--text=~/x"])

@@ -54,7 +54,7 @@ def _saved(folder: pathlib.Path, settings: config.Config) -> pathlib.Path:
     return folder
 
 
-def test_a_retrofit_replaces_attention_and_keeps_the_body_and_the_data(tmp_path):
+def test_a_retrofit_replaces_attention_and_keeps_the_body_and_the_data(tmp_path, monkeypatch):
     model = config.ModelConfig(
         **config.MODEL_SIZES["qwen3_600m"], attention=config.preset("qwen3", implementation="cudnn")
     )
@@ -72,7 +72,10 @@ def test_a_retrofit_replaces_attention_and_keeps_the_body_and_the_data(tmp_path)
     )
     assert dataclasses.replace(first.model, attention=model.attention, attention_pattern=()) == model
     assert first.data.context_length == 64
-    second = load(f'retrofit.py:"{_saved(tmp_path / "first", first)}"')
+    _saved(tmp_path / "first", first)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    second = load("retrofit.py:~/first")
+    assert second.task.initial_run == str(tmp_path / "first")
     assert second.model == first.model
     assert second.task == config.TaskConfig(initial_run=str(tmp_path / "first"))
     whole = load(f'retrofit.py:"{run}"').model

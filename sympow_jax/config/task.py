@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import os
 from typing import NamedTuple
 
 from sympow_jax.config import checks, fields
@@ -65,6 +66,8 @@ class TaskConfig:
 
     def __post_init__(self):
         fields.validate(self, "task")
+        if self.initial_run is not None:
+            object.__setattr__(self, "initial_run", os.path.expanduser(self.initial_run))
         if self.predicted is Predicted.CLASS:
             checks.require_at_least(2, **{"task.classes": self.classes or 0})
         if self.dual_encoder and self.outputs is None:
