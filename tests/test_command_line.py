@@ -52,6 +52,7 @@ def test_values_are_literals_or_text():
         ("data.labels", "0,1", ("0", "1")),
         ("data.label_column", "007", "007"),
         ("evaluation.prompts", "def f(x)", ("def f(x)",)),
+        ("evaluation.prompts", " def ", (" def ",)),
         ("evaluation.prompts", "'Hello, world'", ("Hello, world",)),
         ("evaluation.prompts", "\"Hello, world\",'def\\n'", ("Hello, world", "def\n")),
         ("evaluation.prompts", "don't, 'tis,", ("don't", "'tis")),

@@ -36,8 +36,8 @@ def read(name: str, text: str, annotation: Any) -> Any:
     """Reads a value of a type, as users write it.
 
     Numbers are Python literals, and text is as it stands, or a literal in quotes. A tuple is a literal, with or without
-    brackets, or text that is split at its commas. None is "none", and 1000 also 1e3. The type is bool, int, float, str,
-    a tuple of one of these, or one of these or None. Errors call the setting `name`.
+    brackets, or text that is split at its commas, around which spaces are left out. None is "none", and 1000 also 1e3.
+    The type is bool, int, float, str, a tuple of one of these, or one of these or None. Errors call the setting `name`.
     """
     kind, optional = split_optional(annotation)
     if optional and text.strip().lower() == "none":
@@ -58,7 +58,8 @@ def read(name: str, text: str, annotation: Any) -> Any:
         if isinstance(items, tuple | list) and all(isinstance(x, str) == (item is str) for x in items):
             return tuple(_item(x, str(x), item) for x in items)
         # Nothing before a comma, or after the last one, is no item.
-        return tuple(_item(_literal(x), x.strip(), item) for x in text.split(",") if x.strip())
+        parts = text.split(",")
+        return tuple(_item(_literal(x), x.strip() if parts[1:] else x, item) for x in parts if x.strip())
     except (KeyError, OverflowError, ValueError):
         expected = form(annotation).replace("|", " or ") + (" or none" if optional else "")
         raise ValueError(f"{name} is {spelling.shown(text)}; it must be {expected}") from None
