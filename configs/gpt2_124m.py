@@ -43,9 +43,10 @@ _END_OF_TEXT = 50_256  # of GPT-2's tokenizer
 def _own_data(path: str) -> dict[str, Any]:
     """Returns the settings of the user's data, whose source follows from the names of its files."""
     folder = pathlib.Path(path).expanduser()
-    # In a folder, a `.json` describes other files.
-    names = [file.name for file in folder.rglob("*") if file.suffix != ".json"] if folder.is_dir() else [path]
-    sources = set(map(config.source_of, names)) - {None}
+    names = [file.name for file in folder.rglob("*")] if folder.is_dir() else [path]
+    # In a folder, a `.json` describes other files, if there are any.
+    others = (name for name in names if not name.endswith(".json"))
+    sources = set(map(config.source_of, others)) - {None} or set(map(config.source_of, names)) - {None}
     if len(sources) != 1:
         kinds = "files of several kinds" if sources else "no file of a known kind"
         raise ValueError(

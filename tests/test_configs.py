@@ -195,8 +195,10 @@ def test_the_124m_model_on_other_data(tmp_path):
         read = load(f'gpt2_124m.py:sympow,data="{name}"').data
         assert (read.source, read.paths, read.heldout_paths) == (source, (name,), ())
         assert read.document_separator == (50_256 if source == "tokens" else None)
-    (tmp_path / "a.bin").touch()
     (tmp_path / "prepared.json").touch()
+    (tmp_path / "README").touch()
+    assert load(f'gpt2_124m.py:data="{tmp_path}"').data.source == "jsonl"
+    (tmp_path / "a.bin").touch()
     assert load(f'gpt2_124m.py:data="{tmp_path}"').data.source == "tokens"
     (tmp_path / "b.parquet").touch()
     with pytest.raises(ValueError, match="names files of several kinds; give longcrawl64, fineweb-edu, or"):
