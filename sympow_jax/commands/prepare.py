@@ -1,9 +1,10 @@
 """Turns text into token files: `sympow prepare --format=bin --out=train.bin FILES...`."""
 
+import contextlib
 import shlex
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import rich.console
@@ -15,8 +16,20 @@ from sympow_jax.data.sources import zarr
 from sympow_jax.process import progress, signals, streams, workdir
 
 
-def _stop(number: int, _: Any) -> None:
-    raise KeyboardInterrupt(number, "the same command continues")
+@contextlib.contextmanager
+def _interrupted_once() -> Iterator[None]:
+    """Raises KeyboardInterrupt at the first signal, and ignores the same one after it, which `uv run` forwards."""
+
+    def stop(number: int, _: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt(number, "the same command continues")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, *signals.NOTICES)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
@@ -45,7 +58,7 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
         ("row_tokens", int, "N", zarr.ROW_TOKENS, "Tokens per row of `longcrawl64`."),
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="Files, folders or globs to read.")
-    with signals.user_errors():
+    with _interrupted_once(), signals.user_errors():
         flags = parser.parse_args(arguments)
         suffix = {"bin": ".bin", "longcrawl64": ".zarr"}[flags.format]
         if not flags.out.rstrip("/").endswith(suffix):
@@ -55,8 +68,6 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
         names = ("tokenizer", "separator", "text_column", "shortest_document", "workers")
         options = prepare.Options(**{name: getattr(flags, name) for name in names})
         began, earlier = time.monotonic(), None  # the tokens of an earlier command
-        for number in (signal.SIGINT, *signals.NOTICES):
-            signal.signal(number, _stop)
         with progress.Progress(rich.console.Console(stderr=True), "file", None) as shown:
 
             def report(found: prepare.Progress) -> None:

@@ -22,7 +22,7 @@ from sympow_jax.data import prepare as prepare_lib
 from sympow_jax.data import tokenizer
 from sympow_jax.data.corpus import encoding
 from sympow_jax.data.sources import tokens
-from sympow_jax.process import progress
+from sympow_jax.process import progress, signals
 from tests import mistakes
 from tests.data import builders
 
@@ -322,12 +322,19 @@ def test_signals_end_a_command_with_one_line(folder, lines, monkeypatch, capsys,
             signal.raise_signal(number)
         return encode(self, group)
 
+    def forwarded(*arguments, **options):
+        signal.raise_signal(number)
+        print(*arguments, **options)
+
+    before = [signal.getsignal(x) for x in (signal.SIGINT, *signals.NOTICES)]
     command = ["--format=bin", "--out=a.bin", "--text_column=text", "lines.jsonl"]
     with monkeypatch.context() as patch:
         patch.setattr(encoding.Encoder, "__call__", interrupted)
+        patch.setattr(signals, "print", forwarded, raising=False)
         with pytest.raises(SystemExit) as stopped:
             prepare.main(command)
     assert stopped.value.code == 128 + number
+    assert [signal.getsignal(x) for x in (signal.SIGINT, *signals.NOTICES)] == before
     assert capsys.readouterr() == ("", "interrupted; the same command continues\n")
     prepare.main(command)
     assert text("a.bin") == lines
