@@ -78,7 +78,10 @@ class Engine:
             given["stop"] = [given["stop"]]
         for name, value in given.items():
             kind = type(DEFAULTS.get(name))
-            if type(value) is not kind and (type(value), kind) != (int, float):
+            wrong = type(value) is not kind and (type(value), kind) != (int, float)
+            if kind is dict and not wrong:
+                wrong = any((x, type(y)) != ("include_usage", bool) for x, y in value.items())
+            if wrong:
                 raise ValueError(f"{name[:40]!r} is wrong; a request is such as {json.dumps(DEFAULTS)}")
         given = DEFAULTS | {"seed": time.time_ns() % 2**32} | given
         if given["model"] != self.name:

@@ -276,7 +276,7 @@ def test_a_server_survives_its_requests(monkeypatch):
             b"max_tokens": (b"NaN", b"true", b"2.0", b'"2"', b"0", b"-1", b"100000"),
             b"stream": (b"1", b'"true"'),
             b"n": (b"2", b"true"),
-            b"stream_options": (b"true", b"[]"),
+            b"stream_options": (b"true", b"[]", b'{"usage": true}', b'{"include_usage": 1}'),
             b"prompt": (b"3", b'["a", "b"]', b"[]", b"[[1]]", b"null", b'""', b'"\\ud800"'),
             b"logprobs": (b"1",),
             b"model": (b"3",),
