@@ -86,6 +86,7 @@ def test_derived_settings_follow_those_that_they_are_derived_from():
 MISTAKES = (
     ("--config.model.layer=3", "no setting --config.model.layer; did you mean --config.model.layers?"),
     ("--config.modle.layer=3", "did you mean --config.model.layers?"),
+    ("--config.model_width=4", "did you mean --config.model.width?"),
     ("--config.model.power=4", "did you mean --config.model.attention.power?"),
     ("--config.train.seed=4", "did you mean --config.training.seed?"),
     ("--config.model.attention=softmax", "no setting --config.model.attention; see --help for all"),

@@ -214,6 +214,8 @@ def nearest_setting(path: str) -> str | None:
     name = path.rpartition(".")[2]
     if synonym := next((known for known, others in _SYNONYMS.items() if name in others), None):
         return synonym
+    if (dotted := name.replace("_", ".", 1)) in names:  # such as `model_width`
+        return dotted
     if any(known.startswith(f"{path}.") for known in names):  # a group
         return None
     # Not by the whole path, of which the group would be most.
