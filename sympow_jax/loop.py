@@ -36,8 +36,8 @@ def train(config: config_lib.Config, folder: pathlib.Path) -> int:
         program = training.Program(config, mesh)
         traced = program.trace(rows.example())
         periodic = evaluation.Periodic(program, heldout)
+        batches = rows.batches(config.data.batch_size, share=share, shares=shares)
     workdir.open_workdir(folder, config, description)
-    batches = rows.batches(config.data.batch_size, share=share, shares=shares)
 
     steps, every = config.training.steps, config.training.checkpoint_every
 

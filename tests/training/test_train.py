@@ -315,8 +315,12 @@ MISTAKES = {
 }
 
 
-def test_mistakes_found_before_anything_is_written(tmp_path, settings, capsys):
+def test_mistakes_found_before_anything_is_written(tmp_path, settings, capsys, monkeypatch):
     for more, message in MISTAKES.items():
         arguments = _command(settings, tmp_path / "run", *more.split())[2:]
         assert message in mistakes.line(launch.main, arguments, capsys)
         assert not (tmp_path / "run").exists()
+    monkeypatch.setitem(sys.modules, "grain", None)
+    with pytest.raises(ModuleNotFoundError, match="grain"):
+        loop.train(settings, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
