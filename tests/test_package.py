@@ -4,10 +4,12 @@ import importlib.metadata
 import pathlib
 import subprocess
 import sys
+import typing
 
 import pytest
 
 import sympow_jax
+from sympow_jax import data, generation
 
 
 def run(code: str) -> str:
@@ -23,6 +25,11 @@ def test_version_is_that_of_the_package():
 def test_other_names_are_attribute_errors():
     with pytest.raises(AttributeError, match="module 'sympow_jax' has no attribute 'opps'"):
         _ = sympow_jax.opps  # type: ignore[attr-defined]
+
+
+def test_annotations_of_generation_are_types():
+    for call in (generation.complete, generation.stream, generation.Transcript.__init__):
+        assert typing.get_type_hints(call)["codec"] is data.Codec
 
 
 def test_the_import_alone_is_quick():

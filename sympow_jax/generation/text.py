@@ -2,15 +2,13 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import sympow_jax
 from sympow_jax import models
 from sympow_jax.generation import loop, transcript
 from sympow_jax.generation import sampling as sampling_lib
 from sympow_jax.ops import arguments
-
-if TYPE_CHECKING:
-    from sympow_jax import data
 
 _SAMPLING = sampling_lib.Sampling()
 
@@ -29,7 +27,7 @@ class Piece(NamedTuple):
 
 def complete(
     model: models.DecoderLM,
-    codec: "data.Codec",
+    codec: "sympow_jax.data.Codec",
     prompts: Sequence[str],
     *,
     max_tokens: int,
@@ -73,7 +71,7 @@ def complete(
 
 def stream(
     model: models.DecoderLM,
-    codec: "data.Codec",
+    codec: "sympow_jax.data.Codec",
     prompts: Sequence[Sequence[int]],
     *,
     max_tokens: int,

@@ -1,13 +1,10 @@
 """Text of one row as its tokens arrive, in whole characters, up to the first stop string."""
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+import sympow_jax
 from sympow_jax import spelling
 from sympow_jax.ops import arguments
-
-if TYPE_CHECKING:
-    from sympow_jax import data
 
 # Tokenizers decode a token depending on earlier ones. This many prompt tokens suffice for the first new token.
 _PROMPT_TOKENS = 16
@@ -29,7 +26,12 @@ class Transcript:
     """
 
     def __init__(
-        self, codec: "data.Codec", prompt: Sequence[int], *, max_tokens: int, stops: Sequence[str] = ()
+        self,
+        codec: "sympow_jax.data.Codec",
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        stops: Sequence[str] = (),
     ):
         """Raises ValueError for `max_tokens` below 1, an empty stop string, and stops that are no list of texts."""
         self._stops = texts(stops, "stops")
