@@ -186,16 +186,16 @@ def _inputs(options: _shared.Options) -> tuple[pathlib.Path, dict[str, list[str]
         "data.paths": options.data and file_lib.find("--data", options.data),
         "data.heldout_paths": options.heldout and file_lib.find("--heldout", options.heldout),
     }
-    documents = {setting: [file.path for file in given[setting] or own[setting]] for setting in own}
-    files_of_weights = sorted(map(str, weights.iterdir())) if weights.is_dir() else [str(weights)]
-    facts = [
-        (path, (found := os.stat(path)).st_size, found.st_mtime_ns)
-        for path in itertools.chain(files_of_weights, *documents.values())
+    documents = {setting: given[setting] or own[setting] for setting in own}
+    contents = [
+        file_lib.digest(found, lambda file: [file_lib.read(file.path)]) for found in documents.values()
     ]
-    digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:8]
+    contents.append(file_lib.digest(file_lib.find("--weights", [str(weights)]), lambda _: (), samples=True))
+    digest = hashlib.sha256(repr(contents).encode()).hexdigest()[:8]
     label = re.sub(r"[^\w.-]+", "_", pathlib.Path(name).absolute().name.removesuffix(".gguf"))
     folder = options.runs / f"{label}_{digest}"
-    return weights, documents, dataclasses.replace(options, runs=folder)
+    paths = {setting: [file.path for file in found] for setting, found in documents.items()}
+    return weights, paths, dataclasses.replace(options, runs=folder)
 
 
 def _imported(

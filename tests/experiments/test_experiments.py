@@ -9,7 +9,7 @@ import pathlib
 
 import pytest
 
-from experiments import _shared, context_scaling, evaluation_context, gating, lrpe
+from experiments import _shared, context_scaling, evaluation_context, gating, lrpe, published
 from sympow_jax import config, models, weights
 from tests.experiments.conftest import OPTIONS
 
@@ -99,6 +99,21 @@ def test_a_published_model(experiment, tmp_path):
     assert found == (["1*shared", "1*sliding_window"] if first > second else ["1*sliding_window", "1*shared"])
     assert [x["variant"] for x in content["samples"]] == [name for name in variants for _ in range(3)]
     assert all(x["text"] for x in content["samples"])
+
+
+def test_runs_of_a_published_model_depend_on_contents_and_not_on_places(tmp_path):
+    def place(name, text="text"):
+        folder = tmp_path / name / "llama"
+        folder.mkdir(parents=True)
+        for file in ("weights", "data", "heldout"):
+            (folder / file).write_text(text)
+        more, read = (
+            {"weights": str(folder)},
+            {"data": (f"{folder}/data",), "heldout": (f"{folder}/heldout",)},
+        )
+        return published._inputs(dataclasses.replace(OPTIONS, more=more, **read))[2].runs
+
+    assert place("a") == place("b") != place("c", "next")
 
 
 @pytest.mark.slow
