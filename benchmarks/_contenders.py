@@ -98,9 +98,15 @@ def _run(function, *arguments):
         return program, jax.block_until_ready(program(*arguments))
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def draw(row: Row, seed: int) -> tuple[jax.Array, ...]:
-    """Draws query, key and value in bfloat16 and log_decay in float32; heads remember 50 to 100,000 tokens."""
+    """Draws query, key, value and log_decay while it holds the device."""
+    with supervisor.exclusive():
+        return jax.block_until_ready(_drawn(row, seed))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _drawn(row, seed):
+    """Returns query, key and value in bfloat16 and log_decay in float32; heads remember 50 to 100,000 tokens."""
     keys, lead = jax.random.split(jax.random.key(seed), 4), (row.batch, row.time, row.heads)
     vectors = (jax.random.normal(key, (*lead, row.head_dim), jnp.bfloat16) for key in keys[:3])
     gate = jax.random.normal(keys[3], lead) + jnp.linspace(4, 12, row.heads)
@@ -209,7 +215,8 @@ def _prepare_step(row):
     )
     program, (state, _) = _run(loop, state, *tokens(0, first))
     inputs = [(state, *tokens(seed, second)) for seed in range(2)]
-    out = jnp.moveaxis(program(*inputs[0])[1], 0, 1)
+    with supervisor.exclusive():
+        out = jax.block_until_ready(jnp.moveaxis(program(*inputs[0])[1], 0, 1))
 
     _require_finite(out)
     whole = [x[-1:].astype(jnp.float32) for x in draw(both, 0)]

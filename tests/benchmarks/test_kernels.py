@@ -1,6 +1,7 @@
 """Tests of `benchmarks.kernels` that need no GPU: work counts, checks, report and failures."""
 
 import dataclasses
+import fcntl
 import itertools
 import json
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import _contenders, _shapes, _timing, kernels
+from pallas_kernels.check import supervisor
 
 pytestmark = pytest.mark.robust
 
@@ -142,3 +144,19 @@ def test_wrong_results_are_not_timed(monkeypatch):
         monkeypatch.setattr(_contenders, "GRADIENT_TIME", checked)
         with pytest.raises(_contenders.WrongResult, match="gradient of query"):
             _contenders.prepare(training)
+
+
+def test_inputs_are_drawn_while_no_other_process_measures(monkeypatch, tmp_path):
+    seeds, drawn = [], _contenders._drawn
+
+    def draw(row, seed):
+        with (tmp_path / "lock").open("w") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        seeds.append(seed)
+        return drawn(row, seed)
+
+    monkeypatch.setenv(supervisor._LOCK, str(tmp_path / "lock"))
+    monkeypatch.setattr(_contenders, "_drawn", draw)
+    for row in (ROW, dataclasses.replace(ROW, contender="step/xla", mode="step")):
+        _contenders.prepare(row)
+    assert seeds == [0, 1, 0, 0, 1, 0]
