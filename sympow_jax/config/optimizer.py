@@ -18,6 +18,7 @@ _READERS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "weight_decay": ("name", ("adamw", "adafactor", "lion", "muon", "schedule_free", "sgd")),
     "momentum": ("name", ("muon",)),
     "decay_fraction": ("schedule", ("wsd",)),
+    "final_fraction": ("schedule", ("cosine", "linear", "wsd")),
 }
 
 # Lowest `b1` of `schedule_free`: with a lower one, its average may not be finite in float32.

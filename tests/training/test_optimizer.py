@@ -317,6 +317,7 @@ def test_settings_that_cannot_be_are_one_line():
             {"schedule": "linear", "decay_fraction": 0.5},
             "optimizer.schedule is 'linear', which does not read it; use",
         ),
+        ({"final_fraction": 0.5}, "use cosine, linear, wsd, or leave it at 0.1"),
         ({"name": "schedule_free", "schedule": "cosine"}, "use 'constant'"),
         ({"name": "schedule_free", "ema_decay": 0.9}, "has an average of its own"),
         ({"name": "schedule_free", "b1": 1e-30}, "must be at least 0.001"),
