@@ -39,6 +39,10 @@ def describe(
     """
     config, mesh = program.config, program.mesh
     model, rows = config.model, config.data.batch_size
+    warmup, steps = config.optimizer.warmup_steps, config.training.steps
+    late = (
+        f"warning: the run ends after {steps:,} of {warmup:,} updates of warmup; lower optimizer.warmup_steps"
+    )
     parameters = sum(leaf.size for leaf in jax.tree.leaves(program.abstract.params))
     accumulated = f", {config.optimizer.accumulate} micro-batches" if config.optimizer.accumulate > 1 else ""
     return [
@@ -49,6 +53,7 @@ def describe(
         *_data(config, data, mesh),
         f"batch: {config.data.batch_tokens:,} tokens per step, {rows} rows of {config.data.context_length:,}"
         f"{accumulated}",
+        *([late] if warmup > steps else []),
         f"devices: {sharding.describe(mesh)}",
         f"results: {folder}, with a checkpoint every {config.training.checkpoint_every:,} steps",
         f"metrics: tensorboard --logdir={folder}",

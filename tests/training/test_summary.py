@@ -32,13 +32,17 @@ def test_a_fact_a_line(settings):
     assert lines[0].startswith("model: conformal_paper, 1 layer of width 16, ")
     assert lines[1] == "attention of 1 layer: chunked by xla"
     assert lines[2].startswith("state while generating: ")
-    assert lines[3:] == [
+    facts = [
         "data: text, 1,234 tokens to train on, nothing held out",
         "batch: 64 tokens per step, 4 rows of 16",
         "devices: 1 x cpu",
         "results: runs/a, with a checkpoint every 4 steps",
         "metrics: tensorboard --logdir=runs/a",
     ]
+    assert lines[3:] == facts
+    settings = small.changed(settings, optimizer={"warmup_steps": 11})
+    facts.insert(2, "warning: the run ends after 10 of 11 updates of warmup; lower optimizer.warmup_steps")
+    assert _describe(settings)[3:] == facts
 
 
 @pytest.mark.parametrize(("shares", "warned"), [(1, 0), (2, 0), (4, 0), (3, 1), (8, 1)])
