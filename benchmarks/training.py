@@ -1,10 +1,12 @@
 """Compares training with softmax and with power attention: tokens/s and memory of a whole step on one GPU.
 
     uv run --extra cuda13 python -m benchmarks.training [--context=N ...] [--preset=NAME[,p=POWER] ...] [--out=FILE]
+        [--scan-layers]
 
 The step is that of train.py with `configs/gpt2_124m.py`: 124M parameters and bfloat16 products, on random tokens. Only
 the batch differs: it has the same number of tokens at every context. Without --context, contexts from 1,024 to 65,536
-are measured. Without --preset, softmax (which uses cuDNN's flash attention), sympow and conformal at p = 2 are.
+are measured. Without --preset, softmax (which uses cuDNN's flash attention), sympow and conformal at p = 2 are. The 12
+layers are unrolled unless --scan-layers is given.
 
 A row is the median of several steps after two warm-up steps; the host waits for each. MFU is the share of the data
 sheet's peak that the model's arithmetic took (`sympow_jax.tasks.flops`). `attention` is read from the
@@ -56,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _rows.make_parser(__doc__)
     parser.add_argument("--context", action="append", type=int, choices=CONTEXTS, help="may be given again")
     parser.add_argument("--preset", action="append", help="may be given again")
+    parser.add_argument("--scan-layers", action="store_true", help="scan the layers instead of unrolling them")
     options = _rows.read_options(parser, arguments)
     if options.context and options.smoke:
         parser.error("--smoke has contexts of its own")
@@ -71,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     if options.smoke:
         described = [row | {"tiny": True} for row in described]
-    chosen = [*map(str, options.context or ()), *(options.preset or ())]
+    if options.scan_layers:
+        described = [row | {"scan_layers": True} for row in described]
+    chosen = [*map(str, options.context or ()), *(options.preset or ()), *["scanned"] * options.scan_layers]
     name = "-".join(["training", *(re.sub(r"[^a-z0-9_]+", "-", choice) for choice in chosen)])
     _print(
         _rows.measure_rows("benchmarks.training", described, measure, options, seconds=ROW_SECONDS, name=name)
@@ -84,8 +89,9 @@ def measure(row: dict) -> dict:
     The preset is the argument of `configs/gpt2_124m.py`. If `tiny` is set, the model is small enough for any device.
     """
     settings = config.load(f"gpt2_124m:{row['preset']}")
-    tokens = {"data.context_length": row["context"], "data.batch_tokens": row["tokens"]}
-    settings = loading.replace(settings, tokens | (TINY if row.get("tiny") else {}))
+    changes = {"data.context_length": row["context"], "data.batch_tokens": row["tokens"]}
+    changes["training.scan_layers"] = row.get("scan_layers", False)
+    settings = loading.replace(settings, changes | (TINY if row.get("tiny") else {}))
     device = jax.devices()[0]
     mesh = sharding.whole_mesh([device])
     shape = settings.data.batch_size, row["context"] + 1
@@ -169,6 +175,7 @@ def _print(report: dict) -> None:
     columns = {
         "context": ("context", "{:,}"),
         "preset": ("preset", ""),
+        "scanned": ("scan_layers", "{}"),
         "attention": ("attention", ""),
         "ms": ("seconds", "{:.4g}", 1e3),
         "spread": ("spread", "{:.1%}"),

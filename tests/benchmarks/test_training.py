@@ -27,7 +27,7 @@ def smoke(tmp_path_factory):
         patch.setattr(training, "MOST_STEPS", 3)
         patch.setattr(training._timing, "traced_seconds", traced_seconds)
         patch.setattr(training, "SMOKE_CONTEXTS", (64,))
-        training.main(["--smoke", "--preset=softmax", "--preset=conformal", f"--out={path}"])
+        training.main(["--smoke", "--preset=softmax", "--preset=conformal", "--scan-layers", f"--out={path}"])
     assert printed == [json.loads(path.read_text())]
     return printed[0]
 
@@ -36,6 +36,7 @@ def test_smoke_trains_the_presets(smoke):
     found = [(row["context"], row["preset"], row["attention"]) for row in smoke["rows"]]
     assert found == [(64, "softmax", "softmax/xla"), (64, "conformal", "attention/xla")]
     for row in smoke["rows"]:
+        assert row["scan_layers"]
         assert row["tokens_per_second"] == pytest.approx(256 / row["seconds"])
         assert row["steps"] == 3
         assert row["last_loss"] < row["first_loss"] < 7
