@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _rows.make_parser(__doc__)
     parser.add_argument("--context", action="append", type=int, choices=CONTEXTS, help="may be given again")
     parser.add_argument("--preset", action="append", help="may be given again")
-    parser.add_argument("--scan-layers", action="store_true", help="scan the layers instead of unrolling them")
+    parser.add_argument("--scan-layers", action="store_true", help="scan the layers, not unroll them")
     options = _rows.read_options(parser, arguments)
     if options.context and options.smoke:
         parser.error("--smoke has contexts of its own")
