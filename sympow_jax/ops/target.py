@@ -30,7 +30,7 @@ def interpret():
 def is_hopper() -> bool:
     """Returns whether the program is compiled for GPUs of compute capability 9.x.
 
-    The target is the mesh in scope, else the default devices. A GPU without a device kind, as in ahead-of-time
+    The target is the mesh in scope, else the default device. A GPU without a device kind, as in ahead-of-time
     compilation, counts as a Hopper GPU.
     """
     if interpret() is not None:
@@ -70,10 +70,10 @@ def trusts_kernels(family: str) -> bool:
 def device():
     """Returns a device that the program is compiled for.
 
-    It is one of the mesh in scope, which may be abstract, else the first default device.
+    It is one of the mesh in scope, which may be abstract, else the default device.
     """
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return jax.devices()[0] if abstract is None else abstract
+    return _default_device() if abstract is None else abstract
 
 
 def device_count() -> int:
@@ -83,9 +83,15 @@ def device_count() -> int:
 
 
 def memory_bytes() -> int:
-    """Returns the bytes of memory of the first local device."""
-    device = jax.local_devices()[0]
+    """Returns the bytes of memory of the default device."""
+    device = _default_device()
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _default_device():
+    """Returns the device of `jax.default_device`, which may name a platform, else the first local device."""
+    default = jax.config.jax_default_device
+    return jax.local_devices(backend=default)[0] if default is None or isinstance(default, str) else default

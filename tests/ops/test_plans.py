@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from sympow_jax import ops
 from sympow_jax.ops import cost, target
+from tests import devices
 
 
 def explain(time=4096, batch=1, heads=12, head_dim=64, value_dim=64, power=2, dtype=jnp.float32, **options):
@@ -73,6 +74,14 @@ def test_a_large_state_is_a_reason(monkeypatch):
     mesh = jax.sharding.AbstractMesh((64,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.sharding.use_abstract_mesh(mesh):
         assert explain(time=65_536).form == "chunked"
+
+
+def test_a_program_is_for_the_default_device():
+    with devices.seen(2):
+        first, second = jax.devices()
+        for default, expected in ((None, first), ("cpu", first), (second, second)):
+            with jax.default_device(default):
+                assert target.device() == expected
 
 
 def test_kernels_need_a_number_of_rows(monkeypatch):
