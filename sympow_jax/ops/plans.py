@@ -126,6 +126,12 @@ class _Request:
         shards = 1 if self.axis_name is None else jax.lax.axis_size(self.axis_name)
         return shards * self.tokens.query.shape[1]
 
+    @property
+    def positions(self) -> int:
+        """Length of the rows of the chunked form: the window of a state, that of the shard before, and the tokens."""
+        windows = 2 * (self.state is not None) + (self.axis_name is not None)
+        return windows * self.exact_window + self.tokens.query.shape[1]
+
     def candidates(self, forms: Iterable[str], implementation: str | None) -> list[Candidate]:
         """Returns these forms by the implementation; if that is None, by kernels, or else by plain JAX."""
         found = []
@@ -201,7 +207,7 @@ class _Request:
             module, arrays, needs = "hopper_step", (self.tokens.query, self.state), {"power": self.power}
         else:
             module, arrays = "hopper", (self.tokens.query, self.tokens.value)
-            names = ("power", "exact_window", "chunk_size", "stateless")
+            names = ("power", "exact_window", "chunk_size", "stateless", "positions")
             needs = {"form": form} | {name: getattr(self, name) for name in names}
         try:
             target.require_hopper()

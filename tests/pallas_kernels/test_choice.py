@@ -15,7 +15,7 @@ from tests.pallas_kernels import traced
 
 
 def test_a_named_implementation_says_what_it_cannot_do():
-    drawn = {name: jnp.zeros((1, 4, 1, 16), jnp.bfloat16) for name in ("query", "key", "value")}
+    drawn = {name: jnp.zeros((1, 128, 1, 16), jnp.bfloat16) for name in ("query", "key", "value")}
     call = functools.partial(ops.power_attention, **drawn, implementation="mosaic_gpu")
     for options, message in (
         ({"form": "recurrent"}, "'attention' and 'chunked'"),
@@ -63,6 +63,7 @@ def attend(time, dtype=jnp.bfloat16, **options):
         # With a state the plain attention form would compute with features too.
         (1024, {"return_state": True}, "chunked_mosaic_gpu"),
         (32, {"form": "chunked"}, "chunked_mosaic_gpu"),  # shorter than the window
+        (32, {"form": "chunked", "chunk_size": 20_000}, "chunked_mosaic_gpu"),
         (1024, {"return_state": True, "implementation": "mosaic_gpu"}, "chunked_mosaic_gpu"),
         # No kernel takes these: FLOPs decide, as on a CPU.
         (4096, {"dtype": jnp.float32}, "attention_xla"),

@@ -40,8 +40,11 @@ _LAYOUTS = (
 )
 
 
-def require_supported(query, value, *, form, power, exact_window, chunk_size, stateless) -> None:
-    """Raises NotImplementedError, naming the constraint, for requests that the kernels do not support."""
+def require_supported(query, value, *, form, power, exact_window, chunk_size, stateless, positions) -> None:
+    """Raises NotImplementedError, naming the constraint, for requests that the kernels do not support.
+
+    positions: length of the rows of the chunked form.
+    """
     sizes = {"head_dim": query.shape[-1], "value_dim": value.shape[-1]}
     if form == "attention":
         if not stateless:
@@ -50,8 +53,8 @@ def require_supported(query, value, *, form, power, exact_window, chunk_size, st
             )
         attention_kernel.choose(**sizes, power=power, dtype=query.dtype)
     elif form == "chunked":
-        heads = {"time": query.shape[1], "heads": value.shape[0] * value.shape[2]}
-        chunk = chunk_size and max(chunk_size, exact_window)
+        heads = {"time": positions, "heads": value.shape[0] * value.shape[2]}
+        chunk = _fitted(chunk_size, positions, exact_window)
         state_kernel.choose(
             **sizes, **heads, power=power, dtype=query.dtype, chunk=chunk, exact_window=exact_window
         )
@@ -130,10 +133,6 @@ def chunked(plan, rows: preparation.Rows):
     If `plan.chunk` is None, the kernels choose the chunk.
     """
     (batch, length, kv_heads, head_dim), dtype = rows.key.shape, rows.query.dtype
-    chunk = plan.chunk
-    if chunk is not None:
-        # Queries of at most two chunks attend exactly to a key, so the window is at most one chunk.
-        chunk = max(min(chunk, -(-length // _BLOCK) * _BLOCK), plan.exact_window)
     chunk = state_kernel.choose(
         power=plan.power,
         head_dim=head_dim,
@@ -142,12 +141,18 @@ def chunked(plan, rows: preparation.Rows):
         heads=batch * kv_heads,
         dtype=dtype,
         exact_window=plan.exact_window,
-        chunk=chunk,
+        chunk=_fitted(plan.chunk, length, plan.exact_window),
     ).chunk
     # The window of a state is float32, while the inputs have 16 bits.
     rows = rows._replace(**{name: getattr(rows, name).astype(dtype) for name in ("query", "key", "value")})
     results = _chunked(dataclasses.replace(plan, chunk=chunk), rows)
     return results if plan.return_state else (*results, None, None)
+
+
+def _fitted(chunk: int | None, positions: int, exact_window: int) -> int | None:
+    """Returns the chunk, no longer than a row and no shorter than the window."""
+    # Queries of at most two chunks attend exactly to a key, so the window is at most one chunk.
+    return chunk and max(min(chunk, -(-positions // _BLOCK) * _BLOCK), exact_window)
 
 
 @functools.partial(derivatives.custom_vjp, static=1)
