@@ -26,6 +26,8 @@ _BLOCKS = 4 * 3 * 132
 _GROUP, _SUMS = 16, 128
 # Tokens of the window that fit in shared memory in a fold, each with 128 values and the features of a tile.
 _WINDOW = 128
+# Features of a state: the fold has a block for every 64 along the last axis of CUDA's grid, which has 65,535.
+_FEATURES = 64 * 65_535
 # Products of keys and a query that a warpgroup holds at once, 32 per thread.
 _PRODUCTS = 32 * 128
 # Tiles are not swizzled in shared memory: inferred layouts swizzle rows in groups of 8, and F may not be a multiple.
@@ -64,7 +66,10 @@ def choose(query_shape, kv, *, exact_window, power) -> Config:
         f"head_dim a multiple of 8 up to 128, not {head_dim}": head_dim % 8 == 0 and head_dim <= 128,
         f"value_dim a multiple of 8 up to 128, not {value_dim}": value_dim % 8 == 0 and value_dim <= 128,
         f"features in multiples of 4, the alignment of copies, not {features}": features % 4 == 0,
+        f"at most {_FEATURES} features, not {features}": features <= _FEATURES,
         f"a window from 1 to {_WINDOW}, not {exact_window}": 1 <= exact_window <= _WINDOW,
+        f"an exact_window and a value_dim whose product is a multiple of 32, the size of copies, not {exact_window} "
+        f"and {value_dim}": exact_window * value_dim % 32 == 0,
         f"at most {most} query heads for each key head where value_dim is {value_dim}, not {group}": (
             group <= most
         ),

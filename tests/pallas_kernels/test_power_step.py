@@ -139,7 +139,9 @@ def test_constraints_are_named():
         ({"head_dim": 20}, "head_dim a multiple of 8 up to 128, not 20"),
         ({"value_dim": 136}, "value_dim a multiple of 8 up to 128, not 136"),
         ({"features": 330}, "features in multiples of 4.* not 330"),
+        ({"features": 64 * 2**16}, "at most 4194240 features, not 4194304"),
         ({"exact_window": 0}, "window from 1 to 128, not 0"),
+        ({"exact_window": 7, "value_dim": 40}, "multiple of 32, the size of copies, not 7 and 40"),
         ({"group": 64}, "at most 16 query heads for each key head where value_dim is 64, not 64"),
     ):
         with pytest.raises(NotImplementedError, match=message):
