@@ -88,15 +88,17 @@ def state_bytes(
     head_dim: int,
     value_dim: int,
     power: int,
-    per_channel: bool = False,
+    normalizers: int = 1,
+    exact_window: int = 0,
     itemsize: int = 4,
 ) -> int:
-    """Returns the bytes of the state of features and its normalizer.
+    """Returns the bytes of the state of features, its normalizers and the 2W tokens of a window.
 
-    There is one normalizer per value if decays are per value.
+    There is one normalizer per value if decays are per value, and as many decays of a token in the window.
     """
-    columns = 2 * value_dim if per_channel else value_dim + 1
-    return batch * kv_heads * feature_maps.symmetric_power_dim(head_dim, power) * columns * itemsize
+    columns = value_dim + normalizers
+    features = feature_maps.symmetric_power_dim(head_dim, power)
+    return batch * kv_heads * (features * columns + 2 * exact_window * (head_dim + columns)) * itemsize
 
 
 def exceeds_memory(size) -> bool:
@@ -106,11 +108,15 @@ def exceeds_memory(size) -> bool:
 
 def require_memory(**sizes) -> None:
     """Raises ValueError if a device's share of the state exceeds its memory; arguments are those of `state_bytes`."""
-    needed = state_bytes(**sizes)
+    smaller = "a smaller power, head_dim or window, or the attention form without a state"
+    require_bytes(state_bytes(**sizes), sizes, smaller)
+
+
+def require_bytes(needed, sizes: Mapping[str, int], smaller: str) -> None:
+    """Raises ValueError, which says to use what is smaller, if a device's share of a state exceeds its memory."""
     if exceeds_memory(needed):
         count = target.device_count()
         devices = "the device has" if count == 1 else f"each of the {count} devices has"
         raise ValueError(
-            f"the state takes {needed:,} bytes ({sizes}) and {devices} {target.memory_bytes():,}; use a smaller power "
-            f"or head_dim, or the attention form without a state"
+            f"the state takes {needed:,} bytes ({sizes}) and {devices} {target.memory_bytes():,}; use {smaller}"
         )

@@ -43,7 +43,7 @@ class DeltaState(State):
         power = arguments.check_power(power, even=False)
         sizes = arguments.check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
         arguments.check_dtype("dtype", dtype)
-        cost.require_memory(power=power, itemsize=jnp.dtype(dtype).itemsize, **sizes)
+        cost.require_memory(power=power, normalizers=0, itemsize=jnp.dtype(dtype).itemsize, **sizes)
         shape = (batch, kv_heads, feature_maps.symmetric_power_dim(head_dim, power), value_dim)
         return cls(jnp.zeros(shape, dtype), jnp.full(batch, documents.NO_SEGMENT, jnp.int32))
 
@@ -139,7 +139,7 @@ def delta_attention(
         form = "attention" if is_faster and may_compare else "chunked"
     chunk = {"attention": None, "chunked": min(per_chunk, time), "recurrent": 1}[form]
     if chunk is not None:
-        cost.require_memory(power=power, itemsize=itemsize, **sizes)
+        cost.require_memory(power=power, normalizers=0, itemsize=itemsize, **sizes)
     out, state = _attend(_Plan(power, chunk, return_state), tokens=tokens, delta=delta, state=initial_state)
     return (out, state) if return_state else out
 

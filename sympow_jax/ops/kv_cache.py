@@ -44,12 +44,15 @@ class KVCache(State):
         """Returns the state before any token, with `capacity` slots.
 
         Raises:
-            ValueError: a size is negative or no integer.
+            ValueError: a size is negative or no integer, or the cache would exceed the device's memory.
         """
-        batch, capacity, kv_heads, head_dim, value_dim = arguments.check_sizes(
+        sizes = arguments.check_sizes(
             batch=batch, capacity=capacity, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim
-        ).values()
+        )
+        batch, capacity, kv_heads, head_dim, value_dim = sizes.values()
         arguments.check_dtype("dtype", dtype)
+        needed = batch * kv_heads * capacity * (head_dim + value_dim) * jnp.dtype(dtype).itemsize
+        cost.require_bytes(needed, sizes, "fewer tokens or rows")
         return cls(
             key=jnp.zeros((batch, kv_heads, capacity, head_dim), dtype),
             value=jnp.zeros((batch, kv_heads, capacity, value_dim), dtype),

@@ -87,9 +87,9 @@ class LinearState(State):
         def zeros(head_dim, value_dim, *, power):
             sizes = arguments.check_sizes(
                 batch=batch, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim
-            )
-            cost.require_memory(**sizes, power=power, itemsize=jnp.dtype(dtype).itemsize)
-            return power_state.zeros(**sizes, power=power, exact_window=exact_window, dtype=dtype)
+            ) | {"power": power, "exact_window": exact_window}
+            cost.require_memory(**sizes, itemsize=jnp.dtype(dtype).itemsize)
+            return power_state.zeros(**sizes, dtype=dtype)
 
         if rotated_dim is None:
             return cls(zeros(head_dim, value_dim, power=kernel.power), None)

@@ -112,7 +112,7 @@ class _Request:
         return {
             "power": self.power,
             "itemsize": self.dtype.itemsize,
-            "per_channel": self.per_channel,
+            "normalizers": self.sizes["value_dim"] if self.per_channel else 1,
             **self.sizes,
         }
 
@@ -329,7 +329,8 @@ def make(
     forms = (form,) if form else ("attention",) if request.more_keys else ("attention", "chunked")
     plan = request.plan(request.candidates(forms, implementation))
     if plan.form != "attention" or return_state:
-        cost.require_memory(**request.state_sizes)
+        # Only a state that is returned has a window of its own.
+        cost.require_memory(**request.state_sizes, exact_window=exact_window if return_state else 0)
     return plan
 
 

@@ -70,8 +70,10 @@ class PowerState(State):
         sizes = arguments.check_sizes(batch=batch, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
         per_channel = arguments.check_flag("per_channel", per_channel)
         arguments.check_dtype("dtype", dtype)
-        cost.require_memory(power=power, itemsize=jnp.dtype(dtype).itemsize, per_channel=per_channel, **sizes)
-        return zeros(**sizes, power=power, exact_window=exact_window, per_channel=per_channel, dtype=dtype)
+        sizes |= {"power": power, "exact_window": exact_window}
+        normalizers = sizes["value_dim"] if per_channel else 1
+        cost.require_memory(**sizes, normalizers=normalizers, itemsize=jnp.dtype(dtype).itemsize)
+        return zeros(**sizes, per_channel=per_channel, dtype=dtype)
 
     @classmethod
     def layout(cls, *, per_channel: bool = False) -> "PowerState":

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import ops
-from sympow_jax.ops import documents, feature_maps, lrpe, rotary, spe
+from sympow_jax.ops import documents, feature_maps, lrpe, rotary, spe, target
 
 X = jnp.ones((1, 4, 1, 4))
 TOKEN, POSITIONS = X[:, 0], jnp.zeros((1, 4), jnp.int32)
@@ -214,8 +214,29 @@ def test_states_refuse_sizes_that_are_none():
     raises_one_line("power is 3; it must be positive and even", ops.PowerState.zeros, 1, 1, 4, 4, power=3)
     for state in (functools.partial(ops.PowerState.zeros, power=2), ops.LinearState.zeros):
         raises_one_line("exact_window is -1; it must be at least 0", state, 1, 1, 4, 4, exact_window=-1)
-    with pytest.raises(ValueError, match=r"the state takes [\d,]+ bytes .* the device has [\d,]+"):
-        ops.PowerState.zeros(64, 12, 64, 64, power=6)
+
+    for make in (
+        functools.partial(ops.PowerState.zeros, 64, 12, 64, 64, power=6),
+        functools.partial(ops.PowerState.zeros, 1, 1, 4, 4, power=2, exact_window=2**40),
+        functools.partial(ops.LinearState.zeros, 1, 1, 4, 4, exact_window=2**40),
+        functools.partial(ops.KVCache.zeros, 1, 2**40, 1, 4, 4),
+        functools.partial(ops.power_attention, X, X, X, exact_window=2**40, return_state=True),
+    ):
+        with pytest.raises(ValueError, match=r"the state takes [\d,]+ bytes .* the device has [\d,]+"):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(ops.PowerState, {}), (ops.PowerState, {"per_channel": True}), (ops.DeltaState, {})],
+)
+def test_the_memory_of_a_state_is_that_of_its_arrays(kind, options, monkeypatch):
+    make = functools.partial(kind.zeros, 3, 2, 8, 5, power=2, **options)
+    size = sum(x.nbytes for x in jax.tree.leaves(make()) if x.ndim > 1)
+    monkeypatch.setattr(target, "memory_bytes", lambda: size)
+    make()
+    monkeypatch.setattr(target, "memory_bytes", lambda: size - 1)
+    raises_one_line(f"the state takes {size:,} bytes", make)
 
 
 def test_a_dtype_that_is_not_floating():
