@@ -287,14 +287,14 @@ def check_number(name: str, value, above: float = -math.inf) -> float:
     return float(value)
 
 
-def check_dtype(name: str, dtype) -> None:
-    """Raises ValueError unless it names one of the floating-point dtypes that ops compute with."""
+def check_dtype(name: str, dtype, choices: Sequence[str] = _DTYPES) -> None:
+    """Raises ValueError unless it names one of the dtypes, by default those that ops compute with."""
     try:
-        known = jnp.dtype(dtype).name in _DTYPES and dtype is not None
+        known = jnp.dtype(dtype).name in choices and dtype is not None
     except TypeError:
         known = False
     if not known:
-        raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(_DTYPES)}")
+        raise ValueError(f"{name} is {dtype!r}; it must be one of {', '.join(choices)}")
 
 
 def check_choice(name: str, value, choices: Sequence[str | None]) -> None:

@@ -194,8 +194,7 @@ def rope_angles(
     """
     positions = arguments.to_array("positions", positions)
     arguments.check_positions("positions", positions, "[B, T]")
-    arguments.check_dtype("dtype", dtype)
-    arguments.check_choice("dtype", jnp.dtype(dtype).name, ("float32", "float64"))
+    arguments.check_dtype("dtype", dtype, ("float32", "float64"))
     return phase.fixed(positions[..., None], _checked_rates(theta, head_dim), dtype)
 
 
