@@ -118,6 +118,9 @@ def test_float64_is_right_to_float64():
         names = ("query", "key", "value", "out", "decay", "rate")
         weights = {name: np.asarray(getattr(layer, name).kernel[...], np.float64) for name in names}
         out = np.asarray(run(layer, jnp.asarray(x)))
+        first, state = run_on(layer, jnp.asarray(x[:, :5]), layer.init_state(1))
+        rest, _ = run_on(layer, jnp.asarray(x[:, 5:]), state)
+        pieces = np.concatenate([first, rest], 1)
 
     def heads(name):
         return (x[0] @ weights[name]).reshape(TIME, -1, 4)
@@ -136,7 +139,8 @@ def test_float64_is_right_to_float64():
         power = np.tril(scores**2 * discount)
         mixed.append(power / power.sum(1, keepdims=True) @ heads("value")[:, head // 2])
     expected = np.concatenate(mixed, 1) @ weights["out"]
-    np.testing.assert_allclose(out[0], expected, rtol=1e-10, atol=1e-10 * np.abs(expected).max())
+    for found in (out, pieces):
+        np.testing.assert_allclose(found[0], expected, rtol=1e-10, atol=1e-10 * np.abs(expected).max())
 
 
 def test_outgrowing_the_kv_cache_is_not_silent():

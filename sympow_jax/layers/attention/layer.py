@@ -122,8 +122,8 @@ class Attention(nnx.Module):
     `power_delta` also has a write strength sigmoid(W_delta x), or twice that, per key/value head, and RMS-normalizes
     the output of each head, as "Gated Delta Networks" (Yang et al. 2025). With a softmax window alongside the
     kernel, the output of a query head is the sum of both, each times a gate sigmoid(W_mix x + b). Recurrent states
-    are computed in float32, whatever the kernel's `dtype` is, and stored in its `state_dtype`. Decays, gates, rotation
-    rates and angles and the normalizer are float32, or float64 if its `dtype` is.
+    are stored in the kernel's `state_dtype`. They are computed in float32, or in float64 if its `dtype` is, as are
+    decays, gates, rotation rates and angles and the normalizer.
 
     Under a mesh with Auto axes named as in `layers.partitioning`, rows, times and heads are sharded over them. On a
     mesh with Explicit axes, rows keep the sharding of `x`, heads have that of the parameters that produce them, and
@@ -177,6 +177,7 @@ class Attention(nnx.Module):
             num_kv_heads=self.kv_heads,
             size=kernel.position_dim,
             of_features=kernel.rotates_features,
+            dtype=dtype,
             rngs=rngs,
         )
         # Decays, rates and strengths are exact: their products are in float32 if the dtype is shorter.

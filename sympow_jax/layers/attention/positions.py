@@ -59,6 +59,7 @@ class Positions(nnx.Module):
         num_kv_heads: number of key/value heads; each has parameters of its own.
         size: size of the vectors that positions are applied to.
         of_features: whether the kernel applies rotations to features, instead of this module to queries and keys.
+        dtype: dtype of the layer; angles are float64 if it is.
         rngs: source of initial values.
     """
 
@@ -69,9 +70,10 @@ class Positions(nnx.Module):
         num_kv_heads: int,
         size: int,
         of_features: bool,
+        dtype: Any,
         rngs: nnx.Rngs,
     ):
-        self.attention = attention
+        self.attention, self.dtype = attention, dtype
         self.num_kv_heads, self.size, self.of_features = num_kv_heads, size, of_features
         self.init_parameters(rngs)
 
@@ -182,7 +184,7 @@ class LearnedRope(_Rotating):
         return _theta(self.attention, self.size, base)
 
     def init_state(self, batch):
-        return rotary.RotaryState.zeros(batch, self.num_kv_heads)
+        return rotary.RotaryState.zeros(batch, self.num_kv_heads, dtype=self.dtype)
 
     def _rotation(self, rate, head_arrays, segment_ids, state, axis_name):
         angles, state = rotary.learned_angles(
@@ -207,7 +209,7 @@ class LearnedRopePairs(LearnedRope):
         return super().rate(projected.reshape(*projected.shape[:2], -1, self.size // 2))
 
     def init_state(self, batch):
-        return rotary.RotaryState.zeros(batch, self.num_kv_heads, self.size // 2)
+        return rotary.RotaryState.zeros(batch, self.num_kv_heads, self.size // 2, dtype=self.dtype)
 
 
 class Lrpe(_Rotating):

@@ -13,8 +13,11 @@ __all__ = ["CachePolicy", "Kernel", "Memory", "RecurrentKernel", "from_config", 
 def make(attention: config_lib.AttentionConfig, **sizes: Any) -> Kernel:
     """Returns the kernel that `attention.kernel` names, a row of `config.attention.KERNELS`.
 
-    `sizes` are the other attributes of `Kernel`: the numbers and size of heads, and the dtypes if not float32.
+    `sizes` are the other attributes of `Kernel`: the numbers and size of heads, and the dtypes if not float32. The
+    state of a float64 kernel is float64 too.
     """
+    if sizes.get("dtype") == "float64":
+        sizes = {"state_dtype": "float64"} | sizes
     kernel: Kernel = pkgutil.resolve_name(attention_lib.KERNELS[attention.kernel].target)(
         attention=attention, **sizes
     )
