@@ -220,7 +220,8 @@ def learned_angles(
     2^-64. The gradient is that of the unrounded sum, d mu_i / d beta_j = theta for j <= i. No gradient flows through
     the state, which is integers. `axis_name` is a manual mesh axis over which time is sharded, in order. With it,
     `initial_state` is the state before the first device's tokens, and the returned position is the one after this
-    device's tokens. Without segment ids, the tokens continue the document of the state. `theta` is as in `rope_angles`.
+    device's tokens. A token whose beta is not finite has NaN angles. Without segment ids, the tokens continue the
+    document of the state. `theta` is as in `rope_angles`.
 
     Raises:
         ValueError: the head size is odd, theta is not [D/2] rates, or shapes do not match.
@@ -318,7 +319,9 @@ def _learned_angles(plan, rate, segment_ids, state):
         # Sums from the start of a document are the transpose of sums to its end, and reverse mode transposes again.
         return jax.linear_transpose(to_rates, angles)(drate)[0]
 
-    angles = phase.fractional(*reached, rates)
+    # Integers have no NaN.
+    finite = jnp.isfinite(rate if by_pair else rate[..., None])
+    angles = jnp.where(finite, phase.fractional(*reached, rates), jnp.nan)
     return fixed_point.with_derivative(change, angles, rate, starts, theta), state
 
 

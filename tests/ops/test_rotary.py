@@ -99,6 +99,17 @@ def test_documents_restart_and_padding_does_not_rotate(pairs):
         assert largest_error(angles[:, np.array(tokens)], exact_angles(rate[:, tokens], 8)) < 1e-6
 
 
+@pytest.mark.parametrize("pairs", [(), (4,)])
+def test_a_rate_that_is_not_finite_gives_nan(pairs):
+    rate = random_rates((1, 9, 2, *pairs))
+    for number in (np.nan, np.inf):
+        bad = rate.copy()
+        bad[0, 2, 1] = number
+        nan = np.isnan(learned_angles(bad, 8)[0])
+        assert nan[0, 2, 1].all()
+        assert nan.sum() == nan[0, 2, 1].size
+
+
 def test_equal_rates_of_pairs_are_rates_of_heads_to_the_bit():
     rate = random_rates((2, 300, 3))
     angles, end = learned_angles(rate, 8, segment_ids=SEGMENTS)
