@@ -32,13 +32,14 @@ class Finite(NamedTuple):
 
 
 def without_padding(tokens: Tokens) -> Tokens:
-    """Returns the tokens with zeros at padding, whose gradients are then zero."""
+    """Returns the tokens, or one of each row, with zeros at padding, whose gradients are then zero."""
     if tokens.segment_ids is None:
         return tokens
     valid = tokens.segment_ids >= 0
 
     def masked(x):
-        return jnp.where(layout.with_rank(valid[:, valid.shape[1] - x.shape[1] :], x.ndim), x, 0)
+        own = valid if valid.ndim == 1 else valid[:, valid.shape[1] - x.shape[1] :]
+        return jnp.where(layout.with_rank(own, x.ndim), x, 0)
 
     return jax.tree.map(masked, tokens._replace(segment_ids=None))._replace(segment_ids=tokens.segment_ids)
 

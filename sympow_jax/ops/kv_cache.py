@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import arguments, cost, documents, fixed_point, sharding
+from sympow_jax.ops import arguments, containment, cost, documents, fixed_point, sharding
 from sympow_jax.ops.pytree import State
+from sympow_jax.ops.tokens import Tokens
 
 
 class KVCache(State):
@@ -225,6 +226,8 @@ def _newest(capacity, state):
     _STATE | {"query": "B N D", "key": "B K D", "value": "B K E"}, lambda _: ("B N E", KVCache.layout(), "B")
 )
 def _step(weigh, state, query, key, value, log_decay, segment_ids):
+    tokens = Tokens(query, key, value, log_decay, segment_ids)
+    query, key, value, log_decay, _ = containment.without_padding(tokens)
     if segment_ids is None:
         segment_ids = documents.continued(state.segment)
     valid = segment_ids >= 0

@@ -30,7 +30,7 @@ from sympow_jax.ops import attend as recurrent
 from sympow_jax.ops.forms import bidirectional
 from sympow_jax.ops.promotion import by_default_rules
 from sympow_jax.ops.pytree import State
-from sympow_jax.ops.tokens import SEQUENCE, Tokens
+from sympow_jax.ops.tokens import ONE, SEQUENCE, Tokens
 
 _ELEMENTWISE = {"elu": feature_maps.elu_plus_one, "relu": jax.nn.relu, "identity": lambda x: x}
 _POWERS = {"symmetric": feature_maps.symmetric_power, "tensor": feature_maps.tensor_power}
@@ -249,6 +249,9 @@ def linear_attention_step(
     arguments.check_choice("normalizer", normalizer, _NORMALIZERS)
     tokens = Tokens.of(query, key, value, log_decay, segment_ids)
     arguments.check_attention(*tokens, step=True)
+    if segment_ids is not None:
+        query, key = _token_without_padding(None, tokens=tokens)
+        tokens = tokens._replace(query=query, key=key)
 
     def rotate_token(features):
         return _rotated(rotate, features[:, None])[:, 0]
@@ -357,6 +360,11 @@ def _mean(attend, kernel, tokens, rotate, normalizer, state):
 
 @sharding.op({"tokens": SEQUENCE}, lambda _: ("B T N D", "B S K D"))
 def _without_padding(_, tokens):
+    return containment.without_padding(tokens)[:2]
+
+
+@sharding.op({"tokens": ONE}, lambda _: ("B N D", "B K D"))
+def _token_without_padding(_, tokens):
     return containment.without_padding(tokens)[:2]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import ops
+from tests.ops import every_op
 
 TIME, DOCUMENT, BAD = 48, 12, 17
 SIZES = {"exact_window": 4, "chunk_size": 8}
@@ -54,6 +55,42 @@ BIDIRECTIONAL = {
     "softmax, bidirectional": _without_decay(OTHERS["softmax"]),
     "expressive, bidirectional": _without_decay(OTHERS["expressive"]),
 }
+
+
+def by_steps(step):
+    def op(query, key, value, *, initial_state, return_state, **options):
+        def advance(state, token):
+            out, state = step(*token[0], state, **token[1])
+            return state, out
+
+        tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), ((query, key, value), options))
+        state, out = jax.lax.scan(advance, initial_state, tokens)
+        return jnp.moveaxis(out, 0, 1), state
+
+    return op
+
+
+POWER_STATE = ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4)
+LINEAR_STATE = ops.LinearState.zeros(2, 2, 4, 3, exact_window=4)
+CHANNEL_STATE = ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4, per_channel=True)
+CACHE = ops.KVCache.zeros(2, TIME, 2, 4, 3)
+
+
+def _step_of_cache(*token, log_decay, segment_ids):
+    *vectors, cache = token
+    return cache.step(*vectors, log_decay, segment_ids, weigh=every_op.squares)[:2]
+
+
+def _one_by_one(step, state):
+    op = by_steps(step)
+    return lambda *x, **options: op(*x, initial_state=state, return_state=True, **options)[0]
+
+
+STEPS = {
+    "step": _one_by_one(ops.power_attention_step, POWER_STATE),
+    "linear step": _one_by_one(ops.linear_attention_step, LINEAR_STATE),
+    "cache step": _one_by_one(_step_of_cache, CACHE),
+}
 EVERY = POWER | OTHERS | BIDIRECTIONAL
 # Those that share most of their code with another of them.
 RARE = {
@@ -96,7 +133,7 @@ def changed(array, place, number) -> np.ndarray:
 @functools.cache
 def outputs_and_gradients(name):
     def loss(arrays, segments):
-        out = EVERY[name](
+        out = (EVERY | STEPS)[name](
             *(arrays[x] for x in ("query", "key", "value")),
             log_decay=arrays["log_decay"],
             segment_ids=segments,
@@ -136,7 +173,7 @@ def test_nonfinite_tokens_of_one_document():
     test_nonfinite_tokens_reach_only_tokens_that_attend_to_them("power xla chunked", packed=False)
 
 
-@pytest.mark.parametrize("name", rare_are_slow(EVERY))
+@pytest.mark.parametrize("name", rare_are_slow(EVERY | STEPS))
 def test_padding_may_hold_anything(name):
     """Outputs and gradients are bitwise identical to those with zeros at padding."""
     segments = SEGMENTS.copy()
@@ -155,22 +192,6 @@ def test_padding_may_hold_anything(name):
         jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
-def by_steps(step):
-    def op(query, key, value, *, initial_state, return_state, **options):
-        def advance(state, token):
-            out, state = step(*token[0], state, **token[1])
-            return state, out
-
-        tokens = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), ((query, key, value), options))
-        state, out = jax.lax.scan(advance, initial_state, tokens)
-        return jnp.moveaxis(out, 0, 1), state
-
-    return op
-
-
-POWER_STATE = ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4)
-LINEAR_STATE = ops.LinearState.zeros(2, 2, 4, 3, exact_window=4)
-CHANNEL_STATE = ops.PowerState.zeros(2, 2, 4, 3, power=2, exact_window=4, per_channel=True)
 # Ops with their empty states.
 RECURRENT = {
     "attention": (functools.partial(ops.power_attention, form="attention", **SIZES), POWER_STATE),

@@ -8,7 +8,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sympow_jax.ops import decays, derivatives, documents, feature_maps, layout, means, preparation
+from sympow_jax.ops import (
+    containment,
+    decays,
+    derivatives,
+    documents,
+    feature_maps,
+    layout,
+    means,
+    preparation,
+)
 from sympow_jax.ops.forms import features
 
 
@@ -33,6 +42,7 @@ def step(plan, tokens, state):
     """Runs `step_by` in plain JAX."""
     read_state, fold_state = (read_channels, fold_channels) if plan.per_channel else (read, fold)
     attend = functools.partial(_attend, read_state)
+    tokens = containment.without_padding(tokens)
     return step_by(StateOps(attend, fold_state, _differentiable_in_place), plan, tokens, state)
 
 
