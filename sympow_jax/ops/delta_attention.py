@@ -13,9 +13,6 @@ from sympow_jax.ops.pytree import State
 from sympow_jax.ops.tokens import ONE, SEQUENCE, Tokens
 
 _FORMS = ("attention", "chunked", "recurrent")
-# Time of the pairs of tokens, of which about half are computed, per FLOP of all pairs, relative to that of features per
-# FLOP, on two CPU cores.
-_TIME_OF_PAIRS = 3 / 4
 
 
 class DeltaState(State):
@@ -128,13 +125,10 @@ def delta_attention(
     )
     itemsize = np.promote_types(tokens.query.dtype, jnp.float32).itemsize
     if form is None:
-        # Keys are compared with keys too, and read the state before they are written to it.
         heads, kv_heads = tokens.query.shape[2], sizes["kv_heads"]
-        shape = {"head_dim": sizes["head_dim"], "value_dim": sizes["value_dim"]}
-        pair = cost.pair_flops(1, heads=heads + kv_heads, **shape)
-        features = cost.feature_flops(heads=heads, kv_heads=2 * kv_heads, power=power, **shape)
+        shape = {"head_dim": sizes["head_dim"], "value_dim": sizes["value_dim"], "power": power}
+        is_faster = delta_form.prefers_pairs(time, heads=heads, kv_heads=kv_heads, **shape)
         pairs = tokens.key.shape[0] * (heads + kv_heads) * time**2 * itemsize
-        is_faster = _TIME_OF_PAIRS * pair * time <= pair * per_chunk + features
         may_compare = chunk_size is None and not has_state and not cost.exceeds_memory(pairs)
         form = "attention" if is_faster and may_compare else "chunked"
     chunk = {"attention": None, "chunked": min(per_chunk, time), "recurrent": 1}[form]

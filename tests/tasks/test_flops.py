@@ -60,6 +60,9 @@ def test_products_with_weights_are_6_flops_a_weight(name, changes):
         ("sliding_window", {"window": 512}, 256, 256 * 128),
         # Keys read and write a state, and are compared with keys; pairs alone would cost less.
         ("power_delta", {"chunk_size": 64}, 256, 6 * FEATURES * 64 + 2 * 256 * 32),
+        # The op takes the form that is faster: pairs would take fewer FLOPs up to 3,248 tokens.
+        ("power_delta", {}, 2048, 2 * 256 * 1024),
+        ("power_delta", {}, 3072, 6 * FEATURES * 64 + 2 * 256 * 64),
         ("even_power", {"power": 4}, 4096, 256 * 2048),
         ("conformal_paper", {}, 1024, 256 * 512),
         # 4,096 tokens cost 524,288 by pairs, and 532,480 by features with 32,768 by the pairs of a chunk.

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from sympow_jax.array_types import Array, Float
-from sympow_jax.ops import decays, derivatives, layout
+from sympow_jax.ops import cost, decays, derivatives, layout
 from sympow_jax.ops.forms import features
 
 CHUNK = 128
@@ -34,6 +34,18 @@ _SHORTEST, _LONGEST, _BLOCKS = 16, 64, 8
 # The most chunks without a state. Each is a part of the program: eight take twice as long to compile, and as long to
 # run at 1,024 tokens on two CPU cores.
 _MOST_CHUNKS = 4
+# Time of the pairs of tokens, of which about half are computed, per FLOP of all pairs, relative to that of features per
+# FLOP, on two CPU cores.
+_TIME_OF_PAIRS = 3 / 4
+
+
+def prefers_pairs(time: int, *, heads: int, kv_heads: int, head_dim: int, value_dim: int, power: int) -> bool:
+    """Returns whether the attention form should be faster on a CPU than chunks of `CHUNK`."""
+    # Keys are compared with keys too, and read the state before they are written to it.
+    shape = {"head_dim": head_dim, "value_dim": value_dim}
+    pair = cost.pair_flops(1, heads=heads + kv_heads, **shape)
+    by_features = cost.feature_flops(heads=heads, kv_heads=2 * kv_heads, power=power, **shape)
+    return _TIME_OF_PAIRS * pair * time <= pair * CHUNK + by_features
 
 
 def attend(

@@ -67,6 +67,16 @@ class PowerDeltaKernel(kernel.RecurrentKernel):
         # Keys are compared with keys too.
         return super().pair_flops(pairs) * (1 + self.num_kv_heads / self.num_heads)
 
+    def flops_per_token(self, context_length):
+        """Returns the FLOPs of `RecurrentKernel`, without a form those of the one that the op chooses."""
+        if self.form is None:
+            size, columns, power = self.flop_shape
+            heads = {"heads": self.num_heads, "kv_heads": self.num_kv_heads}
+            shape = {"head_dim": size, "value_dim": columns, "power": power}
+            if not delta_form.prefers_pairs(context_length, **heads, **shape):
+                return self.feature_flops("chunked")
+        return super().flops_per_token(context_length)
+
     def feature_flops(self, form):
         # Keys read the state, and then update it.
         size, columns, power = self.flop_shape
