@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import ad_checkpoint
 
 from sympow_jax.array_types import Array, Bool, Float, Int
 from sympow_jax.ops import (
@@ -15,6 +16,7 @@ from sympow_jax.ops import (
     documents,
     fixed_point,
     layout,
+    means,
     pairwise,
     sharding,
     target,
@@ -211,7 +213,8 @@ def _xla(plan, scale: float, tokens: Tokens) -> Float[Array, "B T N E"]:
         ordered = layout.reordered(queries, query_order), layout.reordered(keys, key_order)
         out = layout.reordered(_attend_slices(*ordered, plan, scale), jnp.argsort(query_order, axis=1))
     out = out.astype(dtype)
-    return out if valid is None else jnp.where(valid[:, before:, None, None], out, 0)
+    out = out if valid is None else jnp.where(valid[:, before:, None, None], out, 0)
+    return ad_checkpoint.checkpoint_name(out, means.SAVED_AS)
 
 
 class _Rows(NamedTuple):

@@ -212,14 +212,21 @@ def test_chunked_form_scatters_nothing():
     assert " scatter(" not in program
 
 
-@pytest.mark.parametrize("form", ["attention", "chunked"])
-def test_results_that_a_checkpoint_policy_names_are_not_computed_again(form):
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        (ops.power_attention, {"form": "attention"}),
+        (ops.power_attention, {"form": "chunked"}),
+        (ops.softmax_attention, {"window": 64}),
+    ],
+)
+def test_results_that_a_checkpoint_policy_names_are_not_computed_again(op, options):
     def products(policy):
         """Returns the number of matrix products in the program of both passes; False means no checkpoint."""
 
         def loss(query, key, value):
             # Squared, so that the backward pass reads the output, as that of a layer does.
-            return jnp.square(ops.power_attention(query, key, value, form=form)).sum()
+            return jnp.square(op(query, key, value, **options)).sum()
 
         loss = loss if policy is False else jax.checkpoint(loss, policy=policy)
         x = jax.ShapeDtypeStruct((1, 512, 2, 16), jnp.float32)
@@ -232,7 +239,7 @@ def test_results_that_a_checkpoint_policy_names_are_not_computed_again(form):
     once = products(False)
     assert products(keep(*names)) == once
     # Without the final state, the state is updated with the tokens again, one product, but not queried.
-    assert products(keep(names[0])) == once + (form == "chunked")
+    assert products(keep(names[0])) == once + (options == {"form": "chunked"})
     assert products(None) > once + 1
 
 
