@@ -149,7 +149,7 @@ def scaled_keys(key: Float[Array, "B S K D"], power: int) -> Float[Array, "B S K
 @derivatives.custom_vjp
 def _permuted(x: Float[Array, "B X *rest"], order: Int[Array, "B X"], inverse: Int[Array, "B X"]):
     """Returns x in the given order of positions; its gradient is also a gather, not a scatter."""
-    return jnp.take_along_axis(x, layout.with_rank(order, x.ndim), axis=1)
+    return layout.reordered(x, order)
 
 
 _permuted.defvjp(

@@ -68,9 +68,6 @@ def _tokens_before(tokens, exact_window, axis_name):
     valid = tokens["valid"]
     newest = jnp.argsort(valid, axis=1, stable=True)[:, valid.shape[1] - exact_window :]
 
-    def at(x, index):
-        return jnp.take_along_axis(x, layout.with_rank(index, x.ndim), axis=1)
-
     def last_of_both(earlier, later):
         """Returns the last W tokens of two right-aligned runs: `earlier` moves up to the first token of `later`."""
         count = later["valid"].sum(1, dtype=jnp.int32)[:, None]
@@ -78,11 +75,11 @@ def _tokens_before(tokens, exact_window, axis_name):
         is_later = steps >= exact_window - count
         moved = jnp.minimum(steps + count, exact_window - 1)
         return {
-            name: jnp.where(layout.with_rank(is_later, x.ndim), x, at(earlier[name], moved))
+            name: jnp.where(layout.with_rank(is_later, x.ndim), x, layout.reordered(earlier[name], moved))
             for name, x in later.items()
         }
 
-    own = {name: at(x, newest) for name, x in tokens.items()}
+    own = {name: layout.reordered(x, newest) for name, x in tokens.items()}
     return time_axis.exclusive_prefix(last_of_both, own, axis_name)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax.array_types import Array, Bool, Float, Int
-from sympow_jax.ops import decays, feature_maps, means, power_state
+from sympow_jax.ops import decays, feature_maps, layout, means, power_state
 
 
 class _Tokens(NamedTuple):
@@ -42,7 +42,7 @@ def attention(plan, arrays, state):
     """
     time = arrays.query.shape[1]
     tokens = _tokens(plan, arrays, state)
-    q_BKGTD = _by_group(arrays.query.astype(plan.dtype), arrays.key.shape[2])
+    q_BKGTD = jnp.moveaxis(layout.by_group(arrays.query.astype(plan.dtype), arrays.key.shape[2]), 1, 3)
     document = tokens.document
     visible = (document[:, -time:, None] == document[:, None]) & tokens.valid[:, None]
     steps = jnp.arange(document.shape[1])
@@ -101,7 +101,7 @@ def recurrent(plan, arrays, state):
         return (kv, norm, jnp.where(valid, document, current)), out
 
     by_time = (
-        jnp.moveaxis(_by_group(query, key.shape[2]), 3, 0),
+        jnp.moveaxis(layout.by_group(query, key.shape[2]), 1, 0),
         *(jnp.moveaxis(x, 1, 0) for x in (tokens.key, tokens.value, tokens.log_decay, tokens.document)),
     )
     sizes = query.shape[0], *key.shape[2:], value.shape[-1]
@@ -210,12 +210,6 @@ def _result(plan, numerator, denominator, dtype):
     # Divide both by the same constant, which cancels: the gradient of a quotient squares its denominator.
     size = jax.lax.stop_gradient(safe)
     return jnp.where(some, (numerator / size) / (safe / size), 0).astype(dtype)
-
-
-def _by_group(query, kv_heads):
-    """Reshapes [B, X, N, D] to [B, K, G, X, D]."""
-    batch, time, heads, head_dim = query.shape
-    return jnp.moveaxis(query.reshape(batch, time, kv_heads, heads // kv_heads, head_dim), 1, 3)
 
 
 def _ungrouped(out):
