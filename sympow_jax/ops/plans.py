@@ -209,17 +209,22 @@ class _Request:
             module, arrays = "hopper", (self.tokens.query, self.tokens.value)
             names = ("power", "exact_window", "chunk_size", "stateless", "positions")
             needs = {"form": form} | {name: getattr(self, name) for name in names}
+        if not target.is_hopper():
+            device = target.device()
+            return (
+                f"implementation 'mosaic_gpu' needs a Hopper GPU (compute capability 9.x), "
+                f"not {device.device_kind or device.platform}"
+            )
+        if jax.export.is_symbolic_dim(self.sizes["batch"]):
+            return "implementation 'mosaic_gpu' needs a number of rows, not a symbolic one"
+        if self.division is not means.Division.POSITIVE:
+            return (
+                "implementation 'mosaic_gpu' supports only even powers without `rotate`; use implementation='xla' for "
+                "others"
+            )
+        # Pallas takes a second to import, so import it only if a kernel may run.
+        kernels = importlib.import_module(f"sympow_jax.ops.backends.{module}")
         try:
-            target.require_hopper()
-            if jax.export.is_symbolic_dim(self.sizes["batch"]):
-                return "implementation 'mosaic_gpu' needs a number of rows, not a symbolic one"
-            if self.division is not means.Division.POSITIVE:
-                return (
-                    "implementation 'mosaic_gpu' supports only even powers without `rotate`; use "
-                    "implementation='xla' for others"
-                )
-            # Pallas takes a second to import, so import it only if a kernel may run.
-            kernels = importlib.import_module(f"sympow_jax.ops.backends.{module}")
             kernels.require_supported(*arrays, **needs)
         except NotImplementedError as error:
             return str(error)

@@ -43,16 +43,6 @@ def is_hopper() -> bool:
     return current.platform == "gpu"
 
 
-def require_hopper() -> None:
-    """Raises NotImplementedError unless `is_hopper`."""
-    if not is_hopper():
-        current = device()
-        raise NotImplementedError(
-            f"implementation 'mosaic_gpu' needs a Hopper GPU (compute capability 9.x), "
-            f"not {current.device_kind or current.platform}"
-        )
-
-
 def trusts_kernels(family: str) -> bool:
     """Returns whether kernels may be chosen by default: a check on this kind of machine verified them.
 
