@@ -81,7 +81,8 @@ class Linear(nnx.Linear):
     @property
     def spec(self) -> jax.sharding.PartitionSpec:
         """Partition spec of the matrix over the mesh axes of `partitioning`."""
-        return partitioning.spec_of(self.names)
+        rules = dict(partitioning.RULES)
+        return jax.sharding.PartitionSpec(*(name and rules[name] for name in self.names))
 
     def __call__(
         self, inputs: Float[Array, "B T size_in"], out_sharding=None

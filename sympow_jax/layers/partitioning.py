@@ -56,12 +56,6 @@ def named(initializer: Callable[..., Any], names: tuple[str | None, ...]) -> Cal
     return nnx.with_partitioning(initializer, names, eager_sharding=eager)
 
 
-def spec_of(names: tuple[str | None, ...]) -> Spec:
-    """Returns the sharding of a parameter by `RULES`."""
-    rules = dict(RULES)
-    return Spec(*(None if name is None else rules[name] for name in names))
-
-
 def is_divided() -> bool:
     """Returns whether a mesh is in scope with more than one device along the axes of this module."""
     return bool(_sizes())

@@ -159,7 +159,7 @@ class _Request:
             # Decays per value channel have a normalizer as large as the values.
             value_dim=self.sizes["value_dim"] * (2 if self.per_channel else 1),
             power=self.power,
-            chunk=1 if form == "recurrent" else self.chunk_size or cost.default_chunk("chunked"),
+            chunk=self.chunk_size or cost.default_chunk(form),
             exact_window=self.exact_window,
         )
         return self.rows * self.time * per_token
