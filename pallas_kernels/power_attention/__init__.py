@@ -147,7 +147,7 @@ def power_attention_vjp(
     )
     if log_decay is None:
         return dquery, dkey, dvalue, None
-    ddecay = jnp.moveaxis(decays.log_decay_vjp(dlog, interpret=interpret), 1, 2)[:, positions]
+    ddecay = decays.log_decay_vjp(dlog, interpret=interpret)[:, positions]
     if segment_ids is not None:
         ddecay = jnp.where(sequence.within_documents(segment_ids)[..., None], ddecay, 0)
     return dquery, dkey, dvalue, ddecay

@@ -16,7 +16,7 @@ _AHEAD = 8
 
 
 def log_decay_vjp(dlog, *, interpret=None):
-    """Returns the gradient of log_decay from sums over queries of P (dP - delta) by key; both float32 [B, K, S].
+    """Returns the gradient of log_decay, float32 [B, S, K], from sums over queries of P (dP - delta), [B, K, S].
 
     The decay at t multiplies the weights of all pairs of a query at or after t and a key before t. For each query the
     gradients of all log weights sum to zero, so the result is minus the sum over pairs with keys at or after t. S is a
@@ -49,16 +49,15 @@ def log_decay_vjp(dlog, *, interpret=None):
             x = plgpu.load(dlog.at[row, head, index, tokens], layout=tensor_core.PER_COLUMN, optimized=False)
             x = pairs.by_column(x)
             after = total + jnp.where(other >= token, x, 0.0).sum(1)
-            launch.store(result.at[row, head, index, tokens], -after)
+            launch.store(result.at[row, pl.ds(index * _TOGETHER + half * block, block), head], -after)
             total = total + x.sum(1)
 
-    shape = batch, heads, count, _TOGETHER
     return plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(shape, jnp.float32),
+        out_type=jax.ShapeDtypeStruct((batch, length, heads), jnp.float32),
         grid=(batch, count, heads),
         grid_names=("batch", "block", "head"),
         kernel_name="power_attention_decays_vjp",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         **launch.interpreted(interpret),
-    )(dlog.reshape(shape)).reshape(dlog.shape)
+    )(dlog.reshape(batch, heads, count, _TOGETHER))
