@@ -69,9 +69,9 @@ class Chunks(NamedTuple):
     key: jax.Array  # bfloat16 [B, at least T, K, D]
     value: jax.Array  # bfloat16 [B, at least T, K, E]
     units: units.Units
-    old_exponent: jax.Array  # int32 [H, n, C], exponent of the divisor of each key that chunk c folds
-    old_value: jax.Array  # float32 [H, n, C, E], their values
-    old_size: jax.Array  # float32 [H, n, C], the largest entry of each
+    folded_exponent: jax.Array  # int32 [H, n, C], exponent of the divisor of each key that chunk c folds
+    folded_value: jax.Array  # float32 [H, n, C, E], their values
+    folded_size: jax.Array  # float32 [H, n, C], the largest entry of each
     decays: decays.Decays
     entering: jax.Array  # int32 [H], how many positions update the state, from W before the first token on
 
@@ -85,10 +85,10 @@ class Carried(NamedTuple):
 
 def carried_keys(tokens: Chunks, call: configs.Call) -> Carried:
     """Returns the growth of the states of keys."""
-    to_end, exponent = tokens.decays.log2_to_end, tokens.old_exponent
+    to_end, exponent = tokens.decays.log2_to_end, tokens.folded_exponent
     enters = (to_end > decays.NOTHING) & (exponent > units.OF_ZEROS)
     log2_strength = jnp.where(enters, to_end + call.power * exponent, decays.NOTHING)
-    size = jnp.maximum(tokens.old_size, LEAST_VALUE)
+    size = jnp.maximum(tokens.folded_size, LEAST_VALUE)
     return carry_along(log2_strength, size, tokens.decays.log2_across, call)
 
 
@@ -108,7 +108,7 @@ def by_chunk(arguments: Arguments, call: configs.Call) -> Chunks:
     scaled_rows = units.in_units(query, key, value, call=call)
     log2_decay, entering = _by_head(log_decay, enters_state, call)
     # The first positions, from W before the first token on.
-    old_exponent, old_value, old_size = (
+    folded_exponent, folded_value, folded_size = (
         lengthened(x, time + extra).reshape(len(x), -1, chunk, *x.shape[2:])
         for x in (scaled_rows.key_exponent, pad(heads_first(value), exact_window, 0), scaled_rows.value_size)
     )
@@ -116,9 +116,9 @@ def by_chunk(arguments: Arguments, call: configs.Call) -> Chunks:
         key=key,
         value=value,
         units=scaled_rows,
-        old_exponent=old_exponent,
-        old_value=old_value.astype(jnp.float32),
-        old_size=old_size,
+        folded_exponent=folded_exponent,
+        folded_value=folded_value.astype(jnp.float32),
+        folded_size=folded_size,
         decays=decays.chunk_decays(log2_decay, entering, call=call),
         entering=entering,
     )

@@ -69,7 +69,7 @@ def dual_of(tokens: preparation.Chunks, mean: Mean, call: configs.Call) -> Dual:
     dout = preparation.heads_first(mean.dout).astype(jnp.float32)
     value = mean.inverse[:, : dout.shape[1], None] * dout
     log2_strength = jnp.tile(
-        jnp.flip(tokens.decays.log2_from_start, 1), (1, 1, len(value) // len(tokens.old_value))
+        jnp.flip(tokens.decays.log2_from_start, 1), (1, 1, len(value) // len(tokens.folded_value))
     )
     size = backwards(mean.inverse * mean.size, log2_strength.shape)
     return Dual(
@@ -105,7 +105,7 @@ def decays_of_keys(tokens: preparation.Chunks, chunks):
     The frames are those of their own chunk and of the previous one. There is a coarse and a fine part per frame, in
     this order, zero in frames that do not contain the key.
     """
-    size = tokens.old_value.shape[2]
+    size = tokens.folded_value.shape[2]
 
     def in_chunks(x, before):
         x = jnp.pad(x, [(0, 0), (before, chunks - before - x.shape[1]), (0, size - x.shape[2])])

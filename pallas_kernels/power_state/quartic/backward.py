@@ -84,7 +84,7 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
     # Factors from keys with largest entries in [1/2, 1) to the gradients of the states.
     met = (
         tokens.decays.log2_to_end,
-        jnp.flip(dual.shifts, 1)[..., None] + _POWER * tokens.old_exponent,
+        jnp.flip(dual.shifts, 1)[..., None] + _POWER * tokens.folded_exponent,
     )
     met = preparation.lengthened(preparation.scaled_decay(*met).reshape(heads, -1), length)
     factor = numerics.scaled(met, jnp.int32(layouts.WEIGHT_BITS))

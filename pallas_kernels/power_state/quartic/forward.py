@@ -62,7 +62,7 @@ def _weights(layout):
 
 def operands_of_keys(tokens: preparation.Chunks, strength) -> Operands:
     """Returns the operands of the update with keys and values."""
-    return operands_of(tokens.units.key_by_entry, tokens.old_value, strength)
+    return operands_of(tokens.units.key_by_entry, tokens.folded_value, strength)
 
 
 def operands_of(key, value, strength) -> Operands:

@@ -54,7 +54,7 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
     """
     tokens, mean = prepared
     shift = jnp.flip(dual.shifts, 1)[..., None]
-    key_exponent, value_exponent = tokens.old_exponent, numerics.exponent(tokens.old_size)
+    key_exponent, value_exponent = tokens.folded_exponent, numerics.exponent(tokens.folded_size)
 
     def met(exponent):
         factor = preparation.scaled_decay(tokens.decays.log2_to_end, shift + exponent)

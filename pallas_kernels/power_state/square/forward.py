@@ -46,7 +46,7 @@ def returned(state, norm, shift, sizes, config: configs.Config):
 
 def operands_of_keys(tokens: preparation.Chunks, strength) -> Operands:
     """Returns the operands of the update with keys and values."""
-    value = (tokens.old_value * strength[..., None]).astype(jnp.float16)
+    value = (tokens.folded_value * strength[..., None]).astype(jnp.float16)
     return Operands(tokens.units.key_by_entry, preparation.time_last(value))
 
 
