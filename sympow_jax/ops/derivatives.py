@@ -16,6 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, batching, mlir
 
+from sympow_jax.ops import sharding
 from sympow_jax.ops.promotion import by_default_rules, default_rules
 
 
@@ -103,7 +104,13 @@ def _jvp(fun, plain, fwd, bwd, jvp, primals, tangents):
     # Arguments that change, and results that can; integers do not.
     inputs = [i for i, _ in changes]
     outputs = [i for i, x in enumerate(outs) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    fixed = {i: jax.lax.broadcast(_NO_CHANGE, x.shape) for i, x in enumerate(outs) if i not in outputs}
+    fixed = {
+        i: sharding.varying_over(
+            jax.lax.broadcast(_NO_CHANGE, x.shape), jax.typeof(x).manual_axis_type.varying
+        )
+        for i, x in enumerate(outs)
+        if i not in outputs
+    }
     count, stored = len(outs), len(saved)
     known = stored + (len(leaves) if jvp is None else 0)
 

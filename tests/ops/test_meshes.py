@@ -29,6 +29,7 @@ WAYS = (
 FAST = {
     "chunked": ("Explicit jit",),
     "step-that-folds": ("Explicit jit",),
+    "step": ("shard_map jit",),
     "softmax": ("shard_map jit",),
     "kv_cache-step": ("Explicit jit",),
     "lrpe": ("Explicit jit", "Explicit lowered without a mesh in scope"),
