@@ -18,6 +18,15 @@ from sympow_jax.ops.promotion import by_default_rules
 Activation = Callable[[Float[Array, "B T H"]], Float[Array, "B T H"]]
 
 
+# Those of JAX are objects that `pickle` refuses, and with them a model.
+def _relu(x: Array) -> Array:
+    return nnx.relu(x)
+
+
+def _silu(x: Array) -> Array:
+    return nnx.silu(x)
+
+
 class MLP(nnx.Module):
     """Feed-forward layer W_2 f(W_1 x + b_1) + b_2, as in GPT-2; biases only with `use_bias`.
 
@@ -85,14 +94,14 @@ class GatedMLP(MLP):
 
     is_gated = True
 
-    def __init__(self, width: int, hidden_width: int, *, activation: Activation = nnx.silu, **options: Any):
+    def __init__(self, width: int, hidden_width: int, *, activation: Activation = _silu, **options: Any):
         super().__init__(width, hidden_width, activation=activation, **options)
 
 
 _KINDS: Mapping[str, tuple[type[MLP], Activation]] = {
     "gelu": (MLP, nnx.gelu),
-    "relu": (MLP, nnx.relu),
-    "swiglu": (GatedMLP, nnx.silu),
+    "relu": (MLP, _relu),
+    "swiglu": (GatedMLP, _silu),
     "geglu": (GatedMLP, nnx.gelu),
 }
 

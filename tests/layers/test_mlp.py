@@ -1,5 +1,7 @@
 """Tests of feed-forward layers against their formulas in float64."""
 
+import pickle
+
 import jax
 import numpy as np
 import pytest
@@ -40,6 +42,16 @@ def test_the_formula(activation, biases):
     expected = project(FORMULAS[activation](gate, project(x, "up")), "down")
     assert layer.up.kernel.shape == (WIDTH, HIDDEN)
     np.testing.assert_allclose(layer(x.astype(np.float32)), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("activation", FORMULAS)
+def test_a_layer_can_be_pickled(activation):
+    sizes = {"vocab_size": 8, "layers": 1, "width": WIDTH, "heads": 1}
+    layer = layers.make_mlp(config.ModelConfig(**sizes, activation=activation), rngs=0)
+    definition, state = nnx.split(layer)
+    copied = nnx.merge(pickle.loads(pickle.dumps(definition)), state)
+    x = np.ones((1, 2, WIDTH), np.float32)
+    np.testing.assert_array_equal(copied(x), layer(x))
 
 
 def test_a_width_of_its_own_or_four_times_the_width():
