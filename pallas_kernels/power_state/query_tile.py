@@ -41,12 +41,12 @@ class QueryTile(NamedTuple):
 
 
 def store_mean(gmem, acc, total, out_smem, tile, warpgroup):
-    """Writes acc / total through shared memory: zero where the total is not positive, NaN where it is NaN.
+    """Writes acc / total through shared memory: zero where the total is zero or subnormal, NaN where it is NaN.
 
     If gmem has a "remainder" too, what rounding takes away from "out" is written there, itself rounded.
     """
     total = lax.broadcast_in_dim(total, acc.shape, [0])
-    none = total <= 0
+    none = total < jnp.finfo(jnp.float32).tiny
     mean = jnp.where(none, 0.0, acc[...] / jnp.where(none, 1.0, total))
     begin = tile.token + warpgroup * _BLOCK
     rounded = mean.astype(out_smem.dtype)
