@@ -115,7 +115,7 @@ def power_attention_vjp(
         query: [B, T, N, D]; query, key and value are the arguments of `power_attention`.
         key: [B, S, K, D].
         value: [B, S, K, E].
-        dout: [B, T, N, E], the cotangent of the mean.
+        dout: [B, T, N, E], the cotangent of the mean; it is rounded to the mean's dtype.
         saved: results of `power_attention` with `save_residuals`.
         power: p, as in `power_attention`.
         log_decay: [B, S, K], as in `power_attention`.

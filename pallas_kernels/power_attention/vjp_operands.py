@@ -114,29 +114,35 @@ class _HeadScales(NamedTuple):
     dout: jax.Array  # cotangents times this are below 2^15
     value: jax.Array
     value_length: jax.Array  # of the longest value, scaled
-    least: jax.Array  # the least scale of a slope; all queries' are undone relative to it
+    # The least scale of the slopes of queries with a cotangent, for queries of unit length.
+    least: jax.Array
 
     @classmethod
     def of(cls, sizes: vjp_sizes.Sizes, row, kv_head, power):
         """Reduces the sizes of all blocks of a key head and its query heads."""
-        together = vjp_sizes.TOGETHER
-        counts = [x.shape[1] // sizes.value.shape[1] * x.shape[2] // together for x in sizes]
+        together, kv_heads = vjp_sizes.TOGETHER, sizes.value.shape[1]
+        layout = plgpu.Layout.WG_STRIDED((together,), 1)
+        # Loads of each array: all parts of each head of the group, one after another.
+        groups, parts = ([x.shape[axis] // n for x in sizes] for axis, n in ((1, kv_heads), (2, together)))
+        loads = [group * count for group, count in zip(groups, parts)]
 
         def load(step):
             found = []
-            for array, count in zip(sizes, counts):
-                # The maximum may have a part twice.
-                parts, part = array.shape[2] // together, jnp.minimum(step, count - 1)
-                head = kv_head * (count // parts) + lax.div(part, jnp.int32(parts))
-                part = pl.ds(lax.rem(part, jnp.int32(parts)) * together, together)
-                layout = plgpu.Layout.WG_STRIDED((together,), 1)
-                found.append(plgpu.load(array.at[row, head, part], layout=layout, optimized=False))
+            for array, group, count in zip(sizes, groups, parts):
+                # The last one repeatedly, where another array has more: a maximum may have it twice.
+                place = jnp.minimum(step, group * count - 1)
+                head, part = (
+                    kv_head * group + lax.div(place, jnp.int32(count)),
+                    lax.rem(place, jnp.int32(count)),
+                )
+                numbers = array.at[row, head, pl.ds(part * together, together)]
+                found.append(plgpu.load(numbers, layout=layout, optimized=False))
             return tuple(found)
 
         def add(step, largest):
             return tuple(map(jnp.maximum, largest, load(step)))
 
-        largest = lax.fori_loop(jnp.int32(1), jnp.int32(max(counts)), add, load(jnp.int32(0)))
+        largest = lax.fori_loop(jnp.int32(1), jnp.int32(max(loads)), add, load(jnp.int32(0)))
 
         def unit(size):
             return _OPERAND_BITS - jnp.where(size > 0, numerics.normal_exponent(size), 0)
@@ -146,7 +152,7 @@ class _HeadScales(NamedTuple):
         )
         dout, value = unit(dout_size), unit(value_size)
         length = jnp.maximum(length + value, _SMALLEST_EXPONENT)
-        # The least of `slope_exponent` over all queries, of which each term has its own largest.
+        # The least of `slope_exponent` over queries with a cotangent, of which each term has its own largest.
         least = jnp.minimum(-slope - dout, vjp_sizes.root(-inverse, power) - _SMALLEST_EXPONENT) - length
         least = jnp.minimum(least, _LARGEST_EXPONENT - inverse) - vjp_sizes.bits(power)
         return cls(dout, value, length, least)
@@ -295,12 +301,15 @@ def _operands(
             launch.store(out["delta"].at[row, own, index], (dout * mean).sum(1))
 
             slope_exponent = scales.slope_exponent(denominator, length, power)
-            undone = _OPERAND_BITS + scales.least - slope_exponent + bits - query_bits
+            # Without a cotangent, a query's scale may be below the least: it is zero times a finite number.
+            undone = jnp.minimum(scales.least - slope_exponent + bits, 0) + _OPERAND_BITS - query_bits
             store_tile("unit_query", unit_smem, or_zero(pairs.scaled(load(query_smem), undone)))
 
             share = jnp.where(nothing, 0.0, 1 / jnp.where(nothing, 1.0, denominator))
-            first, second = numerics.factors(slope_exponent)
-            slope, from_start = share * first * second, numerics.decay(coarse + fine)
+            slope, from_start = (
+                pairs.in_units(share, *numerics.factors(slope_exponent)),
+                numerics.decay(coarse + fine),
+            )
             query_exponent = plgpu.load(
                 of_weights.query_exponent.at[at], layout=tensor_core.PER_ROW, optimized=False
             )

@@ -92,6 +92,25 @@ def test_nothing_weighs_anything():
     assert actual["key"].any()
 
 
+def test_heads_and_rows_without_a_cotangent():
+    """Their gradients are zero, as those of a loss over other rows are, and others are as without them."""
+    case = cases.Case(head_dim=32, value_dim=32, time=130, decay="gentle")
+    drawn = cases.arrays(case, batch=2, kv_heads=2, dtype="bfloat16")
+    dout = drawn.pop("dout")
+    dout[1], dout[0, :, 0], dout[0, :70] = 0, 0, 0
+    drawn["key"][0, 0] *= 2.0**-50
+    short = {name: jnp.asarray(drawn[name], jnp.bfloat16) for name in ("query", "key", "value")}
+    short |= {"log_decay": jnp.asarray(drawn["log_decay"], jnp.float32), "segment_ids": None}
+    run = functools.partial(_gradients, power=2, interpret=plgpu.InterpretGPUParams())
+    actual = jax.device_get(jax.jit(run)(short, jnp.asarray(dout, jnp.bfloat16)))
+    for name, x in actual.items():
+        x = np.asarray(x, np.float32)
+        assert np.isfinite(x).all(), name
+        assert x[0, :, 1].any(), name
+        assert not x[1].any(), name
+        assert not x[0, :, 0].any(), name
+
+
 def test_a_first_token_whose_score_is_almost_zero():
     """It attends to itself alone: its weight is 1, and its value's gradient the cotangent, however small the score."""
     shape = 1, 64, 8, 64
