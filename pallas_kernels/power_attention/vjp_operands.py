@@ -118,8 +118,8 @@ class _HeadScales(NamedTuple):
     least: jax.Array
 
     @classmethod
-    def of(cls, sizes: vjp_sizes.Sizes, row, kv_head, power):
-        """Reduces the sizes of all blocks of a key head and its query heads."""
+    def of(cls, sizes: vjp_sizes.Sizes, blocks, row, kv_head, power):
+        """Reduces the sizes of all blocks of a key head and its query heads; `blocks` is their number by array."""
         together, kv_heads = vjp_sizes.TOGETHER, sizes.value.shape[1]
         layout = plgpu.Layout.WG_STRIDED((together,), 1)
         # Loads of each array: all parts of each head of the group, one after another.
@@ -128,7 +128,7 @@ class _HeadScales(NamedTuple):
 
         def load(step):
             found = []
-            for array, group, count in zip(sizes, groups, parts):
+            for array, number, group, count in zip(sizes, blocks, groups, parts):
                 # The last one repeatedly, where another array has more: a maximum may have it twice.
                 place = jnp.minimum(step, group * count - 1)
                 head, part = (
@@ -136,7 +136,15 @@ class _HeadScales(NamedTuple):
                     lax.rem(place, jnp.int32(count)),
                 )
                 numbers = array.at[row, head, pl.ds(part * together, together)]
-                found.append(plgpu.load(numbers, layout=layout, optimized=False))
+                numbers = plgpu.load(numbers, layout=layout, optimized=False)
+                # Nothing was written after the last block.
+                exists = (
+                    part * together + plgpu.broadcasted_iota(jnp.int32, (together,), 0, layout=layout)
+                    < number
+                )
+                found.append(
+                    jnp.where(exists, numbers, vjp_sizes.NOTHING if numbers.dtype == jnp.int32 else 0.0)
+                )
             return tuple(found)
 
         def add(step, largest):
@@ -254,7 +262,7 @@ def _operands(
                 copy(source, target, begin, query_full)
 
         pl.when(head >= heads)(lambda: copy(x.value, out_smem, index * block, key_full))
-        scales = _HeadScales.of(of_blocks, row, kv_head, power)
+        scales = _HeadScales.of(of_blocks, (count - offset,) * 3 + (count,) * 2, row, kv_head, power)
 
         def load(tile):
             return plgpu.load(tile, layout=pairs.LAYOUT).astype(jnp.float32)

@@ -13,7 +13,7 @@ from pallas_kernels.hopper import launch, numerics, results, tensor_core
 from pallas_kernels.power_attention import configs, pairs
 
 # Size of a block without a gradient or a value, as an exponent: below those of all others.
-_NOTHING = -1000
+NOTHING = -1000
 # Where weights are scaled by row, they are at most 2^64 here, so that their products with gradients of weights stay
 # finite. Otherwise queries are scaled up as in the forward pass.
 _HIGH_WEIGHT_BITS = 64
@@ -33,7 +33,7 @@ class Weights(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Largest sizes in each block, in time padded to a multiple of `TOGETHER` blocks."""
+    """Largest sizes in each block. Time is padded to a multiple of `TOGETHER` blocks, without sizes there."""
 
     dout: jax.Array  # float32 [B, N, m], an entry of a cotangent
     slope: jax.Array  # int32 [B, N, m], exponent of |dO| / denominator^(1/p)
@@ -88,8 +88,7 @@ def sizes(dout, value, weights: Weights, *, power: int, interpret=None) -> Sizes
     """
     batch, _, heads, size = dout.shape
     kv_heads = value.shape[2]
-    counts = weights.sum.shape[2] // pairs.BLOCK, value.shape[1] // pairs.BLOCK
-    query_blocks, key_blocks = (-(-count // TOGETHER) * TOGETHER for count in counts)
+    query_blocks, key_blocks = weights.sum.shape[2] // pairs.BLOCK, value.shape[1] // pairs.BLOCK
 
     def body(dout, value, *refs):
         weights, found, (smem, full) = Weights(*refs[:4]), Sizes(*refs[4:9]), refs[9:]
@@ -105,14 +104,12 @@ def sizes(dout, value, weights: Weights, *, power: int, interpret=None) -> Sizes
             return tile, jnp.where(size < jnp.inf, size, 0.0)
 
         def exponents(chosen, exponent):
-            return jnp.where(chosen, exponent, _NOTHING).max()
+            return jnp.where(chosen, exponent, NOTHING).max()
 
         @pl.when((head < heads) & (block < query_blocks))
         def _cotangents():
             tile, size = load(dout, head)
-            # Blocks after the last have no weights to load.
-            begin = jnp.minimum(block, counts[0] - 1) * pairs.BLOCK
-            at = row, head, pl.ds(begin, pairs.BLOCK)
+            at = row, head, pl.ds(block * pairs.BLOCK, pairs.BLOCK)
             denominator = denominators(weights, at, lax.div(head, jnp.int32(heads // kv_heads)), power)
             size = jnp.where(weighs_nothing(denominator), 0.0, size)
             exponent = numerics.normal_exponent(denominator)
@@ -129,7 +126,7 @@ def sizes(dout, value, weights: Weights, *, power: int, interpret=None) -> Sizes
             found.value_length[row, own, block] = exponents(size > 0, length_exponent(tile, size))
 
     def vector(heads, blocks, dtype):
-        return jax.ShapeDtypeStruct((batch, heads, blocks), dtype)
+        return jax.ShapeDtypeStruct((batch, heads, -(-blocks // TOGETHER) * TOGETHER), dtype)
 
     return Sizes(
         *plgpu.kernel(
