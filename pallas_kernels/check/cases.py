@@ -27,7 +27,7 @@ class Case:
     """A pass of a family of kernels at one shape.
 
     Attributes:
-        part: what runs, a key of `_PREPARED`: a pass, or the read or the fold of a step.
+        part: what runs, with `family` a key of `_PREPARED`: a pass, or the read or the fold of a step.
         family: one of `verdict.FAMILIES`, or "toolchain".
         power: p.
         head_dim: D, and E unless `value_dim` is set.
@@ -452,7 +452,7 @@ def _passes(family, **sizes):
 _STEP: dict = {"family": "power_step"}
 _MODEL: dict = {"batch": 1, "kv_heads": 8, "group": 1, "documents": False, "real": True}
 _DECODE = _STEP | _MODEL | {"batch": 64, "time": 64}
-# Smallest first, so that the first failure is the simplest.
+# The simplest families first.
 CASES: tuple[Case, ...] = (
     Case(part="copy", family="toolchain", time=64, batch=1, kv_heads=1, group=1, documents=False),
     # The last tile of a head is full only at some sizes.

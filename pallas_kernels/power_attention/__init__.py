@@ -75,8 +75,7 @@ def power_attention(
     of_blocks = blocks.prepare(key_exponent, tokens.value, tokens.log_decay, call)
     first = None
     if segment_ids is not None:
-        by_block = tokens.log_decay.reshape(*tokens.log_decay.shape[:2], -1, config.block)
-        first, _ = sequence.visible_blocks(by_block)
+        first, _ = sequence.visible_blocks(tokens.log_decay, config.block)
         first = first[..., first.shape[-1] - tokens.query.shape[1] // config.block :]
     operands = forward.Operands(unit_query, unit_key, query_exponent, first)
     results = forward.means(operands, of_blocks, dtype=value.dtype, save_residuals=save_residuals, call=call)

@@ -60,7 +60,7 @@ def sums(
     moving = {"query": config.head_dim, "dout": config.value_dim}
     kept = {"key": config.head_dim}
     if "dkey" in results:
-        moving["unit_query"], kept["value"] = config.head_dim, config.value_dim
+        moving["rescaled_query"], kept["value"] = config.head_dim, config.value_dim
     grid = launch.heads_grid(
         batch, heads, length // (count * _BLOCK), 2 * group * length * sum(moving.values())
     )
@@ -234,7 +234,7 @@ class _Keys:
             dlog += (weights * dweights).sum(1)
             dlog, slopes, dweights = lax.optimization_barrier((dlog, slopes, dweights))
             dscores = slopes * dweights * pairs.by_column(self._of_queries(slot, slope))
-            pending.append((self.accumulators["dkey"], dscores.astype(jnp.float16), "unit_query_smem"))
+            pending.append((self.accumulators["dkey"], dscores.astype(jnp.float16), "rescaled_query_smem"))
         for n, (acc, operand, name) in enumerate(pending):
             wait = len(pending) - 1 - n
             self.core.add(acc, operand, self.smem[name].at[slot], wait=wait)

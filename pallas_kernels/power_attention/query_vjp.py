@@ -1,4 +1,4 @@
-"""Gradient of the queries, and sums over keys of the gradient of a pair's log decay.
+"""Gradient of the queries, and delta corrected by sums over keys of the gradient of a pair's log decay.
 
 One thread block takes 128 queries of one head, a block of 64 for each of two warpgroups. A third warpgroup loads blocks
 of 64 keys and values through a ring, first the diagonal ones, then backward in time. For each pair of blocks
@@ -154,7 +154,10 @@ class _Queries:
         return lax.fori_loop(passed + 1, steps, earlier, (jnp.float32(1), dlog))[1]
 
     def corrected_delta(self, dlog):
-        """Returns delta plus the sum dlog, of dS S."""
+        """Returns delta plus the sum of P (dP - delta), from dlog, that of dS S.
+
+        Its scale is that of g and of the keys' factors; weight over slope takes the former out.
+        """
         weight, slope = (
             self._of_queries(n) for n in (QueryVector.DIAGONAL_WEIGHT, QueryVector.DIAGONAL_SLOPE)
         )

@@ -68,12 +68,13 @@ def _fill(x, front, back, width):
     return jnp.pad(x, [(0, 0), (front, back), (0, 0), (0, width - x.shape[-1])])
 
 
-def visible_blocks(log_decay):
-    """Returns, per block of [B, K, n, C], the first block that its queries see and the last one that sees its keys.
+def visible_blocks(log_decay, block):
+    """Returns, per block of [B, K, S], the first block that its queries see and the last one that sees its keys.
 
-    Blocks of other documents are not seen. They are determined by positions whose decay counts as zero: the last one
-    before a block's second position, and the first one after the block.
+    Both are int32 [B, K, S / block]. Blocks of other documents are not seen. They are determined by positions whose
+    decay counts as zero: the last one before a block's second position, and the first one after the block.
     """
+    log_decay = log_decay.reshape(*log_decay.shape[:2], -1, block)
     count = log_decay.shape[2]
     blocks = jnp.arange(count, dtype=jnp.int32)
     forgets = log_decay < numerics.FLOOR

@@ -4,13 +4,13 @@ With a query's and a key's length taken out, s = q . k, a pair's fraction of the
 key's factor, of its length and its decay to the end of its block. f_i is the query's factor, of the decay from the
 start of its block over the denominator. Decays over the blocks between multiply both. The gradient with respect to s is
 p s^(p-1) c_j f_i (dP_ij - delta_i), with delta_i = dO_i . o_i. Since s^p c_j f_i <= 1 and |c_j f_i| <= 1 / denominator,
-its magnitude is at most
+which is (s^p c_j f_i)^(1-1/p) (c_j f_i)^(1/p), its magnitude is at most
 
     p denominator^(-1/p) 2 |dO_i| max_j |v_j|.
 
 This bound gives every query a power-of-two scale that brings its pairs close to float16's largest number. g_i is f_i
-with this scale. The pass over queries undoes the scale at the end. The pass over keys multiplies with queries Q' in
-which it is already undone.
+with this scale. The pass over queries undoes the scale at the end. The pass over keys multiplies with queries Q', whose
+own scale is replaced by the least of their head, which the keys' units undo.
 """
 
 import enum
@@ -27,6 +27,8 @@ from pallas_kernels.power_attention import configs, pairs, sequence, vjp_sizes
 
 # Fractions of the mean are scaled to 2^14, values, cotangents and slopes to 2^15 at most: float16 ends below 2^16.
 WEIGHT_BITS, _OPERAND_BITS = 14, 15
+# Slopes contain weights; one bit is for the difference dP - delta.
+_SLOPE_BITS = _OPERAND_BITS - WEIGHT_BITS - 1
 # Largest exponent of g, so that it stays finite.
 _LARGEST_EXPONENT = 120
 # Least exponent of the length of a scaled row: smaller entries are zero in float16.
@@ -77,15 +79,14 @@ class KeyVector(enum.IntEnum):
 class VjpOperands(NamedTuple):
     """Inputs of the kernels; S is whole blocks of 128, n = S / 64, and queries are padded in front to S.
 
-    query, key: of unit length, but queries are scaled up. unit_query: Q', a query divided by its scale. All matrix
-    operands are float16.
+    query, key: of unit length, but queries are scaled up. rescaled_query: Q'. All matrix operands are float16.
     rows, columns: per block of queries and of keys, vectors in the order of QueryVector and KeyVector.
     first, last: for two blocks of 64 queries, the first visible pair of blocks of keys; for two blocks of keys, the
     last pair of blocks of queries that attends to them. None without documents: all earlier and all later ones.
     """
 
     query: jax.Array  # [B, S, N, D]
-    unit_query: jax.Array  # [B, S, N, D]
+    rescaled_query: jax.Array  # [B, S, N, D]
     key: jax.Array  # [B, S, K, D]
     value: jax.Array  # [B, S, K, E]
     dout: jax.Array  # [B, S, N, E]
@@ -97,12 +98,15 @@ class VjpOperands(NamedTuple):
 
 
 class _Arguments(NamedTuple):
-    """Arrays that the kernel reads; queries are the last of S positions."""
+    """Arrays that the kernel reads; queries are the last of S positions, in whole blocks of 128.
+
+    Outputs and cotangents may have a block of 64 less: TMA reads zeros in its place.
+    """
 
     query: jax.Array  # float16 [B, T, N, D], of unit length, scaled up as in the forward pass
-    out: jax.Array  # [B, at least T, N, E]
+    out: jax.Array  # [B, T, N, E]
     remainder: jax.Array  # bfloat16, what rounding took from `out`
-    dout: jax.Array  # [B, at least T, N, E]
+    dout: jax.Array  # [B, T, N, E]
     value: jax.Array  # [B, S, K, E]
     log_decay: jax.Array  # float32 [B, K, S], at least `sequence.FORGET`
     key_exponent: jax.Array  # int32 [B, K, S], of the keys' lengths
@@ -111,11 +115,10 @@ class _Arguments(NamedTuple):
 class _HeadScales(NamedTuple):
     """Exponents of a head's scales, the same number in each of 64 entries."""
 
-    dout: jax.Array  # cotangents times this are below 2^15
-    value: jax.Array
+    dout: jax.Array  # cotangents times 2^this are below 2^15
+    value: jax.Array  # the same for values
     value_length: jax.Array  # of the longest value, scaled
-    # The least scale of the slopes of queries with a cotangent, for queries of unit length.
-    least: jax.Array
+    least: jax.Array  # a lower bound on the slopes' scales of queries with a cotangent
 
     @classmethod
     def of(cls, sizes: vjp_sizes.Sizes, blocks, row, kv_head, power):
@@ -123,7 +126,7 @@ class _HeadScales(NamedTuple):
         together, kv_heads = vjp_sizes.TOGETHER, sizes.value.shape[1]
         layout = plgpu.Layout.WG_STRIDED((together,), 1)
         # Loads of each array: all parts of each head of the group, one after another.
-        groups, parts = ([x.shape[axis] // n for x in sizes] for axis, n in ((1, kv_heads), (2, together)))
+        groups, parts = [x.shape[1] // kv_heads for x in sizes], [x.shape[2] // together for x in sizes]
         loads = [group * count for group, count in zip(groups, parts)]
 
         def load(step):
@@ -160,19 +163,19 @@ class _HeadScales(NamedTuple):
         )
         dout, value = unit(dout_size), unit(value_size)
         length = jnp.maximum(length + value, _SMALLEST_EXPONENT)
-        # The least of `slope_exponent` over queries with a cotangent, of which each term has its own largest.
-        least = jnp.minimum(-slope - dout, vjp_sizes.root(-inverse, power) - _SMALLEST_EXPONENT) - length
-        least = jnp.minimum(least, _LARGEST_EXPONENT - inverse) - vjp_sizes.bits(power)
+        # `slope_exponent` of a query that has the extremes of all in each term.
+        least = jnp.minimum(-slope - dout, vjp_sizes.root(-inverse, power) - _SMALLEST_EXPONENT)
+        least = jnp.minimum(_SLOPE_BITS + least - length, _LARGEST_EXPONENT - inverse)
         return cls(dout, value, length, least)
 
     def slope_exponent(self, denominator, dout_length, power):
         """Returns exponents of scales that bring a query's slopes close to, but not above, 2^15.
 
-        denominator^(-1/p) is at most 2 to minus its root's exponent; one more bit is for the difference dP - delta.
+        denominator^(-1/p) is at most 2 to minus its root's exponent.
         """
         exponent = numerics.normal_exponent(denominator)
         length = jnp.maximum(dout_length + self.dout, _SMALLEST_EXPONENT)
-        slope = _OPERAND_BITS - WEIGHT_BITS - 1 + vjp_sizes.root(exponent, power) - length
+        slope = _SLOPE_BITS + vjp_sizes.root(exponent, power) - length
         return jnp.minimum(slope - self.value_length, _LARGEST_EXPONENT + exponent)
 
 
@@ -203,9 +206,7 @@ def prepare(
     query = jnp.pad(query, [(0, 0), (key.shape[1] - query.shape[1], 0), (0, 0), (0, 0)])
     first = last = None
     if segment_ids is not None:
-        pair = config.block * config.compute_warpgroups
-        by_pair = tokens.log_decay.reshape(*longest.shape, -1, pair)
-        first, last = sequence.visible_blocks(by_pair)
+        first, last = sequence.visible_blocks(tokens.log_decay, config.block * config.compute_warpgroups)
     return VjpOperands(query=query, key=key, first=first, last=last, **found)
 
 
@@ -221,7 +222,7 @@ def _operands(
     offset = (length - time) // block
     bits, query_bits = vjp_sizes.bits(power), configs.query_bits(power)
     types = {
-        "unit_query": jax.ShapeDtypeStruct((batch, length, heads, head_dim), jnp.float16),
+        "rescaled_query": jax.ShapeDtypeStruct((batch, length, heads, head_dim), jnp.float16),
         "dout": jax.ShapeDtypeStruct((batch, length, heads, value_dim), jnp.float16),
         "value": jax.ShapeDtypeStruct((batch, length, kv_heads, value_dim), jnp.float16),
         "rows": jax.ShapeDtypeStruct((batch, heads, count, len(QueryVector), block), jnp.float32),
@@ -230,14 +231,20 @@ def _operands(
     }
 
     def body(
-        *refs, query_smem, out_smem, remainder_smem, dout_smem, unit_smem, scaled_smem, query_full, key_full
+        *refs,
+        query_smem,
+        out_smem,
+        remainder_smem,
+        dout_smem,
+        rescaled_smem,
+        scaled_smem,
+        query_full,
+        key_full,
     ):
         x, refs = _Arguments(*refs[: len(arguments)]), refs[len(arguments) :]
         of_weights, refs = vjp_sizes.Weights(*refs[: len(weights)]), refs[len(weights) :]
-        of_blocks, out = (
-            vjp_sizes.Sizes(*refs[: len(sizes)]),
-            dict(zip(types, refs[len(sizes) :], strict=True)),
-        )
+        of_blocks = vjp_sizes.Sizes(*refs[: len(sizes)])
+        out = dict(zip(types, refs[len(sizes) :], strict=True))
         row, index, head = (lax.axis_index(name) for name in ("batch", "block", "head"))
         is_query = head < heads
         own = jnp.where(is_query, head, head - heads)
@@ -276,7 +283,7 @@ def _operands(
             for vector, numbers in vectors.items():
                 launch.store(out[name].at[row, own, index, vector], numbers)
 
-        # Sums of the decay from the start of the block and to its end.
+        # Sums of log decays from the start of the block, in two parts, and the decay over it.
         decay = x.log_decay.at[row, kv_head, tokens]
         decay = pairs.by_column(plgpu.load(decay, layout=tensor_core.PER_COLUMN, optimized=False))
         token, column = (
@@ -309,15 +316,14 @@ def _operands(
             launch.store(out["delta"].at[row, own, index], (dout * mean).sum(1))
 
             slope_exponent = scales.slope_exponent(denominator, length, power)
-            # Without a cotangent, a query's scale may be below the least: it is zero times a finite number.
-            undone = jnp.minimum(scales.least - slope_exponent + bits, 0) + _OPERAND_BITS - query_bits
-            store_tile("unit_query", unit_smem, or_zero(pairs.scaled(load(query_smem), undone)))
+            # A query without a cotangent may have a smaller scale. Its dS is zero, so Q' need only be finite.
+            undone = jnp.minimum(scales.least - slope_exponent, 0) + _OPERAND_BITS - query_bits
+            store_tile("rescaled_query", rescaled_smem, or_zero(pairs.scaled(load(query_smem), undone)))
 
             share = jnp.where(nothing, 0.0, 1 / jnp.where(nothing, 1.0, denominator))
-            slope, from_start = (
-                pairs.in_units(share, *numerics.factors(slope_exponent)),
-                numerics.decay(coarse + fine),
-            )
+            # f and g, without the decay from the start of the block.
+            slope = pairs.in_units(share, *numerics.factors(slope_exponent))
+            from_start = numerics.decay(coarse + fine)
             query_exponent = plgpu.load(
                 of_weights.query_exponent.at[at], layout=tensor_core.PER_ROW, optimized=False
             )
@@ -346,7 +352,7 @@ def _operands(
             factor = pairs.length_factor(exponent, shorter) * 2.0**WEIGHT_BITS
             after = jnp.where(column > token, decay, 0.0).sum(1)
             units = (
-                pair_unit + scales.least + _OPERAND_BITS + exponent,
+                pair_unit + scales.least - bits + _OPERAND_BITS + exponent,
                 scales.dout + WEIGHT_BITS,
                 pair_unit,
             )
@@ -378,7 +384,7 @@ def _operands(
             "out_smem": tensor_core.operand((), block, value_dim, dtype),
             "remainder_smem": tensor_core.operand((), block, value_dim, arguments.remainder.dtype),
             "dout_smem": tensor_core.operand((), block, value_dim, dtype),
-            "unit_smem": tensor_core.operand((), block, head_dim, jnp.float16),
+            "rescaled_smem": tensor_core.operand((), block, head_dim, jnp.float16),
             "scaled_smem": tensor_core.operand((), block, value_dim, jnp.float16),
             "query_full": plgpu.Barrier(num_arrivals=4),
             "key_full": plgpu.Barrier(),

@@ -17,7 +17,7 @@ NOTHING = -1000
 # Where weights are scaled by row, they are at most 2^64 here, so that their products with gradients of weights stay
 # finite. Otherwise queries are scaled up as in the forward pass.
 _HIGH_WEIGHT_BITS = 64
-# Blocks of which one load of their sizes has all.
+# Sizes that one load reads, one for each thread.
 TOGETHER = 128
 # Added to a root's exponent, so that the division is of positive numbers.
 _POSITIVE = 1024
@@ -33,11 +33,14 @@ class Weights(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Largest sizes in each block. Time is padded to a multiple of `TOGETHER` blocks, without sizes there."""
+    """Largest sizes in each of m blocks of queries and n of keys, both rounded up to a multiple of `TOGETHER`.
+
+    Entries after the last block are uninitialized.
+    """
 
     dout: jax.Array  # float32 [B, N, m], an entry of a cotangent
     slope: jax.Array  # int32 [B, N, m], exponent of |dO| / denominator^(1/p)
-    inverse: jax.Array  # int32 [B, N, m], exponent of 1 / denominator, less one
+    inverse: jax.Array  # int32 [B, N, m], minus the exponent of the smallest denominator
     value: jax.Array  # float32 [B, K, n], an entry of a value
     value_length: jax.Array  # int32 [B, K, n], exponent of a value's length
 
@@ -84,7 +87,8 @@ def length_exponent(tile, size):
 def sizes(dout, value, weights: Weights, *, power: int, interpret=None) -> Sizes:
     """Returns the sizes of dout [B, T, N, E] and value [B, S, K, E], 16-bit, T and S at least a block.
 
-    Queries whose weights are all zero have no cotangent. Rows with NaN or infinity must not outweigh others.
+    `dout` may be a block shorter than the weights. Cotangents of queries whose weights are all zero, and rows with NaN
+    or infinity, count as zeros.
     """
     batch, _, heads, size = dout.shape
     kv_heads = value.shape[2]
@@ -103,7 +107,7 @@ def sizes(dout, value, weights: Weights, *, power: int, interpret=None) -> Sizes
             size = jnp.abs(tile).max(1)
             return tile, jnp.where(size < jnp.inf, size, 0.0)
 
-        def exponents(chosen, exponent):
+        def largest(chosen, exponent):
             return jnp.where(chosen, exponent, NOTHING).max()
 
         @pl.when((head < heads) & (block < query_blocks))
@@ -115,15 +119,15 @@ def sizes(dout, value, weights: Weights, *, power: int, interpret=None) -> Sizes
             exponent = numerics.normal_exponent(denominator)
             slope = length_exponent(tile, size) - root(exponent, power)
             found.dout[row, head, block] = size.max()
-            found.slope[row, head, block] = exponents(size > 0, slope)
-            found.inverse[row, head, block] = exponents(size > 0, -exponent)
+            found.slope[row, head, block] = largest(size > 0, slope)
+            found.inverse[row, head, block] = largest(size > 0, -exponent)
 
         @pl.when((head >= heads) & (block < key_blocks))
         def _values():
             own = head - heads
             tile, size = load(value, own)
             found.value[row, own, block] = size.max()
-            found.value_length[row, own, block] = exponents(size > 0, length_exponent(tile, size))
+            found.value_length[row, own, block] = largest(size > 0, length_exponent(tile, size))
 
     def vector(heads, blocks, dtype):
         return jax.ShapeDtypeStruct((batch, heads, -(-blocks // TOGETHER) * TOGETHER), dtype)

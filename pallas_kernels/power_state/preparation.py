@@ -36,14 +36,14 @@ class Arguments(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """States before each chunk, read by its queries and the backward pass.
+    """States before each chunk, read by its queries and the backward pass, or gradients of states, last chunk first.
 
     They take 2 F E bytes per chunk and head. F is that of the kernels' layout: 2,560 for 2,080 distinct
     features at p = 2 and D = 64.
     """
 
     states: jax.Array  # float16 [B, K, n, ...] in the order of the layout, divided by 2^shift
-    norms: jax.Array  # float32 [B, K, n, D, D], the normalizers Z, divided by 2^shift
+    norms: jax.Array  # float32 [B, K, n, D, D] at p = 2, the normalizers Z, divided by 2^shift
     shifts: jax.Array  # int32 [B, K, n]
 
     @classmethod
@@ -153,8 +153,10 @@ def carry_along(log2_strength, size, log2_across, call: configs.Call, reverse: b
     log2_new = log2_strength + log2_size
     largest = log2_new.max(-1)
     sums = jnp.exp2(log2_new - largest[..., None]).sum(-1)
-    options = {"segments": call.config.segments, "reverse": reverse, "interpret": call.interpret}
-    scales = recurrence.scales(log2_across, largest, sums, **options)
+    segments = call.config.segments
+    scales = recurrence.scales(
+        log2_across, largest, sums, segments=segments, reverse=reverse, interpret=call.interpret
+    )
     return Carried(jnp.exp2(log2_strength - scales.shift[:, 1:, None]), scales)
 
 

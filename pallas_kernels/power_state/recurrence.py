@@ -63,10 +63,10 @@ def recurrence(carry, factor, new, *, interpret=None):
 class Scales(NamedTuple):
     """Powers of two that keep states in range along n chunks, and the decays between states in these scales."""
 
-    shift: jax.Array  # int32 [H, n + 1], exponents; the least one where the state is empty
+    shift: jax.Array  # int32 [H, n + 1], exponents; -126 where the state is empty
     carry: jax.Array  # float32 [H, n], from one state to the next
     in_segment: jax.Array  # float32 [H, n], from the first state of each segment of time to its others
-    over_segment: jax.Array  # float32 [H, segments]
+    over_segment: jax.Array  # float32 [H, segments], over each; 1 for one without chunks
 
 
 def scales(log2_carry, largest, sums, *, segments: int, reverse: bool = False, interpret=None) -> Scales:
@@ -83,12 +83,13 @@ def scales(log2_carry, largest, sums, *, segments: int, reverse: bool = False, i
     def body(log2_carry, largest, sums, *out):
         head, out = lax.axis_index("head"), Scales(*out)
 
-        def exponent(x):
+        def shift_of(x):
+            """Returns the bound's logarithm, rounded up, less HEADROOM."""
             whole = x.astype(jnp.int32)
             up = whole + jnp.where(whole.astype(jnp.float32) < x, 1, 0)
             return jnp.where(x > decays.NOTHING / 2, up - HEADROOM, jnp.finfo(jnp.float32).minexp)
 
-        def add(first, count, before):
+        def advance(first, count, before):
             chunks_of_run = [first + n for n in range(count)]
             carries = [log2_carry[head, chunks - 1 - chunk if reverse else chunk] for chunk in chunks_of_run]
             terms = [largest[head, chunk] + jnp.log2(sums[head, chunk]) for chunk in chunks_of_run]
@@ -97,23 +98,23 @@ def scales(log2_carry, largest, sums, *, segments: int, reverse: bool = False, i
                 old = carry + x
                 larger = jnp.maximum(old, new)
                 after = larger + jnp.log2(jnp.exp2(old - larger) + jnp.exp2(new - larger))
-                shift_after = exponent(after)
+                shift_after = shift_of(after)
                 some = (x > decays.NOTHING / 2) & (carry > decays.NOTHING)
-                carry = jnp.where(some, carry + (shift - shift_after).astype(jnp.float32), _NEVER)
+                scaled_carry = jnp.where(some, carry + (shift - shift_after).astype(jnp.float32), _NEVER)
                 since = jnp.where(lax.rem(chunk, jnp.int32(length)) == 0, 0.0, since)
                 out.shift[head, chunk + 1] = shift_after
-                out.carry[head, chunk] = jnp.exp2(carry)
+                out.carry[head, chunk] = jnp.exp2(scaled_carry)
                 out.in_segment[head, chunk] = jnp.exp2(since)
-                out.over_segment[head, lax.div(chunk, jnp.int32(length))] = jnp.exp2(since + carry)
-                before = after, shift_after, since + carry
+                out.over_segment[head, lax.div(chunk, jnp.int32(length))] = jnp.exp2(since + scaled_carry)
+                before = after, shift_after, since + scaled_carry
             return before
 
         # Segments after the last chunk.
         for segment in range(-(-chunks // length), segments):
             out.over_segment[head, segment] = jnp.float32(1)
         x = jnp.float32(decays.NOTHING)
-        out.shift[head, 0] = exponent(x)
-        _over_chunks(chunks, add, (x, exponent(x), jnp.float32(0)))
+        out.shift[head, 0] = shift_of(x)
+        _over_chunks(chunks, advance, (x, shift_of(x), jnp.float32(0)))
 
     def vector(size, dtype=jnp.float32):
         return jax.ShapeDtypeStruct((heads, size), dtype)

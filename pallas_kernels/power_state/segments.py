@@ -19,7 +19,7 @@ _THREADS, _VECTOR, _LOADS = 128, 8, 5
 
 
 def join(states, finals, scales: recurrence.Scales, stored=lambda state: state, *, interpret=None):
-    """Returns the state before each chunk and the final state. Each segment except the first began at zero.
+    """Returns the state before each chunk and the final state. Each segment began at zero, without what is before it.
 
     Args:
         states: float16 [H, n, A, B, C], the states that chunks read, each from its own segment only.

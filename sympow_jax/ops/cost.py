@@ -1,4 +1,4 @@
-"""Predicted cost of each form and size of a state, computed from shapes alone."""
+"""Predicted cost of each form, from shapes, and the size of a state against the device's memory."""
 
 from collections.abc import Mapping
 
@@ -55,8 +55,8 @@ def faster_kernel(flops: Mapping[str, float], time: int, heads: float) -> str:
     A FLOP over features takes longer than one over pairs, and the chunked form has more small launches, whose share of
     the time is smaller with more heads. Fitted to forward and both passes at batch 1 with 8 heads on an H200 and an
     H100, and on the H100 to both passes of 192 heads at 4,096 tokens and of 48 at 16,384 (benchmarks/results). Both
-    forms then take equally long at about 8,900 tokens for p = 2, D = 64 and 8 heads, and at 5,000 for 192. FLOPs count
-    a chunk of 128, whatever the kernels choose.
+    forms then take equally long at about 8,900 tokens for p = 2, D = 64, a window of 64 and 8 heads, and at 5,000 for
+    192. FLOPs count a chunk of 128 unless one is asked for.
 
     Args:
         flops: FLOPs of each form, of which only the ratio counts.
