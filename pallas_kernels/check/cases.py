@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -267,7 +268,7 @@ def _arguments(arrays):
 def _state_forward(case, interpret):
     drawn = _Sequence.of(case)
     arrays, options = _state_arrays(case, drawn, interpret)
-    sample = formula.monomials(case.head_dim, case.power, FEATURES, 0)
+    sample = formula.monomials(case.head_dim, case.power, FEATURES)
     state = formula.state(
         drawn.key, drawn.value, drawn.log_decay, drawn.documents, arrays["enters_state"], sample
     )
@@ -305,7 +306,7 @@ def _state_backward(case, interpret, forgets=False):
             log_decay=np.where(gates, np.float32(-17), drawn.log_decay),
         )
     arrays, options = _state_arrays(case, drawn, interpret)
-    sample = formula.monomials(case.head_dim, case.power, FEATURES, 0)
+    sample = formula.monomials(case.head_dim, case.power, FEATURES)
     state = formula.state_gradient(
         drawn.tokens, drawn.rows(case.power), drawn.positions, drawn.cotangent, sample
     )
@@ -330,108 +331,117 @@ def _state_backward(case, interpret, forgets=False):
     return Prepared(call, arrays, compare, expected, {name: exact.get(name, OUTPUT) for name in expected})
 
 
-def _step(case, interpret, folds=False):
-    random = np.random.default_rng(0)
-    batch, kv_heads, tokens, width = case.batch, case.kv_heads, case.time, case.width
-    _, indices, factors = formula.monomials(case.head_dim, case.power, 10**9, 0)
-    features = len(indices)
-    exact = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
-
-    def normal(*sizes):
-        return jnp.asarray(random.standard_normal(sizes, np.float32))
-
-    def uniform(*sizes):
-        return jnp.asarray(random.uniform(0, 1, sizes), jnp.float32)
-
+def _step_fold(case, interpret):
+    random, phi = np.random.default_rng(0), _features(case)
     # One row is left out, so that writes outside the chosen rows are detected.
-    chosen = max(batch - 1, 1)
-    arrays = {"kv": normal(batch, kv_heads, features, width), "norm": normal(batch, kv_heads, features)}
-    if folds:
-        arrays |= {
-            "rows": jnp.asarray(np.roll(np.arange(batch, dtype=np.int32)[::-1], -1)),
-            "updated": jnp.array([chosen], jnp.int32),
-            "keys": normal(batch, kv_heads, tokens, case.head_dim),
-            "values": normal(batch, tokens, kv_heads, width),
-            "across": uniform(batch, kv_heads),
-        }
-    else:
-        # Any number of tokens is in the window; the last row has none to add.
-        slot = np.append(random.integers(0, 2 * tokens, batch - 1), 2 * tokens)
-        used = jnp.arange(2 * tokens) < slot[:, None]
-        window = {
-            "keys": normal(batch, 2 * tokens, kv_heads, case.head_dim),
-            "values": normal(batch, 2 * tokens, kv_heads, width),
-            "log_decays": -uniform(batch, 2 * tokens, kv_heads),
-        }
-        arrays |= {
-            "query": normal(batch, kv_heads, case.group, case.head_dim),
-            "key": normal(batch, kv_heads, case.head_dim),
-            "value": normal(batch, kv_heads, width),
-            "log_decay": -uniform(batch, kv_heads),
-            "slot": jnp.asarray(slot, jnp.int32),
-        }
-        arrays |= {
-            name: jnp.where(used.reshape(used.shape + (1,) * (x.ndim - 2)), x, 0)
-            for name, x in window.items()
-        }
+    batch, kv_heads, chosen = case.batch, case.kv_heads, max(case.batch - 1, 1)
+    arrays = _drawn_state(case, random) | {
+        # In an order that is neither sorted nor reversed.
+        "rows": jnp.asarray(np.roll(np.arange(batch, dtype=np.int32)[::-1], -1)),
+        "updated": jnp.array([chosen], jnp.int32),
+        "keys": _normal(random, batch, kv_heads, case.time, case.head_dim),
+        "values": _normal(random, batch, case.time, kv_heads, case.width),
+        "across": _uniform(random, batch, kv_heads),
+    }
 
-    def phi_of(x):
-        return x[..., indices].prod(-1) * factors
-
-    # At p = 2 the kernels compute the features.
     def fold(arrays):
-        state = {name: arrays[name] for name in ("kv", "norm")}
-        if case.power != 2:
-            arrays = arrays | {"keys": phi_of(arrays["keys"])}
-        tokens = power_step.Window(**{name: x for name, x in arrays.items() if name not in state})
-        return dict(zip(("kv", "norm"), power_step.fold(**state, tokens=tokens, interpret=interpret)))
+        names = power_step.Window._fields
+        tokens = power_step.Window(*(arrays[name] for name in names))
+        if case.power != 2:  # at p = 2 the kernel computes the features
+            tokens = tokens._replace(keys=phi(tokens.keys))
+        state = power_step.fold(arrays["kv"], arrays["norm"], tokens=tokens, interpret=interpret)
+        return dict(zip(("kv", "norm"), state))
+
+    @jax.jit
+    def plain(arrays):
+        place = arrays["rows"][:chosen]
+        keys, values, decay = (arrays[name][:chosen] for name in ("keys", "values", "across"))
+        features = phi(keys)
+        kv, norm = (arrays[name][place] for name in ("kv", "norm"))
+        kv = kv * decay[..., None, None] + _einsum("nkwf,nwke->nkfe", features, values)
+        norm = norm * decay[..., None] + features.sum(2)
+        return {"kv": arrays["kv"].at[place].set(kv), "norm": arrays["norm"].at[place].set(norm)}
+
+    expected = plain(arrays)
+    return Prepared(fold, arrays, dict, expected, dict.fromkeys(expected, FLOAT32))
+
+
+def _step_read(case, interpret):
+    random, phi = np.random.default_rng(0), _features(case)
+    batch, kv_heads, slots = case.batch, case.kv_heads, 2 * case.time
+    # Any number of tokens is in the window; the last row has none to add.
+    slot = np.append(random.integers(0, slots, batch - 1), slots)
+    used = jnp.arange(slots) < slot[:, None]
+    window = {
+        "keys": _normal(random, batch, slots, kv_heads, case.head_dim),
+        "values": _normal(random, batch, slots, kv_heads, case.width),
+        "log_decays": -_uniform(random, batch, slots, kv_heads),
+    }
+    window = {
+        name: jnp.where(used.reshape(used.shape + (1,) * (x.ndim - 2)), x, 0) for name, x in window.items()
+    }
+    arrays = _drawn_state(case, random) | window
+    arrays |= {
+        "query": _normal(random, batch, kv_heads, case.group, case.head_dim),
+        "key": _normal(random, batch, kv_heads, case.head_dim),
+        "value": _normal(random, batch, kv_heads, case.width),
+        "log_decay": -_uniform(random, batch, kv_heads),
+        "slot": jnp.asarray(slot, jnp.int32),
+    }
 
     def unit(query):
         # The kernel scales queries by a power of two.
         return numerics.scaled(query, -numerics.exponent(jnp.abs(query).max(-1, keepdims=True)))
 
     def read(arrays):
-        features = None if case.power == 2 else phi_of(unit(arrays["query"]))
+        # At p = 2 the kernel computes the features.
+        features = None if case.power == 2 else phi(unit(arrays["query"]))
         operands = power_step.Operands(**arrays, features=features)
-        numerator, denominator, window = power_step.read(operands, power=case.power, interpret=interpret)
-        return {"numerator": numerator, "denominator": denominator[..., 0]} | dict(zip(_WINDOW, window))
+        numerator, denominator, found = power_step.read(operands, power=case.power, interpret=interpret)
+        return {"numerator": numerator, "denominator": denominator[..., 0]} | dict(zip(window, found))
 
     @jax.jit
-    def plain_fold(arrays):
-        place = arrays["rows"][:chosen]
-        keys, values, decay = (arrays[name][:chosen] for name in ("keys", "values", "across"))
-        phi = phi_of(keys)
-        kv, norm = (arrays[name][place] for name in ("kv", "norm"))
-        kv = kv * decay[..., None, None] + exact("nkwf,nwke->nkfe", phi, values)
-        norm = norm * decay[..., None] + phi.sum(2)
-        return {"kv": arrays["kv"].at[place].set(kv), "norm": arrays["norm"].at[place].set(norm)}
-
-    @jax.jit
-    def plain_read(arrays):
+    def plain(arrays):
         put = jax.vmap(lambda slots, i, x: slots.at[i].set(x, mode="drop"))
         token = (arrays[name] for name in ("key", "value", "log_decay"))
-        window = [put(arrays[name], arrays["slot"], x) for name, x in zip(_WINDOW, token)]
-        keys, values, log_decays = window
+        keys, values, log_decays = (put(arrays[name], arrays["slot"], x) for name, x in zip(window, token))
         query = unit(arrays["query"])
         after = jnp.cumsum(log_decays[:, ::-1], 1)[:, ::-1]
-        scores = exact("bkgd,bwkd->bkgw", query, keys)
+        scores = _einsum("bkgd,bwkd->bkgw", query, keys)
         weights = scores**case.power * jnp.moveaxis(jnp.exp(after - log_decays), 1, 2)[:, :, None]
-        phi = phi_of(query) * jnp.exp(after[:, 0])[..., None, None]
-        numerator = exact("bkgf,bkfe->bkge", phi, arrays["kv"])
-        denominator = exact("bkgf,bkf->bkg", phi, arrays["norm"])
-        numerator += exact("bkgw,bwke->bkge", weights, values)
-        return {"numerator": numerator, "denominator": denominator + weights.sum(-1)} | dict(
-            zip(_WINDOW, window)
-        )
+        features = phi(query) * jnp.exp(after[:, 0])[..., None, None]
+        numerator = _einsum("bkgf,bkfe->bkge", features, arrays["kv"])
+        denominator = _einsum("bkgf,bkf->bkg", features, arrays["norm"])
+        numerator += _einsum("bkgw,bwke->bkge", weights, values)
+        found = {"keys": keys, "values": values, "log_decays": log_decays}
+        return {"numerator": numerator, "denominator": denominator + weights.sum(-1)} | found
 
-    call, plain = (fold, plain_fold) if folds else (read, plain_read)
     expected = plain(arrays)
-    return Prepared(call, arrays, dict, expected, dict.fromkeys(expected, FLOAT32))
+    return Prepared(read, arrays, dict, expected, dict.fromkeys(expected, FLOAT32))
 
 
+def _features(case):
+    """Returns the map of vectors [..., D] to their features [..., F]."""
+    _, indices, factors = formula.monomials(case.head_dim, case.power)
+    return lambda x: x[..., indices].prod(-1) * factors
+
+
+def _drawn_state(case, random):
+    features = math.comb(case.head_dim + case.power - 1, case.power)
+    sizes = case.batch, case.kv_heads, features
+    return {"kv": _normal(random, *sizes, case.width), "norm": _normal(random, *sizes)}
+
+
+def _normal(random, *sizes):
+    return jnp.asarray(random.standard_normal(sizes, np.float32))
+
+
+def _uniform(random, *sizes):
+    return jnp.asarray(random.uniform(0, 1, sizes), jnp.float32)
+
+
+_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 _PASSES = ("forward", "backward")
-# Fields of the window of a step.
-_WINDOW = ("keys", "values", "log_decays")
 _STATES = ("power_state_square", "power_state_quartic")
 _PREPARED: dict[tuple[str, str], Callable[..., Prepared]] = {
     ("toolchain", "copy"): _copy,
@@ -440,8 +450,8 @@ _PREPARED: dict[tuple[str, str], Callable[..., Prepared]] = {
     **{(family, "forward"): _state_forward for family in _STATES},
     **{(family, "backward"): _state_backward for family in _STATES},
     ("power_state_square", "forgets"): functools.partial(_state_backward, forgets=True),
-    ("power_step", "read"): _step,
-    ("power_step", "fold"): functools.partial(_step, folds=True),
+    ("power_step", "read"): _step_read,
+    ("power_step", "fold"): _step_fold,
 }
 
 

@@ -89,15 +89,19 @@ def gradients(tokens: Tokens, positions, cotangent, *, power: int) -> dict[str, 
     return found
 
 
-def monomials(head_dim: int, power: int, count: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Samples symmetric-power features; returns their canonical positions, indices [M, p] and factors [M].
+def monomials(
+    head_dim: int, power: int, count: int | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Samples symmetric-power features, all unless `count` is given.
+
+    Returns their canonical positions, indices [M, p] and factors [M].
 
     Canonical order: non-decreasing indices, lexicographically. The feature of x is factor * prod(x[indices]).
     """
     total = math.comb(head_dim + power - 1, power)
     places = np.arange(total)
-    if total > count:
-        middle = np.random.default_rng(seed).choice(np.arange(1, total - 1), count - 2, replace=False)
+    if count is not None and total > count:
+        middle = np.random.default_rng(0).choice(np.arange(1, total - 1), count - 2, replace=False)
         places = np.sort(np.concatenate([middle, [0, total - 1]]))
     chosen, sample = set(places.tolist()), []
     for place, indices in enumerate(itertools.combinations_with_replacement(range(head_dim), power)):
