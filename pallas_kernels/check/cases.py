@@ -218,7 +218,9 @@ def _copy(case, interpret):
 
 def _attention(case, interpret, backward=False):
     drawn, options = _Sequence.of(case), {"power": case.power, "interpret": interpret}
-    decays = {"log_decay": jnp.asarray(drawn.log_decay), "segment_ids": jnp.asarray(drawn.documents)}
+    # Without documents, the kernels have no array of visible blocks.
+    documents = {"segment_ids": jnp.asarray(drawn.documents) if case.documents else None}
+    decays = documents | {"log_decay": jnp.asarray(drawn.log_decay)}
 
     def found(arrays):
         arrays = {name: x for name, x in arrays.items() if name != "dout"}
