@@ -93,12 +93,14 @@ def _decoding(program: programs.Program) -> str:
     windows = [kernel.window_kernel for kernel in program.kernels if kernel.window_kernel is not None]
     for kernel in (*program.kernels, *windows):
         if kernel.cache_limit is not None:
-            state += _nbytes(kernel.init_cache, 1, kernel.cache_limit)
+            # Not of the whole cache: one that exceeds the device's memory is an error, and training may not need it.
+            one, two = (_nbytes(kernel.init_cache, 1, count) for count in (1, 2))
+            state += one + (two - one) * (kernel.cache_limit - 1)
             continue
         if kernel.cache_policy is not kernels.CachePolicy.ALWAYS:
             try:
                 state += _nbytes(kernel.init_state, 1)
-            except ValueError:  # it exceeds the device's memory, but training may not need it
+            except ValueError:  # as above
                 alone = dataclasses.replace(kernel.attention, softmax_window=False)  # windows are in the loop
                 state += dataclasses.replace(kernel, attention=alone).state_bytes()
         if kernel.cache_policy is kernels.CachePolicy.NEVER:
