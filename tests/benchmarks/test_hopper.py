@@ -57,7 +57,7 @@ case "$*" in *chunks*) exit 3 ;; esac
 for word in "$@"; do case $word in --out=*) echo '{{"rows": []}}' >"${{word#--out=}}" ;; esac; done
 """)
     (tmp_path / "python").chmod(0o755)
-    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "WEIGHTS": "MODEL.gguf"}
     script = [pathlib.Path(hopper.__file__).with_name("run.sh"), tmp_path / "out"]
     for _ in range(2):
         assert subprocess.run(script, env=environment, capture_output=True).returncode == 1
@@ -65,4 +65,4 @@ for word in "$@"; do case $word in --out=*) echo '{{"rows": []}}' >"${{word#--ou
     parts = [re.search(r"--(out|workdir)=(\S*/)*(\w+)", call)[3] for call in calls]
     # A check is not repeated.
     texts = ["conformal", "softmax", "sympow_gated", "sympow"]
-    assert parts == ["check", *2 * ["kernels", "chunks", "training", *texts]]
+    assert parts == ["check", *2 * ["kernels", "chunks", "training", "scanned", *texts, "retrofit"]]
