@@ -47,10 +47,11 @@ def check_kernels(case, found):
         folds = 2 if case.remat == "none" else 3
         once = dict.fromkeys(("query", "query_vjp", "key_vjp", "decays_vjp"), 1)
         once |= dict.fromkeys(("units", "decays"), folds - 1)
-        once |= dict.fromkeys(("bounds", "update", "norms", "recurrence"), folds)
+        once |= dict.fromkeys(("scales", "update", "norms", "recurrence"), folds)
         form, prefix = "chunked", "power_state"
     else:
-        once = dict.fromkeys(("units", "blocks", "forward", "vectors", "query_vjp", "key_vjp"), 1)
+        names = "units blocks forward vjp_sizes vjp_operands query_vjp key_vjp decays_vjp"
+        once = dict.fromkeys(names.split(), 1)
         form, prefix = "attention", "power_attention"
     assert found.forms == [f"{form}_mosaic_gpu"]
     assert found.kernels == {f"{prefix}_{name}": times * layers for name, times in once.items()}
