@@ -118,12 +118,17 @@ def parameter_options(settings: config.OptimizerConfig, params: optax.Params) ->
     )
 
 
-def scaled(factor: Any, change: Any) -> Any:
+def _scaled(factor: Any, change: Any) -> Any:
     """Returns the change times its factor, or its factors by layer; a masked one as it is."""
     if isinstance(change, optax.MaskedNode) or np.all(factor == 1):
         return change
     factor = np.asarray(factor, change.dtype)
     return change * factor.reshape(*factor.shape, *[1] * (change.ndim - factor.ndim))
+
+
+def counted(options: ParameterOptions, gradients: Any) -> Any:
+    """Returns the gradients that clipping counts: zero where the factor of the learning rate is 0."""
+    return jax.tree.map(_scaled, jax.tree.map(np.sign, options.learning_rate), gradients)
 
 
 def make_optimizer(
@@ -141,8 +146,7 @@ def make_optimizer(
         is_trained: tree of whether each parameter is trained; all others are frozen.
     """
     rate = learning_rate(settings, steps)
-    factors = optax.stateless(lambda changes, _: jax.tree.map(scaled, options.learning_rate, changes))
-    counted = jax.tree.map(np.sign, options.learning_rate)
+    factors = optax.stateless(lambda changes, _: jax.tree.map(_scaled, options.learning_rate, changes))
     stages = [_direction(settings, options)]
     # AdamW always has the weight-decay stage, so that its state has one structure with and without decay.
     if settings.weight_decay or settings.name == "adamw":
@@ -159,7 +163,7 @@ def make_optimizer(
         clip = optax.clip_by_global_norm(settings.clip_norm)
 
         def clipped(gradients: Any, _: Any) -> Any:
-            return clip.update(jax.tree.map(scaled, counted, gradients), optax.EmptyState())[0]
+            return clip.update(counted(options, gradients), optax.EmptyState())[0]
 
         update = optax.chain(optax.stateless(clipped), update)
     if settings.learning_rate_factors and settings.name != "schedule_free":

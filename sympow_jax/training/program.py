@@ -61,7 +61,7 @@ class Program:
             lambda path, leaf: self._placed(leaf, specs[tuple(key.key for key in path)]), params
         )
         options = optimizer.parameter_options(config.optimizer, params)
-        self._counted = jax.tree.map(np.sign, options.learning_rate)
+        self._options = options
         trained = jax.tree.map(
             lambda names: self.task.trains(str(names.flat[0])), models.parameter_names(params)
         )
@@ -235,7 +235,7 @@ class Program:
                     sums = jax.tree.map(jnp.sum, parts)
             count = tasks.count(batch)
             grads = jax.tree.map(lambda grad: grad / count, grads)
-            grad_norm = optax.tree.norm(jax.tree.map(optimizer.scaled, self._counted, grads))
+            grad_norm = optax.tree.norm(optimizer.counted(self._options, grads))
             changes, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, changes)
 

@@ -40,9 +40,7 @@ def describe(
     config, mesh = program.config, program.mesh
     model, rows = config.model, config.data.batch_size
     warmup, steps = config.optimizer.warmup_steps, config.training.steps
-    late = (
-        f"warning: the run ends after {steps:,} of {warmup:,} updates of warmup; lower optimizer.warmup_steps"
-    )
+    late = f"the run ends after {steps:,} of {warmup:,} updates of warmup; lower optimizer.warmup_steps"
     parameters = sum(leaf.size for leaf in jax.tree.leaves(program.abstract.params))
     accumulated = f", {config.optimizer.accumulate} micro-batches" if config.optimizer.accumulate > 1 else ""
     return [
@@ -53,7 +51,7 @@ def describe(
         *_data(config, data, mesh),
         f"batch: {config.data.batch_tokens:,} tokens per step, {rows} rows of {config.data.context_length:,}"
         f"{accumulated}",
-        *([late] if warmup > steps else []),
+        *([f"warning: {late}"] if warmup > steps else []),
         f"devices: {sharding.describe(mesh)}",
         f"results: {folder}, with a checkpoint every {config.training.checkpoint_every:,} steps",
         f"metrics: tensorboard --logdir={folder}",
@@ -87,6 +85,10 @@ def _attention(program: programs.Program, traced: jax.stages.Traced) -> Iterator
 
 def _decoding(program: programs.Program) -> str:
     """Returns a line with the memory between generated tokens."""
+
+    def token_bytes(kernel):
+        return _nbytes(kernel.init_cache, 1, 2) - _nbytes(kernel.init_cache, 1, 1)
+
     # Bytes of states, of a token in caches that states replace, and of a token in caches that are always kept.
     state = replaced = kept = 0
     lengths = set()
@@ -94,8 +96,7 @@ def _decoding(program: programs.Program) -> str:
     for kernel in (*program.kernels, *windows):
         if kernel.cache_limit is not None:
             # Not of the whole cache: one that exceeds the device's memory is an error, and training may not need it.
-            one, two = (_nbytes(kernel.init_cache, 1, count) for count in (1, 2))
-            state += one + (two - one) * (kernel.cache_limit - 1)
+            state += _nbytes(kernel.init_cache, 1, 0) + token_bytes(kernel) * kernel.cache_limit
             continue
         if kernel.cache_policy is not kernels.CachePolicy.ALWAYS:
             try:
@@ -105,7 +106,7 @@ def _decoding(program: programs.Program) -> str:
                 state += dataclasses.replace(kernel, attention=alone).state_bytes()
         if kernel.cache_policy is kernels.CachePolicy.NEVER:
             continue
-        token = _nbytes(kernel.init_cache, 1, 2) - _nbytes(kernel.init_cache, 1, 1)
+        token = token_bytes(kernel)
         if kernel.max_cache_length is None:
             kept += token
         else:
