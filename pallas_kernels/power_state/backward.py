@@ -21,6 +21,7 @@ from pallas_kernels.power_state import (
     incoming,
     preparation,
     preparation_vjp,
+    reshaping,
 )
 
 
@@ -60,8 +61,7 @@ def fold_vjp(arguments: preparation.Arguments, means, dout, dfinal=None, *, call
     power, prepared = degrees.degree(call.power), _prepared(arguments, means, dout, call)
     dual = preparation_vjp.dual_of(prepared.tokens, prepared.mean, call)
     operands = power.backward.operands_of_queries(prepared.tokens.units, dual)
-    strength = dual.carried.strength * dual.dnorm
-    saved, dinitial = forward.walk(operands, dual.carried, strength, arguments.sizes, call)
+    saved, dinitial = forward.walk(operands, dual.carried, arguments.sizes, call)
     if dfinal is not None:
         saved, dinitial = incoming.add_incoming(saved, dinitial, dfinal, arguments, call=call, reverse=True)
     return saved, dinitial
@@ -82,7 +82,7 @@ def attend_vjp(
     inner = power.inner(prepared.tokens, saved, dual)
     sums = preparation_vjp.sums_of(prepared.tokens, of_queries, of_keys, inner, exact_window)
     ddecay = decays.decay_gradient(sums, call=call)[:, exact_window : exact_window + time]
-    ddecay = preparation.tokens_second(ddecay, batch)
+    ddecay = reshaping.tokens_second(ddecay, batch)
     ddecay = ddecay.astype(arguments.log_decay.dtype)
     return Gradients(dquery[..., :head_dim], dkey[..., :head_dim], dvalue[..., :value_dim], ddecay)
 

@@ -47,16 +47,17 @@ def or_nothing(log2_decay):
 def chunk_decays(log2_decay, entering, *, call: configs.Call) -> Decays:
     """Returns the decays of each chunk and its window.
 
-    log2_decay: float32 [H, W + X], of W positions before the first token and of all tokens. entering: int32 [H], the
+    log2_decay: float32 [H, W + X], of W positions before the first token and of all tokens. entering: int32 [B], the
     number of these positions that enter the state, the first ones; at others the state does not decay.
     """
-    heads, length = log2_decay.shape
+    (heads, length), rows = log2_decay.shape, len(entering)
     chunk, exact_window = call.chunk, call.exact_window
     chunks, folded, window = (length - exact_window) // chunk, chunk // _BLOCK, exact_window // _BLOCK
     blocks = folded + window
 
     def body(log2_decay, entering, decay, from_start, to_end, across, decay_smem, full):
         head, index = lax.axis_index("head"), lax.axis_index("chunk")
+        enter = entering[lax.div(head, jnp.int32(heads // rows))]
         plgpu.copy_gmem_to_smem(log2_decay.at[head, pl.ds(index * folded, blocks)], decay_smem, full)
         plgpu.barrier_wait(full)
         token, other = _tokens()
@@ -84,7 +85,7 @@ def chunk_decays(log2_decay, entering, *, call: configs.Call) -> Decays:
         def after(step, later):
             block = folded - 1 - step
             # Tokens of the block that enter the state; may be negative or above 64.
-            count = entering[head] - (index * folded + block) * _BLOCK
+            count = enter - (index * folded + block) * _BLOCK
             x = jnp.where(other < count, _along_rows(_load(decay_smem.at[block])), 0.0)
             here = later + jnp.where(other > token, x, 0.0).sum(1)
             launch.store(
@@ -125,7 +126,7 @@ class Sums(NamedTuple):
     keys: jax.Array  # float32 [H, 2, Y]
     # float32 [H, n], <R, S> of the state before each chunk, decayed over it, and the gradient of the one after it
     inner: jax.Array
-    entering: jax.Array  # int32 [H], the number of positions that enter a state, the first ones
+    entering: jax.Array  # int32 [B], the number of positions that enter a state, the first ones
 
 
 def decay_gradient(sums: Sums, *, call: configs.Call) -> jax.Array:
@@ -141,10 +142,11 @@ def decay_gradient(sums: Sums, *, call: configs.Call) -> jax.Array:
     chunks = length // call.chunk
     totals = (queries[:, 0, :length] - keys[:, 0]).reshape(heads, chunks, -1).sum(-1)
     later = numerics.over_earlier(jnp.pad(totals[:, 1:], [(0, 0), (0, 1)]), jnp.sum, 0, reverse=True)
-    inner = jnp.pad(inner, [(0, 0), (0, chunks - inner.shape[1])])
+    (_, with_states), rows = inner.shape, len(entering)
 
     def body(queries, keys, later, inner, entering, result, query_smem, key_smem, seen_smem, full):
         head, index = lax.axis_index("head"), lax.axis_index("chunk")
+        enter = entering[lax.div(head, jnp.int32(heads // rows))]
         for source, target in ((queries, query_smem), (keys, key_smem)):
             for part in range(2):
                 tokens = pl.ds(index * folded, target.shape[1])
@@ -169,7 +171,7 @@ def decay_gradient(sums: Sums, *, call: configs.Call) -> jax.Array:
         plgpu.commit_smem()
 
         def before(block, total):
-            count = entering[head] - (index * folded + block) * _BLOCK
+            count = enter - (index * folded + block) * _BLOCK
             x = _along_rows(_load(key_smem.at[1, block]))
             here = total + jnp.where(other < token, x, 0.0).sum(1)
             here = jnp.where(token.max(1) < count, here, 0.0)
@@ -177,7 +179,9 @@ def decay_gradient(sums: Sums, *, call: configs.Call) -> jax.Array:
             launch.store(result.at[head, index * folded + block], seen + here)
             return total + x.sum(1)
 
-        lax.fori_loop(jnp.int32(0), jnp.int32(folded), before, _per_row(inner[head, index]))
+        # No state is read after the last chunk of queries.
+        product = jnp.where(index < with_states, inner[head, jnp.minimum(index, with_states - 1)], 0.0)
+        lax.fori_loop(jnp.int32(0), jnp.int32(folded), before, _per_row(product))
 
     return plgpu.kernel(
         body,

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.power_state import configs, degrees, incoming, preparation, recurrence
+from pallas_kernels.power_state import configs, degrees, incoming, preparation, recurrence, reshaping
 
 
 def power_state_fwd(arguments: preparation.Arguments, initial_state=None, *, call: configs.Call):
@@ -40,27 +40,24 @@ def fold(arguments: preparation.Arguments, initial_state=None, *, call: configs.
     tokens = preparation.by_chunk(arguments, call)
     carried = preparation.carried_keys(tokens, call)
     operands = degrees.degree(call.power).forward.operands_of_keys(tokens, carried.strength)
-    saved, final = walk(operands, carried, carried.strength, arguments.sizes, call)
+    saved, final = walk(operands, carried, arguments.sizes, call)
     if initial_state is not None:
         saved, final = incoming.add_incoming(saved, final, initial_state, arguments, call=call)
     return saved, final
 
 
-def walk(operands, carried: preparation.Carried, strength, sizes, call: configs.Call):
+def walk(operands, carried: preparation.Carried, sizes, call: configs.Call):
     """Returns the states before each chunk of a walk from zero as `Saved`, and the state (kv, norm) after the last.
 
-    operands: of the power's update. strength: float32 [H, n, C], the weights in the normalizers, of either sign.
+    operands: of the power's update.
     """
     power = degrees.degree(call.power).forward
     states, final = power.states(operands, carried, call)
-    # Divided by the largest of their chunk, weights are in the range of float16.
-    peak = jnp.abs(strength).max(-1, keepdims=True)
-    relative = jnp.where(peak > 0, strength / jnp.where(peak > 0, peak, 1), 0)
-    new = power.norms(operands, relative, call.interpret)
-    norms = recurrence.recurrence(carried.scales.carry, peak[..., 0], new, interpret=call.interpret)
+    new = power.norms(operands, carried.norm_weights, call.interpret)
+    norms, norm = recurrence.recurrence(carried.scales, carried.log2_norm_unit, new, interpret=call.interpret)
     shift = carried.scales.shift
-    saved = preparation.Saved.of(states, norms, shift, sizes[0])
-    return saved, power.returned(final, norms[:, -1], shift[:, -1], sizes, call.config)
+    saved = preparation.Saved.of(states, norms, shift[:, :-1], sizes[0])
+    return saved, power.returned(final, norm, shift[:, -1], sizes, call.config)
 
 
 def attend(
@@ -79,4 +76,4 @@ def attend(
     power = degrees.degree(call.power).forward
     *means, denominator = power.attend(tokens, saved.by_head(), time, with_remainder, call)
     means = (x[..., : value.shape[-1]] for x in means)
-    return *means, preparation.tokens_second(denominator, batch)[:, :time]
+    return *means, reshaping.tokens_second(denominator, batch)[:, :time]

@@ -8,7 +8,7 @@ from later positions, are handled in the same way.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.power_state import configs, degrees, preparation, recurrence
+from pallas_kernels.power_state import configs, degrees, preparation, recurrence, reshaping
 
 
 def add_incoming(
@@ -39,8 +39,8 @@ def add_incoming(
     kept, added = jnp.exp2((shifts - scale).astype(jnp.float32)), jnp.exp2(since[:, :-1] - scale)
 
     whole = kept[..., None, None, None] * states + added[..., None, None, None] * start[:, None]
-    norms = kept[..., None, None] * norms + added[..., None, None] * norm[:, None]
-    arrays = whole.astype(states.dtype), norms, scale
+    norms = kept[..., None, None] * reshaping.unsplit(norms) + added[..., None, None] * norm[:, None]
+    arrays = whole.astype(states.dtype), reshaping.split(norms), scale
     saved = preparation.Saved(*(x.reshape(*y.shape) for x, y in zip(arrays, saved, strict=True)))
     decay = jnp.exp2(since[:, -1]).reshape(final[1].shape[:2])[..., None]
     kv, norm = final[0] + decay[..., None] * incoming[0], final[1] + decay * incoming[1]

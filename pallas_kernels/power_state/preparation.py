@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import numerics, results
-from pallas_kernels.power_state import configs, decays, recurrence, units
+from pallas_kernels.power_state import configs, decays, recurrence, reshaping, units
 
 # Smaller values count as this in the scales of states, since normalizers, in float32, have the same scales.
 LEAST_VALUE = 2.0**-90
@@ -43,17 +43,13 @@ class Saved(NamedTuple):
     """
 
     states: jax.Array  # float16 [B, K, n, ...] in the order of the layout, divided by 2^shift
-    norms: jax.Array  # float32 [B, K, n, D, D] at p = 2, the normalizers Z, divided by 2^shift
+    norms: jax.Array  # bfloat16 [B, K, n, 2 D, D] at p = 2, as `split`: the normalizers Z, divided by 2^shift
     shifts: jax.Array  # int32 [B, K, n]
 
     @classmethod
     def of(cls, states, norms, shifts, batch):
-        """Builds the saved states from arrays with B and K in one leading axis.
-
-        The norms and shifts after the last chunk are dropped.
-        """
-        arrays = states, norms[:, :-1], shifts[:, :-1]
-        return cls(*(x.reshape(batch, -1, *x.shape[1:]) for x in arrays))
+        """Builds the saved states from arrays with B and K in one leading axis."""
+        return cls(*(x.reshape(batch, -1, *x.shape[1:]) for x in (states, norms, shifts)))
 
     def by_head(self):
         """Returns the arrays with B and K in one axis."""
@@ -73,7 +69,7 @@ class Chunks(NamedTuple):
     folded_value: jax.Array  # float32 [H, n, C, E], their values
     folded_size: jax.Array  # float32 [H, n, C], the largest entry of each
     decays: decays.Decays
-    entering: jax.Array  # int32 [H], how many positions update the state, from W before the first token on
+    entering: jax.Array  # int32 [B], how many positions update the state, from W before the first token on
 
 
 class Carried(NamedTuple):
@@ -81,6 +77,9 @@ class Carried(NamedTuple):
 
     strength: jax.Array  # float32 [H, n, C], weight of tokens in the state after their chunk, in its scale
     scales: recurrence.Scales
+    # float32 [H, n, C], weight of tokens in the chunk's own normalizer, at most 1 and so in the range of float16
+    norm_weights: jax.Array
+    log2_norm_unit: jax.Array  # float32 [H, n], what these weights are divided by
 
 
 def carried_keys(tokens: Chunks, call: configs.Call) -> Carried:
@@ -89,7 +88,7 @@ def carried_keys(tokens: Chunks, call: configs.Call) -> Carried:
     enters = (to_end > decays.NOTHING) & (exponent > units.OF_ZEROS)
     log2_strength = jnp.where(enters, to_end + call.power * exponent, decays.NOTHING)
     size = jnp.maximum(tokens.folded_size, LEAST_VALUE)
-    return carry_along(log2_strength, size, tokens.decays.log2_across, call)
+    return carry_along(log2_strength, size, jnp.ones_like(size), tokens.decays.log2_across, call)
 
 
 def scale_of(tokens: Chunks, shift):
@@ -103,14 +102,18 @@ def by_chunk(arguments: Arguments, call: configs.Call) -> Chunks:
     query, key, value, log_decay, enters_state = arguments
     chunk, exact_window, time = call.chunk, call.exact_window, key.shape[1]
     extra = -time % chunk
-    query, key = (results.whole(fill(x, call.config.head_dim)) for x in (query, key))
-    value = results.whole(fill(value, call.config.value_dim))
+    query, key = (results.whole(reshaping.fill(x, call.config.head_dim)) for x in (query, key))
+    value = results.whole(reshaping.fill(value, call.config.value_dim))
     scaled_rows = units.in_units(query, key, value, call=call)
     log2_decay, entering = _by_head(log_decay, enters_state, call)
     # The first positions, from W before the first token on.
     folded_exponent, folded_value, folded_size = (
-        lengthened(x, time + extra).reshape(len(x), -1, chunk, *x.shape[2:])
-        for x in (scaled_rows.key_exponent, pad(heads_first(value), exact_window, 0), scaled_rows.value_size)
+        reshaping.resized(x, time + extra).reshape(len(x), -1, chunk, *x.shape[2:])
+        for x in (
+            scaled_rows.key_exponent,
+            reshaping.pad(reshaping.heads_first(value), exact_window, 0),
+            scaled_rows.value_size,
+        )
     )
     return Chunks(
         key=key,
@@ -131,73 +134,43 @@ def over_chunks(arguments: Arguments, call: configs.Call):
 
 
 def _by_head(log_decay, enters_state, call: configs.Call):
-    """Returns log2 of the decay at each position, float32 [H, W + X], and how many enter the state, int32 [H]."""
-    time, heads = log_decay.shape[1:]
+    """Returns log2 of the decay at each position, float32 [H, W + X], and how many enter the state, int32 [B]."""
+    time = log_decay.shape[1]
     padding = -time % call.chunk
     log_decay = jnp.where(log_decay < numerics.FLOOR, decays.FORGET, log_decay.astype(jnp.float32))
-    log2_decay = pad(heads_first(log_decay) * decays.LOG2E, call.exact_window, padding)
+    log2_decay = reshaping.pad(reshaping.heads_first(log_decay) * decays.LOG2E, call.exact_window, padding)
     # Those before the first that does not. Padding after it is zeros, whatever the mask says there.
     count = jnp.where(enters_state, time, jnp.arange(time, dtype=jnp.int32)).min(1)
     # No chunk folds the last W positions.
-    count = jnp.minimum(call.exact_window + count, time + padding)
-    return log2_decay, jnp.repeat(count, heads)
+    return log2_decay, jnp.minimum(call.exact_window + count, time + padding)
 
 
-def carry_along(log2_strength, size, log2_across, call: configs.Call, reverse: bool = False) -> Carried:
+def carry_along(
+    log2_strength, size, in_norm, log2_across, call: configs.Call, reverse: bool = False
+) -> Carried:
     """Returns the growth of states from zero, from log2 of token weights [H, n, C] and of decays over chunks.
 
-    size: largest entry of each token. reverse: whether the walk, in whose order the tokens are, is the reverse of
-    `log2_across`.
+    size: largest entry of each token. in_norm: what its weight in normalizers is multiplied with, of either sign.
+    reverse: whether the walk, in whose order the tokens are, is the reverse of `log2_across`.
     """
     log2_size = jnp.where(size > 0, jnp.log2(jnp.where(size > 0, size, 1)), decays.NOTHING)
     log2_new = log2_strength + log2_size
-    largest = log2_new.max(-1)
+    exponent = numerics.exponent(in_norm)
+    log2_in_norm = jnp.where(in_norm != 0, log2_strength + exponent, decays.NOTHING)
+    largest, norm_unit = log2_new.max(-1), log2_in_norm.max(-1)
     sums = jnp.exp2(log2_new - largest[..., None]).sum(-1)
     segments = call.config.segments
     scales = recurrence.scales(
         log2_across, largest, sums, segments=segments, reverse=reverse, interpret=call.interpret
     )
-    return Carried(jnp.exp2(log2_strength - scales.shift[:, 1:, None]), scales)
+    return Carried(
+        strength=jnp.exp2(log2_strength - scales.shift[:, 1:, None]),
+        scales=scales,
+        norm_weights=numerics.scaled(in_norm, -exponent) * jnp.exp2(log2_in_norm - norm_unit[..., None]),
+        log2_norm_unit=norm_unit,
+    )
 
 
 def scaled_decay(log2_decay, exponent):
     """Returns decays [H, n, C] times 2^exponent, zero where the decay counts as zero."""
     return jnp.where(log2_decay > decays.NOTHING, jnp.exp2(log2_decay + exponent), 0)
-
-
-def time_last(x):
-    """Reshapes [H, n, C, D] to [H, D, X]."""
-    return jnp.swapaxes(x, -1, -2).swapaxes(1, 2).reshape(len(x), x.shape[-1], -1)
-
-
-def heads_first(x):
-    """Reshapes [B, T, N, ...] to [B N, T, ...]."""
-    return jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:])
-
-
-def pad(x, front, back):
-    """Pads the second axis with zeros before and after."""
-    return jnp.pad(x, [(0, 0), (front, back)] + [(0, 0)] * (x.ndim - 2))
-
-
-def lengthened(x, length, axis=1):
-    """Returns x truncated or zero-padded to a length of an axis."""
-    x = jax.lax.slice_in_dim(x, 0, min(length, x.shape[axis]), axis=axis)
-    return jnp.pad(x, [(0, length - n if a == axis else 0) for a, n in enumerate(x.shape)])
-
-
-def tokens_second(x, batch):
-    """Reshapes [B N, T, ...] to [B, T, N, ...], the inverse of `heads_first`."""
-    return jnp.swapaxes(x.reshape(batch, -1, *x.shape[1:]), 1, 2)
-
-
-def fill(x, size):
-    """Pads the last axis with zeros to `size`."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
-
-
-def split(x):
-    """Returns x [..., A, B] rounded to bfloat16, then the rounding errors in bfloat16: [..., 2 A, B]."""
-    # The compiler may remove a conversion to the dtype and back, so use reduce_precision.
-    rounded = jax.lax.reduce_precision(x, jnp.finfo(jnp.bfloat16).nexp, jnp.finfo(jnp.bfloat16).nmant)
-    return jnp.concatenate([rounded.astype(jnp.bfloat16), (x - rounded).astype(jnp.bfloat16)], -2)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import numerics, results
-from pallas_kernels.power_state import configs, decays, preparation, window_queries
+from pallas_kernels.power_state import configs, decays, preparation, reshaping, window_queries
 
 # Normalizers are multiplied by 2^-50 before they are multiplied with each other.
 _NORM_BITS = 50
@@ -38,7 +38,6 @@ class Dual(NamedTuple):
     """
 
     value: jax.Array  # float32 [B N, at least T, E]
-    dnorm: jax.Array  # float32 [H, n, G C], weight of each query's square in the normalizer's gradient
     carried: preparation.Carried
 
 
@@ -51,13 +50,13 @@ def mean_of(out, denominator, dout, value_dim, length) -> Mean:
     wide = dout.astype(jnp.float32)
     delta, size = jax.lax.optimization_barrier(((wide * out).sum(-1), jnp.abs(wide).max(-1)))
     denominator, delta, size = (
-        preparation.lengthened(preparation.heads_first(x), length) for x in (denominator, delta, size)
+        reshaping.resized(reshaping.heads_first(x), length) for x in (denominator, delta, size)
     )
     # A NaN is a weight too: its gradients are NaN, not zero.
     some = ~(denominator < jnp.finfo(jnp.float32).tiny)
     return Mean(
         # At E = 128 the kernel reads dO without TMA, which alone reads zeros beyond the end.
-        dout=results.whole(preparation.fill(dout, value_dim), length if value_dim == 128 else 0),
+        dout=results.whole(reshaping.fill(dout, value_dim), length if value_dim == 128 else 0),
         inverse=jnp.where(some, 1 / jnp.where(some, denominator, 1), 0),
         delta=delta,
         size=size,
@@ -66,17 +65,16 @@ def mean_of(out, denominator, dout, value_dim, length) -> Mean:
 
 def dual_of(tokens: preparation.Chunks, mean: Mean, call: configs.Call) -> Dual:
     """Computes Dual from the mean's cotangent."""
-    dout = preparation.heads_first(mean.dout).astype(jnp.float32)
+    dout = reshaping.heads_first(mean.dout).astype(jnp.float32)
     value = mean.inverse[:, : dout.shape[1], None] * dout
     log2_strength = jnp.tile(
         jnp.flip(tokens.decays.log2_from_start, 1), (1, 1, len(value) // len(tokens.folded_value))
     )
-    size = backwards(mean.inverse * mean.size, log2_strength.shape)
-    return Dual(
-        value=value,
-        dnorm=backwards(-mean.delta * mean.inverse, log2_strength.shape),
-        carried=preparation.carry_along(log2_strength, size, tokens.decays.log2_across, call, reverse=True),
+    size, dnorm = (backwards(x * mean.inverse, log2_strength.shape) for x in (mean.size, -mean.delta))
+    carried = preparation.carry_along(
+        log2_strength, size, dnorm, tokens.decays.log2_across, call, reverse=True
     )
+    return Dual(value, carried)
 
 
 def backwards(x, shape):
@@ -127,7 +125,8 @@ def inner_of(tokens, saved: preparation.Saved, dual: preparation.Saved, of_kv, w
     """
     # Entries of both normalizers may be near 2^103, if values are zeros.
     least = 2.0**-_NORM_BITS
-    of_norm = ((saved.norms * least) * weights * (dual.norms * least)).sum((2, 3))
+    norms, dnorms = (reshaping.unsplit(x.norms) * least for x in (saved, dual))
+    of_norm = (norms * weights * dnorms).sum((2, 3))
     shift = saved.shifts + dual.shifts
     total = numerics.scaled(of_kv, shift) + numerics.scaled(of_norm, shift + 2 * _NORM_BITS)
     return preparation.scaled_decay(tokens.decays.log2_across, 0) * total
@@ -137,7 +136,7 @@ def sums_of(tokens, of_queries, of_keys, inner, exact_window) -> decays.Sums:
     """Computes Sums from the kernels' sums by query [B N, 2, X] and by key [H, 2, Y], in-window and from the state."""
     of_queries = of_queries.reshape(len(of_keys), -1, *of_queries.shape[1:]).sum(1)
     of_queries = jnp.pad(of_queries, [(0, 0), (0, 0), (exact_window, 0)])
-    of_queries = preparation.lengthened(of_queries, of_keys.shape[2] + exact_window, axis=2)
+    of_queries = reshaping.resized(of_queries, of_keys.shape[2] + exact_window, axis=2)
     return decays.Sums(of_queries, of_keys, inner, tokens.entering)
 
 

@@ -18,48 +18,6 @@ _NEVER = -1e5
 _THREADS, _AHEAD = 128, 16
 
 
-def recurrence(carry, factor, new, *, interpret=None):
-    """Computes x_0 = 0 and x_{c+1} = carry_c x_c + factor_c new_c, float32 [H, n + 1, A, B].
-
-    A thread carries an entry.
-
-    carry, factor: float32 [H, n]; new: float32 [H, n, A, B]; A B is a multiple of 128.
-    """
-    heads, chunks, *shape = new.shape
-    layout = plgpu.Layout.WG_STRIDED((_THREADS,), 1)
-
-    def body(carry, factor, new, result):
-        head, part = lax.axis_index("head"), lax.axis_index("part")
-
-        def load(ref):
-            return plgpu.load(ref, layout=layout, optimized=False)
-
-        def add(first, count, x):
-            terms = [factor[head, first + n] * load(new.at[head, first + n, part]) for n in range(count)]
-            for n, term in enumerate(terms):
-                x = carry[head, first + n] * x + term
-                result[head, first + n + 1, part] = x
-            return x
-
-        x = plgpu.layout_cast(jnp.zeros((_THREADS,), jnp.float32), layout)
-        result[head, 0, part] = x
-        _over_chunks(chunks, add, x)
-
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((heads, chunks + 1, new[0, 0].size // _THREADS, _THREADS), jnp.float32),
-        grid=(new[0, 0].size // _THREADS, heads),
-        grid_names=("part", "head"),
-        kernel_name="power_state_recurrence",
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        **launch.interpreted(interpret),
-    )(
-        carry,
-        factor,
-        new.reshape(heads, chunks, -1, _THREADS),
-    ).reshape(heads, chunks + 1, *shape)
-
-
 class Scales(NamedTuple):
     """Powers of two that keep states in range along n chunks, and the decays between states in these scales."""
 
@@ -135,8 +93,61 @@ def scales(log2_carry, largest, sums, *, segments: int, reverse: bool = False, i
     )
 
 
+def recurrence(scales: Scales, log2_unit, new, *, interpret=None):
+    """Computes x_0 = 0 and x_{c+1} = carry_c x_c + 2^(log2_unit_c - shift_{c+1}) new_c in float32.
+
+    Returns x before each step, as the sum of two bfloat16: [H, n, 2 A, B], rounded x and then the rounding errors; and
+    the last x, float32 [H, A, B]. A thread carries an entry.
+
+    log2_unit: float32 [H, n]; new: float32 [H, n, A, B]; A B is a multiple of 128.
+    """
+    heads, chunks, *shape = new.shape
+    layout = plgpu.Layout.WG_STRIDED((_THREADS,), 1)
+
+    def body(carry, shift, log2_unit, new, before, last):
+        head, part = lax.axis_index("head"), lax.axis_index("part")
+
+        def load(ref):
+            return plgpu.load(ref, layout=layout, optimized=False)
+
+        def add(first, count, x):
+            terms = []
+            for n in range(count):
+                exponent = log2_unit[head, first + n] - shift[head, first + n + 1].astype(jnp.float32)
+                terms.append(jnp.exp2(exponent) * load(new.at[head, first + n, part]))
+            for n, term in enumerate(terms):
+                rounded = x.astype(jnp.bfloat16)
+                before[head, first + n, 0, part] = rounded
+                before[head, first + n, 1, part] = (x - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
+                x = carry[head, first + n] * x + term
+            return x
+
+        x = plgpu.layout_cast(jnp.zeros((_THREADS,), jnp.float32), layout)
+        last[head, part] = _over_chunks(chunks, add, x)
+
+    parts = new[0, 0].size // _THREADS
+    before, last = plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((heads, chunks, 2, parts, _THREADS), jnp.bfloat16),
+            jax.ShapeDtypeStruct((heads, parts, _THREADS), jnp.float32),
+        ),
+        grid=(parts, heads),
+        grid_names=("part", "head"),
+        kernel_name="power_state_recurrence",
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        **launch.interpreted(interpret),
+    )(
+        scales.carry,
+        scales.shift,
+        log2_unit,
+        new.reshape(heads, chunks, -1, _THREADS),
+    )
+    return before.reshape(heads, chunks, -1, shape[1]), last.reshape(heads, *shape)
+
+
 def _over_chunks(chunks, add, x):
-    """Calls x = add(first, count, x) for all chunks in order, `_AHEAD` at a time."""
+    """Returns the last x = add(first, count, x), called for all chunks in order, `_AHEAD` at a time."""
     runs, rest = divmod(chunks, _AHEAD)
     x = lax.fori_loop(jnp.int32(0), jnp.int32(runs), lambda run, x: add(run * _AHEAD, _AHEAD, x), x)
-    add(runs * _AHEAD, rest, x)
+    return add(runs * _AHEAD, rest, x)

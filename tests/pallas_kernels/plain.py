@@ -16,7 +16,7 @@ from pallas_kernels.hopper import numerics
 from pallas_kernels.power_state import (
     configs,
     decays,
-    preparation,
+    reshaping,
     segments,
     units,
     window_queries,
@@ -77,17 +77,17 @@ def norms(key, weights, *, interpret, reverse=False):
     return jnp.einsum("hnix,hnx,hnjx->hnij", keys, weights, keys, precision="highest")
 
 
-def recurrence(carry, factor, new, *, interpret):
+def recurrence(scales, log2_unit, new, *, interpret):
     """Computes `recurrence.recurrence`."""
 
     def step(x, inputs):
         carry, factor, new = inputs
-        after = carry[:, None, None] * x + factor[:, None, None] * new
-        return after, after
+        return carry[:, None, None] * x + factor[:, None, None] * new, x
 
+    factor = jnp.exp2(log2_unit - scales.shift[:, 1:])
     start = _zeros(new[:, 0].shape, new)
-    _, after = jax.lax.scan(step, start, [jnp.moveaxis(x, 1, 0) for x in (carry, factor, new)])
-    return jnp.concatenate([start[:, None], jnp.moveaxis(after, 0, 1)], 1)
+    last, before = jax.lax.scan(step, start, [jnp.moveaxis(x, 1, 0) for x in (scales.carry, factor, new)])
+    return reshaping.split(jnp.moveaxis(before, 0, 1)), last
 
 
 def scales(log2_carry, largest, sums, *, segments, interpret, reverse=False):
@@ -125,8 +125,8 @@ def add_arriving(states, arriving, factor, *, interpret):
 
 def in_units(query, key, value, *, call):
     """Computes `units.in_units`."""
-    query, key, value = map(preparation.heads_first, (query, key, value))
-    key, value = (preparation.pad(x, call.exact_window, 0) for x in (key, value))
+    query, key, value = map(reshaping.heads_first, (query, key, value))
+    key, value = (reshaping.pad(x, call.exact_window, 0) for x in (key, value))
 
     def scaled(x, of_zeros):
         size = jnp.abs(x).max(-1)
@@ -144,6 +144,7 @@ def chunk_decays(log2_decay, entering, *, call):
     chunk = call.chunk
     count = (log2_decay.shape[1] - call.exact_window) // chunk
     frames = log2_decay[:, _seen(count, chunk, call.exact_window)]
+    entering = jnp.repeat(entering, len(frames) // len(entering))
     entering = (np.arange(count * chunk) < entering[:, None]).reshape(*frames.shape[:2], chunk)
     coarse = numerics.coarse(frames, frames.shape[-1], -decays.FORGET * decays.LOG2E)
     sums = [jnp.cumsum(x, -1) for x in (coarse, frames - coarse)]
@@ -175,7 +176,8 @@ def decay_gradient(sums, *, call):
     queries = jnp.einsum("hcct->hct", queries)
     keys, inner = in_chunks(state_keys), jnp.pad(sums.inner, [(0, 0), (0, len(ends) - sums.inner.shape[1])])
     before = jnp.cumsum(keys, -1) - keys + inner[..., None]
-    states = queries + jnp.where(in_chunks(jnp.arange(length) < sums.entering[:, None]), before, 0)
+    entering = jnp.repeat(sums.entering, heads // len(sums.entering))
+    states = queries + jnp.where(in_chunks(jnp.arange(length) < entering[:, None]), before, 0)
     return _suffix_sums(sums.queries[:, 0, :length] - window) + states.reshape(heads, length)
 
 
@@ -186,9 +188,9 @@ def query_states(operands, *, time, with_remainder, call):
     heads = len(query)
     group, shape = heads // len(states), (states.shape[1], chunk)
     time = states.shape[1] * chunk
-    query, scalars = preparation.lengthened(query, time), preparation.lengthened(scalars, time, 2)
+    query, scalars = reshaping.resized(query, time), reshaping.resized(scalars, time, 2)
     key, value = (in_heads(x, exact_window, exact_window + time) for x in (key, value))
-    states, norm = states.astype(jnp.float32), _whole(norm)
+    states, norm = states.astype(jnp.float32), reshaping.unsplit(norm)
     seen = _seen(len(states[0]), chunk, exact_window)
     scale = scale.reshape(len(scale), -1)[:, :time].reshape(len(scale), *shape)
 
@@ -207,7 +209,7 @@ def query_states(operands, *, time, with_remainder, call):
     each = [x.reshape(heads, *shape, -1) for x in (query, jnp.swapaxes(scalars, 1, 2))]
     out, total = jax.vmap(jax.vmap(one))(*each, *shared)
     out = as_arguments(out.reshape(heads, time, -1), batch_time)
-    means = preparation.split(out[..., None, :])[..., : 1 + with_remainder, :]
+    means = reshaping.split(out[..., None, :])[..., : 1 + with_remainder, :]
     return *jnp.moveaxis(means, -2, 0), total.reshape(heads, time)
 
 
@@ -219,13 +221,13 @@ def _options(operands, time, call):
 
 def in_heads(x, before, length):
     """Returns [B, T, N, ...] as [B N, `length`, ...], with `before` zeros in front."""
-    return preparation.lengthened(preparation.pad(preparation.heads_first(x), before, 0), length)
+    return reshaping.resized(reshaping.pad(reshaping.heads_first(x), before, 0), length)
 
 
 def as_arguments(x, batch_time, before=0):
     """Returns [B N, X, ...] as [B, T, N, ...], without `before` positions in front."""
     batch, time = batch_time
-    return preparation.tokens_second(x, batch)[:, before : before + time]
+    return reshaping.tokens_second(x, batch)[:, before : before + time]
 
 
 def query_vjp(operands, *, time, call):
@@ -233,10 +235,10 @@ def query_vjp(operands, *, time, call):
     query, _, dout, states, norm, key, value, decay, rows = operands
     batch_time, layout, chunk, exact_window = _options(operands, time, call)
     group, dtype, time = len(query) // len(states), query.dtype, states.shape[1] * chunk
-    query = preparation.lengthened(query, time)
+    query = reshaping.resized(query, time)
     key, value = (in_heads(x, exact_window, exact_window + time) for x in (key, value))
     dout = in_heads(dout, 0, time)
-    states, norm = states.astype(jnp.float32), _whole(norm)
+    states, norm = states.astype(jnp.float32), reshaping.unsplit(norm)
     query, dout, key, value = _exact(query, dout, key, value)
     seen = _seen(states.shape[1], chunk, exact_window)
 
@@ -267,9 +269,9 @@ def key_vjp(operands, *, time, call):
     # Positions after the last are empty.
     reach = max(length, chunks * chunk + exact_window)
     key, value = (in_heads(x, exact_window, reach) for x in (key, value))
-    dout, query = in_heads(dout, 0, chunks * chunk), preparation.lengthened(query, chunks * chunk)
+    dout, query = in_heads(dout, 0, chunks * chunk), reshaping.resized(query, chunks * chunk)
     decay = _decay_of(rows, chunks, chunk, exact_window)
-    dual, dual_norm = (jnp.flip(x, 1) for x in (dual.astype(jnp.float32), _whole(dual_norm)))
+    dual, dual_norm = (jnp.flip(x, 1) for x in (dual.astype(jnp.float32), reshaping.unsplit(dual_norm)))
     key, value, query, dout = _exact(key, value, query, dout)
     seen = _seen(chunks, chunk, exact_window)
 
@@ -312,11 +314,6 @@ def _pairs(query, key, decay, exact_window):
     between = coarse[exact_window:, None] - coarse + (fine[exact_window:, None] - fine)
     seen = np.arange(len(query))[:, None] + exact_window >= np.arange(len(key))
     return query @ key.T, jnp.where(seen, jnp.exp2(between), 0)
-
-
-def _whole(norm):
-    """Returns the sum of the two parts of Z [..., 2 D, D], in float32."""
-    return norm.astype(jnp.float32).reshape(*norm.shape[:-2], 2, -1, norm.shape[-1]).sum(-3)
 
 
 def _exact(*arrays):
@@ -368,7 +365,7 @@ def _decay_of(rows, chunks, chunk, exact_window):
 
 def _in_chunks(x, chunks, chunk, heads, reverse):
     """Reshapes [H G, A, any length] to [H, n, A, G C], with the last chunk first or not."""
-    x = preparation.lengthened(x, chunks * chunk, 2)
+    x = reshaping.resized(x, chunks * chunk, 2)
     x = jnp.moveaxis(x.reshape(heads, -1, x.shape[1], chunks, chunk), 3, 1)
     x = jnp.swapaxes(x, 2, 3).reshape(*x.shape[:2], x.shape[3], -1)
     return jnp.flip(x, 1) if reverse else x

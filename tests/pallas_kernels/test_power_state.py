@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import power_state
 from pallas_kernels.hopper import results
-from pallas_kernels.power_state import preparation, recurrence
+from pallas_kernels.power_state import preparation, recurrence, reshaping
 from tests.pallas_kernels import plain
 
 SIZES = {"power": 2, "head_dim": 64, "value_dim": 64, "time": 128, "heads": 1, "dtype": jnp.bfloat16}
@@ -76,15 +76,24 @@ def test_normalizers(chunks):
     random = np.random.default_rng(chunks)
     carry = np.exp2(random.uniform(-3, 0, size=(2, chunks)).astype("float32"))
     carry[:, chunks // 2] = 0
-    factor = random.uniform(-2, 2, size=(2, chunks)).astype("float32")
+    log2_unit = random.uniform(-2, 2, size=(2, chunks)).astype("float32")
+    shift = random.integers(-2, 2, size=(2, chunks + 1)).astype("int32")
+    factor = np.exp2(log2_unit - shift[:, 1:], dtype="float32")
     new = random.normal(size=(2, chunks, 16, 16)).astype("float32")
     states = [np.zeros((2, 16, 16))]
     for carried, added, x in zip(
         *(np.moveaxis(a, 1, 0)[..., None, None] for a in (carry, factor)), np.moveaxis(new, 1, 0)
     ):
         states.append(carried * states[-1] + added * x)
-    found = recurrence.recurrence(carry, factor, new, interpret=plgpu.InterpretGPUParams(detect_races=True))
-    np.testing.assert_allclose(found, np.stack(states, 1), rtol=2e-6, atol=2e-6)
+    parts, last = recurrence.recurrence(
+        recurrence.Scales(shift, carry, None, None),
+        log2_unit,
+        new,
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    before = reshaping.unsplit(parts)
+    np.testing.assert_allclose(before, np.stack(states[:-1], 1), rtol=2.0**-17, atol=2e-6)
+    np.testing.assert_allclose(last, states[-1], rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("chunks", [1, 129])
@@ -93,9 +102,11 @@ def test_scales_keep_states_in_range(chunks):
     strength = random.uniform(-20, 20, size=(1, chunks, 4)).astype("float32")
     over_chunk = random.uniform(-3, 0, size=(1, chunks)).astype("float32")
     size = random.uniform(size=(1, chunks, 4)).astype("float32")
+    in_norm = random.normal(size=(1, chunks, 4)).astype("float32")
+    in_norm[:, :, 0] = 0
     with plain.kernels():
         call = mock.Mock(config=mock.Mock(segments=1))
-        carried = preparation.carry_along(strength, size, over_chunk, call)
+        carried = preparation.carry_along(strength, size, in_norm, over_chunk, call)
     largest = [0.0]
     for chunk in range(chunks):
         new = (np.exp2(strength[0, chunk], dtype="float64") * size[0, chunk]).sum()
@@ -108,3 +119,6 @@ def test_scales_keep_states_in_range(chunks):
     wanted = np.exp2(over_chunk[0] + shift[:-1] - shift[1:])
     np.testing.assert_allclose(carried.scales.carry[0, 1:], wanted[1:], rtol=1e-6)
     assert carried.scales.carry[0, 0] == 0
+    assert np.all(np.abs(carried.norm_weights) <= 1)
+    weights = carried.norm_weights * np.exp2(carried.log2_norm_unit)[..., None]
+    np.testing.assert_allclose(weights, np.exp2(strength) * in_norm, rtol=1e-5)

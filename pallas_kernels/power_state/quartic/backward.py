@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.hopper import numerics
-from pallas_kernels.power_state import configs, preparation, preparation_vjp
+from pallas_kernels.power_state import configs, preparation, preparation_vjp, reshaping
 from pallas_kernels.power_state import units as units_kernel
 from pallas_kernels.power_state.quartic import forward, layouts
 from pallas_kernels.power_state.quartic import key_vjp as key_kernel
@@ -20,17 +20,17 @@ def operands_of_queries(units: units_kernel.Units, dual: preparation_vjp.Dual) -
     """Returns the operands of the walk that computes the gradients of states, from scaled queries."""
     strength = dual.carried.strength
     query, value = (
-        preparation_vjp.backwards(preparation.lengthened(x, strength.size // len(x)), strength.shape)
+        preparation_vjp.backwards(reshaping.resized(x, strength.size // len(x)), strength.shape)
         for x in (units.query, dual.value)
     )
-    return forward.operands_of(preparation.time_last(query.astype(jnp.float16)), value, strength)
+    return forward.operands_of(reshaping.time_last(query.astype(jnp.float16)), value, strength)
 
 
 def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time, call: configs.Call):
     """Returns the gradients of queries [B, T, N, D] and the kernel's sums, [H G, 2, X]; `saved` is by head."""
     tokens, mean = prepared
     length = mean.inverse.shape[1]
-    unit = preparation.lengthened(tokens.units.query, length)
+    unit = reshaping.resized(tokens.units.query, length)
     layout = layouts.Layout(call.config.head_dim, call.config.value_dim)
     heads, chunks = saved.shifts.shape
     group = len(unit) // heads
@@ -59,9 +59,9 @@ def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time
     slopes = forward.norm_products(y, saved.norms, layout).reshape(vector.shape)
     slopes = slopes * (-2 * scale * mean.delta * mean.inverse)[..., None]
     gradient, sums = _with_norm(gradient, sums, slopes, unit, layout)
-    exponent = preparation.lengthened(tokens.units.query_exponent, length)[..., None]
+    exponent = reshaping.resized(tokens.units.query_exponent, length)[..., None]
     gradient = numerics.scaled(gradient, -exponent)[:, :time]
-    return preparation.tokens_second(gradient, len(tokens.key)).astype(unit.dtype), sums
+    return reshaping.tokens_second(gradient, len(tokens.key)).astype(unit.dtype), sums
 
 
 def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, length, call: configs.Call):
@@ -73,11 +73,11 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
     layout, exact_window = layouts.Layout(call.config.head_dim, call.config.value_dim), call.exact_window
     heads, chunks = dual.shifts.shape
     key, value = (
-        preparation.lengthened(preparation.pad(preparation.heads_first(x), exact_window, 0), length)
+        reshaping.resized(reshaping.pad(reshaping.heads_first(x), exact_window, 0), length)
         for x in (tokens.key, tokens.value)
     )
     units = tokens.units
-    exponent, value_size = (preparation.lengthened(x, length) for x in (units.key_exponent, units.value_size))
+    exponent, value_size = (reshaping.resized(x, length) for x in (units.key_exponent, units.value_size))
     value_exponent = numerics.exponent(value_size)
     vector, scalars = forward.products_of_rows(units.key_by_entry, length, layout)
 
@@ -86,7 +86,7 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
         tokens.decays.log2_to_end,
         jnp.flip(dual.shifts, 1)[..., None] + _POWER * tokens.folded_exponent,
     )
-    met = preparation.lengthened(preparation.scaled_decay(*met).reshape(heads, -1), length)
+    met = reshaping.resized(preparation.scaled_decay(*met).reshape(heads, -1), length)
     factor = numerics.scaled(met, jnp.int32(layouts.WEIGHT_BITS))
     rows = key_kernel.Rows(
         numerics.scaled(jnp.ones_like(factor), -value_exponent),
@@ -100,7 +100,7 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
         scalars=scalars,
         value=value,
         states=dual.states,
-        query=preparation.lengthened(units.query, mean.inverse.shape[1]),
+        query=reshaping.resized(units.query, mean.inverse.shape[1]),
         dout=mean.dout,
         rows=preparation_vjp.vectors(*rows),
         columns=preparation_vjp.columns(tokens, mean, exact_window),
@@ -108,12 +108,12 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
     gradient, dvalue, sums = key_kernel.key_vjp(operands, call=call)
     old = vector[:, : call.chunk * chunks].reshape(heads, 1, chunks, call.chunk, layout.rows)
     slopes = forward.norm_products(old, jnp.flip(dual.norms, 1), layout)
-    slopes = preparation.lengthened(slopes.reshape(heads, -1, layout.rows), length)
+    slopes = reshaping.resized(slopes.reshape(heads, -1, layout.rows), length)
     # In the scale of the keys themselves: y contains their squares.
     slopes = slopes * numerics.scaled(2 * met, -2 * exponent)[..., None]
     gradient, sums = _with_norm(gradient, sums, slopes, key, layout)
     dkey, dvalue = (
-        preparation.tokens_second(x[:, exact_window : exact_window + time], len(tokens.key)).astype(
+        reshaping.tokens_second(x[:, exact_window : exact_window + time], len(tokens.key)).astype(
             tokens.key.dtype
         )
         for x in (gradient, dvalue)

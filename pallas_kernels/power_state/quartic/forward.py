@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.hopper import numerics
-from pallas_kernels.power_state import configs, preparation, segments
+from pallas_kernels.power_state import configs, preparation, reshaping, segments
 from pallas_kernels.power_state.quartic import layouts
 from pallas_kernels.power_state.quartic import query as query_kernel
 from pallas_kernels.power_state.quartic import update as update_kernel
@@ -37,7 +37,7 @@ def stored(state, sizes, config: configs.Config):
         .set(x.reshape(heads, *x.shape[2:]))
         for x in state
     )
-    kv = layouts.from_canonical(preparation.fill(kv, layout.value_dim), layout)
+    kv = layouts.from_canonical(reshaping.fill(kv, layout.value_dim), layout)
     return layouts.side_by_side(kv * _weights(layout), layout), layouts.norm_from_canonical(norm, layout)
 
 
@@ -71,13 +71,13 @@ def operands_of(key, value, strength) -> Operands:
     key: float16 [H, D, any length]. value: float32 [H, n, C, E], with weights `strength` [H, n, C].
     """
     layout = layouts.Layout(key.shape[1], value.shape[-1])
-    vector, scalars = _pair_products(preparation.lengthened(key, strength[0].size, axis=2), layout)
-    return Operands(vector, scalars, preparation.time_last((value * strength[..., None]).astype(jnp.float16)))
+    vector, scalars = _pair_products(reshaping.resized(key, strength[0].size, axis=2), layout)
+    return Operands(vector, scalars, reshaping.time_last((value * strength[..., None]).astype(jnp.float16)))
 
 
 def products_of_rows(by_entry, length, layout):
     """Returns y [H, `length`, rows] and the scalars [H, scalar_rows, `length`] of rows, [H, D, any length]; float16."""
-    vector, scalars = _pair_products(preparation.lengthened(by_entry, length, axis=2), layout)
+    vector, scalars = _pair_products(reshaping.resized(by_entry, length, axis=2), layout)
     return jnp.swapaxes(vector, 1, 2), scalars
 
 
@@ -132,12 +132,12 @@ def norms(operands: Operands, weights, *_):
 def norm_products(vector, norm, layout):
     """Returns Z y, where the form y^T Z y counts both orders of each product, float32 [H, group, n, C, rows].
 
-    vector: y, float16 [H, group, n, C, rows]; norm: float32 [H, n, rows, rows], symmetric.
+    vector: y, float16 [H, group, n, C, rows]; norm: of `Saved`, symmetric.
 
     Z is rounded to float16, relative to its largest entry.
     """
     orders = orders_of_products(layout)
-    norm = norm * orders[:, None] * orders
+    norm = reshaping.unsplit(norm) * orders[:, None] * orders
     peak = jnp.abs(norm).max((-1, -2), keepdims=True)
     norm = (norm / jnp.where(peak > 0, peak, 1)).astype(vector.dtype)
     product = jnp.einsum("hgnca,hnab->hgncb", vector, norm, preferred_element_type=jnp.float32)
@@ -165,7 +165,7 @@ def attend(tokens: preparation.Chunks, saved: preparation.Saved, time, with_rema
     # Rounding may make a sum of fourth powers negative.
     total = jnp.maximum(total, 0).reshape(heads, -1, *scale.shape[1:]) * scale[:, None]
     operands = query_kernel.Operands(
-        query=preparation.lengthened(tokens.units.query, length),
+        query=reshaping.resized(tokens.units.query, length),
         vector=vector,
         scalars=scalars,
         states=saved.states,

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import numerics
-from pallas_kernels.power_state import configs, preparation, preparation_vjp
+from pallas_kernels.power_state import configs, preparation, preparation_vjp, reshaping
 from pallas_kernels.power_state import units as units_kernel
 from pallas_kernels.power_state.square import forward, layouts
 from pallas_kernels.power_state.square import key_vjp as key_kernel
@@ -24,7 +24,7 @@ def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time
     scale = preparation.scale_of(tokens, saved.shifts).reshape(len(saved.shifts), -1)
     scale = jnp.repeat(scale, len(units.query) // len(saved.shifts), 0)
     dout_exponent = numerics.exponent(mean.size)
-    first, second = numerics.factors(-preparation.lengthened(units.query_exponent, scale.shape[1]))
+    first, second = numerics.factors(-reshaping.resized(units.query_exponent, scale.shape[1]))
     rows = query_kernel.Rows(
         narrow=numerics.scaled(jnp.ones_like(scale), -dout_exponent),
         state=numerics.scaled(scale, dout_exponent),
@@ -38,7 +38,7 @@ def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time
         scalars=units.query_by_entry,
         dout=mean.dout,
         states=saved.states,
-        norm=preparation.split(saved.norms),
+        norm=saved.norms,
         key=tokens.key,
         value=tokens.value,
         decay=tokens.decays.blocks,
@@ -58,11 +58,11 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
 
     def met(exponent):
         factor = preparation.scaled_decay(tokens.decays.log2_to_end, shift + exponent)
-        return preparation.lengthened(factor.reshape(len(factor), -1), length)
+        return reshaping.resized(factor.reshape(len(factor), -1), length)
 
     def narrow(exponent):
         # At least that of the smallest normal number: 2^300, for a key of zeros, would be infinite.
-        exponent = jnp.maximum(preparation.lengthened(exponent, length), jnp.finfo(jnp.float32).minexp)
+        exponent = jnp.maximum(reshaping.resized(exponent, length), jnp.finfo(jnp.float32).minexp)
         return numerics.scaled(jnp.ones(exponent.shape, jnp.float32), -exponent)
 
     rows = key_kernel.Rows(
@@ -78,7 +78,7 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
         scalars=tokens.units.key_by_entry,
         value=tokens.value,
         dual=dual.states,
-        norm=preparation.split(dual.norms),
+        norm=dual.norms,
         query=tokens.units.query,
         dout=mean.dout,
         rows=preparation_vjp.vectors(*rows),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import numerics
-from pallas_kernels.power_state import configs, preparation, segments
+from pallas_kernels.power_state import configs, preparation, reshaping, segments
 from pallas_kernels.power_state.square import layouts
 from pallas_kernels.power_state.square import norms as norm_kernel
 from pallas_kernels.power_state.square import query as query_kernel
@@ -29,7 +29,7 @@ def stored(state, sizes, config: configs.Config):
     batch, kv_heads, head_dim, _ = sizes
     kv, norm = (x.reshape(batch * kv_heads, *x.shape[2:]) for x in state)
     kv = layouts.from_canonical(
-        preparation.fill(kv, config.value_dim), layouts.Layout(config.head_dim), head_dim
+        reshaping.fill(kv, config.value_dim), layouts.Layout(config.head_dim), head_dim
     )
     norm = layouts.norm_from_canonical(norm, head_dim)
     return kv, jnp.pad(norm, [(0, 0)] + [(0, config.head_dim - head_dim)] * 2)
@@ -47,7 +47,7 @@ def returned(state, norm, shift, sizes, config: configs.Config):
 def operands_of_keys(tokens: preparation.Chunks, strength) -> Operands:
     """Returns the operands of the update with keys and values."""
     value = (tokens.folded_value * strength[..., None]).astype(jnp.float16)
-    return Operands(tokens.units.key_by_entry, preparation.time_last(value))
+    return Operands(tokens.units.key_by_entry, reshaping.time_last(value))
 
 
 def states(operands: Operands, carried: preparation.Carried, call: configs.Call):
@@ -73,7 +73,7 @@ def attend(tokens: preparation.Chunks, saved: preparation.Saved, time, with_rema
         query=tokens.units.query,
         scalars=tokens.units.query_by_entry,
         states=saved.states,
-        norm=preparation.split(saved.norms),
+        norm=saved.norms,
         key=tokens.key,
         value=tokens.value,
         decay=tokens.decays.blocks,
