@@ -179,7 +179,7 @@ class _Keys:
             slopes = pairs.slopes(scores, self.power) * pairs.by_row(factor * between)
             between *= self.smem["rows_smem"][slot, QueryVector.BLOCK_DECAY, 0]
             return between, self._add(
-                slot, scores, slopes, dweights, dlog, QueryVector.EARLIER_WEIGHT, QueryVector.EARLIER_SLOPE
+                slot, scores, slopes, dweights, dlog, QueryVector.EARLIER_WEIGHT, QueryVector.EARLIER_GRADIENT
             )
 
         return lax.fori_loop(own + 1, begin + self.steps, later, (jnp.float32(1), dlog))[1]
@@ -204,7 +204,7 @@ class _Keys:
         factor = pairs.diagonal_factor(parts, query_parts, position, length, sign=-1)
         slopes = pairs.slopes(scores, self.power) * factor
         return self._add(
-            slot, scores, slopes, dweights, dlog, QueryVector.DIAGONAL_WEIGHT, QueryVector.DIAGONAL_SLOPE
+            slot, scores, slopes, dweights, dlog, QueryVector.DIAGONAL_WEIGHT, QueryVector.DIAGONAL_GRADIENT
         )
 
     def _products(self, slot):
@@ -217,7 +217,7 @@ class _Keys:
             return self.core.product(self.key, query), None
         return self.core.products((self.key, query), (self.value, dout))
 
-    def _add(self, slot, scores, slopes, dweights, dlog, weight, slope):
+    def _add(self, slot, scores, slopes, dweights, dlog, weight, gradient):
         """Adds one block of queries to the accumulators; returns dlog with sums of P (dP - delta) added."""
         pending = []
         if "dkey" in self.accumulators:
@@ -233,7 +233,7 @@ class _Keys:
         if "dkey" in self.accumulators:
             dlog += (weights * dweights).sum(1)
             dlog, slopes, dweights = lax.optimization_barrier((dlog, slopes, dweights))
-            dscores = slopes * dweights * pairs.by_column(self._of_queries(slot, slope))
+            dscores = slopes * dweights * pairs.by_column(self._of_queries(slot, gradient))
             pending.append((self.accumulators["dkey"], dscores.astype(jnp.float16), "rescaled_query_smem"))
         for n, (acc, operand, name) in enumerate(pending):
             wait = len(pending) - 1 - n

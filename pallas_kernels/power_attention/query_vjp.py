@@ -138,8 +138,8 @@ class _Queries:
             plgpu.barrier_arrive(self.smem["free"].at[slot])
 
         dlog = self._diagonal(passed)
-        slope = self._of_queries(QueryVector.EARLIER_SLOPE)
-        shift = slope * self.delta
+        gradient = self._of_queries(QueryVector.EARLIER_GRADIENT)
+        shift = gradient * self.delta
 
         def earlier(step, carry):
             between, dlog = carry
@@ -149,20 +149,20 @@ class _Queries:
             factor = self._of_keys(slot, KeyVector.LATER_FACTOR) * between
             slopes = pairs.slopes(scores, self.power) * pairs.by_column(factor)
             between *= self.smem["column_smem"][slot, KeyVector.BLOCK_DECAY, 0]
-            return between, dlog + self._add(slot, scores, slopes, dweights, slope, shift)
+            return between, dlog + self._add(slot, scores, slopes, dweights, gradient, shift)
 
         return lax.fori_loop(passed + 1, steps, earlier, (jnp.float32(1), dlog))[1]
 
     def corrected_delta(self, dlog):
         """Returns delta plus the sum of P (dP - delta), from dlog, that of dS S.
 
-        Its scale is that of g and of the keys' factors; weight over slope takes the former out.
+        Its scale is that of g and of the keys' factors; weight over gradient takes the former out.
         """
-        weight, slope = (
-            self._of_queries(n) for n in (QueryVector.DIAGONAL_WEIGHT, QueryVector.DIAGONAL_SLOPE)
+        weight, gradient = (
+            self._of_queries(n) for n in (QueryVector.DIAGONAL_WEIGHT, QueryVector.DIAGONAL_GRADIENT)
         )
         scale = jnp.where(
-            slope > 0, weight * 2.0**-inputs.WEIGHT_BITS / jnp.where(slope > 0, slope, 1.0), 0.0
+            gradient > 0, weight * 2.0**-inputs.WEIGHT_BITS / jnp.where(gradient > 0, gradient, 1.0), 0.0
         )
         return self.delta + dlog * scale
 
@@ -183,12 +183,12 @@ class _Queries:
         factor = pairs.diagonal_factor(parts, key_parts, position, length, sign=1)
         slopes = pairs.slopes(scores, self.power) * factor
         dweights = self.core.product(self.dout, value)
-        slope = self._of_queries(QueryVector.DIAGONAL_SLOPE)
-        return self._add(slot, scores, slopes, dweights, slope, slope * self.delta)
+        gradient = self._of_queries(QueryVector.DIAGONAL_GRADIENT)
+        return self._add(slot, scores, slopes, dweights, gradient, gradient * self.delta)
 
-    def _add(self, slot, scores, slopes, dweights, slope, shift):
+    def _add(self, slot, scores, slopes, dweights, gradient, shift):
         """Adds dS K of one block of keys to the accumulator; returns sums of dS S."""
-        dscores = slopes * (dweights * pairs.by_row(slope) - pairs.by_row(shift))
+        dscores = slopes * (dweights * pairs.by_row(gradient) - pairs.by_row(shift))
         dlog = (dscores * scores).sum(1)
         key, _ = self._tiles(slot)
         self.core.add(self.acc, dscores.astype(jnp.float16), key)

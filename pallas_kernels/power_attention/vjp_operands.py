@@ -25,10 +25,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.hopper import launch, numerics, results, tensor_core
 from pallas_kernels.power_attention import configs, pairs, sequence, vjp_sizes
 
-# Fractions of the mean are scaled to 2^14, values, cotangents and slopes to 2^15 at most: float16 ends below 2^16.
+# Fractions of the mean are scaled to 2^14, values, cotangents and gradients by scores to 2^15 at most: float16 ends
+# below 2^16.
 WEIGHT_BITS, _OPERAND_BITS = 14, 15
 # Slopes contain weights; one bit is for the difference dP - delta.
-_SLOPE_BITS = _OPERAND_BITS - WEIGHT_BITS - 1
+_GRADIENT_BITS = _OPERAND_BITS - WEIGHT_BITS - 1
 # Largest exponent of g, so that it stays finite.
 _LARGEST_EXPONENT = 120
 # Least exponent of the length of a scaled row: smaller entries are zero in float16.
@@ -40,9 +41,9 @@ class QueryVector(enum.IntEnum):
 
     # f and g for keys of earlier blocks, and for keys of the same block.
     EARLIER_WEIGHT = 0
-    EARLIER_SLOPE = 1
+    EARLIER_GRADIENT = 1
     DIAGONAL_WEIGHT = 2
-    DIAGONAL_SLOPE = 3
+    DIAGONAL_GRADIENT = 3
     # The sum of log decays from the block's start, in two parts (`numerics.coarse`), and the decay over the
     # block, repeated.
     COARSE = 4
@@ -118,7 +119,7 @@ class _HeadScales(NamedTuple):
     dout: jax.Array  # cotangents times 2^this are below 2^15
     value: jax.Array  # the same for values
     value_length: jax.Array  # of the longest value, scaled
-    least: jax.Array  # a lower bound on the slopes' scales of queries with a cotangent
+    least: jax.Array  # a lower bound on the gradients' scales of queries with a cotangent
 
     @classmethod
     def of(cls, sizes: vjp_sizes.Sizes, blocks, row, kv_head, power):
@@ -158,25 +159,25 @@ class _HeadScales(NamedTuple):
         def unit(size):
             return _OPERAND_BITS - jnp.where(size > 0, numerics.normal_exponent(size), 0)
 
-        dout_size, slope, inverse, value_size, length = (
+        dout_size, gradient, inverse, value_size, length = (
             plgpu.layout_cast(lax.broadcast(x.max(), (pairs.BLOCK,)), tensor_core.PER_ROW) for x in largest
         )
         dout, value = unit(dout_size), unit(value_size)
         length = jnp.maximum(length + value, _SMALLEST_EXPONENT)
-        # `slope_exponent` of a query that has the extremes of all in each term.
-        least = jnp.minimum(-slope - dout, vjp_sizes.root(-inverse, power) - _SMALLEST_EXPONENT)
-        least = jnp.minimum(_SLOPE_BITS + least - length, _LARGEST_EXPONENT - inverse)
+        # `gradient_exponent` of a query that has the extremes of all in each term.
+        least = jnp.minimum(-gradient - dout, vjp_sizes.root(-inverse, power) - _SMALLEST_EXPONENT)
+        least = jnp.minimum(_GRADIENT_BITS + least - length, _LARGEST_EXPONENT - inverse)
         return cls(dout, value, length, least)
 
-    def slope_exponent(self, denominator, dout_length, power):
-        """Returns exponents of scales that bring a query's slopes close to, but not above, 2^15.
+    def gradient_exponent(self, denominator, dout_length, power):
+        """Returns exponents of scales that bring a query's gradients by scores close to, but not above, 2^15.
 
         denominator^(-1/p) is at most 2 to minus its root's exponent.
         """
         exponent = numerics.normal_exponent(denominator)
         length = jnp.maximum(dout_length + self.dout, _SMALLEST_EXPONENT)
-        slope = _SLOPE_BITS + vjp_sizes.root(exponent, power) - length
-        return jnp.minimum(slope - self.value_length, _LARGEST_EXPONENT + exponent)
+        gradient = _GRADIENT_BITS + vjp_sizes.root(exponent, power) - length
+        return jnp.minimum(gradient - self.value_length, _LARGEST_EXPONENT + exponent)
 
 
 def prepare(
@@ -315,24 +316,24 @@ def _operands(
             store_tile("dout", scaled_smem, dout)
             launch.store(out["delta"].at[row, own, index], (dout * mean).sum(1))
 
-            slope_exponent = scales.slope_exponent(denominator, length, power)
+            gradient_exponent = scales.gradient_exponent(denominator, length, power)
             # A query without a cotangent may have a smaller scale. Its dS is zero, so Q' need only be finite.
-            undone = jnp.minimum(scales.least - slope_exponent, 0) + _OPERAND_BITS - query_bits
+            undone = jnp.minimum(scales.least - gradient_exponent, 0) + _OPERAND_BITS - query_bits
             store_tile("rescaled_query", rescaled_smem, or_zero(pairs.scaled(load(query_smem), undone)))
 
             share = jnp.where(nothing, 0.0, 1 / jnp.where(nothing, 1.0, denominator))
             # f and g, without the decay from the start of the block.
-            slope = pairs.in_units(share, *numerics.factors(slope_exponent))
+            gradient = pairs.in_units(share, *numerics.factors(gradient_exponent))
             from_start = numerics.decay(coarse + fine)
             query_exponent = plgpu.load(
                 of_weights.query_exponent.at[at], layout=tensor_core.PER_ROW, optimized=False
             )
-            first, second = numerics.factors(-(slope_exponent + pair_unit + query_exponent - bits))
+            first, second = numerics.factors(-(gradient_exponent + pair_unit + query_exponent - bits))
             of_query = {
                 QueryVector.EARLIER_WEIGHT: share * from_start,
-                QueryVector.EARLIER_SLOPE: slope * from_start,
+                QueryVector.EARLIER_GRADIENT: gradient * from_start,
                 QueryVector.DIAGONAL_WEIGHT: share,
-                QueryVector.DIAGONAL_SLOPE: slope,
+                QueryVector.DIAGONAL_GRADIENT: gradient,
                 QueryVector.COARSE: coarse,
                 QueryVector.FINE: fine,
                 QueryVector.BLOCK_DECAY: block_decay,

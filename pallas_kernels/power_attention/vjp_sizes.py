@@ -39,7 +39,8 @@ class Sizes(NamedTuple):
     """
 
     dout: jax.Array  # float32 [B, N, m], an entry of a cotangent
-    slope: jax.Array  # int32 [B, N, m], exponent of |dO| / denominator^(1/p)
+    # int32 [B, N, m], exponent of |dO| / denominator^(1/p), which bounds the gradients by scores
+    gradient: jax.Array
     inverse: jax.Array  # int32 [B, N, m], minus the exponent of the smallest denominator
     value: jax.Array  # float32 [B, K, n], an entry of a value
     value_length: jax.Array  # int32 [B, K, n], exponent of a value's length
@@ -117,9 +118,9 @@ def sizes(dout, value, weights: Weights, *, power: int, interpret=None) -> Sizes
             denominator = denominators(weights, at, lax.div(head, jnp.int32(heads // kv_heads)), power)
             size = jnp.where(weighs_nothing(denominator), 0.0, size)
             exponent = numerics.normal_exponent(denominator)
-            slope = length_exponent(tile, size) - root(exponent, power)
+            gradient = length_exponent(tile, size) - root(exponent, power)
             found.dout[row, head, block] = size.max()
-            found.slope[row, head, block] = largest(size > 0, slope)
+            found.gradient[row, head, block] = largest(size > 0, gradient)
             found.inverse[row, head, block] = largest(size > 0, -exponent)
 
         @pl.when((head >= heads) & (block < key_blocks))

@@ -116,11 +116,11 @@ class Keys:
             # A few columns at a time, to save registers.
             highs, lows, sums = [], [], 0.0
             for begin in range(0, key_smem.shape[0], _SLICE):
-                s, slope = (x[:, begin : begin + _SLICE] for x in (scores, dweights))
+                s, dweight = (x[:, begin : begin + _SLICE] for x in (scores, dweights))
                 factor = decays.of_pairs(begin, _SLICE) * s
                 for _ in range(power - 2):
                     factor = factor * s
-                factor = factor * (decays.of_rows(slope) - lax.broadcast_in_dim(shift, s.shape, [0]))
+                factor = factor * (decays.of_rows(dweight) - lax.broadcast_in_dim(shift, s.shape, [0]))
                 high, low = tensor_core.split(factor)
                 highs.append(high)
                 lows.append(low)

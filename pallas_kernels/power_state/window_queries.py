@@ -206,8 +206,8 @@ class Queries:
                     core.add(dvalue, part, dout, wait=last)
             total = 0.0
             if dkey is not None:
-                slopes = core.product(own["value_smem"], dout)
-                lower = lower * (slopes - along_rows(columns.delta))
+                dweights = core.product(own["value_smem"], dout)
+                lower = lower * (dweights - along_rows(columns.delta))
                 total = (lower * scores).sum(1)
                 for part in tensor_core.split(lower):
                     core.add(dkey, part, query, wait=1)

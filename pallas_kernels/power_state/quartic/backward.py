@@ -56,9 +56,9 @@ def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time
     )
     gradient, sums = query_kernel.query_vjp(operands, call=call)
     y = vector.reshape(heads, group, chunks, -1, layout.rows)
-    slopes = forward.norm_products(y, saved.norms, layout).reshape(vector.shape)
-    slopes = slopes * (-2 * scale * mean.delta * mean.inverse)[..., None]
-    gradient, sums = _with_norm(gradient, sums, slopes, unit, layout)
+    dy = forward.norm_products(y, saved.norms, layout).reshape(vector.shape)
+    dy = dy * (-2 * scale * mean.delta * mean.inverse)[..., None]
+    gradient, sums = _with_norm(gradient, sums, dy, unit, layout)
     exponent = reshaping.resized(tokens.units.query_exponent, length)[..., None]
     gradient = numerics.scaled(gradient, -exponent)[:, :time]
     return reshaping.tokens_second(gradient, len(tokens.key)).astype(unit.dtype), sums
@@ -107,11 +107,11 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
     )
     gradient, dvalue, sums = key_kernel.key_vjp(operands, call=call)
     old = vector[:, : call.chunk * chunks].reshape(heads, 1, chunks, call.chunk, layout.rows)
-    slopes = forward.norm_products(old, jnp.flip(dual.norms, 1), layout)
-    slopes = reshaping.resized(slopes.reshape(heads, -1, layout.rows), length)
+    dy = forward.norm_products(old, jnp.flip(dual.norms, 1), layout)
+    dy = reshaping.resized(dy.reshape(heads, -1, layout.rows), length)
     # In the scale of the keys themselves: y contains their squares.
-    slopes = slopes * numerics.scaled(2 * met, -2 * exponent)[..., None]
-    gradient, sums = _with_norm(gradient, sums, slopes, key, layout)
+    dy = dy * numerics.scaled(2 * met, -2 * exponent)[..., None]
+    gradient, sums = _with_norm(gradient, sums, dy, key, layout)
     dkey, dvalue = (
         reshaping.tokens_second(x[:, exact_window : exact_window + time], len(tokens.key)).astype(
             tokens.key.dtype
@@ -121,14 +121,14 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
     return dkey, dvalue, sums
 
 
-def _with_norm(gradient, sums, slopes, x, layout):
-    """Adds the normalizer's contribution, given the gradient of y, slopes float32 [.., X, rows]."""
+def _with_norm(gradient, sums, dy, x, layout):
+    """Adds the normalizer's contribution, given the gradient of y, float32 [.., X, rows]."""
     x, size = x.astype(jnp.float32), layout.head_dim
     # The gradient of x [.., D] through its products of two entries.
     place = np.zeros((size, size), np.int32)
     low, high = layouts.pairs(size)
     place[low, high] = place[high, low] = np.arange(layout.products) + layout.rows - layout.products
-    square = jnp.take(slopes, place.ravel(), axis=-1).reshape(*slopes.shape[:-1], size, size)
+    square = jnp.take(dy, place.ravel(), axis=-1).reshape(*dy.shape[:-1], size, size)
     share = (square * (1 + np.eye(size, dtype=np.float32)) * x[..., None, :]).sum(-1)
     total = (share * x).sum(-1) / _POWER
     return gradient + share, sums + jnp.stack([jnp.zeros_like(total), total], 1)

@@ -166,12 +166,12 @@ class States:
         gradient, value_gradient = gradients
         own_rows = pl.ds(warpgroup * _BLOCK, _BLOCK)
 
-        def read_step(slopes, vector, scalars, states):
-            # Adds the contribution of a step's scalars to slopes [64, 48]; returns their own gradients, [64, 16].
+        def read_step(dy, vector, scalars, states):
+            # Adds the contribution of a step's scalars to dy [64, 48]; returns their own gradients, [64, 16].
             width, shape = layout.value_dim, (_BLOCK, _COLUMNS)
             narrow = value.astype(vector.dtype)
             column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA)
-            scalar_slopes = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+            dscalars = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
             for position in range(layout.per_stack):
                 for first in range(0, stacks(layout), together):
                     state = states.at[position, first * width : (first + together) * width]
@@ -181,18 +181,18 @@ class States:
                         narrow * lax.broadcast_in_dim(factor, narrow.shape, [0]) for factor in factors
                     ]
                     # Straight-line code: the operand of the product in flight keeps its registers.
-                    core.add(slopes, jnp.concatenate(operands, 1), state, wait=1)
+                    core.add(dy, jnp.concatenate(operands, 1), state, wait=1)
                     means = core.product(vector, state)
                     for n, (index, factor) in enumerate(zip(indices, factors, strict=True)):
                         mean = means[:, n * width : (n + 1) * width]
                         total = lax.broadcast_in_dim((mean * value).sum(1), shape, [0])
-                        scalar_slopes = jnp.where(column == index, total, scalar_slopes)
+                        dscalars = jnp.where(column == index, total, dscalars)
                         if value_gradient is not None:
                             factor = lax.broadcast_in_dim(factor.astype(jnp.float32), mean.shape, [0])
                             value_gradient[...] = value_gradient[...] + factor * mean
-            return scalar_slopes
+            return dscalars
 
-        def contract(slopes, pairs_smem):
+        def contract(dy, pairs_smem):
             # Adds the gradient of x, given that of its products of two entries, float32 [64, columns].
             head_dim = x_smem.shape[1]
             # In registers, since the two operands differ in swizzle.
@@ -204,9 +204,9 @@ class States:
                 core.add(second, x, high)
                 return first[...], second[...]
 
-            first, second = core.accumulators(select, slopes.shape[1], slopes.shape[1])
+            first, second = core.accumulators(select, dy.shape[1], dy.shape[1])
             for factor, selection in ((second, low), (first, high)):
-                for part in tensor_core.split(slopes * factor):
+                for part in tensor_core.split(dy * factor):
                     core.add(gradient, part, selection.T)
 
         @pl.loop(jnp.int32(0), self._vectors.blocks)
@@ -215,7 +215,7 @@ class States:
             plgpu.barrier_wait(smem["vector_full"].at[block_slot])
             before = table[3 * block + 2]
 
-            def read_block(slopes):
+            def read_block(dy):
                 vector = smem["vector_smem"].at[block_slot, warpgroup]
                 if layout.value_dim == 16 or (layout.head_dim == 32 and together < 3):
                     # With few values, products are too short to read it from shared memory each time. If two scalars at
@@ -227,14 +227,14 @@ class States:
                     slot = ring.slot_of(step, self._stages)
                     plgpu.barrier_wait(smem["state_full"].at[slot])
                     scalars = smem["scalar_smem"].at[slot, :, own_rows]
-                    scalar_slopes = read_step(slopes, vector, scalars, smem["state_smem"].at[slot])
-                    contract(scalar_slopes, smem["scalar_pairs_smem"].at[slot])
+                    dscalars = read_step(dy, vector, scalars, smem["state_smem"].at[slot])
+                    contract(dscalars, smem["scalar_pairs_smem"].at[slot])
                     plgpu.barrier_arrive(smem["state_free"].at[slot])
 
-                return slopes[...]
+                return dy[...]
 
-            slopes = core.accumulators(read_block, layouts.COLUMNS)
-            contract(slopes, smem["block_pairs_smem"].at[block_slot])
+            dy = core.accumulators(read_block, layouts.COLUMNS)
+            contract(dy, smem["block_pairs_smem"].at[block_slot])
             plgpu.barrier_arrive(smem["vector_free"].at[block_slot])
 
 

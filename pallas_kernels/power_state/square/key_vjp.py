@@ -285,9 +285,9 @@ def _read_dual(core, dvalue, own, smem, in_state, with_key):
                 core.add(dvalue, _features(narrow, pieces, scalars), dual.T, wait=1)
             if with_key:
 
-                def multiply(slopes, dual=dual):
-                    core.add(slopes, value, dual)
-                    return slopes[...]
+                def multiply(dfeatures, dual=dual):
+                    core.add(dfeatures, value, dual)
+                    return dfeatures[...]
 
                 gradient.add(core.accumulators(multiply, width), pieces, scalars)
         if with_value and not with_key:
@@ -320,8 +320,8 @@ class _Gradient:
         self._column = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) == group
         self._scalar, self._sums = None, {}
 
-    def add(self, slopes, pieces, scalars):
-        """Adds slopes, float32 [64, width], the gradients of the features of these pieces."""
+    def add(self, dfeatures, pieces, scalars):
+        """Adds the gradients of the features of these pieces, float32 [64, width]."""
         offset = 0
         for piece in pieces:
             if piece.scalar != self._scalar:
@@ -329,15 +329,15 @@ class _Gradient:
                 self._scalar = piece.scalar
             scalar = _broadcast(scalars[piece.scalar].astype(jnp.float32) * piece.weight)
             for start in range(piece.vector, piece.vector + piece.width, _TILE):
-                slope = slopes[:, offset : offset + _TILE]
+                dfeature = dfeatures[:, offset : offset + _TILE]
                 tile = start // _TILE % len(self.tiles)
-                self.tiles[tile] += scalar * slope
+                self.tiles[tile] += scalar * dfeature
                 if isinstance(self._narrow, jax.Array):
                     vector = self._narrow[:, tile * _TILE : (tile + 1) * _TILE]
                 else:
                     vector = self._narrow.at[:, pl.ds(tile * _TILE, _TILE)]
                     vector = plgpu.load(vector, layout=plgpu.Layout.WGMMA)
-                product, before = vector.astype(jnp.float32) * slope, self._sums.get(piece.weight)
+                product, before = vector.astype(jnp.float32) * dfeature, self._sums.get(piece.weight)
                 self._sums[piece.weight] = product if before is None else before + product
                 offset += _TILE
 

@@ -246,10 +246,10 @@ def _read_states(core, start, dout, own, smem, round_groups):
                 core.add(acc, values, smem["state_smem"].at[slot])
             return acc[...]
 
-        slopes = core.accumulators(add, columns)
+        dfeatures = core.accumulators(add, columns)
         for slot in slots:
             plgpu.barrier_arrive(smem["state_free"].at[slot])
-        return slopes
+        return dfeatures
 
     def group(first, turn, position, gradients):
         # The halves of its tile that may contain the group's index, and the index within the half.
@@ -258,7 +258,7 @@ def _read_states(core, start, dout, own, smem, round_groups):
             halves, index = (position // half_round,), turn * half_round + position % half_round
         for part in range(parts):
             rounds = turn + lax.div(jnp.int32(first), jnp.int32(round_groups))
-            slopes = product(rounds, position * parts + part)
+            dfeatures = product(rounds, position * parts + part)
             begin = 0
             for piece in layout.pieces(part * columns, (part + 1) * columns):
                 scalar = own["scalar_smem"].at[piece.scalar + first + halves[0] * _HALF + index]
@@ -267,7 +267,7 @@ def _read_states(core, start, dout, own, smem, round_groups):
                 for start in range(piece.vector, piece.vector + piece.width, layouts.TILE):
                     vector = vector_of(start, first) if piece.weight == 2 else None
                     for side in range(2):
-                        tile, begin = slopes[:, begin : begin + _HALF], begin + _HALF
+                        tile, begin = dfeatures[:, begin : begin + _HALF], begin + _HALF
                         gradients[start % layout.head_dim // _HALF + side] += scalar * tile
                         if piece.weight == 2:
                             shares = shares + vector[:, side * _HALF : (side + 1) * _HALF] * tile
