@@ -112,7 +112,9 @@ def _retrofit(
         runs = itertools.groupby(kept if layer in keep else preset for layer in range(model.layers))
         pattern = tuple(f"{len(list(run))}*{name}" for name, run in runs)
     # Gates that the model has are loaded; those without a bias get one of 0.
-    gate_bias = 0.0 if model.attention.decay_kind.is_projected else GATE_BIAS
+    has_new = any(config.preset(name).decay_kind.is_projected for name in (preset, other or preset))
+    new_bias = GATE_BIAS if has_new else None
+    gate_bias = 0.0 if model.attention.decay_kind.is_projected else new_bias
     changes = {"implementation": None, "form": None, "decay_bias": gate_bias}
     changed = dataclasses.replace(
         model,

@@ -90,6 +90,7 @@ def test_a_retrofit_replaces_attention_and_keeps_the_body_and_the_data(tmp_path,
     kept = load(f'retrofit.py:"{run}",preset=sliding_window,keep="27,2,3"').model
     kinds = [attention.kernel for attention in kept.attentions]
     assert [layer for layer, kind in enumerate(kinds) if kind != "sliding_window"] == [2, 3, 27]
+    assert [x.decay_bias for x in (kept.attention, mixed.attention)] == [None, 6.0]
     assert kept.attentions[27] == kept.original.attention
 
 

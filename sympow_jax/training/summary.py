@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from sympow_jax import config as config_lib
+from sympow_jax.config import effects
 from sympow_jax.layers import partitioning
 from sympow_jax.layers.attention import kernels
 from sympow_jax.process import workdir
@@ -41,6 +42,7 @@ def describe(
     model, rows = config.model, config.data.batch_size
     warmup, steps = config.optimizer.warmup_steps, config.training.steps
     late = f"the run ends after {steps:,} of {warmup:,} updates of warmup; lower optimizer.warmup_steps"
+    unread = effects.without_effect(config)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(program.abstract.params))
     accumulated = f", {config.optimizer.accumulate} micro-batches" if config.optimizer.accumulate > 1 else ""
     return [
@@ -52,6 +54,7 @@ def describe(
         f"batch: {config.data.batch_tokens:,} tokens per step, {rows} rows of {config.data.context_length:,}"
         f"{accumulated}",
         *([f"warning: {late}"] if warmup > steps else []),
+        *([f"no effect in this run: {', '.join(unread)}"] if unread else []),
         f"devices: {sharding.describe(mesh)}",
         f"results: {folder}, with a checkpoint every {config.training.checkpoint_every:,} steps",
         f"metrics: tensorboard --logdir={folder}",

@@ -1,0 +1,107 @@
+"""Settings that not every run reads, and those of a run that nothing reads."""
+
+import dataclasses
+import itertools
+import operator
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from sympow_jax.config import data, fields, literals, run
+from sympow_jax.config.attention import kernels
+from sympow_jax.config.task import Predicted
+
+_LEARNED_ROPES = ("learned_rope", "learned_rope_pairs")
+_ROPES = ("rope", *_LEARNED_ROPES)
+_CHUNKED = {"kernel": ("power", "power_delta", "linear"), "causal": (True,)}
+_SCALED = ({"rope.scaling": ("llama3",)},)
+_DOCUMENTS = tuple(name for name, kind in data.SOURCES.items() if Predicted.TOKEN in kind.predicted)
+_STORED = tuple(name for name, kind in data.SOURCES.items() if kind.stored)
+_FILES = tuple(name for name, kind in data.SOURCES.items() if not kind.generated)
+
+# Settings, or groups of them, with the values of others for which one is read. Any of several rows may hold.
+_Rules = Mapping[str, tuple[Mapping[str, tuple[Any, ...]], ...]]
+_OF_ATTENTION: _Rules = {
+    "decay_bias": ({"decay": tuple(name for name, kind in kernels.DECAYS.items() if kind.is_projected)},),
+    "learned_rope_start": ({"position": _LEARNED_ROPES},),
+    "power": (
+        {"kernel": ("power", "power_delta")},
+        {"kernel": ("linear",), "feature_map": ("symmetric", "tensor")},
+    ),
+    "negative_eigenvalues": ({"kernel": ("power_delta",)},),
+    "feature_map": ({"kernel": ("linear",)},),
+    "normalizer": ({"kernel": ("linear",), "position": (*_ROPES, "lrpe")},),
+    "form": (_CHUNKED,),
+    "chunk_size": (_CHUNKED,),
+    "exact_window": ({"kernel": ("power", "linear")},),
+    "window": ({"kernel": ("sliding_window",)}, {"softmax_window": (True,)}),
+    "max_document_length": (
+        {"position": ("learned_absolute",)},
+        {"position": ("rope",), "rope.base": (None,)},
+        {"position": _LEARNED_ROPES, "rope.base": (None,), "learned_rope_start": ("paper",)},
+        {"position": ("lrpe",), "lrpe.rates": ("rope",)},
+    ),
+    "rope": ({"position": _ROPES},),
+    **dict.fromkeys(("rope.factor", "rope.low_frequency_factor"), _SCALED),
+    **dict.fromkeys(("rope.high_frequency_factor", "rope.original_length"), _SCALED),
+    "lrpe": ({"position": ("lrpe",)},),
+    "lrpe.rates": ({"lrpe.core": ("orthogonal", "unitary", "mixed")},),
+    "lrpe.reference_length": ({"lrpe.rates": ("b", "c", "cosine")},),
+}
+READERS: _Rules = {
+    "model.vocab_size": ({"model.patch_size": (None,)},),
+    "model.tied_head": ({"task.name": ("next_token", "match_attention", "masked_token")},),
+    "model.state_dtype": ({f"model.attention.{name}": values for name, values in _CHUNKED.items()},),
+    **{
+        f"model.attention.{path}": tuple({f"model.attention.{x}": y for x, y in row.items()} for row in rows)
+        for path, rows in _OF_ATTENTION.items()
+    },
+    "task.classes": ({"task.name": ("classification",)},),
+    "task.mask_token": ({"task.name": ("masked_token",)},),
+    "data.heldout_fraction": ({"data.source": _FILES, "data.heldout_paths": ((),)},),
+    "data.token_dtype": ({"data.source": _STORED},),
+    "data.document_separator": ({"data.source": (*_STORED, *data.CORPUS_SOURCES, "tsv")},),
+    "data.text_columns": ({"data.source": (*data.CORPUS_SOURCES, "tsv")},),
+    "data.label_column": ({"data.source": ("tsv",)},),
+    "data.labels": ({"data.source": ("tsv",), "task.name": ("classification",)},),
+    "data.tokenizer_workers": ({"data.source": data.CORPUS_SOURCES},),
+    "data.image_size": ({"data.source": ("images",)},),
+    "data.image_tokens": ({"data.source": ("images",)},),
+    "data.packing": ({"data.source": _DOCUMENTS},),
+    "training.max_skips": ({"training.skip_nonfinite": (True,)},),
+    "evaluation.documents": ({"task.name": ("next_token",)},),
+}
+
+
+def without_effect(config: run.Config) -> list[str]:
+    """Returns the settings that are not at their defaults and that nothing in a run reads, each with the reason.
+
+    An example is "model.attention.power (model.attention.kernel is softmax)".
+    """
+    # A retrofit replaces the attention of the run that it starts from.
+    original = () if config.task.initial_run is None else (config.model.attention,)
+    # A run for each kind of layer.
+    kinds = dict.fromkeys((*config.model.attentions, *original))
+    models = [dataclasses.replace(config.model, attention=kind, attention_pattern=()) for kind in kinds]
+    runs = [types.SimpleNamespace(**vars(config) | {"model": model}) for model in models]
+    found = []
+    for setting in itertools.chain.from_iterable(group.settings for group in fields.groups(run.Config)):
+        rules = [rows for path, rows in READERS.items() if f"{setting.path}.".startswith(f"{path}.")]
+        if rules and operator.attrgetter(setting.path)(config) != setting.default:
+            reasons = [[reason for rows in rules for reason in _unmet(one, rows)] for one in runs]
+            if all(reasons):
+                found.append(f"{setting.path} ({', '.join(dict.fromkeys(itertools.chain(*reasons)))})")
+    return found
+
+
+def _unmet(config: Any, rows: Iterable[Mapping[str, tuple[Any, ...]]]) -> list[str]:
+    """Returns the settings whose values fit no row, or nothing if all of a row fit."""
+    unmet = [
+        [
+            f"{path} is {literals.written(value)}"
+            for path, values in row.items()
+            if (value := operator.attrgetter(path)(config)) not in values
+        ]
+        for row in rows
+    ]
+    return [*itertools.chain(*unmet)] if all(unmet) else []
