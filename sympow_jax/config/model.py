@@ -94,8 +94,8 @@ class ModelConfig:
         "none",
         "Values that are saved for the backward pass; others are recomputed. `none` saves all, or those of "
         "`elementwise` if layers are scanned. `elementwise` saves all but the results of elementwise functions, "
-        "`attention` the input of each block and the output of power and softmax attention, `full` only the input of "
-        "each block. This changes memory and time, not the model.",
+        "`attention` the input of each block and the output of power, softmax and expressive attention, `full` only "
+        "the input of each block. This changes memory and time, not the model.",
         choices=REMATS,
         may_differ=(fields.Occasion.RESUME, fields.Occasion.SAVED_STATE, *_STARTS),
     )

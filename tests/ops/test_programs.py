@@ -218,6 +218,7 @@ def test_chunked_form_scatters_nothing():
         (ops.power_attention, {"form": "attention"}),
         (ops.power_attention, {"form": "chunked"}),
         (ops.softmax_attention, {"window": 64}),
+        (ops.expressive_attention, {"scale": 1.0}),
     ],
 )
 def test_results_that_a_checkpoint_policy_names_are_not_computed_again(op, options):

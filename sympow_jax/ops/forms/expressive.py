@@ -13,9 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import ad_checkpoint
 
 from sympow_jax.array_types import Array, Float, Int
-from sympow_jax.ops import decays, derivatives
+from sympow_jax.ops import decays, derivatives, means
 
 
 class Settings(NamedTuple):
@@ -192,7 +193,7 @@ def attend_vjp(settings, blocks, out, denominator, largest, dout) -> Blocks:
 
 
 def _attend_fwd(settings, blocks):
-    results = attend(settings, blocks)
+    results = tuple(ad_checkpoint.checkpoint_name(x, means.SAVED_AS) for x in attend(settings, blocks))
     return results, (blocks, *results)
 
 
