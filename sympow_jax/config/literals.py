@@ -57,9 +57,10 @@ def read(name: str, text: str, annotation: Any) -> Any:
         items = (value,) if isinstance(value, str) else value
         if isinstance(items, tuple | list) and all(isinstance(x, str) == (item is str) for x in items):
             return tuple(_item(x, str(x), item) for x in items)
-        # Nothing before a comma, or after the last one, is no item.
+        # Nothing before a comma, or after the last one, is no item; spaces alone are text.
         parts = text.split(",")
-        return tuple(_item(_literal(x), x.strip() if parts[1:] else x, item) for x in parts if x.strip())
+        alone = item is str and text and not parts[1:]
+        return tuple(_item(_literal(x), x if alone else x.strip(), item) for x in parts if alone or x.strip())
     except (KeyError, OverflowError, ValueError):
         expected = form(annotation).replace("|", " or ") + (" or none" if optional else "")
         raise ValueError(f"{name} is {spelling.shown(text)}; it must be {expected}") from None

@@ -70,6 +70,7 @@ def test_values_are_written_as_they_are_read():
     texts = {setting.path: literals.written(x) for setting, x in zip(SETTINGS, read(base), strict=True)}
     assert config.override(base, texts) == base
     assert config.override(base, {"data.label_column": " a "}).data.label_column == " a "
+    assert config.override(base, {"evaluation.prompts": " "}).evaluation.prompts == (" ",)
     for items in (
         ("Hello, world", "def ", "\n"),
         ("'tis", "don't", 'say "yes", then', '"'),
