@@ -9,7 +9,7 @@ import typing
 import pytest
 
 import sympow_jax
-from sympow_jax import data, generation
+from sympow_jax import data, generation, training
 
 
 def run(code: str) -> str:
@@ -27,7 +27,8 @@ def test_other_names_are_attribute_errors():
         _ = sympow_jax.opps  # type: ignore[attr-defined]
 
 
-def test_annotations_of_generation_are_types():
+def test_annotations_are_types():
+    assert typing.get_type_hints(training.TrainState)["step"]
     for call in (generation.complete, generation.stream, generation.Transcript.__init__):
         assert typing.get_type_hints(call)["codec"] is data.Codec
 

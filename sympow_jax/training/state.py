@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import optax
 
 from sympow_jax.array_types import Array, Int
 
@@ -28,7 +27,7 @@ class TrainState:
 
     step: Int[Array, ""]
     params: Params
-    opt_state: optax.OptState
+    opt_state: Any  # an `optax.OptState`, a type that only optax can resolve
     statistics: Params = dataclasses.field(default_factory=dict)
     average: Params = dataclasses.field(default_factory=dict)
     skips: dict[str, Array] = dataclasses.field(default_factory=dict)
