@@ -76,7 +76,8 @@ READERS: _Rules = {
 def without_effect(config: run.Config) -> list[str]:
     """Returns the settings that are not at their defaults and that nothing in a run reads, each with the reason.
 
-    An example is "model.attention.power (model.attention.kernel is softmax)".
+    An example is "model.attention.power (model.attention.kernel is softmax)". A setting of attention is read if any
+    layer reads it.
     """
     # A retrofit replaces the attention of the run that it starts from.
     original = () if config.task.initial_run is None else (config.model.attention,)
@@ -86,11 +87,16 @@ def without_effect(config: run.Config) -> list[str]:
     runs = [types.SimpleNamespace(**vars(config) | {"model": model}) for model in models]
     found = []
     for setting in itertools.chain.from_iterable(group.settings for group in fields.groups(run.Config)):
+        value = operator.attrgetter(setting.path)
+        if setting.path == "model.attention_pattern" or value(config) == setting.default:
+            continue
         rules = [rows for path, rows in READERS.items() if f"{setting.path}.".startswith(f"{path}.")]
-        if rules and operator.attrgetter(setting.path)(config) != setting.default:
-            reasons = [[reason for rows in rules for reason in _unmet(one, rows)] for one in runs]
-            if all(reasons):
-                found.append(f"{setting.path} ({', '.join(dict.fromkeys(itertools.chain(*reasons)))})")
+        reasons = [[reason for rows in rules for reason in _unmet(one, rows)] for one in runs]
+        for one, own in zip(runs, reasons, strict=True):
+            if value(one) != value(config):
+                own.append("model.attention_pattern replaces it")
+        if all(reasons):
+            found.append(f"{setting.path} ({', '.join(dict.fromkeys(itertools.chain(*reasons)))})")
     return found
 
 

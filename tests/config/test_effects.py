@@ -133,6 +133,8 @@ def test_each_setting_without_effect_is_named_with_its_reason():
     # One layer that reads a setting is enough.
     mixed = config.override(softmax, texts | {"model.attention_pattern": "softmax,sympow_gated_window"})
     assert named(mixed) == {"training.max_skips"}
+    replaced = config.override(mixed, {A + "decay": "alibi"})
+    assert named(replaced) == {A + "decay", "training.max_skips"}
 
 
 def test_configs_and_presets_have_no_settings_without_effect():
