@@ -39,7 +39,7 @@ class Codec:
             raise ValueError(f"{name} is not UTF-8 (byte {error.start + 1}), which {reader} reads") from error
         if not tokens:
             lack = f"{reader} finds no tokens in {name}" if prompt else f"{name} is empty"
-            raise ValueError(f"{lack}; it must have at least one")
+            raise ValueError(f"{lack}; it must have at least one token")
         tokens = tokens if self.lead is None else [self.lead, *tokens]
         if beyond := sorted({token for token in tokens if token >= self.vocab_size}):
             kind = "bytes" if self.tokenizer.name == "byte" else "tokens"

@@ -42,6 +42,7 @@ def describe(
     model, rows = config.model, config.data.batch_size
     warmup, steps = config.optimizer.warmup_steps, config.training.steps
     late = f"the run ends after {steps:,} of {warmup:,} updates of warmup; lower optimizer.warmup_steps"
+    first, *_ = config.training.profile_steps or (0,)
     unread = effects.without_effect(config)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(program.abstract.params))
     accumulated = f", {config.optimizer.accumulate} micro-batches" if config.optimizer.accumulate > 1 else ""
@@ -54,6 +55,11 @@ def describe(
         f"batch: {config.data.batch_tokens:,} tokens per step, {rows} rows of {config.data.context_length:,}"
         f"{accumulated}",
         *([f"warning: {late}"] if warmup > steps else []),
+        *(
+            [f"warning: training.profile_steps begins at {first:,}, after the last step"]
+            if first > steps
+            else []
+        ),
         *([f"no effect in this run: {', '.join(unread)}"] if unread else []),
         f"devices: {sharding.describe(mesh)}",
         f"results: {folder}, with a checkpoint every {config.training.checkpoint_every:,} steps",

@@ -59,7 +59,7 @@ def test_a_prompt_begins_as_the_tokenizer_begins_texts(tmp_path, source):
 def test_invalid_prompts(words):
     codec = data_lib.codec_of_run(run(source="tokens", paths=("x",), vocab_size=2), words)
     for used, prompt, message in (
-        (BYTES, b"", "the prompt is empty"),
+        (BYTES, b"", "the prompt is empty; it must have at least one token"),
         (data_lib.Codec(tokenizer.load("byte"), 128), "a€".encode(), "vocabulary of 128 lacks: 130, 172,"),
         (codec, b"a\xff", r"not UTF-8 \(byte 2\), which tokenizer words\.json reads"),
         (codec, b" ", r"tokenizer words\.json finds no tokens in"),

@@ -40,10 +40,13 @@ def test_a_fact_a_line(settings):
         "metrics: tensorboard --logdir=runs/a",
     ]
     assert lines[3:] == facts
-    settings = small.changed(settings, optimizer={"warmup_steps": 11}, training={"max_skips": 3})
+    settings = small.changed(
+        settings, optimizer={"warmup_steps": 11}, training={"max_skips": 3, "profile_steps": (11, 12)}
+    )
     facts.insert(2, "warning: the run ends after 10 of 11 updates of warmup; lower optimizer.warmup_steps")
+    facts.insert(3, "warning: training.profile_steps begins at 11, after the last step")
     unread = "training.max_skips (training.skip_nonfinite is false)"
-    facts.insert(3, f"no effect in this run: {unread}")
+    facts.insert(4, f"no effect in this run: {unread}")
     assert _describe(settings)[3:] == facts
 
 
