@@ -55,8 +55,12 @@ def get_config(
             clip_norm=1.0,
         ),
         training=dataclasses.replace(source.training, steps=1000, checkpoint_every=100),
-        # A first stage is not evaluated by position.
-        evaluation=dataclasses.replace(source.evaluation, context_lengths=() if match else None),
+        # A first stage is not evaluated by position, and continues no prompts.
+        evaluation=dataclasses.replace(
+            source.evaluation,
+            context_lengths=() if match else None,
+            prompts=() if match else source.evaluation.prompts,
+        ),
     )
 
 

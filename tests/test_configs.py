@@ -58,9 +58,12 @@ def test_a_retrofit_replaces_attention_and_keeps_the_body_and_the_data(tmp_path,
     model = config.ModelConfig(
         **config.MODEL_SIZES["qwen3_600m"], attention=config.preset("qwen3", implementation="cudnn")
     )
-    run = _saved(tmp_path / "run", config.Config(model=model, data=config.DataConfig(context_length=64)))
+    evaluated = config.EvaluationConfig(prompts=("def ",))
+    data = config.DataConfig(context_length=64)
+    run = _saved(tmp_path / "run", config.Config(model=model, data=data, evaluation=evaluated))
     first = load(f'retrofit.py:"{run}",preset=sympow_gated,every=4,match=true')
     assert first.task == config.TaskConfig(name="match_attention", initial_run=str(run))
+    assert first.evaluation.prompts == ()
     kinds = [attention.kernel for attention in first.model.attentions]
     assert kinds == ["power", "power", "power", "softmax"] * 7
     new = first.model.attentions[0]

@@ -189,7 +189,7 @@ class Config:
             (
                 not task.is_language_model and self.evaluation.context_lengths,
                 f"{named} and evaluation.context_lengths {self.evaluation.context_lengths}; only decoders have losses "
-                f"by position: leave them out",
+                f"by position: set it to none",
             ),
             # Pairs of texts.
             (

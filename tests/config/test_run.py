@@ -26,7 +26,7 @@ OF_RUNS = """
 A.causal=true                          | task.name is 'masked_token' and model.attention.causal True
 task.name=next_token                   | task.name is 'next_token' and model.attention.causal False
 task.name=next_token A.causal=true model.norm=batch | task.name is 'next_token' and model.norm 'batch'
-evaluation.context_lengths=8           | 'masked_token' and evaluation.context_lengths (8,)
+evaluation.context_lengths=8           | context_lengths (8,); only decoders have losses by position: set it to none
 sharding.context=2                     | task.name is 'masked_token' and sharding.context 2
 CLASSES optimizer.z_loss=1e-4          | task.name is 'classification' and optimizer.z_loss 0.0001
 task.name=classification               | task.classes is 0; it must be at least 2
