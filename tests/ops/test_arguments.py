@@ -21,7 +21,6 @@ WHOLE = {
     "linear": ops.linear_attention,
     "softmax": ops.softmax_attention,
     "expressive": ops.expressive_attention,
-    "channel_gated": functools.partial(ops.power_attention, log_decay=X),
 }
 
 
@@ -64,10 +63,6 @@ EVERY_OP = {
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_op_refuses(name):
     for message, wrong in EVERY_OP.items():
-        if name == "channel_gated" and "axis_name" in wrong:
-            continue  # per-channel gates do not support it, whatever its value
-        if name == "channel_gated" and message.startswith(("there must be a key", "query has 3 heads")):
-            wrong = wrong | {"log_decay": wrong["value"]}
         raises_one_line(message, WHOLE[name], **three(X) | wrong)
 
 

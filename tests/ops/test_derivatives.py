@@ -91,20 +91,8 @@ CASES = {
     ),
     "phase": (("rates",), lambda rates: jnp.sin(phase.learned(POSITIONS, rates, dtype=jnp.float64))),
 }
-# Each is one program of five derivatives, which takes up to 20 s to compile.
-SLOW = (
-    "attention_state",
-    "bidirectional",
-    "channels",
-    "chunked",
-    "chunked_state",
-    "expressive_reference",
-    "linear",
-    "recurrent",
-    "reference",
-    "softmax",
-    "step",
-)
+# Each is one program of five derivatives; those of the others take up to 20 s to compile.
+OFTEN = ["attention", "expressive", "conformal", "lrpe", "permutation", "phase"]
 FORWARD = """
 attention chunked channel-gated step bidirectional expressive learned-positions lrpe-permutation
 """
@@ -172,9 +160,7 @@ def accuracy(name):
     return 1e-4 if name == "softmax" else 1e-9
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES]
-)
+@marked.cases("name", OFTEN, slow=[name for name in CASES if name not in OFTEN])
 def test_second_derivatives(name):
     """Compares derivatives of the gradient in a direction, by each order of modes, with its central difference.
 

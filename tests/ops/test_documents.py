@@ -1,5 +1,7 @@
 """Tests of document boundaries and of positions in documents."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,24 +25,20 @@ def test_a_document_starts_where_the_id_changes_and_padding_passes_through():
     assert (state.position[0], state.segment[0]) == (1, 2)
 
 
-def test_a_row_of_padding_passes_the_document_through():
-    state = documents.PositionState(position=jnp.array([7]), segment=jnp.array([3]))
-    places, after = documents.positions(jnp.array([[-1, -1]]), state)
-    np.testing.assert_array_equal(places, [[7, 7]])
-    assert (after.position[0], after.segment[0]) == (7, 3)
-
-
 positions = jax.jit(documents.positions)
 
 
 def test_positions_do_not_depend_on_the_split():
     ids = jnp.array([SEGMENT_IDS, [4] * len(SEGMENT_IDS)])
     whole, end = positions(ids, documents.PositionState.zeros(2))
-    for split in (1, 4, 9):
-        first, state = positions(ids[:, :split], documents.PositionState.zeros(2))
-        second, state = positions(ids[:, split:], state)
-        np.testing.assert_array_equal(jnp.concatenate([first, second], 1), whole)
-        np.testing.assert_array_equal(state.position, end.position)
+    # From 7 to 9 the first row has padding alone.
+    for cuts in ((0, 1, 10), (0, 4, 10), (0, 7, 9, 10)):
+        state, parts = documents.PositionState.zeros(2), []
+        for begin, stop in itertools.pairwise(cuts):
+            places, state = positions(ids[:, begin:stop], state)
+            parts.append(places)
+        np.testing.assert_array_equal(jnp.concatenate(parts, 1), whole)
+        jax.tree.map(np.testing.assert_array_equal, state, end)
 
 
 def test_sums_stay_within_documents():

@@ -110,16 +110,6 @@ def test_a_rate_that_is_not_finite_gives_nan(pairs):
         assert nan.sum() == nan[0, 2, 1].size
 
 
-def test_equal_rates_of_pairs_are_rates_of_heads_to_the_bit():
-    rate = random_rates((2, 300, 3))
-    angles, end = learned_angles(rate, 8, segment_ids=SEGMENTS)
-    actual, end_of_pairs = learned_angles(np.repeat(rate[..., None], 4, -1), 8, segment_ids=SEGMENTS)
-    np.testing.assert_array_equal(actual, angles)
-    for name in ("whole", "fraction"):
-        expected = np.repeat(getattr(end, name)[..., None], 4, -1)
-        np.testing.assert_array_equal(getattr(end_of_pairs, name), expected)
-
-
 def test_bfloat16_is_rotated_in_float32():
     x = jax.random.normal(jax.random.key(0), (1, 50, 2, 8), jnp.bfloat16)
     angles = rope_angles(jnp.arange(50)[None], 8)

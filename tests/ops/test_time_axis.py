@@ -291,11 +291,7 @@ def test_learned_angles(ids, devices, pairs):
 
 
 CANNOT = {
-    "takes and returns no state; use": (
-        ops.power_attention,
-        8,
-        {"form": "attention", "return_state": True},
-    ),
+    "takes and returns no state; use": (ops.power_attention, 8, {"form": "attention", "return_state": True}),
     "use implementation='xla'": (ops.power_attention, 8, {"implementation": "reference"}),
     "equal numbers of keys and queries": (ops.power_attention, 7, {}),
     "equal numbers of keys and queries, not 8 and 7": (ops.softmax_attention, 7, {}),
