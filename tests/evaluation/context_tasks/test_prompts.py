@@ -59,7 +59,7 @@ def test_a_lead_comes_first_and_longer_tokens_are_counted(task):
 
 
 def test_needles_are_hidden_in_the_quarters_of_a_text():
-    case, log_candidates, depths = make("needle", 1024)
+    case, _, depths = make("needle", 1024)
     context = text(case.context)
     size = len(context) - sum(len(x.prompt) + len(x.answer) + 2 for x in case.questions)
     before = 0
@@ -73,15 +73,10 @@ def test_needles_are_hidden_in_the_quarters_of_a_text():
     for question in case.questions:
         context = context.replace(f"{text(question.prompt)}{text(question.answer)}.\n", "")
     assert context in 3 * text(TEXT)
-    assert log_candidates == pytest.approx(np.log(4))
 
 
-def test_recall_asks_in_each_eighth_and_a_chain_has_five_variables():
+def test_recall_asks_in_each_eighth():
     assert [int(8 * depth) for depth in make("recall").depths] == list(range(8))
-    case, log_candidates, _ = make("variables", 400)
-    names = re.findall(r"\nVAR (\w+) = ", text(case.context))
-    assert text(case.questions[0].answer) == "".join(f" {name}" for name in names)
-    assert log_candidates == pytest.approx(np.log(120))
 
 
 @EACH_TASK

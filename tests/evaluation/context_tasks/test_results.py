@@ -63,13 +63,6 @@ def test_answers_are_counted_in_the_quarter_of_their_depth():
     assert summary.exact_match_50_75 == 0
 
 
-def test_no_trials_are_certain():
-    for right in (0, 8):
-        scores = [[make_score([0], [index < right])] for index in range(8)]
-        summary = results.summarize("copy", 64, [make_exam(0.0)] * 8, scores)
-        assert summary.exact_match_high - summary.exact_match_low == pytest.approx(0.3244, abs=1e-4)
-
-
 def make_row(run, task, length, by_depth):
     run_of = {
         "preset": "conformal",
