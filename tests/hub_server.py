@@ -35,8 +35,8 @@ class HubServer(http.server.ThreadingHTTPServer):
 
     DROP = -1
 
-    def __init__(self, folder: pathlib.Path, port: int = 0):
-        super().__init__(("127.0.0.1", port), _Handler)
+    def __init__(self, folder: pathlib.Path):
+        super().__init__(("127.0.0.1", 0), _Handler)
         self.folder = folder
         self.requests: collections.Counter[str] = collections.Counter()
         self.fault: Callable[[str], int | None] = lambda path: None
@@ -48,8 +48,8 @@ class HubServer(http.server.ThreadingHTTPServer):
 
 
 @contextlib.contextmanager
-def running(folder: pathlib.Path, port: int = 0) -> Iterator[HubServer]:
-    with HubServer(folder, port) as server:
+def running(folder: pathlib.Path) -> Iterator[HubServer]:
+    with HubServer(folder) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:

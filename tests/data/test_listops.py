@@ -58,11 +58,6 @@ def depths(tokens) -> list[int]:
     return examples
 
 
-def test_the_evaluator_on_the_papers_example():
-    assert evaluate("[MAX 2 9 [MIN 4 7 ] 0 ]") == 9
-    assert evaluate("[SM [MED 1 8 ] [MED 3 5 4 ] 9 ]") == 7
-
-
 def test_examples_in_long_range_arenas_settings():
     examples = [listops.generate((0, i, 1), 500, 2000) for i in range(150)]
     arguments = []  # numbers of them, of innermost operations

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import multiprocessing
 import os
 import pathlib
 import shlex
@@ -246,26 +245,6 @@ def test_another_command_for_the_same_output(folder, lines, capsys):
     assert "files was 1 and is 2" in mistakes.line(prepare.main, [*command, "more.jsonl"], capsys)
     os.utime("lines.jsonl", ns=(1, 1))
     assert "names_sizes_times_sha256 was" in mistakes.line(prepare.main, command, capsys)
-
-
-@pytest.mark.robust
-def test_workers_give_the_same_bytes_also_after_a_kill(folder, lines):
-    options = prepare_lib.Options(text_column="text", workers=2)
-    killed = []
-
-    def kill(progress: prepare_lib.Progress) -> None:
-        if progress.done == 3 and not killed:
-            killed.extend(multiprocessing.active_children())
-            os.kill(killed[0].pid, signal.SIGKILL)
-
-    with builders.refused(r"^a worker process ended .*; repeat .* continues, with fewer"):
-        prepare_lib.write_bin("a.bin", ["lines.jsonl"], options, report=kill)
-    assert killed
-    assert not multiprocessing.active_children()
-    reports = []
-    prepare_lib.write_bin("a.bin", ["lines.jsonl"], options, report=reports.append)
-    assert reports[0].done >= 3
-    assert text("a.bin") == lines
 
 
 SLOW = """

@@ -111,15 +111,6 @@ def words(tmp_path):
     return builders.write_words(tmp_path / "words.json", vocabulary)
 
 
-def test_tokenizers_file(tmp_path, words):
-    path = write(tmp_path, "one\ttwo\tlabel\ngood film\tfilm\t0\n")
-    config = settings(path, text_columns=("one", "two"), tokenizer=words)
-    row = data.train_dataset(config, task=BINARY, vocab_size=4)[0]
-    assert row["inputs"].tolist() == [1, 2, 3, 2, *[0] * 12]
-    other = settings(path, text_columns=("one", "two"), tokenizer=words, document_separator=7)
-    assert data.train_dataset(other, task=BINARY, vocab_size=8)[0]["inputs"][2] == 7
-
-
 def test_several_files_and_a_fraction_held_out(tmp_path):
     for name in "ab":
         lines = "".join(f"{name}{i}\t{i % 2}\n" for i in range(500))

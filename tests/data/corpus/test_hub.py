@@ -1,23 +1,20 @@
 """Tests of `hf://` paths and tokenizers, against a server that imitates the Hugging Face Hub."""
 
-import dataclasses
 import itertools
 import json
 import os
-import pathlib
 
 import numpy as np
 import pytest
 
 from sympow_jax import config as config_lib
 from sympow_jax import data
-from sympow_jax.config import loading
 from sympow_jax.data import files, prepare, tokenizer
 from tests import hub_server
 from tests.data import builders
 from tools import launching
 
-parquet = pytest.importorskip("pyarrow.parquet")
+pytest.importorskip("pyarrow.parquet")
 huggingface_hub = pytest.importorskip("huggingface_hub")
 constants = pytest.importorskip("huggingface_hub.constants")
 http = pytest.importorskip("huggingface_hub.utils")
@@ -48,25 +45,18 @@ def hub(tmp_path, monkeypatch):
     for name, value in http.http_backoff.__kwdefaults__.items():
         monkeypatch.setitem(http.http_backoff.__kwdefaults__, name, value)
     folder = tmp_path / "hub"
-    _write_dataset(folder, "org/words", 2)
-    for path in (folder / "org/words/sample/10BT").glob("*.parquet"):
-        texts = parquet.read_table(path)["text"].to_pylist()
+    sample = folder / "org/words/sample/10BT"
+    sample.mkdir(parents=True)
+    (folder / "org/words/README.md").write_text("Words.")
+    for number in range(2):
+        texts = [f"text {index} of file {number}, " * 5 for index in range(60)]
+        builders.write_parquet(sample / f"{number:03}_00000.parquet", texts)
         for suffix in (".jsonl", ".jsonl.gz"):
-            builders.write_jsonl(path.with_suffix(suffix), texts)
+            builders.write_jsonl(sample / f"{number:03}_00000{suffix}", texts)
     with hub_server.running(folder) as server:
         _use_hub(server.url, str(tmp_path / "cache"))
         yield server
     huggingface_hub.HfFileSystem.clear_instance_cache()
-
-
-def _write_dataset(folder: pathlib.Path, repo: str, files: int, *, texts: int = 60) -> None:
-    """Writes a dataset in the layout of FineWeb-Edu, with `texts` documents per file."""
-    sample = folder / repo / "sample" / "10BT"
-    sample.mkdir(parents=True)
-    (folder / repo / "README.md").write_text("Words.")
-    for number in range(files):
-        lines = [f"text {index} of file {number}, " * 5 for index in range(texts)]
-        builders.write_parquet(sample / f"{number:03}_00000.parquet", lines)
 
 
 def _config(**changes) -> config_lib.DataConfig:
@@ -114,21 +104,6 @@ def test_rows_are_those_of_local_files(hub, workers):
     assert remote.get_state() == local.get_state()
     assert hub.requests.keys() == {f"org/words/sample/10BT/00{number}_00000.parquet" for number in range(2)}
     remote.close()
-
-
-def test_fineweb_edu_in_the_config_of_gpt2(hub):
-    _write_dataset(hub.folder, "HuggingFaceFW/fineweb-edu", 14)
-    settings = loading.load("gpt2_124m:conformal,data=fineweb-edu").data
-    assert settings.tokenizer == "gpt2"
-    train, heldout = (
-        [file.key for file in files.find("data.paths", paths)]
-        for paths in (settings.paths, settings.heldout_paths)
-    )
-    assert train == [f"{number:03}_00000.parquet" for number in range(13)]
-    assert heldout == ["013_00000.parquet"]
-    settings = dataclasses.replace(settings, tokenizer="byte", batch_tokens=4096, tokenizer_workers=0)
-    (batch,) = _inputs(_batches(settings), 1)
-    assert bytes(batch[0].astype(np.uint8)).count(b" of file ") > 100
 
 
 FAULTS = {401: "401 Unauthorized", 404: "404 Not Found", 429: "429 Too Many Requests", 500: "500 Internal"}
