@@ -23,21 +23,6 @@ def test_every_setting_has_a_sentence_and_a_form():
         assert not setting.choices or setting.default in (None, *setting.choices)
 
 
-def test_groups_are_those_of_the_config():
-    paths = [group.path for group in fields.groups(config.Config)]
-    inner = [f"model.attention.{name}" for name in ("rope", "lrpe")]
-    assert paths[:4] == ["model", "model.attention", *inner]
-    by_path = {setting.path: setting for setting in SETTINGS}
-    assert by_path["model.layers"].default is dataclasses.MISSING
-    heads = by_path["model.kv_heads"]
-    assert (heads.form, heads.optional, heads.default) == ("INT", True, None)
-    assert by_path["evaluation.context_lengths"].form == "INT,INT,..."
-    resumable = {path.rpartition(".")[0] for path, setting in by_path.items() if setting.resumable}
-    assert resumable == {"model", "data", "training", "sharding", "evaluation"}
-    assert all(setting.resumable for path, setting in by_path.items() if path.startswith("sharding."))
-    assert not by_path["model.layers"].resumable
-
-
 def replace(path, value, node=None):
     """Replaces a setting of the quickstart config as a config file does."""
     node = config.load("quickstart") if node is None else node
