@@ -16,8 +16,9 @@ DRAWS = generation.Sampling(temperature=0.8, top_p=0.95)
 
 @marked.cases(
     ("preset", "max_length", "changes"),
-    [("conformal_paper", None, {}), ("softmax", 66, {"layers": 2}), ("sympow", 80, HYBRID)],
+    [("softmax", 66, {"layers": 2}), ("sympow", 80, HYBRID)],
     slow=[
+        ("conformal_paper", None, {}),
         ("sliding_window", None, {"layers": 2}),
         ("sympow_gated_window", None, {"layers": 2}),
         ("power_delta", None, {}),

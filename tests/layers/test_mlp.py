@@ -52,11 +52,3 @@ def test_a_layer_can_be_pickled(activation):
     copied = nnx.merge(pickle.loads(pickle.dumps(definition)), state)
     x = np.ones((1, 2, WIDTH), np.float32)
     np.testing.assert_array_equal(copied(x), layer(x))
-
-
-def test_a_width_of_its_own_or_four_times_the_width():
-    sizes = {"vocab_size": 8, "layers": 1, "width": WIDTH, "heads": 1}
-    assert config.ModelConfig(**sizes).hidden_width == 4 * WIDTH
-    assert config.ModelConfig(**sizes, mlp_width=HIDDEN).hidden_width == HIDDEN
-    with pytest.raises(ValueError, match=r"model\.mlp_width is 0; it must be at least 1"):
-        config.ModelConfig(**sizes, mlp_width=0)

@@ -6,7 +6,6 @@
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from sympow_jax import config, generation, models, ops
 from sympow_jax.tasks import flops
@@ -79,13 +78,6 @@ def test_positions_that_one_layer_adds_are_added_once():
     learned = models.DecoderLM(settings(("sympow", "gpt2"), layers=2, attention=shared), rngs=0)
     assert learned.config.longest_document == 1024
     assert learned.position_embedding.shape == (1024, 32)
-
-
-def test_a_pattern_of_one_preset_is_that_preset():
-    one = models.DecoderLM(settings(("conformal_paper",), layers=2), rngs=0)
-    other = models.DecoderLM(settings((), layers=2), rngs=0)
-    assert one.config.attentions == other.config.attentions
-    jax.tree.map(np.testing.assert_array_equal, nnx.state(one), nnx.state(other))
 
 
 def test_each_layer_has_its_own_kind_of_state(model):
