@@ -6,17 +6,15 @@ import pathlib
 import shutil
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
 
 from sympow_jax import training
-from sympow_jax.commands import evaluate, generate
+from sympow_jax.commands import evaluate
 from sympow_jax.commands import weights as command
 from sympow_jax.process import workdir
 from sympow_jax.training import checkpoint, restore, sharding
-from sympow_jax.weights import from_pretrained
 from tests import mistakes
 from tests.weights import originals
 
@@ -110,19 +108,6 @@ def test_an_export_has_the_files_and_values_of_the_import(tmp_path, capsys):
     shutil.rmtree(run / "original")
     assert command.main([*exported, f"--out={tmp_path}/bare"]) == 0
     assert f"{tmp_path}/bare has no tokenizer, because {run} has none to copy" in capsys.readouterr().out
-
-
-def test_generated_tokens_are_those_of_the_weights(gpt2, capsys):
-    """Tokens are bytes here; the vocabulary has those below 40."""
-    prompt, model = "&&!#", from_pretrained(GPT2)[1]
-    arguments = [f"--workdir={gpt2}/run", f"--prompt={prompt}", "--tokenizer=byte"]
-    assert generate.main([*arguments, "--max_tokens=8", "--temperature=0"]) == 0
-    tokens = list(capsys.readouterr().out.removesuffix("\n").encode())
-    likeliest = jax.jit(model)(jnp.array([tokens]))[0].argmax(-1).tolist()
-    assert tokens == [*prompt.encode(), *likeliest[3:11]]
-    assert len(set(tokens[len(prompt) :])) > 3
-    error = mistakes.line(generate.main, [*arguments, "--max_tokens=29"], capsys)
-    assert "has 4 tokens and max_tokens is 29, but the model's learned positions end at 32" in error
 
 
 def test_the_optimizer_and_the_data_start_fresh(gpt2):

@@ -51,13 +51,13 @@ def copy(folder: pathlib.Path, name: str = "llama", **changes) -> pathlib.Path:
 
 @EACH
 def test_logits_are_those_of_transformers(name):
-    """In one pass, and token by token after a prompt for each kind of positions and memory."""
+    """In one pass, and token by token for norms of queries and keys; tests of models and windows stream the others."""
     _, model = weights.from_pretrained(originals.FIXTURES / name)
     program = generation.Program(model)
     tokens, original = expected(name)
     assert np.std(original) > 0.5
     assert cases.error(logits(model, tokens), original) <= BOUND
-    if name not in ("gpt2", "mistral", "qwen3"):
+    if name != "qwen3":
         return
     start = 4
     actual, state = program.prefill(tokens[:, :start], np.array([start] * 2), max_length=originals.TIME)
