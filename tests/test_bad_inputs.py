@@ -27,10 +27,10 @@ from sympow_jax import config, data, generation, loop, models, training, weights
 from sympow_jax.commands import command_line
 from sympow_jax.config import fields, serialize
 from sympow_jax.data import tokenizer
-from sympow_jax.data.sources import zarr
 from sympow_jax.process import workdir
 from sympow_jax.training import writers
 from sympow_jax.weights import families
+from tests.data import builders
 
 pytestmark = pytest.mark.robust
 
@@ -215,16 +215,9 @@ def read_records(folder):
         raise ValueError(different)
 
 
-def zarr_array(**changes):
-    import tensorstore
-
-    def make(folder):
-        values = np.arange(8 * 64, dtype=np.uint16).reshape(8, 64)
-        metadata = zarr.metadata(8, 64, values.dtype) | {"chunks": [4, 64]} | changes
-        spec = {**zarr.spec(str(folder)), "metadata": metadata}
-        tensorstore.open(spec, create=True).result().write(values).result()
-
-    return written(make)
+def zarr_array(**options):
+    values = np.arange(8 * 64, dtype=np.uint16).reshape(8, 64)
+    return written(lambda folder: builders.write_zarr(folder, values, chunks=(4, 64), **options))
 
 
 def token_file():
@@ -238,10 +231,7 @@ LINES = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in ("fox "
 
 
 def parquet():
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    return written(
-        lambda folder: pq.write_table(pa.table({"text": ["fox " * 20, None, ""]}), folder / "a.parquet")
-    )
+    return written(lambda folder: builders.write_parquet(folder / "a.parquet", ["fox " * 20, None, ""]))
 
 
 def json_lines():
@@ -257,12 +247,9 @@ def read_json_lines(folder):
 
 
 def tokenizer_files():
-    tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"[UNK]": 0, "the": 1, "fox": 2, "</s>": 3}
-    built = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
-    built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    built.add_special_tokens(["</s>"])
-    return {"tokenizer.json": built.to_str().encode()} | as_json(tokenizer_config={"eos_token": "</s>"})
+    files = written(lambda folder: builders.write_words(folder / "tokenizer.json", vocabulary, ["</s>"]))
+    return files | as_json(tokenizer_config={"eos_token": "</s>"})
 
 
 def read_tokenizer(folder):

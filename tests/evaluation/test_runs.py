@@ -8,12 +8,11 @@ import math
 
 import numpy as np
 import pytest
-import tensorstore
 
 from sympow_jax import config, data, evaluation
-from sympow_jax.data.sources import zarr
 from sympow_jax.evaluation import over_runs, report
 from sympow_jax.process import workdir
+from tests.data import builders
 from tests.evaluation import fakes
 
 
@@ -79,11 +78,8 @@ def test_a_run_is_evaluated_with_the_settings_of_its_config(corpus, tmp_path):
 
 def test_longcrawl64_predicts_position_1_from_the_lead_id(corpus, tmp_path):
     rows, length = 22, 40
-    path = str(tmp_path / "heldout.zarr")
-    array = tensorstore.open(
-        {**zarr.spec(path), "metadata": zarr.metadata(rows, length, np.dtype(np.uint16)), "create": True}
-    ).result()
-    array[...] = np.tile(fakes.counting_documents(2, length)[1], (rows, 1)).astype(np.uint16)  # 1, 2, 3, ...
+    values = np.tile(fakes.counting_documents(2, length)[1], (rows, 1)).astype(np.uint16)  # 1, 2, 3, ...
+    path = builders.write_zarr(tmp_path / "heldout.zarr", values)
     run = make_run(
         corpus, "a", source="longcrawl64", paths=("gone.zarr",), heldout_paths=(path,), document_separator=0
     )

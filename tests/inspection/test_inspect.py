@@ -11,18 +11,11 @@ import pytest
 from sympow_jax import config, training
 from sympow_jax.commands import inspect as command
 from sympow_jax.inspection import attention_maps, figures, inspect
-from sympow_jax.process import workdir
-from sympow_jax.training import checkpoint, sharding
 from tests import marked, mistakes
+from tests.training import small
 
 TEXT = "the quick brown fox"
 WIDTH, HEADS, LAYERS = 16, 2, 2
-
-
-def save_run(folder, settings):
-    workdir.open_workdir(folder, settings)
-    with checkpoint.Checkpoints(folder, settings) as checkpoints:
-        checkpoints.save(2, training.Program(settings, sharding.make_mesh(settings)).init_state(), {})
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +27,7 @@ def runs(tmp_path_factory):
         data=config.DataConfig(context_length=16, batch_tokens=64),
         training=config.TrainingConfig(steps=2),
     )
-    save_run(folder / "a", settings)
+    small.save(folder / "a", settings, small.program(settings).init_state(), step=2)
     changes = {
         "untrained": {},
         "images": {
@@ -127,7 +120,7 @@ def test_omitted_figures_are_reported(tmp_path):
         ),
         data=config.DataConfig(context_length=16, batch_tokens=64),
     )
-    save_run(tmp_path / "plain", settings)
+    small.save(tmp_path / "plain", settings, small.program(settings).init_state())
     written = inspect.inspect(tmp_path / "plain", b"fox")
     assert [line.split()[:2] for line in written[2:]] == [["no", "half_life.png:"], ["no", "rotation.png:"]]
     assert {path.name for path in (tmp_path / "plain" / "inspect").iterdir()} == {

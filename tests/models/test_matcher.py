@@ -15,10 +15,10 @@ from sympow_jax import commands, config, layers, loop, models, tasks, training
 from sympow_jax.evaluation import by_task
 from sympow_jax.inspection import inspect
 from sympow_jax.layers import mlp
-from sympow_jax.process import workdir
 from sympow_jax.tasks import flops
-from sympow_jax.training import checkpoint, restore, sharding, summary
+from sympow_jax.training import restore, sharding, summary
 from tests.models import families
+from tests.training import small
 
 PATTERN = ("conformal_paper", "shared")
 TIME = 24
@@ -114,11 +114,6 @@ def test_a_retrofit_in_two_stages(tmp_path, capsys, scan_layers):
         steps = config.TrainingConfig(scan_layers=scan_layers)
         return training.Program(settings(training=steps, **changes), sharding.whole_mesh())
 
-    def save(program, state, name):
-        workdir.open_workdir(tmp_path / name, program.config, {})
-        with checkpoint.Checkpoints(tmp_path / name, program.config) as checkpoints:
-            checkpoints.save(8, state, None)
-
     model = settings().model
     # The window is that of the new attention, since the old has none.
     attention = dataclasses.replace(model.attention, window=model.attention.window + 1)
@@ -126,7 +121,7 @@ def test_a_retrofit_in_two_stages(tmp_path, capsys, scan_layers):
     base = program(model=original, task=config.TaskConfig())
     state = base.init_state()
     old = models.unstack(jax.tree.map(np.asarray, state.params))
-    save(base, state, "base")
+    small.save(tmp_path / "base", base.config, state)
     first = program(task=config.TaskConfig(name="match_attention", initial_run=str(tmp_path / "base")))
     state, errors = restore.begin(first), []
     before = models.unstack(jax.tree.map(np.asarray, state.params))
@@ -140,7 +135,7 @@ def test_a_retrofit_in_two_stages(tmp_path, capsys, scan_layers):
         layers = [float(metrics[f"loss_layer_{layer}"]) for layer in (0, 2)]
         assert np.mean(layers) == pytest.approx(errors[-1], rel=1e-5)
     assert errors[-1] < 0.9 * errors[0]
-    save(first, state, "first")
+    small.save(tmp_path / "first", first.config, state, step=8)
     after, trained = models.unstack(restore.restore_arrays(first, tmp_path / "first")[0]["params"]), 0
     jax.tree.map(np.testing.assert_array_equal, after, models.unstack(state.params))
     pairs = zip(jax.tree_util.tree_leaves_with_path(after), jax.tree.leaves(before), strict=True)

@@ -23,7 +23,6 @@ from sympow_jax.training import sharding
 from tests.training import collectives
 from tools import h100
 
-DEVICES = 8
 MEMORY = 80e9  # bytes of an H100
 TIMEOUT = 1500  # seconds for a case on two busy cores
 # The table leaves out sums of norms' gradients, scalars, and collectives for documents and positions.

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from sympow_jax import config, training
-from sympow_jax.training import restore, sharding
+from sympow_jax.process import workdir
+from sympow_jax.training import checkpoint, restore, sharding
 
 ROWS, TIME, CLASSES = 4, 8, 3
 
@@ -77,6 +78,13 @@ def update(settings: config.Config, rows) -> tuple[training.TrainState, dict[str
 
 def lines(folder: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def save(folder: pathlib.Path, settings: config.Config, state: training.TrainState, step: int = 7) -> None:
+    """Makes the workdir of a run with a checkpoint of this step."""
+    workdir.open_workdir(folder, settings)
+    with checkpoint.Checkpoints(folder, settings) as checkpoints:
+        checkpoints.save(step, state, None)
 
 
 def losses(folder: pathlib.Path) -> dict[int, float]:

@@ -9,15 +9,9 @@ import pytest
 
 from sympow_jax import config, models, training
 from sympow_jax.process import workdir
-from sympow_jax.training import checkpoint, restore, sharding
+from sympow_jax.training import restore, sharding
 from tests import devices
 from tests.training import small
-
-
-def _save(folder, settings, state) -> None:
-    workdir.open_workdir(folder, settings)
-    with checkpoint.Checkpoints(folder, settings) as checkpoints:
-        checkpoints.save(7, state, None)
 
 
 def _decoder(settings: config.Config, preset: str, initial_run=None, **model) -> config.Config:
@@ -40,7 +34,7 @@ def first(settings, tmp_path_factory):
     folder = tmp_path_factory.mktemp("first") / "run"
     settings = _decoder(settings, "gpt2", biases=True)
     params = jax.tree.map(lambda x: x + 1, small.program(settings).init_state().params)
-    _save(folder, settings, training.TrainState(jnp.int32(7), params, ()))
+    small.save(folder, settings, training.TrainState(jnp.int32(7), params, ()))
     return str(folder), jax.tree.map(np.array, params)
 
 
@@ -50,7 +44,7 @@ def masked(tmp_path_factory):
     folder = tmp_path_factory.mktemp("masked") / "run"
     settings = _encoder("masked_token", norm="batch")
     state = small.program(settings).init_state()
-    _save(folder, settings, state)
+    small.save(folder, settings, state)
     return str(folder), jax.tree.map(np.array, state.params)
 
 
@@ -99,7 +93,7 @@ def test_an_encoder_starts_from_that_of_another_task(masked, dual):
 def test_a_run_starts_from_an_average(tmp_path, settings):
     average = small.changed(settings, optimizer=config.OptimizerConfig(name="adam", ema_decay=0.9))
     state = small.program(average).init_state()
-    _save(
+    small.save(
         tmp_path / "first",
         average,
         dataclasses.replace(state, average=jax.tree.map(lambda x: x + 1, state.params)),

@@ -3,7 +3,6 @@
 import collections
 import json
 import os
-import pathlib
 import signal
 import sys
 import types
@@ -22,8 +21,6 @@ from tests import mistakes
 from tests.data import builders
 from tests.training import small
 from tools import launching
-
-ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_no_file_of_a_run_is_written_through_a_link_and_data_is_opened_once(
@@ -194,49 +191,6 @@ def test_a_signal_that_a_parent_passes_on_too_is_one():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def _command(settings: config.Config, workdir: pathlib.Path, *more: str) -> list[str]:
-    arguments = [
-        f"--config=configs/text.py:{settings.data.paths[0]}",
-        f"--workdir={workdir}",
-        *launching.SMALLEST,
-        *more,
-    ]
-    return [sys.executable, "train.py", *arguments]
-
-
-@pytest.mark.robust
-def test_ctrl_c_and_kill(tmp_path, settings):
-    workdir = tmp_path / "run"
-    command = _command(
-        settings, workdir, "--config.training.steps=1000000", "--config.training.checkpoint_every=20"
-    )
-
-    def start_and_send(number: int, least_step: int) -> launching.Started:
-        (run,) = launching.start(command[2:], tmp_path / "says", cache=jax.config.jax_compilation_cache_dir)
-        launching.wait_until(
-            lambda: any(
-                int(path.name) >= least_step for path in workdir.glob("checkpoints/*") if path.name.isdigit()
-            ),
-            [run],
-        )
-        run.send(number)
-        return run
-
-    assert start_and_send(signal.SIGKILL, 20).wait() == -signal.SIGKILL
-    run = start_and_send(signal.SIGINT, 60)
-    assert run.wait() == 130
-    assert run.errors() == [signals.SAVING]
-    *plan, last = run.said()
-    assert plan[0].startswith("model: softmax, 1 layer of width 16, ")
-    assert "devices: 1 x cpu" in plan
-    (first,) = (line for line in plan if line.startswith("training: step "))
-    assert int(first.split()[2]) >= 20
-    assert last.startswith("stopped after step ")
-    stopped = int(last.split()[3].rstrip(","))
-    assert (workdir / "checkpoints" / str(stopped)).is_dir()
-    assert list(small.losses(workdir)) == list(range(1, stopped + 1))
-
-
 @pytest.mark.robust
 @pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_while_compiling_ends_at_once(tmp_path, settings, monkeypatch, capfd):
@@ -317,7 +271,8 @@ MISTAKES = {
 
 def test_mistakes_found_before_anything_is_written(tmp_path, settings, capsys, monkeypatch):
     for more, message in MISTAKES.items():
-        arguments = _command(settings, tmp_path / "run", *more.split())[2:]
+        arguments = [f"--config=configs/text.py:{settings.data.paths[0]}", f"--workdir={tmp_path}/run"]
+        arguments += [*launching.SMALLEST, *more.split()]
         assert message in mistakes.line(launch.main, arguments, capsys)
         assert not (tmp_path / "run").exists()
     monkeypatch.setitem(sys.modules, "grain", None)
