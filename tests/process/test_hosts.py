@@ -299,7 +299,6 @@ def test_flags_of_a_process():
     found = parse("--coordinator_address=[::1]:1234 --process_count=2 --process_id=1")
     assert found == hosts.Launch(coordinator="[::1]:1234", count=2, index=1, timeout=60)
     for flags, message in (
-        ("--process_count=2", "--coordinator_address and --process_id must be given too"),
         ("--coordinator_address=a --process_count=2 --process_id=0", "it must be HOST:PORT"),
         ("--coordinator_address=a:99999 --process_count=2 --process_id=0", "it must be HOST:PORT"),
     ):
