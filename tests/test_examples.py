@@ -365,8 +365,6 @@ def test_a_server_answers_openai_client():
         answer = client.completions.create(**options)
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "length")
         assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (4, 40)
-        stopped = client.completions.create(**options, stop=expected[5:7]).choices[0]
-        assert (stopped.text, stopped.finish_reason) == (expected[: expected.index(expected[5:7])], "stop")
         chunks = list(client.completions.create(**options, stream=True))
         assert "".join(chunk.choices[0].text for chunk in chunks) == expected
         assert chunks[-1].choices[0].finish_reason == "length"
@@ -374,10 +372,6 @@ def test_a_server_answers_openai_client():
             client.completions.create(model="other", prompt="def ")
         with pytest.raises(openai.BadRequestError, match="exceed 64"):
             client.completions.create(**options | {"max_tokens": 64})
-        # A client that leaves in the middle of a stream.
-        with client.completions.create(**options, stream=True) as stream:
-            next(iter(stream))
-        assert client.completions.create(**options).choices[0].text == expected
         engine.sample = None
         with pytest.raises(openai.InternalServerError, match="TypeError"):
             client.completions.create(**options)

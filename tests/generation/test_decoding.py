@@ -132,33 +132,29 @@ def test_a_program_is_an_argument_of_a_jitted_function():
 
 def test_mistakes():
     model, softmax = small.model("conformal_paper"), small.model("softmax")
-    program = generation.Program(model)
+    program, of_softmax = generation.Program(model), generation.Program(softmax)
+    deeper = generation.Program(small.model("conformal_paper", layers=2))
+    longer = generation.Program(small.model("conformal_paper", exact_window=8))
     tokens = small.tokens(2, 8)
-    beyond = tokens.copy()
+    beyond, token = tokens.copy(), tokens[:, 0]
     beyond[0, 3] = 64
     rows = np.array([8, 8])
     state = program.init_state(2)
     for message, mistake in {
-        "pass max_length": lambda: generation.Program(softmax).prefill(tokens, rows),
+        "pass max_length": lambda: of_softmax.prefill(tokens, rows),
         "row 1 has length 0": lambda: program.prefill(tokens, np.array([8, 0])),
         "must be [B, T]": lambda: program.prefill(tokens, rows[:1]),
         "lengths have dtype float64": lambda: program.prefill(tokens, rows.astype(float)),
         "token 64 at position 3 of row 0": lambda: program.prefill(beyond, rows),
-        "2 rows and there are tokens for 1": lambda: program.decode(state, tokens[:1, 0]),
-        "the state has a PowerState, which kernel 'softmax' does not support": lambda: generation.Program(
-            softmax
-        ).decode(state, tokens[:, 0]),
-        "the state has 1 layers and the model 2": lambda: generation.Program(
-            small.model("conformal_paper", layers=2)
-        ).decode(state, tokens[:, 0]),
-        "not one of this layer: .memory.keys": lambda: generation.Program(
-            small.model("conformal_paper", exact_window=8)
-        ).decode(state, tokens[:, 0]),
+        "2 rows and there are tokens for 1": lambda: program.decode(state, token[:1]),
+        "a PowerState, which kernel 'softmax' does not support": lambda: of_softmax.decode(state, token),
+        "the state has 1 layers and the model 2": lambda: deeper.decode(state, token),
+        "not one of this layer: .memory.keys": lambda: longer.decode(state, token),
         "not one of this layer: .position": lambda: generation.Program(small.model("sympow")).fold(state),
         "no recurrent state for its KV cache; keep the cache, with a larger max_length": lambda: (
-            generation.Program(softmax).fold(softmax.init_state(1, max_length=8))
+            of_softmax.fold(softmax.init_state(1, max_length=8))
         ),
-        "the state is a tuple; make it": lambda: program.decode((), tokens[:, 0]),
+        "the state is a tuple; make it": lambda: program.decode((), token),
         "tokens is a list; it must be an array": lambda: program.prefill(tokens.tolist(), rows),
         "token is int32 [2, 8]": lambda: program.decode(state, tokens),
         "token 64 at position 0 of row 0": lambda: program.decode(state, beyond[:, 3]),

@@ -90,29 +90,19 @@ def test_a_text_is_that_of_generate_without_drafts(preset, max_length, sampling)
 def test_mistakes():
     program = generation.Program(small.model("conformal_paper"))
     logits, state = small.prefilled("conformal_paper")
-    tokens, lengths = small.tokens(small.ROWS, 4), np.array([4, 0, 1])
+    tokens = small.tokens(small.ROWS, 4)
+    valid = {"logits": logits, "tokens": tokens, "lengths": np.array([4, 0, 1])}
+    two_rows = {name: x[:2] for name, x in valid.items()}
     penalty = generation.Sampling(temperature=0, repetition_penalty=2)
-    for message, mistake in {
-        "must be [B, T] and [B]": lambda: generation.verify(program, state, logits, tokens[0], lengths),
-        "tokens have dtype float64": lambda: generation.verify(
-            program, state, logits, tokens.astype(float), lengths
-        ),
-        "lengths are [4, 0, 5]; they must be from 0 to 4": lambda: generation.verify(
-            program, state, logits, tokens, np.array([4, 0, 5])
-        ),
-        "lengths are [-1, 0, 1]": lambda: generation.verify(
-            program, state, logits, tokens, np.array([-1, 0, 1])
-        ),
-        "logits have shape (2, 64); they must be [3, 64]": lambda: generation.verify(
-            program, state, logits[:2], tokens, lengths
-        ),
-        "the state has 3 rows and there are tokens for 2": lambda: generation.verify(
-            program, state, logits[:2], tokens[:2], lengths[:2]
-        ),
-        "pass position": lambda: generation.verify(program, state, logits, tokens, lengths, sampling=DRAWS),
-        "repetition_penalty is 2": lambda: generation.verify(
-            program, state, logits, tokens, lengths, sampling=penalty
-        ),
+    for message, changes in {
+        "must be [B, T] and [B]": {"tokens": tokens[0]},
+        "tokens have dtype float64": {"tokens": tokens.astype(float)},
+        "lengths are [4, 0, 5]; they must be from 0 to 4": {"lengths": np.array([4, 0, 5])},
+        "lengths are [-1, 0, 1]": {"lengths": np.array([-1, 0, 1])},
+        "logits have shape (2, 64); they must be [3, 64]": {"logits": logits[:2]},
+        "the state has 3 rows and there are tokens for 2": two_rows,
+        "pass position": {"sampling": DRAWS},
+        "repetition_penalty is 2": {"sampling": penalty},
     }.items():
         with mistakes.refused(message):
-            mistake()
+            generation.verify(program, state, **valid | changes)
