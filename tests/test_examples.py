@@ -349,15 +349,9 @@ def test_a_server_answers_openai_client():
     openai = pytest.importorskip("openai")
     serve = runpy.run_path(str(EXAMPLES / "serve.py"))
     engine = new_engine(serve)
-    options = {
-        "model": "small",
-        "prompt": "def ",
-        "max_tokens": 40,
-        "temperature": 0.8,
-        "top_p": 0.9,
-        "seed": 1,
-    }
-    sampling = generation.Sampling(temperature=0.8, top_p=0.9)
+    drawn = {"temperature": 0.8, "top_p": 0.9}
+    options = {"model": "small", "prompt": "def ", "max_tokens": 40, "seed": 1, **drawn}
+    sampling = generation.Sampling(**drawn)
     (expected,) = generation.complete(*small_model(), ["def "], max_tokens=40, seed=1, sampling=sampling)
     with serving(serve, engine) as port:
         client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0)

@@ -16,14 +16,8 @@ LENGTHS = np.array([TIME, 37, 60], np.int32)
 @functools.cache
 def model(preset: str, *, seed: int = 0, **changes) -> models.DecoderLM:
     """Returns a model of one layer; `changes` are of the model, or of its attention."""
-    sizes = {
-        "vocab_size": VOCABULARY,
-        "layers": 1,
-        "width": 32,
-        "heads": 4,
-        "kv_heads": 2,
-        "dtype": "float32",
-    }
+    sizes = {"vocab_size": VOCABULARY, "layers": 1, "width": 32, "heads": 4, "kv_heads": 2}
+    sizes |= {"dtype": "float32"}
     for name in {"layers", "dtype", "state_dtype", "attention_pattern"} & changes.keys():
         sizes[name] = changes.pop(name)
     attention = config.preset(preset, **{"exact_window": 4, "window": 30, **changes})

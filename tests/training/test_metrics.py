@@ -18,13 +18,8 @@ from tests.training import small
 
 
 def _scalars(loss: float = 1.0, **changes) -> dict[str, jnp.ndarray]:
-    values = {
-        "loss": loss,
-        "grad_norm": 0.5,
-        "parameter_norm": 2.0,
-        "update_norm": 0.1,
-        "learning_rate": 1e-3,
-    }
+    values = {"loss": loss, "learning_rate": 1e-3}
+    values |= {"grad_norm": 0.5, "parameter_norm": 2.0, "update_norm": 0.1}
     return {name: jnp.float32(value) for name, value in (values | changes).items()}
 
 

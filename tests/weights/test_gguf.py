@@ -130,14 +130,8 @@ def test_a_file_is_the_folder(tmp_path, name):
 def make(folder: pathlib.Path, preset: str = "llama3", layers: int = 2) -> pathlib.Path:
     """Makes a folder of a random Llama, whose rows are whole blocks of quantized types."""
     body = {"norm": "rms", "activation": "swiglu", "embedding_norm": False, "mlp_width": 96}
-    sizes = {
-        "vocab_size": 300,
-        "layers": layers,
-        "width": 64,
-        "heads": 4,
-        "kv_heads": 2,
-        "norm_epsilon": 1e-5,
-    }
+    body |= {"norm_epsilon": 1e-5}
+    sizes = {"vocab_size": 300, "layers": layers, "width": 64, "heads": 4, "kv_heads": 2}
     model = config.ModelConfig(**sizes, **body, attention=config.preset(preset))
     settings = config.Config(model=model)
     weights.save_pretrained(folder, settings, models.make(model, settings.task, rngs=0))

@@ -64,22 +64,11 @@ def test_answers_are_counted_in_the_quarter_of_their_depth():
 
 
 def make_row(run, task, length, by_depth):
-    run_of = {
-        "preset": "conformal",
-        "train_context": 256,
-        "updates": 8,
-        "update_tokens": 64,
-        "data": "0a1b2c3d",
-    }
+    run_of = {"preset": "conformal", "train_context": 256}
+    run_of |= {"updates": 8, "update_tokens": 64, "data": "0a1b2c3d"}
     found = {"exact_match": 0.5, "exact_match_low": 0.4, "exact_match_high": 0.6, "token_accuracy": 0.75}
-    found |= {
-        "loss": 1.0,
-        "questions": 16,
-        "contexts": 4,
-        "answer_tokens": 80,
-        "chance": 0.25,
-        "chance_loss": 0.3,
-    }
+    found |= {"questions": 16, "contexts": 4, "answer_tokens": 80}
+    found |= {"loss": 1.0, "chance": 0.25, "chance_loss": 0.3}
     found |= {f"exact_match_{25 * i}_{25 * i + 25}": value for i, value in enumerate(by_depth)}
     return results.Row(run=run, task=task, context_length=length, **run_of, **found)
 
