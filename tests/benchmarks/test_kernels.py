@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import itertools
 import json
 
 import jax
@@ -44,6 +45,16 @@ def test_a_step_reads_the_state_once():
     window_bytes = 64 * 8 * 96 * 129 * 4
     assert _shapes.flops(row) is None
     assert _shapes.step_bytes(row) == state * (1 + 2 / 64) + window_bytes
+
+
+def test_the_brief_part_has_the_shapes_that_decide():
+    for contender in ("attention/mosaic_gpu", "softmax/cudnn"):
+        rows = [row for row in _shapes.PARTS["brief"] if (row.mode, row.contender) == ("training", contender)]
+        assert {(row.power, row.time) for row in rows} >= {*itertools.product((2, 4), (1024, 8192, 65_536))}
+    step = _shapes.Row(part="brief", contender="step/xla", mode="step", batch=64, time=256)
+    assert step in _shapes.PARTS["brief"]
+    for row in itertools.chain(_shapes.SMOKE, *_shapes.PARTS.values()):
+        assert row.contender in _shapes.CONTENDERS
 
 
 @pytest.fixture(scope="module")

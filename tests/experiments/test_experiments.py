@@ -9,7 +9,7 @@ import pathlib
 
 import pytest
 
-from experiments import _shared, context_scaling, evaluation_context, lrpe, published
+from experiments import _shared, context_scaling, evaluation_context, gating, lrpe, published
 from sympow_jax import config, models, weights
 from tests.experiments.conftest import OPTIONS
 
@@ -196,6 +196,23 @@ def test_speeds_of_lrpe_are_those_of_an_encoder():
     assert batch["inputs"].shape == batch["targets"].shape == (2, 16)
     assert 1 <= predicted.sum(1).min() <= predicted.sum(1).max() < 16
     assert (batch["inputs"][predicted] == 255).any()
+
+
+def test_gating_keeps_the_other_half_of_its_base():
+    found = gating.attentions(4)
+    assert {name: attention.decay for name, attention in found.items() if attention.position == "rope"} == {
+        "softmax": "none",
+        "sympow": "none",
+        "gated": "learned",
+        "constant": "constant",
+        "channel fixed": "channel_fixed",
+        "channel constant": "channel_constant",
+        "channel learned": "channel_learned",
+    }
+    assert found["conformal pairs"] == config.preset(
+        "conformal_paper", power=4, position="learned_rope_pairs"
+    )
+    assert set(gating.VARIANTS) <= set(found)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import collections
 import csv
 import itertools
 import json
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from experiments import nt_tasks
 
 pytestmark = pytest.mark.robust
 
+EXPERIMENTS = pathlib.Path(__file__).parents[2] / "experiments"
 TINY = {"base": 3, "delay": 1, "context": 6, "epochs": 4}
 
 
@@ -217,3 +219,34 @@ def test_the_command(tmp_path, capsys):
     assert all(end["loss"] < row["loss"] for end, row in zip(ends, first, strict=True))
     for name in ("nt_tasks.png", "nt_tasks_attention.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_claims_of_rank_are_beyond_two_standard_errors():
+    """Softmax is below expressive attention, or both solve the task, and it is level with the readout on N16T2."""
+    rows = json.loads((EXPERIMENTS / "results/nt_tasks/nt_tasks.json").read_text())["rows"]
+    by = {
+        (row["setting"], row["task"], row["attention"]): row
+        for row in rows
+        if row["solved"] is not None and row["figure"] != "robustness"
+    }
+
+    def above(setting, task, *attentions):
+        best, other = (by[setting, task, attention] for attention in attentions)
+        errors = 2 * np.hypot(best["greedy_error"], other["greedy_error"])
+        return best["greedy"] - other["greedy"] > errors
+
+    keys = dict.fromkeys(key[:2] for key in by)
+    mixture = "N16T2 + N16T2-S, 32"
+    assert {key for key in keys if not above(*key, "expressive", "softmax")} == {
+        ("N16T2, 56", "N16T2"),
+        ("N2T5, 16", "N2T5"),
+        (mixture, "N16T2-S"),
+    }
+    assert {key for key in keys if not above(*key, "softmax", "readout")} == {
+        ("N16T2, 32", "N16T2"),
+        ("N16T2, 52", "N16T2"),
+        ("N16T2, 56", "N16T2"),
+        (mixture, "N16T2"),
+        (mixture, "N16T2-S"),
+        ("N16T2-R, 64", "N16T2-R"),
+    }

@@ -135,6 +135,21 @@ def test_state_of_softmax_is_its_cache():
     assert recall.state_bytes(SETTING, "pairs", shape) == layer.memory.key.nbytes + layer.memory.value.nbytes
 
 
+def test_states_of_the_toy_scale_grow_with_power_and_head_size():
+    """Heads * F * (D + 1) elements of 4 bytes, with F = binomial(D + p - 1, p) features."""
+    setting = recall.SETTINGS["toy"]
+    expected = {
+        "linear": (1152, 2176, 4224),
+        "p=2": (5184, 18_496, 69_696),
+        "p=4": (47_520, 527_136, 6_911_520),
+    }
+    for variant, sizes in expected.items():
+        shapes = (
+            recall.model_config(setting, "pairs", recall.ATTENTIONS[variant], size) for size in (8, 16, 32)
+        )
+        assert tuple(recall.state_bytes(setting, "pairs", shape) for shape in shapes) == sizes
+
+
 def trained(
     tmp_path, name="run", *, seeds=(0,), variant="softmax", steps=8, setting=TINY, task="pairs", head_dim=8
 ):

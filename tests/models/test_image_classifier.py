@@ -41,6 +41,11 @@ def test_patches_are_squares_row_by_row_and_their_order_matters():
     assert np.abs(logits - classify(model, swapped())).max() > 1e-5
 
 
+def test_without_positions_the_order_of_patches_does_not_matter():
+    model = make(config.AttentionConfig(kernel="linear", decay="none", position="none", causal=False))
+    np.testing.assert_allclose(classify(model, images()), classify(model, swapped()), rtol=1e-5, atol=1e-6)
+
+
 def test_images_that_do_not_fit():
     model = make(config.lrpe_method("base", causal=False))
     for shape, message in (
