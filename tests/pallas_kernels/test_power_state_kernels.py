@@ -156,6 +156,8 @@ def test_both_passes_are_the_formula(sizes):
         for sizes in OFTEN + RARE
         for name in KERNELS[sizes.power]
         if name != "add_arriving" or sizes.multiprocessors > 1
+        # The same kernel at all sizes, interpreted for 10 minutes at this one.
+        if name != "recurrence" or (sizes.power, sizes.head_dim) != (4, 32)
     ],
     ids=str,
 )
