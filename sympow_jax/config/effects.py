@@ -1,6 +1,5 @@
 """Settings that not every run reads, and those of a run that nothing reads."""
 
-import dataclasses
 import itertools
 import operator
 import types
@@ -33,7 +32,7 @@ _OF_ATTENTION: _Rules = {
     "normalizer": ({"kernel": ("linear",), "position": (*_ROPES, "lrpe")},),
     "form": (_CHUNKED,),
     "chunk_size": (_CHUNKED,),
-    "exact_window": ({"kernel": ("power", "linear")},),
+    "exact_window": ({"kernel": ("power", "linear"), "causal": (True,)},),
     "window": ({"kernel": ("sliding_window",)}, {"softmax_window": (True,)}),
     "max_document_length": (
         {"position": ("learned_absolute",)},
@@ -50,7 +49,7 @@ _OF_ATTENTION: _Rules = {
 }
 READERS: _Rules = {
     "model.vocab_size": ({"model.patch_size": (None,)},),
-    "model.tied_head": ({"task.name": ("next_token", "match_attention", "masked_token")},),
+    "model.tied_head": ({"model.patch_size": (None,)},),
     "model.state_dtype": ({f"model.attention.{name}": values for name, values in _CHUNKED.items()},),
     **{
         f"model.attention.{path}": tuple({f"model.attention.{x}": y for x, y in row.items()} for row in rows)
@@ -83,12 +82,13 @@ def without_effect(config: run.Config) -> list[str]:
     original = () if config.task.initial_run is None else (config.model.attention,)
     # A run for each kind of layer.
     kinds = dict.fromkeys((*config.model.attentions, *original))
-    models = [dataclasses.replace(config.model, attention=kind, attention_pattern=()) for kind in kinds]
+    # Not a `ModelConfig`: that of a run to start from need not fit this one's heads.
+    models = [types.SimpleNamespace(**vars(config.model) | {"attention": kind}) for kind in kinds]
     runs = [types.SimpleNamespace(**vars(config) | {"model": model}) for model in models]
     found = []
     for setting in itertools.chain.from_iterable(group.settings for group in fields.groups(run.Config)):
         value = operator.attrgetter(setting.path)
-        if setting.path == "model.attention_pattern" or value(config) == setting.default:
+        if value(config) == setting.default:
             continue
         rules = [rows for path, rows in READERS.items() if f"{setting.path}.".startswith(f"{path}.")]
         reasons = [[reason for rows in rules for reason in _unmet(one, rows)] for one in runs]

@@ -137,6 +137,17 @@ def test_each_setting_without_effect_is_named_with_its_reason():
     assert named(replaced) == {A + "decay", "training.max_skips"}
 
 
+def test_settings_that_must_be_those_of_the_run_to_start_from_are_read():
+    starts = {"task.initial_run": "runs/first"}
+    # Its parameters have a second table, which classes are not read from.
+    encoder = {"task.name": "classification", "task.classes": 2, "model.tied_head": False}
+    encoder |= {A + "causal": False, A + "decay": "none", A + "kernel": "linear", A + "exact_window": 2}
+    assert named(loading.replace(BASE, starts | encoder)) == {A + "exact_window"}
+    # A position that all layers replace need not fit the heads.
+    odd = {"model.width": 6, "model.attention_pattern": ("softmax_alibi",), A + "chunk_size": 8}
+    assert not named(loading.replace(BASE, starts | odd))
+
+
 def test_configs_and_presets_have_no_settings_without_effect():
     specs = [f"{name}:{preset}" for name in ("quickstart", "gpt2_124m") for preset in config.PRESETS]
     for method in config.LRPE_METHODS:
