@@ -204,7 +204,7 @@ def query_states(operands, *, time, with_remainder, call):
             out[head, rows] += weights @ single(value[held, seen])
             total[head, rows] += weights.sum(1)
     # Rows after the last query are zero.
-    mean = np.divide(out, total[..., None], out=np.zeros_like(out), where=total[..., None] > 0)
+    mean = np.divide(out, total[..., None], out=np.zeros_like(out), where=~(total[..., None] <= 0))
     mean = np.swapaxes(mean.reshape(batch, -1, *mean.shape[1:]), 1, 2)[:, :length]
     means = [mean.astype(query.dtype)]
     if with_remainder:

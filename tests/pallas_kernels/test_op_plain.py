@@ -77,6 +77,20 @@ def test_keys_of_zeros_do_not_set_the_scale_of_states(power, scale, zeros):
     interpreted.check(*(cases.errors(jax.device_get(x), expected, drawn) for x in found))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy
+@marked.cases("power", [4], slow=[2])
+def test_a_nan_stays_one_in_its_own_head(power):
+    case = cases.Case(power=power, time=150, decay="gentle")
+    short = cases.cast(cases.arrays(case, batch=2, kv_heads=2, dtype="bfloat16"), "bfloat16")
+    short["key"] = short["key"].at[1, 100, 0, 3].set(jnp.nan)
+    found = suite.outputs_and_gradients(short, implementation="mosaic_gpu", power=power, **FIXED)
+    for name, x in jax.device_get(found).items():
+        nan = np.isnan(np.asarray(x, np.float32).reshape(2, 150, 2, -1)).all(-1)
+        assert nan[1, 100:, 0].all(), name
+        assert not nan[0].any(), name
+        assert not nan[1, :, 1].any(), name
+
+
 @marked.cases(("power", "values"), [(2, 1), (2, 0)], slow=[(4, 1), (4, 0)])
 def test_states(power, values):
     """Checks outputs and states after a state, and all gradients, from those of outputs and of the final state.
