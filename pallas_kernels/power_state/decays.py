@@ -31,11 +31,10 @@ class Decays(NamedTuple):
 
     # float32 [H, n, 3, (W + C) / 64, 64]: running sums over a chunk's keys, in two parts, and the decay from each key
     # to the last one of its block of 64.
-    blocks: jax.Array
+    of_keys: jax.Array
     log2_from_start: jax.Array  # float32 [H, n, C], from the state before the chunk to each query
-    log2_to_end: (
-        jax.Array
-    )  # float32 [H, n, C], from each folded key, if it enters, to the state after the chunk
+    # float32 [H, n, C], from each folded key, if it enters, to the state after the chunk
+    log2_to_end: jax.Array
     log2_across: jax.Array  # float32 [H, n], from one state to the next
 
 
@@ -50,21 +49,21 @@ def chunk_decays(log2_decay, entering, *, call: configs.Call) -> Decays:
     log2_decay: float32 [H, W + X], of W positions before the first token and of all tokens. entering: int32 [B], the
     number of these positions that enter the state, the first ones; at others the state does not decay.
     """
-    (heads, length), rows = log2_decay.shape, len(entering)
+    (heads, length), batch = log2_decay.shape, len(entering)
     chunk, exact_window = call.chunk, call.exact_window
     chunks, folded, window = (length - exact_window) // chunk, chunk // _BLOCK, exact_window // _BLOCK
     blocks = folded + window
 
-    def body(log2_decay, entering, decay, from_start, to_end, across, decay_smem, full):
+    def body(log2_decay, entering, of_keys, from_start, to_end, across, log2_smem, full):
         head, index = lax.axis_index("head"), lax.axis_index("chunk")
-        enter = entering[lax.div(head, jnp.int32(heads // rows))]
-        plgpu.copy_gmem_to_smem(log2_decay.at[head, pl.ds(index * folded, blocks)], decay_smem, full)
+        enter = entering[lax.div(head, jnp.int32(heads // batch))]
+        plgpu.copy_gmem_to_smem(log2_decay.at[head, pl.ds(index * folded, blocks)], log2_smem, full)
         plgpu.barrier_wait(full)
         token, other = _tokens()
         zero = _per_row(0.0)
 
         def up_to(block, sums):
-            x = _load(decay_smem.at[block])
+            x = _load(log2_smem.at[block])
             coarse = numerics.coarse(x, blocks * _BLOCK, -FORGET * LOG2E)
             parts = [_along_rows(part) for part in (coarse, x - coarse)]
             within = [jnp.where(other <= token, part, 0.0).sum(1) for part in parts]
@@ -72,7 +71,7 @@ def chunk_decays(log2_decay, entering, *, call: configs.Call) -> Decays:
             here = [before + own for before, own in zip(sums, within)]
             to_last = jnp.exp2(sum(total - own for total, own in zip(totals, within)))
             for part, values in enumerate((*here, to_last)):
-                launch.store(decay.at[head, index, part, block], values)
+                launch.store(of_keys.at[head, index, part, block], values)
 
             @pl.when(block >= window)
             def _query():
@@ -86,20 +85,22 @@ def chunk_decays(log2_decay, entering, *, call: configs.Call) -> Decays:
             block = folded - 1 - step
             # Tokens of the block that enter the state; may be negative or above 64.
             count = enter - (index * folded + block) * _BLOCK
-            x = jnp.where(other < count, _along_rows(_load(decay_smem.at[block])), 0.0)
+            x = jnp.where(other < count, _along_rows(_load(log2_smem.at[block])), 0.0)
             here = later + jnp.where(other > token, x, 0.0).sum(1)
+            # The maximum of `token` is each row's own number, as a vector.
             launch.store(
                 to_end.at[head, index, block], jnp.where(token.max(1) < count, or_nothing(here), NOTHING)
             )
             return later + x.sum(1)
 
+        # All 64 entries of the total are equal.
         total = lax.fori_loop(jnp.int32(0), jnp.int32(folded), after, zero)
         across[head, index] = or_nothing(total).max()
 
     def vector(*shape):
         return jax.ShapeDtypeStruct((heads, chunks, *shape, _BLOCK), jnp.float32)
 
-    blocks_of_keys, from_start, to_end, across = plgpu.kernel(
+    of_keys, from_start, to_end, across = plgpu.kernel(
         body,
         out_type=(
             *(vector(3, blocks), vector(folded), vector(folded)),
@@ -113,7 +114,7 @@ def chunk_decays(log2_decay, entering, *, call: configs.Call) -> Decays:
         **launch.interpreted(call.interpret),
     )(log2_decay.reshape(heads, -1, _BLOCK), entering)
     shape = heads, chunks, chunk
-    return Decays(blocks_of_keys, from_start.reshape(shape), to_end.reshape(shape), across)
+    return Decays(of_keys, from_start.reshape(shape), to_end.reshape(shape), across)
 
 
 class Sums(NamedTuple):
@@ -133,8 +134,9 @@ def decay_gradient(sums: Sums, *, call: configs.Call) -> jax.Array:
     """Returns the gradient of log_decay, float32 [H, Y].
 
     The decay of position t is in w_ij of j < t <= i. Over exact pairs, the gradient is the sum over queries from t on
-    minus the sum over keys from t on. For states, it is the sum over the queries from t on to the end of the chunk that
-    folds t and, if t enters the state, the inner product of the chunk and the sum over its keys before t.
+    minus the sum over keys from t on. For states, it is the sum over the queries from t on to the last of the chunk
+    that folds t, which is W positions after its last key, and, if t enters the state, the inner product of the chunk
+    and the sum over its keys before t.
     """
     queries, keys, inner, entering = sums
     heads, _, length = keys.shape
@@ -142,11 +144,11 @@ def decay_gradient(sums: Sums, *, call: configs.Call) -> jax.Array:
     chunks = length // call.chunk
     totals = (queries[:, 0, :length] - keys[:, 0]).reshape(heads, chunks, -1).sum(-1)
     later = numerics.over_earlier(jnp.pad(totals[:, 1:], [(0, 0), (0, 1)]), jnp.sum, 0, reverse=True)
-    (_, with_states), rows = inner.shape, len(entering)
+    with_states, batch = inner.shape[1], len(entering)
 
     def body(queries, keys, later, inner, entering, result, query_smem, key_smem, seen_smem, full):
         head, index = lax.axis_index("head"), lax.axis_index("chunk")
-        enter = entering[lax.div(head, jnp.int32(heads // rows))]
+        enter = entering[lax.div(head, jnp.int32(heads // batch))]
         for source, target in ((queries, query_smem), (keys, key_smem)):
             for part in range(2):
                 tokens = pl.ds(index * folded, target.shape[1])
@@ -164,6 +166,7 @@ def decay_gradient(sums: Sums, *, call: configs.Call) -> jax.Array:
             block = folded - 1 - step
             exact, query = (_load(query_smem.at[part, block]) for part in range(2))
             x = _along_rows(exact - _load(key_smem.at[0, block]) + query)
+            # Kept for the loop over keys, which runs the other way.
             seen_smem[block] = total + jnp.where(other >= token, x, 0.0).sum(1)
             return total + x.sum(1)
 
@@ -179,9 +182,9 @@ def decay_gradient(sums: Sums, *, call: configs.Call) -> jax.Array:
             launch.store(result.at[head, index * folded + block], seen + here)
             return total + x.sum(1)
 
-        # No state is read after the last chunk of queries.
-        product = jnp.where(index < with_states, inner[head, jnp.minimum(index, with_states - 1)], 0.0)
-        lax.fori_loop(jnp.int32(0), jnp.int32(folded), before, _per_row(product))
+        # A last chunk of keys without queries has no state after it.
+        inner_here = jnp.where(index < with_states, inner[head, jnp.minimum(index, with_states - 1)], 0.0)
+        lax.fori_loop(jnp.int32(0), jnp.int32(folded), before, _per_row(inner_here))
 
     return plgpu.kernel(
         body,

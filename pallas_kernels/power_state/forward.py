@@ -25,10 +25,10 @@ def power_state_fwd(arguments: preparation.Arguments, initial_state=None, *, cal
         call: from `call_for`, which refuses what is not supported.
 
     Returns:
-        (output, denominators, state) and the states before each chunk, of which the backward pass reads both. The
-        output is float32 [B, T, N, E], before its rounding to bfloat16. The denominators sum_j w_ij, float32 [B, T, N],
-        are of queries divided by the powers of two that bring their largest entries into [1/2, 1). The state is that
-        of the positions where `enters_state` is True, like `initial_state`.
+        (output, denominators, final state), and the states before each chunk as `Saved`; the backward pass reads all
+        but the final state. The output is float32 [B, T, N, E], before its rounding to bfloat16. The denominators
+        sum_j w_ij, float32 [B, T, N], are of queries divided by the powers of two that bring their largest entries into
+        [1/2, 1). The state is that of the positions where `enters_state` is True, like `initial_state`.
     """
     saved, final = fold(arguments, initial_state, call=call)
     out, remainder, denominator = attend(arguments, saved, call=call, with_remainder=True)
@@ -74,6 +74,6 @@ def attend(
     batch, time, *_ = query.shape
     tokens = preparation.by_chunk(arguments, call)
     power = degrees.degree(call.power).forward
-    *means, denominator = power.attend(tokens, saved.by_head(), time, with_remainder, call)
-    means = (x[..., : value.shape[-1]] for x in means)
-    return *means, reshaping.tokens_second(denominator, batch)[:, :time]
+    *outs, denominator = power.attend(tokens, saved.by_head(), time, with_remainder, call)
+    outs = (x[..., : value.shape[-1]] for x in outs)
+    return *outs, reshaping.from_heads_first(denominator, batch)[:, :time]

@@ -24,24 +24,31 @@ def add_incoming(
 
     reverse: the same for gradients of states, with `incoming` as the gradient of the final state.
     """
-    over = preparation.over_chunks(arguments, call)
-    over = jnp.flip(over, 1) if reverse else over
-    since = jnp.cumsum(jnp.pad(over, [(0, 0), (1, 0)]), 1)
-    start, norm = degrees.degree(call.power).forward.stored(incoming, arguments.sizes, call.config)
+    log2_across = preparation.log2_across(arguments, call)
+    log2_across = jnp.flip(log2_across, 1) if reverse else log2_across
+    # From the incoming state to that before each chunk, and to the last one.
+    log2_since = jnp.cumsum(jnp.pad(log2_across, [(0, 0), (1, 0)]), 1)
+    incoming_kv, incoming_norm = degrees.degree(call.power).forward.stored(
+        incoming, arguments.sizes, call.config
+    )
     states, norms, shifts = saved.by_head()
 
     # Choose a scale for both, so that entries stay below 2^HEADROOM: that of the incoming state, where none was saved.
-    of_kv, of_norm = (jnp.abs(x).reshape(len(x), -1).max(1) for x in (start, norm))
+    of_kv, of_norm = (jnp.abs(x).reshape(len(x), -1).max(1) for x in (incoming_kv, incoming_norm))
     size = jnp.maximum(of_kv, of_norm * preparation.LEAST_VALUE)
     size = jnp.log2(jnp.maximum(size, jnp.finfo(jnp.float32).tiny))[:, None]
-    bound = jnp.logaddexp2(shifts + float(recurrence.HEADROOM), since[:, :-1] + size)
-    scale = jnp.maximum(jnp.ceil(bound).astype(jnp.int32) - recurrence.HEADROOM, shifts)
-    kept, added = jnp.exp2((shifts - scale).astype(jnp.float32)), jnp.exp2(since[:, :-1] - scale)
+    bound = jnp.logaddexp2(shifts + float(recurrence.HEADROOM), log2_since[:, :-1] + size)
+    scale = jnp.ceil(bound).astype(jnp.int32) - recurrence.HEADROOM
+    kept = jnp.exp2((shifts - scale).astype(jnp.float32))
+    # Multiplied twice: its square may be beyond float32, where the saved state is tiny and the incoming one is zero.
+    root = jnp.exp2((log2_since[:, :-1] - scale) / 2)
 
-    whole = kept[..., None, None, None] * states + added[..., None, None, None] * start[:, None]
-    norms = kept[..., None, None] * reshaping.unsplit(norms) + added[..., None, None] * norm[:, None]
-    arrays = whole.astype(states.dtype), reshaping.split(norms), scale
-    saved = preparation.Saved(*(x.reshape(*y.shape) for x, y in zip(arrays, saved, strict=True)))
-    decay = jnp.exp2(since[:, -1]).reshape(final[1].shape[:2])[..., None]
+    def joined(saved, incoming):
+        of_saved, of_incoming = (x.reshape(*x.shape, *[1] * (saved.ndim - 2)) for x in (kept, root))
+        return of_saved * saved + of_incoming * (of_incoming * incoming[:, None])
+
+    states = joined(states, incoming_kv).astype(states.dtype)
+    norms = reshaping.split(joined(reshaping.unsplit(norms), incoming_norm))
+    decay = jnp.exp2(log2_since[:, -1]).reshape(final[1].shape[:2])[..., None]
     kv, norm = final[0] + decay[..., None] * incoming[0], final[1] + decay * incoming[1]
-    return saved, (kv, norm)
+    return preparation.Saved.of(states, norms, scale, len(arguments.key)), (kv, norm)

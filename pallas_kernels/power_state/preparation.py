@@ -23,7 +23,8 @@ class Arguments(NamedTuple):
     query: jax.Array  # bfloat16 [B, T, N, D], N a multiple of K
     key: jax.Array  # bfloat16 [B, T, K, D]
     value: jax.Array  # bfloat16 [B, T, K, E]
-    # float32 [B, T, K], at most 0; a value below -87 is a boundary that no pair crosses, as where a document starts
+    # [B, T, K], read in float32, at most 0; a value below -87 is a boundary that no pair crosses, as where a document
+    # starts
     log_decay: jax.Array
     # bool [B, T]; positions where it is False, the last ones of a row, never enter a state, nor does their decay
     enters_state: jax.Array
@@ -59,31 +60,32 @@ class Saved(NamedTuple):
 class Chunks(NamedTuple):
     """Tokens by chunk, and the decays between them.
 
-    H = B K heads, n chunks of C, X = n C, and W positions before the first.
+    Axes are those of README.md. Chunk c folds the padded positions from c C on, which are tokens from c C - W on. No
+    chunk folds the last W.
     """
 
     key: jax.Array  # bfloat16 [B, at least T, K, D]
     value: jax.Array  # bfloat16 [B, at least T, K, E]
     units: units.Units
-    folded_exponent: jax.Array  # int32 [H, n, C], exponent of the divisor of each key that chunk c folds
-    folded_value: jax.Array  # float32 [H, n, C, E], their values
-    folded_size: jax.Array  # float32 [H, n, C], the largest entry of each
+    folded_exponent: jax.Array  # int32 [H, n, C], exponent of the divisor of each folded key
+    folded_value: jax.Array  # float32 [H, n, C, E]
+    folded_size: jax.Array  # float32 [H, n, C], the largest entry of each folded value
     decays: decays.Decays
     entering: jax.Array  # int32 [B], how many positions update the state, from W before the first token on
 
 
 class Carried(NamedTuple):
-    """Growth of states along n chunks, with powers of two that keep them in range."""
+    """Weights of tokens in the states of a walk over n chunks, and the scales of these states."""
 
     strength: jax.Array  # float32 [H, n, C], weight of tokens in the state after their chunk, in its scale
     scales: recurrence.Scales
     # float32 [H, n, C], weight of tokens in the chunk's own normalizer, at most 1 and so in the range of float16
     norm_weights: jax.Array
-    log2_norm_unit: jax.Array  # float32 [H, n], what these weights are divided by
+    log2_norm_unit: jax.Array  # float32 [H, n], base-2 logarithm of what these weights were divided by
 
 
 def carried_keys(tokens: Chunks, call: configs.Call) -> Carried:
-    """Returns the growth of the states of keys."""
+    """Returns the weights of keys in the states, and the scales."""
     to_end, exponent = tokens.decays.log2_to_end, tokens.folded_exponent
     enters = (to_end > decays.NOTHING) & (exponent > units.OF_ZEROS)
     log2_strength = jnp.where(enters, to_end + call.power * exponent, decays.NOTHING)
@@ -98,27 +100,28 @@ def scale_of(tokens: Chunks, shift):
 
 
 def by_chunk(arguments: Arguments, call: configs.Call) -> Chunks:
-    """Returns the tokens by chunk, with their decays."""
+    """Returns the tokens by chunk, with their decays.
+
+    Both halves of a pass call this; in one program, the kernels run once.
+    """
     query, key, value, log_decay, enters_state = arguments
-    chunk, exact_window, time = call.chunk, call.exact_window, key.shape[1]
-    extra = -time % chunk
+    chunk, time = call.chunk, key.shape[1]
     query, key = (results.whole(reshaping.fill(x, call.config.head_dim)) for x in (query, key))
     value = results.whole(reshaping.fill(value, call.config.value_dim))
-    scaled_rows = units.in_units(query, key, value, call=call)
+    in_units = units.in_units(query, key, value, call=call)
     log2_decay, entering = _by_head(log_decay, enters_state, call)
-    # The first positions, from W before the first token on.
     folded_exponent, folded_value, folded_size = (
-        reshaping.resized(x, time + extra).reshape(len(x), -1, chunk, *x.shape[2:])
+        reshaping.resized(x, time + -time % chunk).reshape(len(x), -1, chunk, *x.shape[2:])
         for x in (
-            scaled_rows.key_exponent,
-            reshaping.pad(reshaping.heads_first(value), exact_window, 0),
-            scaled_rows.value_size,
+            in_units.key_exponent,
+            reshaping.pad(reshaping.heads_first(value), call.exact_window, 0),
+            in_units.value_size,
         )
     )
     return Chunks(
         key=key,
         value=value,
-        units=scaled_rows,
+        units=in_units,
         folded_exponent=folded_exponent,
         folded_value=folded_value.astype(jnp.float32),
         folded_size=folded_size,
@@ -127,7 +130,7 @@ def by_chunk(arguments: Arguments, call: configs.Call) -> Chunks:
     )
 
 
-def over_chunks(arguments: Arguments, call: configs.Call):
+def log2_across(arguments: Arguments, call: configs.Call):
     """Returns log2 of the decay of the state over each chunk, float32 [H, n], as in `decays.Decays`."""
     log2_decay, entering = _by_head(arguments.log_decay, arguments.enters_state, call)
     return decays.chunk_decays(log2_decay, entering, call=call).log2_across
@@ -148,10 +151,11 @@ def _by_head(log_decay, enters_state, call: configs.Call):
 def carry_along(
     log2_strength, size, in_norm, log2_across, call: configs.Call, reverse: bool = False
 ) -> Carried:
-    """Returns the growth of states from zero, from log2 of token weights [H, n, C] and of decays over chunks.
+    """Returns the weights of tokens in the states of a walk from zero, and the scales.
 
-    size: largest entry of each token. in_norm: what its weight in normalizers is multiplied with, of either sign.
-    reverse: whether the walk, in whose order the tokens are, is the reverse of `log2_across`.
+    log2_strength, size, in_norm: float32 [H, n, G C], in the order of the walk: log2 of a token's weight in the state
+    after its chunk, its largest entry, and what its weight in normalizers is multiplied with, of either sign.
+    log2_across: float32 [H, n], in the order of time. reverse: whether the walk begins at the last chunk.
     """
     log2_size = jnp.where(size > 0, jnp.log2(jnp.where(size > 0, size, 1)), decays.NOTHING)
     log2_new = log2_strength + log2_size

@@ -23,8 +23,10 @@ class Scales(NamedTuple):
 
     shift: jax.Array  # int32 [H, n + 1], exponents; -126 where the state is empty
     carry: jax.Array  # float32 [H, n], from one state to the next
-    in_segment: jax.Array  # float32 [H, n], from the first state of each segment of time to its others
-    over_segment: jax.Array  # float32 [H, segments], over each; 1 for one without chunks
+    in_segment: (
+        jax.Array
+    )  # float32 [H, n], from what arrives at a segment of time to the state before each of its chunks
+    over_segment: jax.Array  # float32 [H, segments], from there to the next segment; 1 for one without chunks
 
 
 def scales(log2_carry, largest, sums, *, segments: int, reverse: bool = False, interpret=None) -> Scales:
@@ -36,7 +38,7 @@ def scales(log2_carry, largest, sums, *, segments: int, reverse: bool = False, i
     sums_c. Logarithms of zero are `decays.NOTHING` or less.
     """
     heads, chunks = largest.shape
-    length = -(-chunks // segments)
+    per_segment = -(-chunks // segments)
 
     def body(log2_carry, largest, sums, *out):
         head, out = lax.axis_index("head"), Scales(*out)
@@ -59,16 +61,18 @@ def scales(log2_carry, largest, sums, *, segments: int, reverse: bool = False, i
                 shift_after = shift_of(after)
                 some = (x > decays.NOTHING / 2) & (carry > decays.NOTHING)
                 scaled_carry = jnp.where(some, carry + (shift - shift_after).astype(jnp.float32), _NEVER)
-                since = jnp.where(lax.rem(chunk, jnp.int32(length)) == 0, 0.0, since)
+                since = jnp.where(lax.rem(chunk, jnp.int32(per_segment)) == 0, 0.0, since)
                 out.shift[head, chunk + 1] = shift_after
                 out.carry[head, chunk] = jnp.exp2(scaled_carry)
                 out.in_segment[head, chunk] = jnp.exp2(since)
-                out.over_segment[head, lax.div(chunk, jnp.int32(length))] = jnp.exp2(since + scaled_carry)
+                out.over_segment[head, lax.div(chunk, jnp.int32(per_segment))] = jnp.exp2(
+                    since + scaled_carry
+                )
                 before = after, shift_after, since + scaled_carry
             return before
 
         # Segments after the last chunk.
-        for segment in range(-(-chunks // length), segments):
+        for segment in range(-(-chunks // per_segment), segments):
             out.over_segment[head, segment] = jnp.float32(1)
         x = jnp.float32(decays.NOTHING)
         out.shift[head, 0] = shift_of(x)

@@ -10,8 +10,13 @@ def time_last(x):
 
 
 def heads_first(x):
-    """Reshapes [B, T, N, ...] to [B N, T, ...]."""
+    """Reshapes [B, T, N, ...] to [HN, T, ...]."""
     return jnp.swapaxes(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:])
+
+
+def from_heads_first(x, batch):
+    """Reshapes [HN, T, ...] to [B, T, N, ...], the inverse of `heads_first`."""
+    return jnp.swapaxes(x.reshape(batch, -1, *x.shape[1:]), 1, 2)
 
 
 def pad(x, front, back):
@@ -23,11 +28,6 @@ def resized(x, length, axis=1):
     """Returns x truncated or zero-padded to a length of an axis."""
     x = jax.lax.slice_in_dim(x, 0, min(length, x.shape[axis]), axis=axis)
     return jnp.pad(x, [(0, length - n if a == axis else 0) for a, n in enumerate(x.shape)])
-
-
-def tokens_second(x, batch):
-    """Reshapes [B N, T, ...] to [B, T, N, ...], the inverse of `heads_first`."""
-    return jnp.swapaxes(x.reshape(batch, -1, *x.shape[1:]), 1, 2)
 
 
 def fill(x, size):

@@ -23,9 +23,9 @@ class Units(NamedTuple):
     T and S = W + T are in whole blocks. W zeros are before the first key and value. Rows with infinity are not divided.
     """
 
-    query: jax.Array  # bfloat16 [B N, T, D]
-    query_by_entry: jax.Array  # float16 [B N, D, T]
-    query_exponent: jax.Array  # int32 [B N, T], of the divisor; 0 for zeros
+    query: jax.Array  # bfloat16 [HN, T, D]
+    query_by_entry: jax.Array  # float16 [HN, D, T]
+    query_exponent: jax.Array  # int32 [HN, T], of the divisor; 0 for zeros
     key_by_entry: jax.Array  # float16 [B K, D, S]
     key_exponent: jax.Array  # int32 [B K, S], of the divisor; OF_ZEROS for zeros
     value_size: jax.Array  # float32 [B K, S], the largest entry

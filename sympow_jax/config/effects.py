@@ -1,4 +1,4 @@
-"""Settings that not every run reads, and those of a run that nothing reads."""
+"""Which settings a run reads, by the values of others, and those that are set for nothing."""
 
 import itertools
 import operator
@@ -13,12 +13,14 @@ from sympow_jax.config.task import Predicted
 _LEARNED_ROPES = ("learned_rope", "learned_rope_pairs")
 _ROPES = ("rope", *_LEARNED_ROPES)
 _CHUNKED = {"kernel": ("power", "power_delta", "linear"), "causal": (True,)}
+_RATED = ("orthogonal", "unitary", "mixed")
 _SCALED = ({"rope.scaling": ("llama3",)},)
 _DOCUMENTS = tuple(name for name, kind in data.SOURCES.items() if Predicted.TOKEN in kind.predicted)
 _STORED = tuple(name for name, kind in data.SOURCES.items() if kind.stored)
 _FILES = tuple(name for name, kind in data.SOURCES.items() if not kind.generated)
 
-# Settings, or groups of them, with the values of others for which one is read. Any of several rows may hold.
+# Paths of settings, or of groups with all in them, to alternatives, of which one must hold: other settings, with the
+# values for which the path is read.
 _Rules = Mapping[str, tuple[Mapping[str, tuple[Any, ...]], ...]]
 _OF_ATTENTION: _Rules = {
     "decay_bias": ({"decay": tuple(name for name, kind in kernels.DECAYS.items() if kind.is_projected)},),
@@ -38,16 +40,16 @@ _OF_ATTENTION: _Rules = {
         {"position": ("learned_absolute",)},
         {"position": ("rope",), "rope.base": (None,)},
         {"position": _LEARNED_ROPES, "rope.base": (None,), "learned_rope_start": ("paper",)},
-        {"position": ("lrpe",), "lrpe.rates": ("rope",)},
+        {"position": ("lrpe",), "lrpe.core": _RATED, "lrpe.rates": ("rope",)},
     ),
     "rope": ({"position": _ROPES},),
     **dict.fromkeys(("rope.factor", "rope.low_frequency_factor"), _SCALED),
     **dict.fromkeys(("rope.high_frequency_factor", "rope.original_length"), _SCALED),
     "lrpe": ({"position": ("lrpe",)},),
-    "lrpe.rates": ({"lrpe.core": ("orthogonal", "unitary", "mixed")},),
-    "lrpe.reference_length": ({"lrpe.rates": ("b", "c", "cosine")},),
+    "lrpe.rates": ({"lrpe.core": _RATED},),
+    "lrpe.reference_length": ({"lrpe.core": _RATED, "lrpe.rates": ("b", "c", "cosine")},),
 }
-READERS: _Rules = {
+READ_IF: _Rules = {
     "model.vocab_size": ({"model.patch_size": (None,)},),
     "model.tied_head": ({"model.patch_size": (None,)},),
     "model.state_dtype": ({f"model.attention.{name}": values for name, values in _CHUNKED.items()},),
@@ -59,7 +61,10 @@ READERS: _Rules = {
     "task.mask_token": ({"task.name": ("masked_token",)},),
     "data.heldout_fraction": ({"data.source": _FILES, "data.heldout_paths": ((),)},),
     "data.token_dtype": ({"data.source": _STORED},),
-    "data.document_separator": ({"data.source": (*_STORED, *data.CORPUS_SOURCES, "tsv")},),
+    "data.document_separator": (
+        {"data.source": (*_STORED, *data.CORPUS_SOURCES)},
+        {"data.source": ("tsv",), "task.dual_encoder": (False,)},
+    ),
     "data.text_columns": ({"data.source": (*data.CORPUS_SOURCES, "tsv")},),
     "data.label_column": ({"data.source": ("tsv",)},),
     "data.labels": ({"data.source": ("tsv",), "task.name": ("classification",)},),
@@ -78,11 +83,10 @@ def without_effect(config: run.Config) -> list[str]:
     An example is "model.attention.power (model.attention.kernel is softmax)". A setting of attention is read if any
     layer reads it.
     """
-    # A retrofit replaces the attention of the run that it starts from.
-    original = () if config.task.initial_run is None else (config.model.attention,)
-    # A run for each kind of layer.
+    # The first stage of a retrofit replaces the attention of the run that it starts from.
+    original = (config.model.attention,) if config.task.replaces_attention else ()
+    # A run for each kind of layer, whose model need not pass the checks of one with these layers alone.
     kinds = dict.fromkeys((*config.model.attentions, *original))
-    # Not a `ModelConfig`: that of a run to start from need not fit this one's heads.
     models = [types.SimpleNamespace(**vars(config.model) | {"attention": kind}) for kind in kinds]
     runs = [types.SimpleNamespace(**vars(config) | {"model": model}) for model in models]
     found = []
@@ -90,7 +94,8 @@ def without_effect(config: run.Config) -> list[str]:
         value = operator.attrgetter(setting.path)
         if value(config) == setting.default:
             continue
-        rules = [rows for path, rows in READERS.items() if f"{setting.path}.".startswith(f"{path}.")]
+        # Those of the setting and of each group around it must all hold.
+        rules = [rows for path, rows in READ_IF.items() if f"{setting.path}.".startswith(f"{path}.")]
         reasons = [[reason for rows in rules for reason in _unmet(one, rows)] for one in runs]
         for one, own in zip(runs, reasons, strict=True):
             if value(one) != value(config):
@@ -101,7 +106,7 @@ def without_effect(config: run.Config) -> list[str]:
 
 
 def _unmet(config: Any, rows: Iterable[Mapping[str, tuple[Any, ...]]]) -> list[str]:
-    """Returns the settings whose values fit no row, or nothing if all of a row fit."""
+    """Returns "path is value" for each condition of any row that does not hold, or nothing if all of one row hold."""
     unmet = [
         [
             f"{path} is {literals.written(value)}"

@@ -16,7 +16,7 @@ from sympow_jax.config.attention import KERNELS
 from tests.data import builders
 
 A = "model.attention."
-# Another value of each setting that not every run reads, which fits the others.
+# Other values, which fit each other, of settings of layers and rows that not every run reads.
 OTHERS: dict[str, Any] = {
     "model.state_dtype": "bfloat16",
     A + "decay_bias": 3.0,
@@ -39,7 +39,6 @@ OTHERS: dict[str, Any] = {
     A + "lrpe.basis": "householder",
     A + "lrpe.rates": "c",
     A + "lrpe.reference_length": 99,
-    "task.mask_token": 1,
     "data.token_dtype": "uint32",
     "data.document_separator": 1,
     "data.text_columns": ("other",),
@@ -104,6 +103,7 @@ def test_a_layer_reads_the_settings_of_attention_that_are_not_named(layer):
     ],
 )
 def test_rows_do_not_depend_on_settings_of_data_that_are_named(tmp_path, source, task, settings, count):
+    """count: how many of the changed settings have no effect."""
     lines = b"text\tlabel\n" + b"one\t0\ntwo\t1\n" * 9
     builders.write_files(tmp_path, {"text/1": b"document " * 9, "text/2": b"another " * 9, "tsv": lines})
     builders.write_bin(tmp_path / "tokens", [range(1, 90)])
@@ -135,6 +135,13 @@ def test_each_setting_without_effect_is_named_with_its_reason():
     assert named(mixed) == {"training.max_skips"}
     replaced = config.override(mixed, {A + "decay": "alibi"})
     assert named(replaced) == {A + "decay", "training.max_skips"}
+    # A run that continues another has the layers of its own config.
+    continued = config.override(softmax, {A + "power": "4", "task.initial_run": "run"})
+    assert named(continued) == {A + "power"}
+    # The condition of a condition.
+    lrpe = {A + "position": "lrpe", A + "lrpe.core": "permutation", A + "lrpe.rates": "b"}
+    permuted = config.override(softmax, lrpe | {A + "kernel": "linear", A + "lrpe.reference_length": "99"})
+    assert named(permuted) == {A + "lrpe.rates", A + "lrpe.reference_length"}
 
 
 def test_settings_that_must_be_those_of_the_run_to_start_from_are_read():

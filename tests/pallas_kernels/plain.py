@@ -220,14 +220,14 @@ def _options(operands, time, call):
 
 
 def in_heads(x, before, length):
-    """Returns [B, T, N, ...] as [B N, `length`, ...], with `before` zeros in front."""
+    """Returns [B, T, N, ...] as [HN, `length`, ...], with `before` zeros in front."""
     return reshaping.resized(reshaping.pad(reshaping.heads_first(x), before, 0), length)
 
 
 def as_arguments(x, batch_time, before=0):
-    """Returns [B N, X, ...] as [B, T, N, ...], without `before` positions in front."""
+    """Returns [HN, X, ...] as [B, T, N, ...], without `before` positions in front."""
     batch, time = batch_time
-    return reshaping.tokens_second(x, batch)[:, before : before + time]
+    return reshaping.from_heads_first(x, batch)[:, before : before + time]
 
 
 def query_vjp(operands, *, time, call):
@@ -364,7 +364,7 @@ def _decay_of(rows, chunks, chunk, exact_window):
 
 
 def _in_chunks(x, chunks, chunk, heads, reverse):
-    """Reshapes [H G, A, any length] to [H, n, A, G C], with the last chunk first or not."""
+    """Reshapes [HN, A, any length] to [H, n, A, G C], with the last chunk first or not."""
     x = reshaping.resized(x, chunks * chunk, 2)
     x = jnp.moveaxis(x.reshape(heads, -1, x.shape[1], chunks, chunk), 3, 1)
     x = jnp.swapaxes(x, 2, 3).reshape(*x.shape[:2], x.shape[3], -1)

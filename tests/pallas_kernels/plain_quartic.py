@@ -87,7 +87,7 @@ def blocks_and_scalars(vector, scalars, layout):
 
 
 def _in_heads(x, before, length):
-    """Returns [B, T, N, ...] as [B N, `length`, ...], with `before` zeros in front."""
+    """Returns [B, T, N, ...] as [HN, `length`, ...], with `before` zeros in front."""
     x = np.swapaxes(x, 1, 2).reshape(-1, x.shape[1], x.shape[3])[:, : length - before]
     return np.pad(x, [(0, 0), (before, length - before - x.shape[1]), (0, 0)])
 

@@ -91,6 +91,20 @@ def test_a_nan_stays_one_in_its_own_head(power):
         assert not nan[1, :, 1].any(), name
 
 
+@pytest.mark.parametrize(("power", "scale"), [(2, 2.0**-64), (4, 2.0**-33)])
+def test_a_state_of_zeros_is_none(power, scale):
+    """Also where the sums of the first keys are so small that no float32 takes a state of zeros to their scale."""
+    case = cases.Case(power=power, time=260, decay="none")
+    drawn = cases.arrays(case, batch=1, dtype="bfloat16")
+    drawn["key"][:, :160] *= scale
+    arrays = {name: x for name, x in cases.cast(drawn, "bfloat16").items() if name != "dout"}
+    call = functools.partial(ops.power_attention, **arrays, **FIXED, power=power, implementation="mosaic_gpu")
+    head_dim, value_dim = (arrays[name].shape[-1] for name in ("key", "value"))
+    kv_heads = arrays["key"].shape[2]
+    zeros = ops.PowerState.zeros(1, kv_heads, head_dim, value_dim, power=power)
+    np.testing.assert_array_equal(call(initial_state=zeros), call())
+
+
 @marked.cases(("power", "values"), [(2, 1), (2, 0)], slow=[(4, 1), (4, 0)])
 def test_states(power, values):
     """Checks outputs and states after a state, and all gradients, from those of outputs and of the final state.

@@ -16,19 +16,24 @@ from pallas_kernels.power_state.quartic import query_vjp as query_kernel
 _POWER = 4
 
 
-def operands_of_queries(units: units_kernel.Units, dual: preparation_vjp.Dual) -> forward.Operands:
+def operands_of_queries(units: units_kernel.Units, walk: preparation_vjp.ReverseWalk) -> forward.Operands:
     """Returns the operands of the walk that computes the gradients of states, from scaled queries."""
-    strength = dual.carried.strength
+    strength = walk.carried.strength
     query, value = (
-        preparation_vjp.backwards(reshaping.resized(x, strength.size // len(x)), strength.shape)
-        for x in (units.query, dual.value)
+        preparation_vjp.in_walk(reshaping.resized(x, strength.size // len(x)), strength.shape)
+        for x in (units.query, walk.value)
     )
     return forward.operands_of(reshaping.time_last(query.astype(jnp.float16)), value, strength)
 
 
-def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time, call: configs.Call):
-    """Returns the gradients of queries [B, T, N, D] and the kernel's sums, [H G, 2, X]; `saved` is by head."""
-    tokens, mean = prepared
+def query_vjp(
+    tokens: preparation.Chunks,
+    mean: preparation_vjp.MeanCotangent,
+    saved: preparation.Saved,
+    time,
+    call: configs.Call,
+):
+    """Returns the gradients of queries [B, T, N, D] and the kernel's sums, [HN, 2, X]; `saved` is by head."""
     length = mean.inverse.shape[1]
     unit = reshaping.resized(tokens.units.query, length)
     layout = layouts.Layout(call.config.head_dim, call.config.value_dim)
@@ -51,7 +56,7 @@ def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time
         states=saved.states,
         key=tokens.key,
         value=tokens.value,
-        decay=tokens.decays.blocks,
+        decay=tokens.decays.of_keys,
         rows=preparation_vjp.vectors(*rows),
     )
     gradient, sums = query_kernel.query_vjp(operands, call=call)
@@ -61,15 +66,21 @@ def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time
     gradient, sums = _with_norm(gradient, sums, dy, unit, layout)
     exponent = reshaping.resized(tokens.units.query_exponent, length)[..., None]
     gradient = numerics.scaled(gradient, -exponent)[:, :time]
-    return reshaping.tokens_second(gradient, len(tokens.key)).astype(unit.dtype), sums
+    return reshaping.from_heads_first(gradient, len(tokens.key)).astype(unit.dtype), sums
 
 
-def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, length, call: configs.Call):
+def key_vjp(
+    tokens: preparation.Chunks,
+    mean: preparation_vjp.MeanCotangent,
+    dual: preparation.Saved,
+    time,
+    length,
+    call: configs.Call,
+):
     """Returns the gradients of keys and values [B, T, K, ...] and the kernel's sums, [H, 2, `length`].
 
     dual: the gradients of states by head.
     """
-    tokens, mean = prepared
     layout, exact_window = layouts.Layout(call.config.head_dim, call.config.value_dim), call.exact_window
     heads, chunks = dual.shifts.shape
     key, value = (
@@ -113,7 +124,7 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
     dy = dy * numerics.scaled(2 * met, -2 * exponent)[..., None]
     gradient, sums = _with_norm(gradient, sums, dy, key, layout)
     dkey, dvalue = (
-        reshaping.tokens_second(x[:, exact_window : exact_window + time], len(tokens.key)).astype(
+        reshaping.from_heads_first(x[:, exact_window : exact_window + time], len(tokens.key)).astype(
             tokens.key.dtype
         )
         for x in (gradient, dvalue)
@@ -137,9 +148,8 @@ def _with_norm(gradient, sums, dy, x, layout):
 def inner(tokens: preparation.Chunks, saved: preparation.Saved, dual: preparation.Saved):
     """Returns <R, S> per chunk, float32 [H, n], of states that are stored times their weights.
 
-    S is the state before the chunk, decayed over it, and R the gradient of the state after it.
+    S is the state before the chunk, decayed over it, and R the gradient of the state after it, both in order of time.
     """
-    dual = preparation.Saved(*(jnp.flip(x, 1) for x in dual))
     layout = layouts.Layout(tokens.key.shape[-1], tokens.value.shape[-1])
     weights = layout.weights.reshape(layout.stacks, 1, layout.width)
     inverse = np.where(weights > 0, 4.0**layouts.WEIGHT_BITS / np.where(weights > 0, weights, 1), 0)

@@ -172,7 +172,7 @@ def attend(tokens: preparation.Chunks, saved: preparation.Saved, time, with_rema
         denominator=total.reshape(-1, *scale.shape[1:]),
         key=tokens.key,
         value=tokens.value,
-        decay=tokens.decays.blocks,
+        decay=tokens.decays.of_keys,
         scale=scale * 2.0**layouts.WEIGHT_BITS,
     )
     return query_kernel.query_states(operands, time=time, with_remainder=with_remainder, call=call)

@@ -10,16 +10,21 @@ from pallas_kernels.power_state.square import key_vjp as key_kernel
 from pallas_kernels.power_state.square import query_vjp as query_kernel
 
 
-def operands_of_queries(units: units_kernel.Units, dual: preparation_vjp.Dual) -> forward.Operands:
+def operands_of_queries(units: units_kernel.Units, walk: preparation_vjp.ReverseWalk) -> forward.Operands:
     """Returns the operands of the walk that computes the gradients of states, from scaled queries."""
-    strength = preparation_vjp.forwards(dual.carried.strength, len(units.query))[:, : dual.value.shape[1]]
-    value = jnp.swapaxes(dual.value * strength[..., None], 1, 2).astype(jnp.float16)
+    strength = preparation_vjp.in_time(walk.carried.strength, len(units.query))[:, : walk.value.shape[1]]
+    value = jnp.swapaxes(walk.value * strength[..., None], 1, 2).astype(jnp.float16)
     return forward.Operands(units.query_by_entry, value, reverse=True)
 
 
-def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time, call: configs.Call):
-    """Returns the gradients of queries [B, T, N, D] and the kernel's sums, [H G, 2, X]; `saved` is by head."""
-    tokens, mean = prepared
+def query_vjp(
+    tokens: preparation.Chunks,
+    mean: preparation_vjp.MeanCotangent,
+    saved: preparation.Saved,
+    time,
+    call: configs.Call,
+):
+    """Returns the gradients of queries [B, T, N, D] and the kernel's sums, [HN, 2, X]; `saved` is by head."""
     units = tokens.units
     scale = preparation.scale_of(tokens, saved.shifts).reshape(len(saved.shifts), -1)
     scale = jnp.repeat(scale, len(units.query) // len(saved.shifts), 0)
@@ -41,22 +46,29 @@ def query_vjp(prepared: preparation_vjp.Prepared, saved: preparation.Saved, time
         norm=saved.norms,
         key=tokens.key,
         value=tokens.value,
-        decay=tokens.decays.blocks,
+        decay=tokens.decays.of_keys,
         rows=preparation_vjp.vectors(*rows),
     )
     return query_kernel.query_vjp(operands, time=time, call=call)
 
 
-def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, length, call: configs.Call):
+def key_vjp(
+    tokens: preparation.Chunks,
+    mean: preparation_vjp.MeanCotangent,
+    dual: preparation.Saved,
+    time,
+    length,
+    call: configs.Call,
+):
     """Returns the gradients of keys and values [B, T, K, ...] and the kernel's sums, [H, 2, `length`].
 
     dual: the gradients of states by head.
     """
-    tokens, mean = prepared
     shift = jnp.flip(dual.shifts, 1)[..., None]
     key_exponent, value_exponent = tokens.folded_exponent, numerics.exponent(tokens.folded_size)
 
-    def met(exponent):
+    def state_factor(exponent):
+        """Returns the decay to the state after the chunk, times 2^(exponent + shift)."""
         factor = preparation.scaled_decay(tokens.decays.log2_to_end, shift + exponent)
         return reshaping.resized(factor.reshape(len(factor), -1), length)
 
@@ -65,13 +77,17 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
         exponent = jnp.maximum(reshaping.resized(exponent, length), jnp.finfo(jnp.float32).minexp)
         return numerics.scaled(jnp.ones(exponent.shape, jnp.float32), -exponent)
 
+    coarse, fine, coarse_before, fine_before = preparation_vjp.decays_of_keys(tokens, length // call.chunk)
     rows = key_kernel.Rows(
-        narrow(tokens.units.key_exponent),
-        narrow(numerics.exponent(tokens.units.value_size)),
-        met(key_exponent + value_exponent),
-        2 * met(0),
-        met(2 * key_exponent),
-        *preparation_vjp.decays_of_keys(tokens, length // call.chunk),
+        narrow_key=narrow(tokens.units.key_exponent),
+        narrow_value=narrow(numerics.exponent(tokens.units.value_size)),
+        state_key=state_factor(key_exponent + value_exponent),
+        state_norm=2 * state_factor(0),
+        state_value=state_factor(2 * key_exponent),
+        coarse=coarse,
+        fine=fine,
+        coarse_before=coarse_before,
+        fine_before=fine_before,
     )
     operands = key_kernel.Operands(
         key=tokens.key,
@@ -90,9 +106,8 @@ def key_vjp(prepared: preparation_vjp.Prepared, dual: preparation.Saved, time, l
 def inner(tokens: preparation.Chunks, saved: preparation.Saved, dual: preparation.Saved):
     """Returns <R, S> per chunk, float32 [H, n].
 
-    S is the state before the chunk, decayed over it, and R the gradient of the state after it.
+    S is the state before the chunk, decayed over it, and R the gradient of the state after it, both in order of time.
     """
-    dual = preparation.Saved(*(jnp.flip(x, 1) for x in dual))
     weights = layouts.Layout(saved.norms.shape[-1]).weights
     product = (saved.states.astype(jnp.float32) * dual.states.astype(jnp.float32) * weights).sum((2, 3, 4))
     return preparation_vjp.inner_of(tokens, saved, dual, product)

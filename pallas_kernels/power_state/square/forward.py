@@ -16,8 +16,8 @@ from pallas_kernels.power_state.square import update as update_kernel
 class Operands(NamedTuple):
     """Tokens of a walk over the chunks, for G heads of each of H states, as in `update.Operands`."""
 
-    key: jax.Array  # float16 [H G, D, any length]
-    value: jax.Array  # float16 [H G, E, any length], times its weight in the state after its chunk
+    key: jax.Array  # float16 [HN, D, any length]
+    value: jax.Array  # float16 [HN, E, any length], times its weight in the state after its chunk
     reverse: bool = False
 
 
@@ -51,12 +51,16 @@ def operands_of_keys(tokens: preparation.Chunks, strength) -> Operands:
 
 
 def states(operands: Operands, carried: preparation.Carried, call: configs.Call):
-    """Returns the state before each chunk [H, n, 16, E, P] and the last one [H, 16, E, P], divided by 2^shift."""
+    """Returns the state before each chunk, float16 [H, n, 16, E, P], and the last, float32 [H, 16, E, P].
+
+    Both are divided by 2^shift.
+    """
     layout = layouts.Layout(call.config.head_dim)
     arrays = update_kernel.Operands(operands.key, operands.value, carried.scales.carry)
-    found, finals = update_kernel.update(arrays, call=call, reverse=operands.reverse)
+    before, finals = update_kernel.update(arrays, call=call, reverse=operands.reverse)
+    # From [H, segments, 16, sections, E, P / sections] to [H, segments, 16, E, P].
     finals = jnp.swapaxes(finals, 3, 4).reshape(*finals.shape[:3], -1, layout.width)
-    return segments.join(found, finals, carried.scales, interpret=call.interpret)
+    return segments.join(before, finals, carried.scales, interpret=call.interpret)
 
 
 def norms(operands: Operands, weights, interpret):
@@ -76,7 +80,7 @@ def attend(tokens: preparation.Chunks, saved: preparation.Saved, time, with_rema
         norm=saved.norms,
         key=tokens.key,
         value=tokens.value,
-        decay=tokens.decays.blocks,
+        decay=tokens.decays.of_keys,
         scale=preparation.scale_of(tokens, saved.shifts),
     )
     return query_kernel.query_states(operands, time=time, with_remainder=with_remainder, call=call)
