@@ -83,8 +83,8 @@ def without_effect(config: run.Config) -> list[str]:
     An example is "model.attention.power (model.attention.kernel is softmax)". A setting of attention is read if any
     layer reads it.
     """
-    # The first stage of a retrofit replaces the attention of the run that it starts from.
-    original = (config.model.attention,) if config.task.replaces_attention else ()
+    # Settings must fit those of the run that one starts from, whose attention a retrofit replaces.
+    original = () if config.task.initial_run is None else (config.model.attention,)
     # A run for each kind of layer, whose model need not pass the checks of one with these layers alone.
     kinds = dict.fromkeys((*config.model.attentions, *original))
     models = [types.SimpleNamespace(**vars(config.model) | {"attention": kind}) for kind in kinds]

@@ -135,9 +135,6 @@ def test_each_setting_without_effect_is_named_with_its_reason():
     assert named(mixed) == {"training.max_skips"}
     replaced = config.override(mixed, {A + "decay": "alibi"})
     assert named(replaced) == {A + "decay", "training.max_skips"}
-    # A run that continues another has the layers of its own config.
-    continued = config.override(softmax, {A + "power": "4", "task.initial_run": "run"})
-    assert named(continued) == {A + "power"}
     # The condition of a condition.
     lrpe = {A + "position": "lrpe", A + "lrpe.core": "permutation", A + "lrpe.rates": "b"}
     permuted = config.override(softmax, lrpe | {A + "kernel": "linear", A + "lrpe.reference_length": "99"})
