@@ -42,7 +42,8 @@ def choose(head_dim, value_dim, dtype, chunk, exact_window) -> configs.Config:
     vectors = 2 * (chunk + exact_window) + (_ROW_VECTORS * query_blocks + _KEY_STAGES) * _BLOCK
     left = configs.SHARED_BYTES - 2 * (rows + keys) - 4 * vectors
     query_stages = configs.stages(left // (2 * height * layout.section_width), 6, chunk)
-    groups = 1 if head_dim == 128 else 4
+    # In a chunk of 64 too, loops over keys are unrolled: with jax 0.11.2, four groups would spill 48 bytes per thread.
+    groups = 1 if head_dim == 128 else 2 if chunk == _BLOCK else 4
     if head_dim < 128:
         # Use a number that divides the steps of a round, so that slots are known at compile time.
         query_stages = next(number for number in range(query_stages, 1, -1) if groups % number == 0)
