@@ -28,7 +28,7 @@ from pallas_kernels.power_attention import configs, pairs, sequence, vjp_sizes
 # Fractions of the mean are scaled to 2^14, values, cotangents and gradients by scores to 2^15 at most: float16 ends
 # below 2^16.
 WEIGHT_BITS, _OPERAND_BITS = 14, 15
-# Slopes contain weights; one bit is for the difference dP - delta.
+# Gradients by scores contain weights; one bit is for the difference dP - delta.
 _GRADIENT_BITS = _OPERAND_BITS - WEIGHT_BITS - 1
 # Largest exponent of g, so that it stays finite.
 _LARGEST_EXPONENT = 120

@@ -38,7 +38,8 @@ def add_incoming(
     size = jnp.maximum(of_kv, of_norm * preparation.LEAST_VALUE)
     size = jnp.log2(jnp.maximum(size, jnp.finfo(jnp.float32).tiny))[:, None]
     bound = jnp.logaddexp2(shifts + float(recurrence.HEADROOM), log2_since[:, :-1] + size)
-    scale = jnp.ceil(bound).astype(jnp.int32) - recurrence.HEADROOM
+    # The maximum is for an incoming NaN, which has no bound: it must not reach other entries.
+    scale = jnp.maximum(jnp.ceil(bound).astype(jnp.int32) - recurrence.HEADROOM, shifts)
     kept = jnp.exp2((shifts - scale).astype(jnp.float32))
     # Multiplied twice: its square may be beyond float32, where the saved state is tiny and the incoming one is zero.
     root = jnp.exp2((log2_since[:, :-1] - scale) / 2)

@@ -1,5 +1,6 @@
 """Tests of the op around plain-JAX stand-ins for the state kernels: values, gradients, states in and out."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -103,6 +104,25 @@ def test_a_state_of_zeros_is_none(power, scale):
     kv_heads = arrays["key"].shape[2]
     zeros = ops.PowerState.zeros(1, kv_heads, head_dim, value_dim, power=power)
     np.testing.assert_array_equal(call(initial_state=zeros), call())
+
+
+@marked.cases("power", [4], slow=[2])
+def test_a_nan_of_a_state_stays_in_its_channel(power):
+    """From the second chunk on, where other channels have the scale of the keys before."""
+    case = cases.Case(power=power, time=260, decay="gentle")
+    drawn = cases.cast(cases.arrays(case, batch=1, dtype="bfloat16"), "bfloat16")
+    call = functools.partial(ops.power_attention, **FIXED, power=power, return_state=True)
+
+    def part(begin, end):
+        return {name: x[:, begin:end] for name, x in drawn.items() if name != "dout" and x is not None}
+
+    _, state = call(**part(0, 130), implementation="xla")
+    nan = dataclasses.replace(state, kv=state.kv.at[..., 0].set(jnp.nan))
+    found, expected = (
+        call(**part(130, 260), initial_state=x, implementation="mosaic_gpu")[0][:, 64:] for x in (nan, state)
+    )
+    assert np.isnan(np.asarray(found[..., 0], np.float32)).all()
+    np.testing.assert_array_equal(found[..., 1:], expected[..., 1:])
 
 
 @marked.cases(("power", "values"), [(2, 1), (2, 0)], slow=[(4, 1), (4, 0)])
