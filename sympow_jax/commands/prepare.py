@@ -55,7 +55,7 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
             "out, and counted.",
         ),
         ("workers", int, "N", 1, "Number of processes that tokenize."),
-        ("row_tokens", int, "N", zarr.ROW_TOKENS, "Tokens per row of `longcrawl64`."),
+        ("row_tokens", int, "N", None, f"Tokens per row of `longcrawl64`. Default: {zarr.ROW_TOKENS:,}."),
     )
     parser.add_argument("files", nargs="+", metavar="FILE", help="Files, folders or globs to read.")
     with _interrupted_once(), signals.user_errors():
@@ -63,6 +63,10 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
         suffix = {"bin": ".bin", "longcrawl64": ".zarr"}[flags.format]
         if not flags.out.rstrip("/").endswith(suffix):
             raise ValueError(f"--out is {flags.out}; with --format={flags.format} it must end in {suffix}")
+        if flags.format == "bin" and flags.row_tokens is not None:
+            raise ValueError(
+                "--row_tokens is for --format=longcrawl64: a .bin file has no rows; leave it out"
+            )
         if flags.format == "longcrawl64":
             workdir.require_path("--out", flags.out, "Zarr arrays", refused="\\")
         names = ("tokenizer", "separator", "text_column", "shortest_document", "workers")
@@ -80,8 +84,9 @@ def main(arguments: Sequence[str], program: str = "sympow prepare") -> int:
             if flags.format == "bin":
                 about = prepare.write_bin(flags.out, flags.files, options, report=report)
             else:
+                row_tokens = zarr.ROW_TOKENS if flags.row_tokens is None else flags.row_tokens
                 about = prepare.write_longcrawl64(
-                    flags.out, flags.files, options, row_tokens=flags.row_tokens, report=report
+                    flags.out, flags.files, options, row_tokens=row_tokens, report=report
                 )
         streams.say(
             ", ".join(f"{name} {value}" for name, value in about.items() if name != "tokenizer_fingerprint")

@@ -69,7 +69,9 @@ class TaskConfig:
         if self.initial_run is not None:
             object.__setattr__(self, "initial_run", os.path.expanduser(self.initial_run))
         if self.predicted is Predicted.CLASS:
-            checks.require_at_least(2, **{"task.classes": self.classes or 0})
+            if self.classes is None:
+                raise ValueError(f"set task.classes: task.name {self.name!r} needs the number of classes")
+            checks.require_at_least(2, **{"task.classes": self.classes})
         if self.dual_encoder and self.outputs is None:
             raise ValueError(
                 f"task.dual_encoder is True and task.name {self.name!r}; pairs of texts have classes or numbers"

@@ -29,7 +29,7 @@ task.name=next_token A.causal=true model.norm=batch | task.name is 'next_token' 
 evaluation.context_lengths=8           | context_lengths (8,); only decoders have losses by position: set it to none
 sharding.context=2                     | task.name is 'masked_token' and sharding.context 2
 CLASSES optimizer.z_loss=1e-4          | task.name is 'classification' and optimizer.z_loss 0.0001
-task.name=classification               | task.classes is 0; it must be at least 2
+task.name=classification               | set task.classes: task.name 'classification' needs
 task.dual_encoder=true                 | task.dual_encoder is True and task.name 'masked_token'; pairs of texts have
 CLASSES task.dual_encoder=true         | data.source 'text' and data.text_columns (); a dual encoder needs source 'tsv'
 CLASSES LINES task.dual_encoder=true data.text_columns=one | 'tsv' and data.text_columns ('one',); a dual encoder

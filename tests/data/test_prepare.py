@@ -91,11 +91,11 @@ def test_tokens_of_other_tokenizers(folder, word_tokenizer):
             (word_tokenizer, 70_000, "texts", "<u4", large),
         )
     ):
-        common = (f"--tokenizer={name}", f"--separator={separator}", "--row_tokens=3", read)
+        common = (f"--tokenizer={name}", f"--separator={separator}", read)
         prepare.main(["--format=bin", f"--out={number}.bin", *common])
         assert stored(f"{number}.bin", dtype).tolist() == expected
         assert record(f"{number}.bin")["documents"] == expected.count(separator)
-    prepare.main(["--format=longcrawl64", "--out=a.zarr", *common])
+    prepare.main(["--format=longcrawl64", "--out=a.zarr", "--row_tokens=3", *common])
     config = builders.whole("longcrawl64", "a.zarr", token_dtype="uint32")
     assert builders.contents(config) == np.reshape(large, (3, 3)).tolist()
 
@@ -121,13 +121,13 @@ def test_longcrawl64_in_several_bands_of_chunks(folder):
 
 @pytest.mark.parametrize(
     ("layout", "source", "out"),
-    [("bin", "tokens", "a, 'b'/it.bin"), ("longcrawl64", "longcrawl64", "~/$x.zarr")],
+    [("bin", "tokens", "a, 'b'/it.bin"), ("longcrawl64 --row_tokens=4", "longcrawl64", "~/$x.zarr")],
 )
 def test_the_printed_command_trains_on_the_output(
     folder, word_tokenizer, capsys, monkeypatch, layout, source, out
 ):
     monkeypatch.setenv("HOME", str(folder))
-    run(f"--format={layout}", f"--out={out}", f"--tokenizer={word_tokenizer}", "--row_tokens=4")
+    run(*f"--format={layout}".split(), f"--out={out}", f"--tokenizer={word_tokenizer}")
     command = shlex.split(capsys.readouterr().out.partition("next: ")[2])
     assert command[:2] == ["sympow", "train"]
     config, _, _ = command_line.parse_training(command[2:])
@@ -354,6 +354,7 @@ def test_short_documents_are_left_out(folder, lines, capsys):
 
 MISTAKES = f"""
 --out=a.zarr texts                    | --out is a.zarr; with --format=bin it must end in .bin
+--out=a.bin --row_tokens=4 texts      | --row_tokens is for --format=longcrawl64
 zero.txt                              | zero.txt holds id 0, which separates documents
 empty.txt                             | every file is empty (1 found)
 none.txt none.jsonl {COLUMN}          | none.txt is neither .parquet nor .jsonl
@@ -431,10 +432,11 @@ def settings(request, tmp_path, monkeypatch):
     builders.write_words(tmp_path / "words.json", VOCABULARY)
     builders.write_words(tmp_path / "others.json", {**VOCABULARY, "the": 2, "first": 1})
     os.link("words.json", "copy.json")
-    layout, out = ("bin", "out.bin") if request.param == "tokens" else ("longcrawl64", "out.zarr")
-    prepare.main(
-        [f"--format={layout}", f"--out={out}", "--row_tokens=4", "--tokenizer=./words.json", "texts"]
-    )
+    layout, out, *rows = {
+        "tokens": ("bin", "out.bin"),
+        "longcrawl64": ("longcrawl64", "out.zarr", "--row_tokens=4"),
+    }[request.param]
+    prepare.main([f"--format={layout}", f"--out={out}", *rows, "--tokenizer=./words.json", "texts"])
     return config_lib.Config(
         model=config_lib.ModelConfig(vocab_size=5, layers=1, width=16, heads=2),
         data=builders.data_config(source=request.param, paths=(out,), document_separator=3),
