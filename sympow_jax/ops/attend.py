@@ -57,7 +57,7 @@ def attend(plan, tokens, state=None):
         if plan.implementation == "xla" and not unscaled and plan.division is not means.Division.NONE:
             tokens = tokens._replace(key=preparation.scaled_keys(tokens.key, plan.power))
         if plan.implementation == "reference":
-            out, final = reference.FORMS[plan.form](plan, tokens, state)
+            out, final = reference.attention(plan, tokens, state)
         elif plan.form == "attention":
             out, final = backend.attention(plan, tokens, state)
         else:

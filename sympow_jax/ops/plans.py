@@ -175,19 +175,7 @@ class _Request:
                 f"no state; use form='chunked', or leave out axis_name"
             )
         if implementation == "reference":
-            if form == "chunked":
-                return "implementation 'reference' has no chunked form; use 'attention' or 'recurrent'"
-            if form == "step":
-                return (
-                    "implementation 'reference' has no step; call the op with one token and "
-                    "implementation='reference'"
-                )
-            if form == "recurrent" and self.per_channel:
-                return (
-                    "form 'recurrent' of the reference has one decay per key head; use form='attention' for one per "
-                    "value channel"
-                )
-            return None
+            return None if form == "attention" else "implementation 'reference' has only the form 'attention'"
         if self.per_channel:
             if implementation == "mosaic_gpu":
                 return "'mosaic_gpu' has one decay per key head; use implementation='xla' for one per value channel"

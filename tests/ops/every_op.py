@@ -184,7 +184,6 @@ OPS = {
     "chunked": call(power, "chunked"),
     "recurrent": call(power, "recurrent"),
     "reference": call(power, "attention", implementation="reference"),
-    "recurrent-reference": call(power, "recurrent", implementation="reference"),
     # Without states, decays and documents.
     "plain-attention": call(stateless, ops.power_attention, NEITHER, form="attention", chunk_size=8),
     "plain-chunked": call(

@@ -104,12 +104,10 @@ def test_power_attention_refuses(call):
 
 
 CHANNELS = {"log_decay": X}
-REFERENCE = functools.partial(ops.explain, implementation="reference")
 BIDIRECTIONAL = functools.partial(ops.linear_attention, causal=False)
 UNSUPPORTED = {
     "form 'attention' has one decay per key head": (ops.explain, CHANNELS | {"form": "attention"}),
     "form 'recurrent' has one decay per key head": (ops.explain, CHANNELS | {"form": "recurrent"}),
-    "'recurrent' of the reference": (REFERENCE, CHANNELS | {"form": "recurrent"}),
     "'mosaic_gpu' has one decay per key head": (ops.explain, CHANNELS | {"implementation": "mosaic_gpu"}),
     "'context', which needs one decay per key head": (ops.explain, CHANNELS | {"axis_name": "context"}),
     "only implementation='reference' supports both": (ops.power_attention, CHANNELS | {"query": X[:, 1:]}),
@@ -342,7 +340,7 @@ def test_a_state_of_32_bits_refuses_ids_of_64():
 @pytest.mark.parametrize("form", ["attention", "chunked", "recurrent"])
 @pytest.mark.parametrize("implementation", [None, "reference"])
 def test_a_state_keeps_its_dtypes_with_float64_inputs(implementation, form):
-    form = None if (implementation, form) == ("reference", "chunked") else form
+    form = None if implementation == "reference" else form
     with jax.enable_x64(True):
         x, state = X.astype("float64"), STATE.astype("bfloat16")
         options = {"form": form, "implementation": implementation, "exact_window": 3, "return_state": True}

@@ -23,7 +23,7 @@ POWER = {
         chunk_size=None if form == "recurrent" else 8,
     )
     for implementation, forms in (
-        ("reference", ("attention", "recurrent")),
+        ("reference", ("attention",)),
         ("xla", ("attention", "chunked", "recurrent")),
     )
     for form in forms
@@ -95,7 +95,6 @@ EVERY = POWER | OTHERS | BIDIRECTIONAL
 # Those that share most of their code with another of them.
 RARE = {
     "power reference attention",
-    "power reference recurrent",
     "attention",
     "linear",
     "linear step",
@@ -263,9 +262,7 @@ def test_more_keys_than_queries(name):
     assert nan.sum() == nan[0, BAD - 8 :, 2:].size
 
 
-@pytest.mark.parametrize(
-    "name", rare_are_slow(["power xla attention", "power xla chunked", "power reference recurrent"])
-)
+@pytest.mark.parametrize("name", ["power xla attention", "power xla chunked"])
 def test_minus_infinity_is_a_decay(name):
     arrays = drawn()
     forgets, starts = (

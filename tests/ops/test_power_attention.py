@@ -130,14 +130,6 @@ def test_chunk_size_changes_nothing(form, chunk_size):
         check(case, "float64", form, chunk_size=chunk_size, exact_window=10)
 
 
-def test_recurrent_reference_is_equation_2():
-    """Propositions 1 and 3: the recurrence equals the attention formulation.
-
-    The recurrence is S_i = gamma_i S_{i-1} + V_i phi(K_i)^T.
-    """
-    check(dataclasses.replace(MAIN, decay="gentle"), "float64", "recurrent", implementation="reference")
-
-
 @marked.cases(
     ("case", "form"),
     [(MAIN, "attention"), (MAIN, "chunked"), (HIGHEST, "attention")],
@@ -263,7 +255,6 @@ def test_every_product_of_float32_is_at_full_precision(form):
     ("case", "implementation", "form"),
     [
         (MAIN, "reference", "attention"),
-        (MAIN, "reference", "recurrent"),
         (MAIN, "xla", "attention"),
         (MAIN, "xla", "chunked"),
         (CHANNELS, "xla", "chunked"),

@@ -109,7 +109,7 @@ def pieces(drawn, state, forms):
         ("channels", 6, ("chunked", "step") * 3),
     ],
     slow=[
-        ("mixed", 6, ("chunked", "recurrent", "reference recurrent") * 2),
+        ("mixed", 6, ("chunked", "recurrent", "attention") * 2),
         ("mixed", 6, ("chunked", "reference attention", "step") * 2),
         ("mixed", 0, ("step", "recurrent", "attention") * 2),
         ("mixed", 64, ("step", "chunked", "recurrent") * 2),
@@ -126,8 +126,7 @@ def test_any_split_equals_one_call(decay, exact_window, forms):
     cases.check(actual, expected, drawn, "float64")
     padding = part(drawn, 0, 20) | {"segment_ids": np.full((2, 20), -1, np.int32)}
     with jax.enable_x64(True):
-        # The reference's recurrence keeps no window.
-        for form in {*forms} - {"reference recurrent"}:
+        for form in {*forms}:
             out, after, _ = piece(padding, states[1], nothing(states[1]), form=form)
             assert not np.asarray(out).any()
             jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-13), after, states[1])

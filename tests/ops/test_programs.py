@@ -14,7 +14,7 @@ from tests.ops import every_op
 
 # Those that share most of their code with another of them.
 RARE = """
-attention channel-gated recurrent linear reference recurrent-reference plain-attention plain-chunked step
+attention channel-gated recurrent linear reference plain-attention plain-chunked step
 channel-gated-step linear-step bidirectional softmax-window expressive-reference kv_cache lrpe-complex
 positions rope feature-map
 """

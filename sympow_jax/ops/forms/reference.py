@@ -74,52 +74,6 @@ def attention(plan, arrays, state):
     return out, _state_after(plan, tokens, state) if plan.return_state else None
 
 
-def recurrent(plan, arrays, state):
-    """Computes equation (2): S_i = gamma_i S_{i-1} + V_i phi(K_i)^T and Y_i = S_i phi(Q_i) / Z_i phi(Q_i).
-
-    Z_i is the same sum as S_i without the values. Every token updates the state. There is no window, and the window of
-    the returned state is empty.
-    """
-    key, value, time = arrays.key, arrays.value, arrays.query.shape[1]
-    tokens = _tokens(plan, arrays, state)
-    slots = tokens.key.shape[1] - time
-    query = jnp.pad(arrays.query.astype(plan.dtype), [(0, 0), (slots, 0), (0, 0), (0, 0)])
-
-    def step(carry, inputs):
-        kv, norm, current = carry
-        q, k, v, log_gamma, document = inputs
-        valid = document >= 0
-        starts = valid & (document != current)
-        gamma = jnp.where(starts[:, None], 0, jnp.exp(log_gamma[..., 0]))
-        features = jnp.where(valid[:, None, None], feature_maps.symmetric_power(k, plan.power), 0)
-        kv = gamma[..., None, None] * kv + features[..., None] * v[..., None, :]
-        norm = gamma[..., None] * norm + features
-        features = jnp.where(valid[:, None, None, None], feature_maps.symmetric_power(q, plan.power), 0)
-        numerator = jnp.einsum("bkgf,bkfe->bkge", features, kv, precision="highest")
-        denominator = jnp.einsum("bkgf,bkf->bkg", features, norm, precision="highest")
-        out = _result(plan, numerator, denominator[..., None], value.dtype)
-        return (kv, norm, jnp.where(valid, document, current)), out
-
-    by_time = (
-        jnp.moveaxis(layout.by_group(query, key.shape[2]), 1, 0),
-        *(jnp.moveaxis(x, 1, 0) for x in (tokens.key, tokens.value, tokens.log_decay, tokens.document)),
-    )
-    sizes = query.shape[0], *key.shape[2:], value.shape[-1]
-    empty = power_state.zeros(*sizes, power=plan.power, exact_window=plan.exact_window, dtype=plan.dtype)
-    start = empty if state is None else state
-    # A loop carry must vary over the same mesh axes as the tokens.
-    first = tuple(x + jnp.zeros_like(query, x.dtype, shape=x.shape) for x in (start.kv, start.norm))
-    (kv, norm, _), out = jax.lax.scan(step, (*first, jnp.zeros_like(tokens.document[:, 0])), by_time)
-    out = _ungrouped(jnp.moveaxis(out, 0, 3)[..., -time:, :])
-    if not plan.return_state:
-        return out, None
-    window = {name: getattr(empty, name) for name in ("keys", "values", "log_decays", "length")}
-    return out, power_state.PowerState(kv=kv, norm=norm, segment=tokens.last[1], **window)
-
-
-FORMS = {"attention": attention, "recurrent": recurrent}
-
-
 def _tokens(plan, arrays, state) -> _Tokens:
     """Returns the window of the state and the new tokens, zero where there is no token."""
     _, key, value, log_decay, segment_ids = arrays
