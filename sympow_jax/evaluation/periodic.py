@@ -52,7 +52,7 @@ class Periodic:
                 except UnicodeEncodeError:
                     raise ValueError(f"evaluation.prompts: {prompt!r} is not UTF-8") from None
                 tokens = self._codec.encode(encoded, name=f"evaluation.prompts: {prompt!r}")
-                if longest is not None and len(tokens) + _TOKENS > longest:
+                if longest is not None and len(tokens) + _TOKENS - 1 > longest:
                     raise ValueError(
                         f"evaluation.prompts: a prompt and its {_TOKENS} tokens must fit "
                         f"model.attention.max_document_length, {longest}; shorten or leave out the prompts"

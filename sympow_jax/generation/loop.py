@@ -89,13 +89,14 @@ def generate(
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     longest = int(lengths.max())
     padded = longest if prompt_length is None else arguments.check_integer("prompt_length", prompt_length)
-    places = model.config.longest_document
+    # The last token that is sampled is not read.
+    places, read = model.config.longest_document, longest + max_tokens - 1
     checks.refuse(
         (padded < longest, f"prompt_length is {padded}; it must be at least {longest}, the longest prompt"),
         (
-            places is not None and longest + max_tokens > places,
-            f"the longest prompt has {longest} tokens and max_tokens is {max_tokens}, but the model's learned "
-            f"positions end at {places} tokens; shorten one of them",
+            places is not None and read > places,
+            f"the longest prompt and {max_tokens} tokens take {read} learned positions, and the model has {places}; "
+            f"shorten the prompt, or lower max_tokens",
         ),
     )
 

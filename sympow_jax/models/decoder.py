@@ -1,7 +1,6 @@
 """Decoder-only language model with GPT-2's architecture and the attention of this package."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -114,7 +113,7 @@ class DecoderLM(trunk.TokenTrunk):
         return x, DecoderState(layers=tuple(after), position=position)
 
     def init_state(
-        self, batch: int, *, max_length: int | None = None, kv_cache: bool | Sequence[bool] | None = None
+        self, batch: int, *, max_length: int | None = None, kv_cache: bool | None = None
     ) -> DecoderState:
         """Returns the state before any token.
 
@@ -122,20 +121,17 @@ class DecoderLM(trunk.TokenTrunk):
             batch: number of rows.
             max_length: capacity of a KV cache, in tokens of a document over all calls; at least 1. Outputs beyond are
                 NaN. None for memories that do not grow: recurrent states, and caches of a whole window.
-            kv_cache: whether layers use a KV cache instead of the recurrent state, for all layers or for each. None
-                chooses the one that takes less memory for each layer.
+            kv_cache: whether layers use a KV cache instead of the recurrent state. None chooses the one that takes less
+                memory for each layer.
 
         Raises:
-            ValueError: the recurrent state would exceed memory, the attention of a layer does not support `kv_cache` or
-                needs `max_length`, or `kv_cache` is for another number of layers.
+            ValueError: the recurrent state would exceed memory, or the attention of a layer does not support `kv_cache`
+                or needs `max_length`.
         """
-        choices = kv_cache if isinstance(kv_cache, Sequence) else [kv_cache] * len(self.blocks)
-        if len(choices) != len(self.blocks):
-            raise ValueError(f"kv_cache is for {len(choices)} layers; the model has {len(self.blocks)}")
         return DecoderState(
             layers=tuple(
-                block.attention.init_state(batch, max_length=max_length, kv_cache=choice)
-                for block, choice in zip(self.blocks, choices)
+                block.attention.init_state(batch, max_length=max_length, kv_cache=kv_cache)
+                for block in self.blocks
             ),
             position=self.init_position(batch),
         )

@@ -63,7 +63,7 @@ def test_states(model):
     with pytest.raises(ValueError, match="kernel 'softmax' does not support; pass kv_cache=True"):
         softmax.init_state(1, max_length=4, kv_cache=False)
     with pytest.raises(ValueError, match="kv_cache is 'yes'"):
-        model.init_state(1, max_length=4, kv_cache=["yes"])
+        model.init_state(1, max_length=4, kv_cache="yes")
     state = model.init_state(1, max_length=4)
     with pytest.raises(ValueError, match="the state has 0 layers and the model 1; make it"):
         model.extend(jnp.zeros((1, 2), jnp.int32), dataclasses.replace(state, layers=()))

@@ -94,8 +94,6 @@ def test_each_layer_has_its_own_kind_of_state(model):
     assert cached(program.fold(short)) == [False, True]
     with pytest.raises(ValueError, match=r"attention of kernel 'softmax' uses a KV cache.*pass max_length"):
         program.init_state(2)
-    with pytest.raises(ValueError, match="kv_cache is for 3 layers; the model has 2"):
-        model.init_state(2, max_length=4, kv_cache=[True, False, True])
     with pytest.raises(ValueError, match="kv_cache is False, which this attention of kernel 'softmax'"):
         model.init_state(2, max_length=4, kv_cache=False)
 

@@ -1,6 +1,7 @@
 """Tests of learned absolute positions: one table row per position of a document, and errors beyond the table."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +61,12 @@ def test_beyond_the_table():
     state = dataclasses.replace(state, position=documents.PositionState(jnp.array([6, 5]), jnp.zeros(2, int)))
     with pytest.raises(ValueError, match="row 0 has 3 tokens after 6 others"):
         program.prefill(tokens(3), np.array([3, 1]), initial_state=state)
-    with pytest.raises(ValueError, match="prompt has 6 tokens and max_tokens is 3, but the model's learned"):
-        generation.generate(model, [[1] * 6], max_tokens=3, sampling=generation.Sampling(temperature=0))
+    generate = functools.partial(
+        generation.generate, model, [[1] * 6], sampling=generation.Sampling(temperature=0)
+    )
+    assert sum(x.shape[1] for x in generate(max_tokens=3)) == 3  # the last token is not read
+    with pytest.raises(ValueError, match="prompt and 4 tokens take 9 learned positions, and the model has 8"):
+        generate(max_tokens=4)
 
 
 def test_rows_may_be_longer_than_the_table():

@@ -61,12 +61,13 @@ class TextModel:
         """
         if self._longest is None:
             return None
-        if self._longest <= request.max_tokens:
+        if self._longest < request.max_tokens:
             raise ValueError(
                 f"max_gen_toks is {request.max_tokens}, but the model's learned positions end at {self._longest}; "
                 f"make it smaller, so that there is room for a prompt"
             )
-        return self._longest - request.max_tokens
+        # The last token that is sampled is not read.
+        return self._longest - request.max_tokens + 1
 
     def continuation_log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Returns, for pairs of a context and a continuation, the log-likelihood of the latter in nats.
