@@ -115,7 +115,7 @@ def _periodic(program: training.Program) -> evaluation.Periodic:
 
 
 def test_prompts_that_a_run_cannot_have_are_errors_at_its_start(settings):
-    learned = {"position": "learned_absolute", "max_document_length": 130}
+    learned = {"position": "learned_absolute", "max_document_length": 129}
     _periodic(small.program(_with_prompts(settings, "th", **learned)))
     prompted = _with_prompts(settings, "the ")
     many = small.program(small.changed(prompted, data={"heldout_fraction": 0.0}))
