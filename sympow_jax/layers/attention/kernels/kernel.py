@@ -179,10 +179,7 @@ class Kernel(abc.ABC):
         return cost.pair_flops(pairs, heads=self.num_heads, head_dim=compared, value_dim=columns)
 
     def flops_per_token(self, context_length: int) -> float:
-        """Returns the FLOPs of a forward pass per token, all heads, averaged over a context.
-
-        Counts 2 (D + E) for each of the T / 2 causal pairs per token of a query head, or T pairs if bidirectional.
-        """
+        """Returns the FLOPs of a forward pass per token, by the conventions of `tasks.flops.model_flops_per_token`."""
         return self.pair_flops(self._pairs(context_length))
 
     def _pairs(self, context_length: int) -> float:
@@ -262,12 +259,7 @@ class RecurrentKernel(Kernel):
         return self.num_kv_heads * (features * self.head_dim + normalizers) * bytes_per_element
 
     def flops_per_token(self, context_length):
-        """Returns the FLOPs of a forward pass per token, all heads, averaged over a context.
-
-        A form with a state takes 2 F E for every key head, which updates a state, and for every query head, which
-        reads one. If causal, it also takes 2 (D + E) for each of C / 2 + W pairs. The attention form is counted as for
-        every kernel. If the options name no form, the cheaper one is counted.
-        """
+        """Returns the FLOPs of a forward pass per token, by the conventions of `tasks.flops.model_flops_per_token`."""
         by_pairs = super().flops_per_token(context_length)
         if self.form == "attention":
             return by_pairs
