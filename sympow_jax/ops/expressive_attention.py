@@ -14,7 +14,6 @@ from sympow_jax.ops import containment, cost, decays, documents, pairwise, shard
 from sympow_jax.ops.forms import expressive
 from sympow_jax.ops.tokens import SEQUENCE, Tokens
 
-_IMPLEMENTATIONS = ("reference", "xla")
 _UNSEEN = -2  # document number of masked keys; padding queries have -1
 
 
@@ -27,7 +26,6 @@ def expressive_attention(
     segment_ids: Int[Array, "B S"] | None = None,
     causal: bool = True,
     scale: float = 1.0,
-    implementation: str | None = None,
     block_size: int = 256,
     axis_name: str | None = None,
 ) -> Float[Array, "B T N E"]:
@@ -58,10 +56,8 @@ def expressive_attention(
             masked as a key and does not decay.
         causal: if False, attention is bidirectional within a document, and log_decay must be None.
         scale: factor of the scores, a finite number. It affects the result. To learn one, multiply the query by it.
-        implementation: `reference` is the formula with all T x S pairs at once. `xla` (None) works on blocks of queries
-            and keys, skips blocks above the diagonal and those of other documents, and recomputes blocks in the
-            backward pass, so memory is linear in S.
-        block_size: queries and keys per block of `xla`. Changes only speed and memory.
+        block_size: queries and keys per block. Changes only speed and memory. Blocks above the diagonal and those of
+            other documents are skipped, and blocks are recomputed in the backward pass, so memory is linear in S.
         axis_name: a manual mesh axis of a `jax.shard_map` over which time is sharded in order. Arguments and output are
             this device's shard, of equal length on all devices. Each device computes a part of the heads over the whole
             time axis. The numbers of keys and queries must be equal.
@@ -84,8 +80,6 @@ def expressive_attention(
         tokens,
         causal=causal,
         scale=scale,
-        implementation="xla" if implementation is None else implementation,
-        implementations=_IMPLEMENTATIONS,
         block_size=block_size,
         axis_name=axis_name,
     )
@@ -94,54 +88,23 @@ def expressive_attention(
 
 @sharding.op({"tokens": SEQUENCE}, lambda plan: "B T N E")
 def _call(plan, tokens):
-    compute = (
-        _reference if plan.implementation == "reference" else functools.partial(_blockwise, plan.block_size)
-    )
-
     def attend(tokens):
         finite = containment.remove(tokens, causal=plan.causal)
-        return containment.restore(compute(plan.causal, plan.scale, finite.tokens), finite)
+        return containment.restore(_blockwise(plan, finite.tokens), finite)
 
-    with jax.named_scope(f"expressive_{plan.implementation}"):
+    with jax.named_scope("expressive_xla"):
         return time_axis.by_heads(attend, tokens, plan.axis_name)
 
 
-def _reference(causal, scale, tokens):
-    """Computes equation 2 with decays, in the dtype of the query or float32."""
-    query, key, value, log_decay, segment_ids = tokens
-    dtype = np.promote_types(query.dtype, jnp.float32)
-    group, before = query.shape[2] // key.shape[2], key.shape[1] - query.shape[1]
-    query, keys, values = (x.astype(dtype) for x in (query, key, value))
-    keys, values = jnp.repeat(keys, group, axis=2), jnp.repeat(values, group, axis=2)
-    steps = jnp.arange(key.shape[1])
-    visible = (steps[before:, None] >= steps) | (not causal)
-    if segment_ids is not None:
-        document = documents.numbered(segment_ids)
-        valid = document >= 0
-        visible = visible & (document[:, before:, None] == document[:, None]) & valid[:, None]
-        log_decay = None if log_decay is None else jnp.where(valid[..., None], log_decay, 0)
-    z = scale * jnp.einsum("btnd,bsnd->bnts", query, keys, precision="highest")
-    weights = jnp.where(visible if segment_ids is None else visible[:, None], expressive.weight(z), 0)
-    if log_decay is not None:
-        # Each pair's log decays, summed from its own key on: [B, K, S, S] at (i, j).
-        later = steps[:, None] > steps
-        steps_between = jnp.where(later, jnp.moveaxis(log_decay.astype(dtype), 1, 2)[..., :, None], 0)
-        between = jnp.cumsum(steps_between, -2)[:, :, before:]
-        weights *= jnp.repeat(jnp.exp(between), group, axis=1)
-    total = weights.sum(-1, keepdims=True)
-    weights /= jnp.where(total == 0, 1, total)
-    return jnp.einsum("bnts,bsne->btne", weights, values, precision="highest").astype(value.dtype)
-
-
-def _blockwise(block_size, causal, scale, tokens):
+def _blockwise(plan, tokens):
     query, key, value, log_decay, segment_ids = tokens
     batch, time, heads, _ = query.shape
     key_time, kv_heads = key.shape[1:3]
     dtype, out_dtype = np.promote_types(query.dtype, jnp.float32), value.dtype
-    settings = expressive.Settings(causal, cost.precision_of(key.dtype))
+    settings = expressive.Settings(plan.causal, cost.precision_of(key.dtype))
     # Queries are padded at their end, unless one block holds them all. Keys are also padded at their start, so that
     # the last blocks of both end together.
-    block = min(block_size, key_time)
+    block = min(plan.block_size, key_time)
     rows = min(block, time)
     tail = -time % rows
     front = -(key_time + tail) % block
@@ -154,7 +117,7 @@ def _blockwise(block_size, causal, scale, tokens):
         x = blocks(x, front, block)
         return jnp.moveaxis(x, 2, -1).reshape(len(x), batch * kv_heads, -1, block)
 
-    query = scale * query.astype(dtype)
+    query = plan.scale * query.astype(dtype)
     queries = blocks(query.reshape(batch, time, kv_heads, heads // kv_heads, -1), 0, rows)
     queries = queries.transpose(0, 1, 3, 5, 4, 2)  # [I, B, K, D, G, R]
     queries = queries.reshape(len(queries), batch * kv_heads, *queries.shape[3:])
@@ -170,7 +133,11 @@ def _blockwise(block_size, causal, scale, tokens):
             log_decay = jnp.where(document[..., None] >= 0, log_decay, 0)
         half_decay = by_head(decays.bounded(log_decay.astype(dtype) / 2, False))[:, :, 0]
     ranges = _ranges(
-        causal, None if document is None else blocks(document, front, block), len(queries), rows, len(keys)
+        plan.causal,
+        None if document is None else blocks(document, front, block),
+        len(queries),
+        rows,
+        len(keys),
     )
     out, *_ = expressive.attend(
         settings,

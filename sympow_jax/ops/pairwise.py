@@ -1,6 +1,5 @@
 """Arguments of the ops that compare all pairs of tokens and have no state: softmax and expressive attention."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -13,15 +12,16 @@ from sympow_jax.ops.tokens import Tokens
 class Plan(NamedTuple):
     """Options of a call; where `scale` is None, the op has a default.
 
-    Only softmax attention has a `window`, the number of last tokens of a document that a query attends to.
+    Only softmax attention has an `implementation` to choose, and a `window`, the number of last tokens of a document
+    that a query attends to.
     """
 
     causal: bool
     scale: float | None
-    implementation: str | None
     block_size: int
     axis_name: str | None
     window: int | None
+    implementation: str | None
 
 
 def prepare(
@@ -29,11 +29,10 @@ def prepare(
     *,
     causal,
     scale,
-    implementation: str | None,
-    implementations: Sequence[str],
     block_size,
     axis_name: str | None,
     window: int | None = None,
+    implementation: str | None = None,
 ) -> Plan:
     """Checks the arguments of an op; returns its plan.
 
@@ -42,7 +41,6 @@ def prepare(
     """
     causal = arguments.check_flag("causal", causal)
     arguments.check_attention(*tokens, causal=causal)
-    arguments.check_choice("implementation", implementation, (None, *implementations))
     block_size = arguments.check_integer("block_size", block_size, 1)
     if axis_name is not None:
         arguments.check_axis_name(axis_name)
@@ -56,4 +54,4 @@ def prepare(
         )
     if scale is not None:
         scale = arguments.check_number("scale", scale)
-    return Plan(causal, scale, implementation, block_size, axis_name, window)
+    return Plan(causal, scale, block_size, axis_name, window, implementation)

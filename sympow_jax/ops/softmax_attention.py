@@ -95,15 +95,15 @@ def softmax_attention(
         (1, 32, 4, 16)
     """
     tokens = Tokens.of(query, key, value, log_decay, segment_ids)
+    arguments.check_choice("implementation", implementation, (None, *_IMPLEMENTATIONS))
     plan = pairwise.prepare(
         tokens,
         causal=causal,
         scale=scale,
-        implementation=implementation,
-        implementations=_IMPLEMENTATIONS,
         block_size=block_size,
         axis_name=axis_name,
         window=window,
+        implementation=implementation,
     )
     return _call(plan, tokens=tokens)
 

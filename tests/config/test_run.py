@@ -62,6 +62,7 @@ A.decay=none A.causal=false A.kernel=sliding_window | which the kernel 'sliding_
 A.kernel=softmax A.decay=alibi A.causal=false | attention.decay 'alibi'; decays run in one direction: use 'none'
 A.kernel=power A.power=3               | attention.power is 3; it must be positive and even, so that weights are >= 0
 A.kernel=linear A.feature_map=symmetric A.power=0 | attention.power is 0; it must be at least 1
+A.kernel=expressive A.implementation=reference | attention.implementation is 'reference'; it must be one of xla
 A.form=recurrent A.chunk_size=64       | attention.chunk_size is 64, but attention.form 'recurrent'
 A.implementation=cudnn                 | attention.implementation is 'cudnn'; it must be one of reference, xla
 A.window=0                             | attention.window is 0; it must be at least 1

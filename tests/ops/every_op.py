@@ -204,7 +204,6 @@ OPS = {
     "softmax": call(stateless, ops.softmax_attention, block_size=4),
     "softmax-window": call(stateless, ops.softmax_attention, block_size=4, window=3),
     "expressive": call(stateless, ops.expressive_attention, block_size=4),
-    "expressive-reference": call(stateless, ops.expressive_attention, implementation="reference"),
     "learned-positions": learned_positions,
     "positions": positions,
     "rope": call(of_positions, rotary.rope),

@@ -54,7 +54,6 @@ EVERY_OP = {
     "segment_ids has dtype uint32; it must be": {"segment_ids": X[..., 0, 0].astype("uint32")},
     "segment_ids holds 4294967296; it must fit in": {"segment_ids": np.array([[0, 0, 2**32, 2**32]])},
     "log_decay is a float; it must be an array": {"log_decay": -0.1},
-    "implementation is 'cuda'; it must be one of None, ": {"implementation": "cuda"},
     "axis_name is 'nope', which is not a manual mesh axis here; it must name an": {"axis_name": "nope"},
     "axis_name is 3; it must name an axis of the jax.shard_map in which the op is": {"axis_name": 3},
 }
@@ -75,6 +74,7 @@ POWER = {
     "form is 'chunk'; it must be one of None, 'attention', 'chunked', 'recurrent'": {"form": "chunk"},
     "form is an array of shape () and dtype int32; it must be one of None": {"form": jnp.int32(1)},
     "return_state is 2; it must be True or False": {"return_state": 2},
+    "implementation is 'cuda'; it must be one of None, ": {"implementation": "cuda"},
     "log_decay has shape (1, 4); it must be (1, 4, 1), one per token and key": {"log_decay": X[..., 0, 0]},
     "log_decay has shape (1, 4, 1, 3); it must be": {"log_decay": X[..., :3]},
     "log_decay has dtype int32; it must be one of float16": {"log_decay": X[..., 0].astype("int32")},
@@ -133,6 +133,7 @@ DELTA = functools.partial(ops.delta_attention, delta=X[..., 0])
 OTHERS = [
     (ops.linear_attention, {"feature_map": "cosine"}, "it must be one of 'elu', 'relu', 'identity',"),
     (ops.linear_attention, {"feature_map": "tensor", "power": 0}, "power is 0; it must be at least 1"),
+    (ops.linear_attention, {"implementation": "cuda"}, "it must be one of None, 'reference', 'xla',"),
     (ops.linear_attention, {"normalizer": "none"}, "it must be one of 'unrotated', 'rotated'"),
     (ops.linear_attention, {"rotate": lambda x: x[:, 1:]}, "only their length may change"),
     (
@@ -178,7 +179,6 @@ OTHERS = [
     (DELTA, {"initial_state": ops.DeltaState.zeros(1, 1, 4, 4, power=4)}, "inputs need (1, 1, 10, 4)"),
     (DELTA, {"form": "attention", "return_state": True}, "form is 'attention', which has no state"),
     (DELTA, {"form": "recurrent", "chunk_size": 4}, "chunk_size is 4, but form 'recurrent'"),
-    (ops.expressive_attention, {"implementation": "cudnn"}, "it must be one of None, 'reference', 'xla'"),
     (ops.expressive_attention, {"block_size": 0}, "block_size is 0; it must be at least 1"),
     (ops.expressive_attention, {"scale": None}, "scale is None; it must be a number"),
     (ops.softmax_attention, {"window": 0}, "window is 0; it must be at least 1"),

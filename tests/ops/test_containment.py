@@ -42,7 +42,6 @@ OTHERS = {
     "softmax": functools.partial(ops.softmax_attention, block_size=8),
     "softmax, window": functools.partial(ops.softmax_attention, block_size=8, window=5),
     "expressive": functools.partial(ops.expressive_attention, block_size=8),
-    "expressive reference": functools.partial(ops.expressive_attention, implementation="reference"),
 }
 
 
@@ -100,7 +99,6 @@ RARE = {
     "linear step",
     "linear, rotated",
     "softmax, bidirectional",
-    "expressive reference",
     "expressive, bidirectional",
 }
 
@@ -249,9 +247,7 @@ def test_nan_stays_in_the_state_until_its_document_ends(name, array):
         np.testing.assert_allclose(out[~nan], clean[~nan], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name", rare_are_slow(["power xla attention", "softmax", "expressive", "expressive reference"])
-)
+@pytest.mark.parametrize("name", rare_are_slow(["power xla attention", "softmax", "expressive"]))
 def test_more_keys_than_queries(name):
     arrays = drawn()
     arrays["key"] = changed(arrays["key"], (0, BAD, 1), np.nan)

@@ -79,7 +79,6 @@ CASES = {
     "bidirectional": attention(ops.linear_attention, names=TOKENS, causal=False, chunk_size=3),
     "softmax": attention(ops.softmax_attention, block_size=3),
     "expressive": attention(ops.expressive_attention, block_size=3),
-    "expressive_reference": attention(ops.expressive_attention, implementation="reference"),
     "conformal": (("query", "rate"), conformal),
     "lrpe": (
         ("query", "rates"),

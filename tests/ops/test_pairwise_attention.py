@@ -17,10 +17,11 @@ CASE = cases.Case(head_dim=8, value_dim=8, time=40, decay="none", group=2)
 BLOCK = 12
 
 
-def softmax(query, key, value, log_decay=None, segment_ids=None, causal=True, window=None):
-    (batch, queries, heads, dim), time = query.shape, key.shape[1]
+def means(weigh, query, key, value, log_decay=None, segment_ids=None, causal=True, window=None):
+    """Computes means of values; `weigh` is a function of scores, logarithms of decays and a mask of pairs."""
+    (batch, queries, heads, _), time = query.shape, key.shape[1]
     key, value = (jnp.repeat(x, heads // key.shape[2], axis=2) for x in (key, value))
-    scores = jnp.einsum("btnd,bsnd->bnts", query, key, precision="highest") / np.sqrt(dim)
+    scores = jnp.einsum("btnd,bsnd->bnts", query, key, precision="highest")
     steps, before = np.arange(time), time - queries
     valid = jnp.ones((batch, time), int) if segment_ids is None else segment_ids >= 0
     seen = linear_formula.same_document(batch, time, segment_ids)
@@ -29,23 +30,40 @@ def softmax(query, key, value, log_decay=None, segment_ids=None, causal=True, wi
     if window is not None:
         count = valid.cumsum(1)
         seen &= count[:, :, None] - count[:, None] < window
+    log_decays = jnp.zeros_like(scores)
     if log_decay is not None:
         # Summed between each pair, so that no large decay outside it costs digits.
         between = (steps[:, None, None] >= steps) & (steps[None, :, None] < steps)  # i, j, m: j < m <= i
         sums = jnp.einsum("btk,ijt->bkij", log_decay * valid[..., None], between.astype(log_decay.dtype))
-        scores += jnp.repeat(sums, heads // sums.shape[1], axis=1)[:, :, before:]
+        log_decays = jnp.repeat(sums, heads // sums.shape[1], axis=1)[:, :, before:]
     seen = seen[:, None, before:]
-    scores = jnp.where(seen, scores, -1e30)
-    weights = jnp.where(seen, jnp.exp(scores - scores.max(-1, keepdims=True)), 0)
+    weights = jnp.where(seen, weigh(scores, log_decays, seen), 0)
     total = weights.sum(-1, keepdims=True)
     mean = weights / jnp.where(total == 0, 1, total)
     return jnp.einsum("bnts,bsne->btne", mean, value, precision="highest")
 
 
+def softmax(query, key, value, **options):
+    def weigh(scores, log_decays, seen):
+        scores = jnp.where(seen, scores / np.sqrt(query.shape[-1]) + log_decays, -1e30)
+        return jnp.exp(scores - scores.max(-1, keepdims=True))
+
+    return means(weigh, query, key, value, **options)
+
+
+def expressive_means(query, key, value, **options):
+    def weigh(scores, log_decays, seen):
+        # z^2 / (1 + z^2) of scores z that are not zero, whose derivative does not cancel in this way of writing it.
+        return jnp.exp(log_decays) / (1 + scores**-2)
+
+    return means(weigh, query, key, value, **options)
+
+
+FORMULAS = {softmax_attention: softmax, expressive_attention: expressive_means}
+
+
 def formula(op, drawn, **options):
-    if op is softmax_attention:
-        return cases.outputs_and_gradients(softmax, drawn, "float64", **options)
-    return cases.outputs_and_gradients(op, drawn, "float64", implementation="reference", **options)
+    return cases.outputs_and_gradients(FORMULAS[op], drawn, "float64", **options)
 
 
 def draw(cached=0, dtype="float32", **options):
@@ -277,10 +295,11 @@ def test_cudnn(window):
     cases.check(actual, formula(softmax_attention, drawn, window=window), drawn, "bfloat16")
 
 
-def test_expressive_reference_is_equation_2():
+def test_expressive_attention_is_equation_2():
     """Uses loops, so that it can be checked by inspection: decays, documents, grouped heads and a KV cache."""
     drawn = draw(time=14, segments="padded", decay="gentle", cached=4)
-    out = formula(expressive_attention, drawn, scale=0.7)["out"]
+    options = {"scale": 0.7, "block_size": 4}
+    out = cases.outputs_and_gradients(expressive_attention, drawn, "float64", **options)["out"]
     query, key, value, ids = (drawn[name] for name in ("query", "key", "value", "segment_ids"))
     expected = np.zeros_like(out)
     for b, t, n in np.ndindex(out.shape[:3]):

@@ -15,7 +15,7 @@ from tests.ops import every_op
 # Those that share most of their code with another of them.
 RARE = """
 attention channel-gated recurrent linear reference plain-attention plain-chunked step
-channel-gated-step linear-step bidirectional softmax-window expressive-reference kv_cache lrpe-complex
+channel-gated-step linear-step bidirectional softmax-window kv_cache lrpe-complex
 positions rope feature-map
 """
 NAMES = [pytest.param(name, marks=pytest.mark.slow if name in RARE.split() else ()) for name in every_op.OPS]

@@ -105,7 +105,6 @@ OF_LINEAR = functools.partial(rotated_linear, implementation="reference")
 SOFTMAX = ops.softmax_attention
 WINDOW = functools.partial(SOFTMAX, window=50, block_size=48)
 EXPRESSIVE = functools.partial(ops.expressive_attention, block_size=48)
-OF_EXPRESSIVE = functools.partial(ops.expressive_attention, implementation="reference")
 EXTREME, GENTLE = documents_of(), documents_of(decay="gentle")
 PLAIN = one_document(decay="gentle")
 SINGLE, DOUBLE = ("float32",), ("float64", "float32")
@@ -120,7 +119,7 @@ CASES = {
     "softmax": (alibi, SOFTMAX, SOFTMAX, SINGLE),
     "plain softmax": (one_document(decay="none"), SOFTMAX, SOFTMAX, SINGLE),
     "window": (alibi, WINDOW, WINDOW, SINGLE),
-    "expressive": (EXTREME, OF_EXPRESSIVE, EXPRESSIVE, SINGLE),
+    "expressive": (EXTREME, EXPRESSIVE, EXPRESSIVE, SINGLE),
     "long keys": (documents_of(decay="gentle", scale=1e3), FORMULA, CHUNKED, SINGLE),
     "short keys": (documents_of(scale=1e-3), FORMULA, CHUNKED, SINGLE),
     "no decay": (one_document(decay="none"), FORMULA, CHUNKED, SINGLE),

@@ -74,7 +74,7 @@ KERNELS: dict[str, Kernel] = {
         divides_time=False,
     ),
     "linear": Kernel(target=f"{_MODULES}.linear:LinearKernel"),
-    "expressive": Kernel(target=f"{_MODULES}.expressive:ExpressiveKernel"),
+    "expressive": Kernel(target=f"{_MODULES}.expressive:ExpressiveKernel", implementations=("xla",)),
     "sliding_window": Kernel(
         target=f"{_MODULES}.softmax:SlidingWindowKernel",
         implementations=("xla", "cudnn"),

@@ -24,7 +24,6 @@ class ExpressiveKernel(kernel.Kernel):
             segment_ids=segment_ids,
             axis_name=axis_name,
             causal=self.attention.causal,
-            implementation=self.attention.implementation,
         )
 
     def weigh(self, scores, log_decay):
