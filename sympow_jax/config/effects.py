@@ -12,7 +12,7 @@ from sympow_jax.config.task import Predicted
 
 _LEARNED_ROPES = ("learned_rope", "learned_rope_pairs")
 _ROPES = ("rope", *_LEARNED_ROPES)
-_CHUNKED = {"kernel": ("power", "power_delta", "linear"), "causal": (True,)}
+_FORMED = {"kernel": ("power", "power_delta", "linear"), "causal": (True,)}
 _RATED = ("orthogonal", "unitary", "mixed")
 _SCALED = ({"rope.scaling": ("llama3",)},)
 _DOCUMENTS = tuple(name for name, kind in data.SOURCES.items() if Predicted.TOKEN in kind.predicted)
@@ -32,8 +32,9 @@ _OF_ATTENTION: _Rules = {
     "negative_eigenvalues": ({"kernel": ("power_delta",)},),
     "feature_map": ({"kernel": ("linear",)},),
     "normalizer": ({"kernel": ("linear",), "position": (*_ROPES, "lrpe")},),
-    "form": (_CHUNKED,),
-    "chunk_size": (_CHUNKED,),
+    "form": (_FORMED,),
+    # Bidirectional attention to documents saves a state per chunk.
+    "chunk_size": (_FORMED, {"kernel": ("linear",), "causal": (False,)}),
     "exact_window": ({"kernel": ("power", "linear"), "causal": (True,)},),
     "window": ({"kernel": ("sliding_window",)}, {"softmax_window": (True,)}),
     "max_document_length": (
@@ -52,7 +53,7 @@ _OF_ATTENTION: _Rules = {
 READ_IF: _Rules = {
     "model.vocab_size": ({"model.patch_size": (None,)},),
     "model.tied_head": ({"model.patch_size": (None,)},),
-    "model.state_dtype": ({f"model.attention.{name}": values for name, values in _CHUNKED.items()},),
+    "model.state_dtype": ({f"model.attention.{name}": values for name, values in _FORMED.items()},),
     **{
         f"model.attention.{path}": tuple({f"model.attention.{x}": y for x, y in row.items()} for row in rows)
         for path, rows in _OF_ATTENTION.items()

@@ -56,6 +56,7 @@ SCALED = config.RopeConfig(base=10_000.0, scaling="llama3")
 LAYERS = [
     *({"kernel": kernel, "position": "none"} for kernel in KERNELS),
     {"kernel": "linear", "feature_map": "symmetric"},
+    {"kernel": "linear", "decay": "none", "causal": False},
     {"kernel": "power", "softmax_window": True},
     *({"decay": "none", "position": position} for position in ("none", "rope", "lrpe", "learned_rope")),
     *({"decay": "none", "position": position, "rope": SCALED} for position in ("rope", "learned_rope_pairs")),
@@ -70,18 +71,25 @@ def named(settings: config.Config) -> set[str]:
 
 
 def program(settings: config.Config) -> str:
-    """Returns the program of a layer that is initialized and called, and makes a state, with its constants."""
+    """Returns the program of a layer that is initialized and called, and makes a state, with its constants.
 
-    def run(key, x):
+    A layer that is not causal makes no state.
+    """
+
+    def run(key, x, segment_ids):
         layer = layers.make_attention(settings.model, rngs=nnx.Rngs(key))
-        return layer(x), layer.init_state(1, max_length=4096)
+        state = layer.init_state(1, max_length=4096) if settings.model.attention.causal else None
+        return layer(x, segment_ids=segment_ids), state
 
-    return jax.jit(run).lower(jax.random.key(0), jnp.zeros((1, 16, 16))).as_text()
+    documents = jnp.zeros((1, 16), jnp.int32)
+    return jax.jit(run).lower(jax.random.key(0), jnp.zeros((1, 16, 16)), documents).as_text()
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: "-".join(map(str, layer.values()))[:50])
 def test_a_layer_reads_the_settings_of_attention_that_are_not_named(layer):
-    base = loading.replace(BASE, {"model.attention": config.AttentionConfig(**layer)})
+    attention = config.AttentionConfig(**layer)
+    task = "next_token" if attention.causal else "masked_token"
+    base = loading.replace(BASE, {"model.attention": attention, "task.name": task})
     assert not effects.without_effect(base)
     changes = {path: value for path, value in OTHERS.items() if path.startswith("model.")}
     single = {path: loading.replace(base, {path: value}) for path, value in changes.items()}

@@ -64,6 +64,7 @@ A.kernel=power A.power=3               | attention.power is 3; it must be positi
 A.kernel=linear A.feature_map=symmetric A.power=0 | attention.power is 0; it must be at least 1
 A.kernel=expressive A.implementation=reference | attention.implementation is 'reference'; it must be one of xla
 A.form=recurrent A.chunk_size=64       | attention.chunk_size is 64, but attention.form 'recurrent'
+A.form=chunked A.implementation=reference | attention.implementation is 'reference', but attention.form 'chunked'
 A.implementation=cudnn                 | attention.implementation is 'cudnn'; it must be one of reference, xla
 A.window=0                             | attention.window is 0; it must be at least 1
 A.decay_bias=101                       | attention.decay_bias is 101.0; it must be at least -100 and at most 100

@@ -141,6 +141,11 @@ class AttentionConfig:
                 f"attention.decay is {self.decay!r}, but attention.form {self.form!r}; it is chunked: leave form out",
             ),
             (
+                self.implementation == "reference" and self.form not in (None, "attention"),
+                f"attention.implementation is 'reference', but attention.form {self.form!r}; the formula has the form "
+                f"'attention': leave form out",
+            ),
+            (
                 self.form == "recurrent" and self.chunk_size is not None,
                 f"attention.chunk_size is {self.chunk_size}, but attention.form 'recurrent'; leave one of them out",
             ),

@@ -202,9 +202,7 @@ class Kernel(abc.ABC):
         """
         batch, time, kv_heads, _ = key.shape
         one_hot = jnp.broadcast_to(jnp.eye(time, dtype=key.dtype)[:, None], (batch, time, kv_heads, time))
-        # Bidirectional attention does not accept a form.
-        form = "attention" if self.attention.causal else None
-        options = dataclasses.replace(self.attention, implementation="xla", form=form)
+        options = dataclasses.replace(self.attention, implementation="xla", form="attention")
         kernel = dataclasses.replace(self, attention=options)
         return kernel.attend(
             query, key, one_hot, rotate=rotate, log_decay=log_decay, segment_ids=segment_ids, **delta
@@ -245,8 +243,8 @@ class RecurrentKernel(Kernel):
 
     @property
     def form(self) -> str | None:
-        """Form of the op; None for the cheapest."""
-        return self.attention.form
+        """Form of the op; None for the cheapest, and for bidirectional attention, which has one form."""
+        return self.attention.form if self.attention.causal else None
 
     def attend(self, query, key, value, *, rotate, log_decay, segment_ids, axis_name=None):
         """Returns the output of `op`."""

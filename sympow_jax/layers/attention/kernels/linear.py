@@ -24,7 +24,7 @@ class LinearKernel(kernel.RecurrentKernel):
         return functools.partial(
             ops.linear_attention,
             **self._features(rotate),
-            form=attention.form,
+            form=self.form,
             chunk_size=attention.chunk_size,
             exact_window=attention.exact_window,
             causal=attention.causal,
