@@ -8,6 +8,7 @@ from typing import Any
 
 from sympow_jax.config import data, fields, literals, run
 from sympow_jax.config.attention import kernels
+from sympow_jax.config.attention.settings import AttentionConfig
 from sympow_jax.config.task import Predicted
 
 _LEARNED_ROPES = ("learned_rope", "learned_rope_pairs")
@@ -95,15 +96,26 @@ def without_effect(config: run.Config) -> list[str]:
         value = operator.attrgetter(setting.path)
         if value(config) == setting.default:
             continue
-        # Those of the setting and of each group around it must all hold.
-        rules = [rows for path, rows in READ_IF.items() if f"{setting.path}.".startswith(f"{path}.")]
-        reasons = [[reason for rows in rules for reason in _unmet(one, rows)] for one in runs]
+        reasons = [_reasons(READ_IF, one, setting.path) for one in runs]
         for one, own in zip(runs, reasons, strict=True):
             if value(one) != value(config):
                 own.append("model.attention_pattern replaces it")
         if all(reasons):
             found.append(f"{setting.path} ({', '.join(dict.fromkeys(itertools.chain(*reasons)))})")
     return found
+
+
+def unread(attention: AttentionConfig) -> set[str]:
+    """Returns the settings of attention, such as "rope.base", that nothing in a layer with these settings reads."""
+    paths = (setting.path for group in fields.groups(AttentionConfig) for setting in group.settings)
+    return {path for path in paths if _reasons(_OF_ATTENTION, attention, path)}
+
+
+def _reasons(rules: _Rules, config: Any, path: str) -> list[str]:
+    """Returns why nothing reads a setting; empty if something does."""
+    # The rules of the setting and of each group around it must all hold.
+    found = [rows for ruled, rows in rules.items() if f"{path}.".startswith(f"{ruled}.")]
+    return [reason for rows in found for reason in _unmet(config, rows)]
 
 
 def _unmet(config: Any, rows: Iterable[Mapping[str, tuple[Any, ...]]]) -> list[str]:

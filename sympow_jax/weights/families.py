@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sympow_jax import config, spelling
-from sympow_jax.config import serialize
+from sympow_jax.config import effects, serialize
 from sympow_jax.process import hosts
 from sympow_jax.weights import layouts
 
@@ -410,24 +410,15 @@ def function(model: config.ModelConfig) -> dict[str, Any]:
     """Returns the fields, by dotted path, that decide the parameters of a model and their function."""
     flat = serialize.flatten(model, prefix="model.")
     attention = model.attention
-    unused = {"dtype", "state_dtype", "remat"}
-    unused |= {f"attention.{name}" for name in ("form", "implementation", "chunk_size", "exact_window")}
-    rope = attention.rope
-    for is_unused, *names in (
-        (attention.kernel != "linear", "feature_map", "normalizer"),
-        (attention.kernel != "sliding_window" and not attention.softmax_window, "window"),
-        (attention.kernel not in ("power", "linear"), "power"),
-        (attention.position == "rope" and rope.base is not None, "max_document_length"),
-        (attention.position != "lrpe", *(f"lrpe.{x.name}" for x in dataclasses.fields(attention.lrpe))),
-        (attention.position != "rope", *(f"rope.{x.name}" for x in dataclasses.fields(rope))),
-        (attention.position != "learned_rope", "learned_rope_start"),
-        (rope.scaling == "none", *(f"rope.{x}" for x in LLAMA3)),
-    ):
-        unused |= {f"attention.{name}" for name in names} if is_unused else set()
+    # How attention is computed changes no function.
+    computation = {"form", "implementation", "chunk_size", "exact_window"}
+    unused = {f"attention.{name}" for name in effects.unread(attention) | computation}
+    unused |= {"dtype", "state_dtype", "remat"}
+    flat = {path: value for path, value in flat.items() if path.removeprefix("model.") not in unused}
     # Only its presence matters to a model that has its parameters.
     has_bias = attention.decay_kind.is_projected and attention.decay_bias is not None
     has_bias |= attention.decay == "learned_alibi"
     flat["model.attention.decay_bias"] = has_bias
     if attention.decay == "learned_alibi":
         flat["model.attention.decay"] = "learned"
-    return {path: value for path, value in flat.items() if path.removeprefix("model.") not in unused}
+    return flat
