@@ -34,12 +34,15 @@ def add_incoming(
     states, norms, shifts = saved.by_head()
 
     # Choose a scale for both, so that entries stay below 2^HEADROOM: that of the incoming state, where none was saved.
-    of_kv, of_norm = (jnp.abs(x).reshape(len(x), -1).max(1) for x in (incoming_kv, incoming_norm))
+    # That of finite entries: others have no scale, and must not change that of their neighbors.
+    of_kv, of_norm = (
+        jnp.where(jnp.isfinite(x), jnp.abs(x), 0).reshape(len(x), -1).max(1)
+        for x in (incoming_kv, incoming_norm)
+    )
     size = jnp.maximum(of_kv, of_norm * preparation.LEAST_VALUE)
     size = jnp.log2(jnp.maximum(size, jnp.finfo(jnp.float32).tiny))[:, None]
     bound = jnp.logaddexp2(shifts + float(recurrence.HEADROOM), log2_since[:, :-1] + size)
-    # The maximum is for an incoming NaN, which has no bound: it must not reach other entries.
-    scale = jnp.maximum(jnp.ceil(bound).astype(jnp.int32) - recurrence.HEADROOM, shifts)
+    scale = jnp.ceil(bound).astype(jnp.int32) - recurrence.HEADROOM
     kept = jnp.exp2((shifts - scale).astype(jnp.float32))
     # Multiplied twice: its square may be beyond float32, where the saved state is tiny and the incoming one is zero.
     root = jnp.exp2((log2_since[:, :-1] - scale) / 2)

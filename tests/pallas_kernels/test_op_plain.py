@@ -106,22 +106,23 @@ def test_a_state_of_zeros_is_none(power, scale):
     np.testing.assert_array_equal(call(initial_state=zeros), call())
 
 
-@marked.cases("power", [4], slow=[2])
-def test_a_nan_of_a_state_stays_in_its_channel(power):
-    """From the second chunk on, where other channels have the scale of the keys before."""
+@marked.cases(("power", "size"), [(4, 1e-3), (2, 1.0)], slow=[(4, 1.0), (2, 1e-6)])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_in_a_state_stays_in_its_channel(power, size, bad):
     case = cases.Case(power=power, time=260, decay="gentle")
-    drawn = cases.cast(cases.arrays(case, batch=1, dtype="bfloat16"), "bfloat16")
+    drawn = cases.arrays(case, batch=1, dtype="bfloat16")
+    drawn = cases.cast(drawn | {"key": drawn["key"] * size}, "bfloat16")
     call = functools.partial(ops.power_attention, **FIXED, power=power, return_state=True)
 
     def part(begin, end):
         return {name: x[:, begin:end] for name, x in drawn.items() if name != "dout" and x is not None}
 
     _, state = call(**part(0, 130), implementation="xla")
-    nan = dataclasses.replace(state, kv=state.kv.at[..., 0].set(jnp.nan))
+    broken = dataclasses.replace(state, kv=state.kv.at[..., 0].set(bad))
     found, expected = (
-        call(**part(130, 260), initial_state=x, implementation="mosaic_gpu")[0][:, 64:] for x in (nan, state)
+        call(**part(130, 260), initial_state=x, implementation="mosaic_gpu")[0] for x in (broken, state)
     )
-    assert np.isnan(np.asarray(found[..., 0], np.float32)).all()
+    assert not np.isfinite(np.asarray(found[..., 0], np.float32)).any()
     np.testing.assert_array_equal(found[..., 1:], expected[..., 1:])
 
 

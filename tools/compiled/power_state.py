@@ -31,8 +31,8 @@ RARE = [
     if (case := f"p{power}-d{head_dim}-e{value_dim}-c{chunk}") not in CASES
 ]
 _WINDOW = 64
-# Key heads, query heads of each, and chunks of the compiled shapes.
-_HEADS, _GROUP, _CHUNKS = 2, 2, 4
+# Key heads, query heads of each, and chunks of the compiled shapes: recurrences take 16 chunks a round, and the rest.
+_HEADS, _GROUP, _CHUNKS = 2, 2, 20
 # Key heads and tokens of the larger shape whose tiles are compiled.
 _TILED_HEADS, _TILED_TIME = 8, 65_536
 
