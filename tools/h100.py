@@ -45,7 +45,9 @@ class Kernel:
     serialized: bool  # the assembler gave up on asynchronous wgmma
     hgmma: int
     tma_loads: int
-    bulk_stores: int  # contiguous copies to global memory, clipped only at the end of the whole array
+    # Contiguous copies to and from global memory, clipped only at the end of the whole array.
+    bulk_stores: int
+    bulk_loads: int
     short_dots: int  # 16-bit mma.sync whose K halves are one register: K < 16, wrong on the device
     tf32: int
 
@@ -159,6 +161,7 @@ def _assemble(path: pathlib.Path) -> Kernel:
         hgmma=sum(text.startswith("HGMMA") for text in code),
         tma_loads=sum(text.startswith("UTMALDG") for text in code),
         bulk_stores=len(re.findall(r"cp\.async\.bulk\.global\.shared::cta\.bulk_group", ptx)),
+        bulk_loads=len(re.findall(r"cp\.async\.bulk\.shared::\w+\.global", ptx)),
         short_dots=short_dots,
         tf32=ptx.count("tf32"),
     )

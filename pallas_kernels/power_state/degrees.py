@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from pallas_kernels.hopper import launch
 from pallas_kernels.power_state import configs
 from pallas_kernels.power_state.quartic import backward as quartic_backward
 from pallas_kernels.power_state.quartic import forward as quartic_forward
@@ -15,6 +16,8 @@ from pallas_kernels.power_state.square import forward as square_forward
 from pallas_kernels.power_state.square import tiles as square_tiles
 
 _BLOCK = configs.BLOCK
+# Of 64 tokens in a row: the largest second axis of a grid.
+_MOST_BLOCKS = 65_535
 
 
 class Degree(NamedTuple):
@@ -62,24 +65,16 @@ def choose(
     shapes violate.
     """
     tiles = degree(power).tiles
+    most = _MOST_BLOCKS * _BLOCK - exact_window
+    launch.require("power_state", {f"at most {most} positions, not {time}": time <= most})
     if not chunk:
         # A short row is one chunk, which divides among the warpgroups of the query at E = 64.
         step = (1 if time <= 6 * _BLOCK else 2 if head_dim > 64 else 3) * _BLOCK
         chunk = max(min(tiles.longest_chunk(head_dim, time, heads), -(-time // step) * step), exact_window)
     config = tiles.choose(head_dim, value_dim, dtype, chunk, exact_window)
     # As many segments as run at once. More than one segment costs an additional pass over the states.
-    most = configs.MULTIPROCESSORS // (heads * config.update_blocks)
-    return dataclasses.replace(config, segments=max(1, min(most, -(-time // chunk))))
-
-
-def require_queries(query, key) -> None:
-    """Raises ValueError unless query [B, T, N, D] fits key [B, T, K, D]."""
-    (batch, time, heads, head_dim), expected = query.shape, (*key.shape[:2], key.shape[3])
-    if (batch, time, head_dim) != expected or query.dtype != key.dtype or heads % key.shape[2]:
-        raise ValueError(
-            f"query is {query.dtype}{list(query.shape)} and key {key.dtype}{list(key.shape)}; they must have the same "
-            "dtype and shape, except that the number of query heads may be a multiple of that of key heads"
-        )
+    segments = configs.MULTIPROCESSORS // (heads * config.update_blocks)
+    return dataclasses.replace(config, segments=max(1, min(segments, -(-time // chunk))))
 
 
 def call_for(

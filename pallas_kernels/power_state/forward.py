@@ -69,8 +69,7 @@ def attend(
     their sum, because delta = <dO, O> of a query that sees few keys with small weights is divided by little: with the
     rounded output alone, its gradients are rounding errors.
     """
-    query, key, value, *_ = arguments
-    degrees.require_queries(query, key)
+    query, _, value, *_ = arguments
     batch, time, *_ = query.shape
     tokens = preparation.by_chunk(arguments, call)
     power = degrees.degree(call.power).forward

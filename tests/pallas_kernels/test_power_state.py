@@ -1,5 +1,6 @@
 """Tests of the code around the state kernels: tiles and constraints, quantities carried along chunks, and results."""
 
+import contextlib
 from unittest import mock
 
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ def test_what_the_kernels_cannot_do_is_named():
             "need a chunk shorter than 3072, for shared memory",
         ),
         ({"exact_window": 10}, "need.*exact_window"),
+        ({"time": 5_000_000}, "need at most 4194176 positions, not 5000000"),
         (quartic | {"head_dim": 64}, "need.*head_dim.*power 4"),
         (quartic | {"value_dim": 48}, "need.*value_dim.*power 4"),
         (quartic | {"chunk": 16_384}, "need at most 10240 positions .* not 16448"),
@@ -96,16 +98,23 @@ def test_normalizers(chunks):
     np.testing.assert_allclose(last, states[-1], rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("chunks", [1, 129])
-def test_scales_keep_states_in_range(chunks):
+@pytest.mark.parametrize(
+    ("chunks", "interpret"),
+    [
+        (1, None),
+        (129, None),
+        pytest.param(37, plgpu.InterpretGPUParams(detect_races=True), marks=pytest.mark.interpret),
+    ],
+)
+def test_scales_keep_states_in_range(chunks, interpret):
     random = np.random.default_rng(chunks)
     strength = random.uniform(-20, 20, size=(1, chunks, 4)).astype("float32")
     over_chunk = random.uniform(-3, 0, size=(1, chunks)).astype("float32")
     size = random.uniform(size=(1, chunks, 4)).astype("float32")
     in_norm = random.normal(size=(1, chunks, 4)).astype("float32")
     in_norm[:, :, 0] = 0
-    with plain.kernels():
-        call = mock.Mock(config=mock.Mock(segments=1))
+    with plain.kernels() if interpret is None else contextlib.nullcontext():
+        call = mock.Mock(config=mock.Mock(segments=1), interpret=interpret)
         carried = preparation.carry_along(strength, size, in_norm, over_chunk, call)
     largest = [0.0]
     for chunk in range(chunks):
