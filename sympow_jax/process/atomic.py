@@ -41,8 +41,10 @@ def draft_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
     # so on the same file system.
     with (
         tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as folder,
-        pathlib.Path(folder, _LOCK).open("w") as file,
+        pathlib.Path(folder, "locked").open("w") as file,
     ):
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Only now does it get its name: without a lock, other processes would take it for that of a killed one.
+        os.rename(file.name, pathlib.Path(folder, _LOCK))
         yield pathlib.Path(folder)

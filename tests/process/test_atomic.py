@@ -1,5 +1,6 @@
 """Tests of the atomic replacement of files."""
 
+import fcntl
 import shutil
 
 import pytest
@@ -52,3 +53,19 @@ def test_the_folder_of_a_killed_process_is_removed_and_one_in_use_is_kept(tmp_pa
         assert used.exists()
         assert not left.exists()
     assert {x.name for x in tmp_path.iterdir()} == {path.name, f".{path.name}-of_the_user"}
+
+
+def test_a_folder_is_kept_before_it_is_locked(tmp_path, monkeypatch):
+    path, lock = tmp_path / "a.txt", fcntl.flock
+
+    def write_and_lock(file, operation):
+        monkeypatch.setattr(fcntl, "flock", lock)
+        with atomic.replace(path) as draft:
+            draft.write_text("another process's")
+        lock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", write_and_lock)
+    with atomic.replace(path) as draft:
+        draft.write_text("ours")
+    assert path.read_text() == "ours"
+    assert list(tmp_path.iterdir()) == [path]
