@@ -35,7 +35,7 @@ from flax import nnx
 from experiments import _shared
 from sympow_jax import config, evaluation, generation, hub, models, training
 from sympow_jax import data as data_lib
-from sympow_jax.config import loading, serialize
+from sympow_jax.config import literals, loading, serialize
 from sympow_jax.data import files as file_lib
 from sympow_jax.data import prepare, tokenizer
 from sympow_jax.data.sources import text, tokens
@@ -222,7 +222,8 @@ def _imported(
             streams.say(f"tokenizing {path}")
             prepared = prepare.Options(tokenizer=source.tokenizer, separator=end, workers=os.cpu_count() or 1)
             prepare.write_bin(str(path), list(_without(paths, codec.decode([end]))), prepared)
-        settings |= {setting: str(path), "data.token_dtype": serialize.read_object(record)["token_dtype"]}
+        settings |= {setting: literals.written((str(path),))}
+        settings["data.token_dtype"] = serialize.read_object(record)["token_dtype"]
     return folder, settings
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.robust
 
 @pytest.fixture(scope="module")
 def experiment(corpus, tmp_path_factory):
-    out = tmp_path_factory.mktemp("out")
+    out = tmp_path_factory.mktemp("a,b")  # lists of paths are split at commas
 
     def call(name: str, *flags: str):
         module = importlib.import_module(f"experiments.{name}")
