@@ -75,7 +75,6 @@ class Checkpoints:
             )
         self._disk = self._folder.stat().st_dev
         self._saving: ocp.AsyncResponse[bool] | None = None
-        self._read_back = False
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -117,8 +116,7 @@ class Checkpoints:
     def save(self, number: int, state: TrainState, position: Any) -> None:
         """Starts to save the state after `number` updates.
 
-        Waits for the previous save first, and for the first one itself, which is read back: it could be nowhere,
-        without an error. The arrays of `state` may be donated when this returns.
+        Waits for the previous save first. The arrays of `state` may be donated when this returns.
 
         Args:
             number: number of updates.
@@ -126,7 +124,7 @@ class Checkpoints:
             position: state of this process's data iterator; None at its start. Those of all processes are saved.
 
         Raises:
-            ValueError: this save cannot start, the previous one failed, or the first one cannot be read.
+            ValueError: this save cannot start, or the previous one failed.
         """
         arrays = _arrays(state)
         if position is not None:
@@ -141,19 +139,6 @@ class Checkpoints:
             self._saving = self._orbax.save_checkpointables_async(
                 number, arrays, force=True, custom_metadata=metadata
             )
-        if not self._read_back:
-            self.check(wait=True)
-            # Metadata and the smallest parameter.
-            path, leaf = min(jax.tree_util.tree_leaves_with_path(state.params), key=lambda item: item[1].size)
-            one: Any = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-            for key in reversed(path):
-                one = {key.key: one}
-            with self._explained("read back from"), hosts.all_or_none(), _quiet():
-                loaded = jax.tree.leaves(_load(self._folder, number, {"params": one}, partial=True)[0])[0]
-                shards = zip(loaded.addressable_shards, leaf.addressable_shards, strict=True)
-                if any(not np.array_equal(new.data, old.data) for new, old in shards):
-                    raise _DamagedError("it is not what was saved")
-            self._read_back = True
 
     def check(self, *, wait: bool = False) -> None:
         """Raises ValueError if the last save has failed; with `wait`, waits until it is done."""
