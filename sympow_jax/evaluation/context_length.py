@@ -64,7 +64,6 @@ def evaluate_runs(
     documents: int | None = None,
     heldout: data.HeldoutData | None = None,
     changes: Mapping[str, str] | None = None,
-    console: rich.console.Console | None = None,
 ) -> list[report.Row]:
     """Evaluates the newest checkpoint of every run and writes `context_loss.{csv,json,png,pdf}` into `out`.
 
@@ -78,7 +77,6 @@ def evaluate_runs(
         documents: maximum number of documents; None means that of the first run's `evaluation` settings.
         heldout: held-out data of the first run; None opens it.
         changes: settings of the data to replace in the runs' configs, such as {"data.heldout_paths": "a.bin,b.bin"}.
-        console: console to print to.
 
     Returns:
         The rows of the CSV.
@@ -88,7 +86,7 @@ def evaluate_runs(
             every document or a model's learned positions, or `out` cannot be written.
     """
     return over_runs.evaluate(
-        ContextLoss(lengths, documents), workdirs, out=out, heldout=heldout, changes=changes, console=console
+        ContextLoss(lengths, documents), workdirs, out=out, heldout=heldout, changes=changes
     )
 
 

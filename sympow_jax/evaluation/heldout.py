@@ -64,7 +64,6 @@ def evaluate_heldout(
     out: str | os.PathLike[str],
     heldout: data.HeldoutData | None = None,
     changes: Mapping[str, str] | None = None,
-    console: rich.console.Console | None = None,
 ) -> dict[str, dict[str, float]]:
     """Evaluates the newest checkpoint of every run on the same held-out rows.
 
@@ -80,9 +79,7 @@ def evaluate_heldout(
         ValueError: a workdir holds no run or no checkpoint, the runs' tasks or data differ, nothing is held out, or
             `out` cannot be written.
     """
-    rows = over_runs.evaluate(
-        _Heldout(), workdirs, out=out, heldout=heldout, changes=changes, console=console
-    )
+    rows = over_runs.evaluate(_Heldout(), workdirs, out=out, heldout=heldout, changes=changes)
     return {row.run: row.metrics for row in rows}
 
 

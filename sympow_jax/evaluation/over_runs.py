@@ -84,7 +84,6 @@ def evaluate[Row: report.Run](
     out: str | os.PathLike[str],
     heldout: data.HeldoutData | None = None,
     changes: Mapping[str, str] | None = None,
-    console: rich.console.Console | None = None,
 ) -> list[Row]:
     """Evaluates the newest checkpoint of every run on the held-out data of the first, writes and prints the results.
 
@@ -95,7 +94,7 @@ def evaluate[Row: report.Run](
         ValueError: a workdir holds no run or no checkpoint, the runs cannot be compared, one was trained on the
             held-out data, or `out` cannot be written. Or the evaluation raised it.
     """
-    console = (console or report.make_console()) if hosts.is_first() else rich.console.Console(quiet=True)
+    console = report.make_console() if hosts.is_first() else rich.console.Console(quiet=True)
 
     # What is wrong is found before the data is read, and before hours are spent on earlier runs.
     paths, configs = read_runs(workdirs, changes)

@@ -6,7 +6,7 @@ import itertools
 import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 import rich.box
@@ -34,10 +34,10 @@ _DIFFERENCES = {"updates": "{:,} updates", "update_tokens": "{:,} tokens per upd
 _PLAIN_WIDTH = 200
 
 
-def make_console(file: TextIO | None = None) -> rich.console.Console:
-    """Returns a console on the terminal, or on a file (default: standard output) with room for a wide table."""
-    console = rich.console.Console(file=file)
-    return console if console.is_terminal else rich.console.Console(file=file, width=_PLAIN_WIDTH)
+def make_console() -> rich.console.Console:
+    """Returns a console on standard output, with room for a wide table where that is no terminal."""
+    console = rich.console.Console()
+    return console if console.is_terminal else rich.console.Console(width=_PLAIN_WIDTH)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

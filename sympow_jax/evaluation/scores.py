@@ -104,14 +104,13 @@ def answer_scores(
     model: models.DecoderLM,
     cases: Sequence[Case],
     *,
-    share: bool | None = None,
     on_call: Callable[[int], None] | None = None,
 ) -> list[list[Score]]:
     """Returns the scores of the questions of each case.
 
-    A context is either processed once, to a state from which each question continues, or once per question. Lengths and
-    batch sizes are rounded up to a few sizes, so that few programs are compiled. Rows of more than 16,384 tokens are
-    processed in segments of that length through the state.
+    A context is processed once, to a state from which each question continues, where that needs fewer tokens, and once
+    per question elsewhere. Lengths and batch sizes are rounded up to a few sizes, so that few programs are compiled.
+    Rows of more than 16,384 tokens are processed in segments of that length through the state.
 
     Memory in addition to the parameters: activations of 16,384 tokens, 64 MiB of logits, and up to two copies of the
     states or KV caches of the rows of a call. Each copy takes at most 1 GiB, or the memory of a single row.
@@ -119,8 +118,6 @@ def answer_scores(
     Args:
         model: the decoder.
         cases: contexts with their questions. The scores of a case without questions are empty.
-        share: whether to process each context only once. If None, does so where it needs fewer tokens. A context of
-            one token is never shared.
         on_call: called after each call of the model with its number of tokens, padding included.
 
     Raises:
@@ -167,7 +164,7 @@ def answer_scores(
         question_size = padded_length(max((len(x.prompt) + len(x.answer) for x in case.questions), default=1))
         fewer = context_size + len(lengths) * question_size < sum(lengths)
         # One token of context leaves none for the state before the questions.
-        if lengths and len(case.context) > 1 and (fewer if share is None else share):
+        if lengths and len(case.context) > 1 and fewer:
             shared.setdefault((context_size, question_size), []).append(index)
         else:
             for number, length in enumerate(lengths):

@@ -1,5 +1,6 @@
 """Tests of the table, the CSV, the JSON and the plot."""
 
+import contextlib
 import io
 import itertools
 import math
@@ -24,8 +25,8 @@ def make_rows(name, losses, *, train_context=256, documents=3, standard_error=0.
 
 
 def printed(rows):
-    file = io.StringIO()
-    report.print_table(rows, report.make_console(file))
+    with contextlib.redirect_stdout(io.StringIO()) as file:
+        report.print_table(rows, report.make_console())
     return file.getvalue()
 
 

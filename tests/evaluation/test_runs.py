@@ -1,5 +1,6 @@
 """Tests of whole evaluations: names, documents, files, warnings and errors, with models of known loss."""
 
+import contextlib
 import csv
 import dataclasses
 import io
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from sympow_jax import config, data, evaluation
-from sympow_jax.evaluation import over_runs, report
+from sympow_jax.evaluation import over_runs
 from sympow_jax.process import workdir
 from tests.data import builders
 from tests.evaluation import fakes
@@ -55,8 +56,8 @@ def restored(monkeypatch):
 
 
 def evaluate(workdirs, lengths=None, **kwargs):
-    file = io.StringIO()
-    rows = evaluation.evaluate_runs(workdirs, lengths, console=report.make_console(file), **kwargs)
+    with contextlib.redirect_stdout(io.StringIO()) as file:
+        rows = evaluation.evaluate_runs(workdirs, lengths, **kwargs)
     return rows, file.getvalue()
 
 

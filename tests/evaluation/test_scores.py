@@ -37,10 +37,12 @@ def draw_cases(*shapes):
     ]
 
 
-# Ragged: one token of context, several questions, and no prompt.
+# Ragged: one token of context, several questions, and no prompt. Contexts are processed once per question,
 SHORT = [(1, [(0, 3)]), (7, [(2, 1), (0, 4), (5, 2)]), (12, [(2, 3), (0, 1)])]
-# Rows of several segments too.
-LONG = [*SHORT, (40, [(2, 3), (0, 1)]), (45, [(3, 2), (1, 1), (4, 5)]), (6, [(1, 70)])]
+# or once.
+SHARED = [(20, [(2, 1), (0, 4), (5, 2), (1, 1)]), (30, [(2, 3), (0, 1), (3, 2)])]
+# Both, and rows, contexts and questions of several segments.
+LONG = [*SHORT, *SHARED, (45, [(3, 2), (1, 1), (4, 5)]), (6, [(1, 70)]), (40, [(2, 60), (1, 50), (0, 3)])]
 
 
 def reference(model, cases):
@@ -60,15 +62,16 @@ def reference(model, cases):
 
 
 @marked.cases(
-    ("preset", "call_tokens", "share", "shapes"),
-    [("linear", 16_384, True, SHORT), ("softmax", 16, False, SHORT)],
-    slow=[("conformal", 32, None, LONG), ("softmax", 32, True, LONG)],
+    ("preset", "call_tokens", "shapes", "tokens"),
+    [("linear", 16_384, [SHORT[0], *SHARED], 16 + 2 * (32 + 4 * 16)), ("softmax", 16, SHORT, 6 * 16)],
+    slow=[("conformal", 32, LONG, 736), ("softmax", 32, LONG, 736)],
 )
-def test_scores_equal_one_pass_over_each_row(monkeypatch, preset, call_tokens, share, shapes):
+def test_scores_equal_one_pass_over_each_row(monkeypatch, preset, call_tokens, shapes, tokens):
     # Long rows are several segments, or every row is one.
     monkeypatch.setattr(scores, "CALL_TOKENS", call_tokens)
-    model, cases = decoder(preset), draw_cases(*shapes)
-    found = evaluation.answer_scores(model, cases, share=share)
+    model, cases, done = decoder(preset), draw_cases(*shapes), []
+    found = evaluation.answer_scores(model, cases, on_call=done.append)
+    assert sum(done) == tokens
     assert [len(of_case) for of_case in found] == [len(case.questions) for case in cases]
     for score, (losses, correct) in zip((x for of_case in found for x in of_case), reference(model, cases)):
         np.testing.assert_allclose(score.losses, losses, rtol=0, atol=1e-5)
@@ -95,17 +98,16 @@ def test_segments_reuse_the_memory_of_the_state(monkeypatch):
         return extend(self, tokens, state, **options)
 
     monkeypatch.setattr(type(model), "extend_hidden", recorded)
-    case = scores.Case([1] * 100, [scores.Question([2], [3] * 100)])
-    evaluation.answer_scores(model, [case], share=True)
-    assert len(states) == 8
+    case = scores.Case([1] * 100, [scores.Question([2], [3] * 100)] * 2)
+    evaluation.answer_scores(model, [case])
+    assert len(states) == 12
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(states))
 
 
 def test_a_case_without_questions_has_no_scores():
-    cases = [scores.Case([1, 2], []), scores.Case([1, 2], [scores.Question([], [3])])]
-    for share in (None, True):
-        none, one = evaluation.answer_scores(fakes.CountingModel(), cases, share=share)
-        assert (len(none), len(one)) == (0, 1)
+    for count in (1, 4):  # a context that is processed once per question, or once
+        cases = [scores.Case([1] * 200, [scores.Question([], [3])] * questions) for questions in (0, count)]
+        assert [len(x) for x in evaluation.answer_scores(fakes.CountingModel(), cases)] == [0, count]
 
 
 def test_rows_of_similar_lengths_share_their_program(compile_anew):
@@ -138,8 +140,11 @@ def test_a_case_that_cannot_be_scored_is_an_error():
 
 def test_padding_beyond_learned_positions_changes_nothing():
     model = decoder("softmax", position="learned_absolute", max_document_length=20)
-    cases = [scores.Case([1, 2] * 8, [scores.Question([3], [4, 5, 6]), scores.Question([], [7])])]
-    found = evaluation.answer_scores(model, cases, share=True)[0]
+    # The context is processed once, in 16 tokens, and each question in as many.
+    questions = [scores.Question([3], [4, 5, 6]), scores.Question([], [7]), scores.Question([8], [9])]
+    cases, done = [scores.Case([1, 2] * 8, questions)], []
+    found = evaluation.answer_scores(model, cases, on_call=done.append)[0]
+    assert done == [16] * 4
     for score, (losses, _) in zip(found, reference(model, cases)):
         np.testing.assert_allclose(score.losses, losses, rtol=0, atol=1e-5)
 

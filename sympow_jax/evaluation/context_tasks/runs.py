@@ -30,7 +30,6 @@ def context_task_results(
     lengths: Sequence[int],
     *,
     trials: int = _TRIALS,
-    seed: int = 0,
     on_result: Callable[[], None] | None = None,
 ) -> list[results.TaskResult]:
     """Returns the result of each task at each context length.
@@ -44,7 +43,6 @@ def context_task_results(
         tasks: names of the tasks.
         lengths: tokens of a context with its longest question and answer.
         trials: minimum number of questions of each task at each length; it is rounded up to whole contexts.
-        seed: seed of contexts and questions.
         on_result: function that is called after each result.
 
     Raises:
@@ -70,7 +68,7 @@ def context_task_results(
     for task in tasks:
         for length in lengths:
             exams = [
-                prompts.make_exam(task, material, length, seed=seed, index=index)
+                prompts.make_exam(task, material, length, index=index)
                 for index in range(_num_contexts(task, trials))
             ]
             exam_scores = scores.answer_scores(model, [exam.case for exam in exams])
@@ -118,7 +116,6 @@ def evaluate_context_tasks(
     trials: int | None = None,
     tokenizer: str | None = None,
     changes: Mapping[str, str] | None = None,
-    console: rich.console.Console | None = None,
 ) -> list[results.Row]:
     """Evaluates the newest checkpoint of every run and writes `tasks.{csv,json,png,pdf}` into `out`.
 
@@ -133,7 +130,6 @@ def evaluate_context_tasks(
         trials: minimum number of questions of each task at each length; None means 64.
         tokenizer: name of the tokenizer, as for `data.codec_of_run`.
         changes: settings of the data to replace, as for `evaluate_runs`.
-        console: console to print to.
 
     Returns:
         The rows of the CSV.
@@ -143,7 +139,7 @@ def evaluate_context_tasks(
             nothing is held out, `out` cannot be written, or as `context_task_results`.
     """
     evaluation = _ContextTasks(tasks, lengths, _TRIALS if trials is None else trials, tokenizer)
-    return over_runs.evaluate(evaluation, workdirs, out=out, changes=changes, console=console)
+    return over_runs.evaluate(evaluation, workdirs, out=out, changes=changes)
 
 
 class _ContextTasks(over_runs.Evaluation[results.Row]):
@@ -183,7 +179,7 @@ class _ContextTasks(over_runs.Evaluation[results.Row]):
             buckets.check_lengths(lengths, first_position=1)
             try:
                 for task in tasks:
-                    prompts.make_exam(task, self._material, lengths[0], seed=0, index=0)
+                    prompts.make_exam(task, self._material, lengths[0], index=0)
                 break
             except prompts.TooShortError:
                 # Of lengths that were not given, those are left out that are too short for a task.

@@ -25,7 +25,7 @@ class Chunks:
 
 
 def make(task, length=300, material=MATERIAL, index=0):
-    return prompts.make_exam(task, material, length, seed=0, index=index)
+    return prompts.make_exam(task, material, length, index=index)
 
 
 def text(tokens):
@@ -97,6 +97,6 @@ def test_texts_need_a_tokenizer():
 def test_a_long_recall_does_not_run_out_of_keys(monkeypatch):
     """With two letters, of which keys are made, four would be 16 keys."""
     monkeypatch.setattr(prompts.string, "ascii_lowercase", "ab")
-    case = prompts.make_exam("recall", MATERIAL, 2000, seed=0, index=0).case
+    case = prompts.make_exam("recall", MATERIAL, 2000, index=0).case
     keys = [line.split("=")[0] for line in text(case.context).splitlines()]
     assert len(set(keys)) == len(keys) > 100
