@@ -1,7 +1,10 @@
 """Tests that a run that stops and resumes is to the bit the run that does not, whatever it has in its state."""
 
+import functools
 import os
+import random
 import signal
+import time
 
 import jax
 import numpy as np
@@ -13,6 +16,7 @@ from sympow_jax.weights import runs
 from tests import marked
 from tests.data import builders
 from tests.training import small
+from tools import launching
 
 
 def _encoder(settings, folder):
@@ -134,3 +138,55 @@ def test_a_signal_saves_and_says_how_to_go_on(
     small.assert_same(batches, finished.batches)
     assert small.losses(run) == small.losses(finished.folder)
     small.assert_same(*(small.arrays(settings, folder) for folder in (run, finished.folder)))
+
+
+# The number of saves of a start after which a process is killed, None while it starts, and the most seconds after them.
+_MOMENTS = [(None, 2), (0, 0.1), (1, 0), (1, 0.1), (3, 0.05), (1, 0.3), (2, 0.02), (3, 0.1)]
+
+
+@pytest.mark.robust
+@pytest.mark.timeout(900)  # Orbax waits a minute or more for a process that was killed while both saved
+@pytest.mark.parametrize(("processes", "moments"), [(1, _MOMENTS), (2, [(1, 0), (1, 0.3)])])
+def test_a_run_that_is_killed_is_the_whole_one(tmp_path, settings, finished, processes, moments):
+    """Kills one process while it starts, before the first save, in saves and between them; the others end too."""
+    run, whole, chosen = tmp_path / "run", tmp_path / "whole", random.Random(0)
+    arguments = [f"--config={finished.folder}/config.json", "--config.training.checkpoint_every=5"]
+    arguments.append("--config.training.steps=150")
+
+    def start(folder):
+        options = {"processes": processes, "cache": jax.config.jax_compilation_cache_dir}
+        return launching.start([*arguments, f"--workdir={folder}"], tmp_path / "says", **options)
+
+    def newest():
+        return max((int(x.name) for x in run.glob("checkpoints/*") if x.name.isdigit()), default=0)
+
+    def begun(started):  # what the first says after it has removed leftovers
+        said = [line for one in started for line in one.said()]
+        return [int(line.split()[2]) for line in said if line.startswith("training: step ")]
+
+    def is_past(started, saves, seen):
+        seen.update(x.name for x in run.glob("checkpoints/*tmp*") if begun(started))
+        return bool(begun(started)) and len(seen) >= saves
+
+    undisturbed = start(whole)
+    for number, (saves, seconds) in enumerate(moments):
+        at, started, seen = newest(), start(run), set()
+        if saves is not None:
+            launching.wait_until(functools.partial(is_past, started, saves, seen), started)
+        time.sleep(chosen.uniform(0, seconds))
+        before, killed = newest(), started.pop(number % processes)
+        killed.send(signal.SIGKILL)
+        assert (killed.wait(), killed.errors()) == (-signal.SIGKILL, [])
+        for one in started:
+            code, said = one.wait(600), "\n".join(one.errors())
+            assert (code > 0 and "error: " in said) or (
+                code == -signal.SIGABRT and "another task died" in said
+            )
+        assert begun([killed, *started]) in ([], [at])
+        assert newest() >= before
+    at, started = newest(), start(run)
+    assert [one.wait() for one in (*undisturbed, *started)] == [0] * 2 * processes
+    assert begun(started) == [at]
+    assert [line for one in started for line in one.errors()] == []
+    assert small.losses(run) == small.losses(whole)
+    small.assert_same(*(small.arrays(settings, folder) for folder in (run, whole)))
