@@ -66,7 +66,7 @@ def power_attention(
         head_dim=query.shape[-1], value_dim=value.shape[-1], power=power, dtype=query.dtype
     )
     tokens = sequence.whole_blocks(
-        query, key, value, log_decay=log_decay, segment_ids=segment_ids, block=config.block, config=config
+        query, key, value, log_decay=log_decay, segment_ids=segment_ids, config=config
     )
     unit_query, unit_key, query_exponent, key_exponent = units.unit_lengths(
         tokens.query, tokens.key, configs.query_bits(power), interpret=interpret
@@ -75,8 +75,8 @@ def power_attention(
     of_blocks = blocks.prepare(key_exponent, tokens.value, tokens.log_decay, call)
     first = None
     if segment_ids is not None:
-        first, _ = sequence.visible_blocks(tokens.log_decay, config.block)
-        first = first[..., first.shape[-1] - tokens.query.shape[1] // config.block :]
+        first, _ = sequence.visible_blocks(tokens.log_decay)
+        first = first[..., first.shape[-1] - tokens.query.shape[1] // configs.BLOCK :]
     operands = forward.Operands(unit_query, unit_key, query_exponent, first)
     results = forward.means(operands, of_blocks, dtype=value.dtype, save_residuals=save_residuals, call=call)
     for name in ("out", "remainder") if save_residuals else ("out",):
@@ -127,13 +127,12 @@ def power_attention_vjp(
     Raises:
         NotImplementedError: for unsupported requests, naming the constraint.
     """
-    config = configs.choose_vjp(
+    config = configs.choose(
         head_dim=query.shape[-1], value_dim=value.shape[-1], power=power, dtype=query.dtype
     )
     call = configs.Call(power=power, config=config, interpret=interpret)
-    block = config.block * config.compute_warpgroups
     tokens = sequence.whole_blocks(
-        query, key, value, log_decay=log_decay, segment_ids=segment_ids, block=block, config=config
+        query, key, value, log_decay=log_decay, segment_ids=segment_ids, config=config
     )
     operands = vjp_operands.prepare(tokens, dout, saved, segment_ids, call)
     # The real keys, after the padding in front.

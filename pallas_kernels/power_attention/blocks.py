@@ -63,13 +63,13 @@ class Blocks(NamedTuple):
     vectors: jax.Array  # [B, K, 4, S]
 
 
-def scalar_at(scalar: Scalar, block: int) -> tuple[int, int]:
+def scalar_at(scalar: Scalar) -> tuple[int, int]:
     """Returns the place of a number among the columns of a block."""
-    row, place = divmod(scalar * pairs.BLOCK, block)
+    row, place = divmod(scalar * pairs.BLOCK, configs.BLOCK)
     return 1 + row, place
 
 
-def prepare(key_exponent, value, log_decay, call: configs.Call[configs.Config]) -> Blocks:
+def prepare(key_exponent, value, log_decay, call: configs.Call) -> Blocks:
     """Returns the forward kernel's operands by block of keys.
 
     Args:
@@ -78,14 +78,13 @@ def prepare(key_exponent, value, log_decay, call: configs.Call[configs.Config]) 
         log_decay: [B, K, S], at least `numerics.FLOOR` - 1.
         call: of the forward kernel.
     """
-    power, config = call.power, call.config
+    power, block = call.power, configs.BLOCK
     batch, length, heads, size = value.shape
-    block, count = config.block, length // config.block
-    halves = block // pairs.BLOCK
+    count, halves = length // block, block // pairs.BLOCK
     shape = pairs.BLOCK, pairs.BLOCK
     types = {
         "plain_value": jax.ShapeDtypeStruct(value.shape, jnp.float16),
-        "columns": jax.ShapeDtypeStruct((batch, heads, count, *config.columns), jnp.float32),
+        "columns": jax.ShapeDtypeStruct((batch, heads, count, *configs.COLUMNS), jnp.float32),
         "vectors": jax.ShapeDtypeStruct((batch, heads, len(Vector), length), jnp.float32),
     }
     if not configs.scaled_by_row(power):
@@ -183,7 +182,7 @@ def prepare(key_exponent, value, log_decay, call: configs.Call[configs.Config]) 
         @pl.when(half == 0)
         def _numbers():
             for scalar, x in scalars.items():
-                line, place = scalar_at(scalar, block)
+                line, place = scalar_at(scalar)
                 launch.store(out["columns"].at[row, head, index, line, pl.ds(place, pairs.BLOCK)], x)
 
         def store(name, x):

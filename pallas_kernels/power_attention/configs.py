@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from pallas_kernels.hopper import tensor_core
 
-# Two warpgroups of queries share every block of keys; a block of queries is as long as a block of keys, so that
-# exactly one block of keys, the diagonal one, needs a mask.
-BLOCK = 2 * tensor_core.ROWS
+# Warpgroups that compute in each thread block, with 64 queries or keys each. In the forward kernel a block of queries
+# is as long as a block of keys, so that exactly one block of keys, the diagonal one, needs a mask.
+WARPGROUPS = 2
+BLOCK = WARPGROUPS * tensor_core.ROWS
 # Shared memory available to one thread block on Hopper, minus an allowance for barriers and reductions.
 _SHARED_BYTES = 227 * 1024 - 4096
 # The largest weight is near 2^14: float16 ends just below 2^16.
@@ -19,70 +20,27 @@ _WEIGHT_BITS = 14
 _SCALED_POWER = 8
 # Bits of weights that are scaled by row: their sums must fit in float32.
 _SCALED_WEIGHT_BITS = 96
-# Numbers of a block of keys besides a factor per key.
-_BLOCK_NUMBERS = 5
+# Shape of the floats of a block of keys in the forward kernel: one per key, then five numbers, each repeated 64 times.
+COLUMNS = (1 + -(-5 * tensor_core.ROWS // BLOCK), BLOCK)
 # Rows of 32, 64 or 128 bytes, or several tiles of those, for which wgmma and TMA have a conflict-free swizzle.
 _WIDTHS = (16, 32, 64, 96, 128)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """Tiling of one forward call.
+    """Tiling of the forward kernel and of both passes of the gradient.
 
-    head_dim, value_dim: sizes inside the kernel, which are the caller's sizes padded with zeros.
-    stages: blocks of keys and values that may be in flight.
-    """
-
-    head_dim: int
-    value_dim: int
-    stages: int
-    block: int = BLOCK
-    compute_warpgroups: int = 2
-
-    @property
-    def columns(self) -> tuple[int, int]:
-        """Shape of the floats of a block of keys: one per key, then numbers of the block, each repeated for 64 rows."""
-        return 1 + -(-_BLOCK_NUMBERS * tensor_core.ROWS // self.block), self.block
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of shared memory of the tiles."""
-        keys_and_values = self.block * (self.head_dim + self.value_dim) * 2 + 4 * math.prod(self.columns)
-        return self.block * self.head_dim * 2 + self.stages * keys_and_values
-
-
-def scaled_by_row(power: int) -> bool:
-    """Returns True if weights are rounded to float16 relative to the largest of their row so far.
-
-    The diagonal block always uses such a scale.
-    """
-    return power >= _SCALED_POWER
-
-
-def query_bits(power: int) -> int:
-    """Returns h: queries are scaled by 2^h, so that weights use the available range.
-
-    Scores are then at most 2^h, and weights at most 2^(ph).
-    """
-    return (_SCALED_WEIGHT_BITS if scaled_by_row(power) else _WEIGHT_BITS) // power
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class VjpConfig:
-    """Tiling of the two gradient kernels, whose thread blocks process 128 queries or 128 keys.
-
-    head_dim, value_dim: as in `Config`.
+    head_dim, value_dim: sizes inside the kernels, which are the caller's sizes padded with zeros.
+    stages: blocks of keys and values in flight in the forward kernel.
     query_stages: blocks of keys and values in flight in the pass over queries.
     key_stages: blocks of queries and cotangents in flight in the pass over keys.
     """
 
     head_dim: int
     value_dim: int
+    stages: int
     query_stages: int
     key_stages: int
-    # Rows that one warpgroup processes, and rows that all of them multiply with in one step.
-    block: int = tensor_core.ROWS
-    compute_warpgroups: int = 2
 
     @property
     def operands_in_registers(self) -> bool:
@@ -101,17 +59,9 @@ class VjpConfig:
         both = max(self.head_dim, self.value_dim) <= 64
         return (("dkey", "dvalue"),) if both else (("dkey",), ("dvalue",))
 
-    @property
-    def shared_bytes(self) -> tuple[int, int]:
-        """Bytes of shared memory of the tiles in the pass over queries and in the pass over keys."""
-        tile, vector = self.block * 2 * (self.head_dim + self.value_dim), 4 * self.block
-        queries = tile + self.block * 2 * self.head_dim + 9 * vector
-        own, own_keys = (self.compute_warpgroups * (tile + count * vector) for count in (0, 12))
-        return own + self.query_stages * (tile + 6 * vector), own_keys + self.key_stages * queries
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call[C: (Config, VjpConfig)]:
+class Call:
     """Static options of a call.
 
     power: p.
@@ -120,8 +70,24 @@ class Call[C: (Config, VjpConfig)]:
     """
 
     power: int
-    config: C
+    config: Config
     interpret: Any
+
+
+def scaled_by_row(power: int) -> bool:
+    """Returns True if weights are rounded to float16 relative to the largest of their row so far.
+
+    The diagonal block always uses such a scale.
+    """
+    return power >= _SCALED_POWER
+
+
+def query_bits(power: int) -> int:
+    """Returns h: queries are scaled by 2^h, so that weights use the available range.
+
+    Scores are then at most 2^h, and weights at most 2^(ph).
+    """
+    return (_SCALED_WEIGHT_BITS if scaled_by_row(power) else _WEIGHT_BITS) // power
 
 
 def choose(*, head_dim: int, value_dim: int, power: int, dtype) -> Config:
@@ -130,25 +96,6 @@ def choose(*, head_dim: int, value_dim: int, power: int, dtype) -> Config:
     Raises:
         NotImplementedError: for unsupported requests, naming the constraint.
     """
-    sizes = _sizes(head_dim, value_dim, power, dtype)
-    stages = next(n for n in (4, 3, 2) if Config(stages=n, **sizes).shared_bytes <= _SHARED_BYTES)
-    return Config(stages=stages, **sizes)
-
-
-def choose_vjp(*, head_dim: int, value_dim: int, power: int, dtype) -> VjpConfig:
-    """Returns the tile sizes of the gradient kernels; raises the same errors as `choose`."""
-    sizes = _sizes(head_dim, value_dim, power, dtype)
-
-    def fits(stages, gradient):
-        config = VjpConfig(**sizes, query_stages=stages, key_stages=stages)
-        return config.shared_bytes[gradient] <= _SHARED_BYTES
-
-    query_stages, key_stages = (next(n for n in (4, 3, 2) if fits(n, gradient)) for gradient in range(2))
-    return VjpConfig(**sizes, query_stages=query_stages, key_stages=key_stages)
-
-
-def _sizes(head_dim, value_dim, power, dtype):
-    """Returns the padded sizes that the kernels use."""
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         raise NotImplementedError(
             f"query, key and value are {jnp.dtype(dtype)}; the kernel multiplies bfloat16 or float16"
@@ -158,5 +105,21 @@ def _sizes(head_dim, value_dim, power, dtype):
     for name, size in (("head", head_dim), ("value", value_dim)):
         if size > _WIDTHS[-1]:
             raise NotImplementedError(f"{name} size is {size}; the kernel takes at most {_WIDTHS[-1]}")
-    padded = (next(width for width in _WIDTHS if width >= size) for size in (head_dim, value_dim))
-    return dict(zip(("head_dim", "value_dim"), padded))
+    head_dim, value_dim = (
+        next(width for width in _WIDTHS if width >= size) for size in (head_dim, value_dim)
+    )
+
+    # Bytes of 64 queries or keys, of these with their cotangents or values, and of a number for each.
+    row, both, vector = (tensor_core.ROWS * n for n in (2 * head_dim, 2 * (head_dim + value_dim), 4))
+    return Config(
+        head_dim=head_dim,
+        value_dim=value_dim,
+        stages=_stages(WARPGROUPS * row, WARPGROUPS * both + 4 * math.prod(COLUMNS)),
+        query_stages=_stages(WARPGROUPS * both, both + 6 * vector),
+        key_stages=_stages(WARPGROUPS * (both + 12 * vector), both + row + 9 * vector),
+    )
+
+
+def _stages(own: int, stage: int) -> int:
+    """Returns how many stages of `stage` bytes fit in shared memory beside the `own` tiles of a thread block."""
+    return next(n for n in (4, 3, 2) if own + n * stage <= _SHARED_BYTES)

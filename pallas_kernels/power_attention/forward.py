@@ -59,7 +59,7 @@ def means(
     *,
     dtype,
     save_residuals: bool,
-    call: configs.Call[configs.Config],
+    call: configs.Call,
 ):
     """Returns weighted means of values [B, T, N, E], zero where no weight is positive, by name: see `power_attention`.
 
@@ -73,7 +73,7 @@ def means(
     query, key = operands.query, operands.key
     power, config = call.power, call.config
     batch, time, heads, head_dim = query.shape
-    block, count, stages = config.block, config.compute_warpgroups, config.stages
+    block, count, stages = configs.BLOCK, configs.WARPGROUPS, config.stages
     query_blocks, key_blocks = time // block, key.shape[1] // block
     group = heads // key.shape[2]
     # A head's queries share its group's keys and values.
@@ -95,7 +95,7 @@ def means(
             @pl.loop(jnp.int32(0), earlier_steps + 1)
             def _block(step):
                 slot = ring.slot_of(step, config.stages)
-                tokens = batch_row, pl.ds((begin + step) * config.block, config.block), kv_head
+                tokens = batch_row, pl.ds((begin + step) * block, block), kv_head
                 reused = step >= config.stages
                 pl.when(reused)(lambda: plgpu.barrier_wait(smem["key_free"].at[slot]))
                 plgpu.copy_gmem_to_smem(
@@ -129,7 +129,7 @@ def means(
             earlier_sum, earlier_weight, units = queries.all_earlier(earlier_steps)
             columns = gmem["columns"].at[batch_row, kv_head, diagonal]
             weight_unit, value_unit = (
-                columns[blocks.scalar_at(n, block)] for n in (Scalar.WEIGHT_UNIT, Scalar.VALUE_UNIT)
+                columns[blocks.scalar_at(n)] for n in (Scalar.WEIGHT_UNIT, Scalar.VALUE_UNIT)
             )
             vectors = gmem["vectors"].at[batch_row, kv_head]
             diagonal_sum, diagonal_weight = queries.diagonal(
@@ -186,7 +186,7 @@ def means(
             "query_smem": tensor_core.operand((count,), pairs.BLOCK, head_dim, jnp.float16),
             "key_smem": tensor_core.operand((stages,), block, head_dim, jnp.float16),
             "value_smem": tensor_core.operand((stages,), block, config.value_dim, jnp.float16),
-            "column_smem": plgpu.SMEM((stages, *config.columns), jnp.float32),
+            "column_smem": plgpu.SMEM((stages, *configs.COLUMNS), jnp.float32),
             "query_ready": plgpu.Barrier(num_barriers=count),
             "key_full": plgpu.Barrier(num_barriers=stages),
             "value_full": plgpu.Barrier(num_barriers=stages),
@@ -263,7 +263,7 @@ class _Queries:
         plgpu.barrier_wait(self.smem["column_full"].at[slot])
         columns = self.smem["column_smem"].at[slot]
         factors = plgpu.load(columns.at[0], layout=tensor_core.PER_COLUMN, optimized=False)
-        own = {n: columns[blocks.scalar_at(n, self.config.block)] for n in Scalar}
+        own = {n: columns[blocks.scalar_at(n)] for n in Scalar}
         decay = own[Scalar.DECAY]
         weight = jnp.maximum(units.weight, own[Scalar.WEIGHT_UNIT])
         kept_weight = decay * jnp.exp2(units.weight - weight)

@@ -25,7 +25,7 @@ from pallas_kernels.power_attention.vjp_operands import KeyVector, QueryVector
 _BLOCK = pairs.BLOCK
 
 
-def key_vjp(operands: inputs.VjpOperands, *, positions: slice, dtype, call: configs.Call[configs.VjpConfig]):
+def key_vjp(operands: inputs.VjpOperands, *, positions: slice, dtype, call: configs.Call):
     """Returns the gradients of keys [B, S, K, D] and values [B, S, K, E], and sums P (dP - delta).
 
     The sums [B, K, S] are float32, with S padded to whole blocks.
@@ -45,7 +45,7 @@ def sums(
     *,
     results: tuple[str, ...],
     dtype,
-    call: configs.Call[configs.VjpConfig],
+    call: configs.Call,
 ):
     """Runs one kernel; returns `dkey` with `dlog` [B, K, S], or `dvalue`, or all of them, by name.
 
@@ -53,7 +53,7 @@ def sums(
     """
     batch, length, heads, _ = operands.key.shape
     config = call.config
-    count, stages = config.compute_warpgroups, config.key_stages
+    count, stages = configs.WARPGROUPS, config.key_stages
     group = operands.query.shape[2] // heads
     sizes = {"dkey": config.head_dim, "dvalue": config.value_dim}
     # Sizes of the tiles that are loaded in every step, and of those that are loaded once.

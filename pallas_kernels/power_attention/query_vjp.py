@@ -23,7 +23,7 @@ from pallas_kernels.power_attention.vjp_operands import KeyVector, QueryVector
 _BLOCK = pairs.BLOCK
 
 
-def query_vjp(operands: inputs.VjpOperands, *, time: int, dtype, call: configs.Call[configs.VjpConfig]):
+def query_vjp(operands: inputs.VjpOperands, *, time: int, dtype, call: configs.Call):
     """Returns the gradient of the queries [B, T, N, D], and the operands' delta with a correction, [B, N, n, 64].
 
     The sum of P (dP - delta) over a query's keys would be zero if delta were exact: what remains is added to it, so
@@ -34,7 +34,7 @@ def query_vjp(operands: inputs.VjpOperands, *, time: int, dtype, call: configs.C
     """
     batch, _, heads, head_dim = operands.query.shape
     config = call.config
-    count, stages, value_dim = config.compute_warpgroups, config.query_stages, config.value_dim
+    count, stages, value_dim = configs.WARPGROUPS, config.query_stages, config.value_dim
     whole = -(-time // (count * _BLOCK)) * count * _BLOCK
     blocks, group = whole // (count * _BLOCK), heads // operands.key.shape[2]
     # Blocks of keys before the first query's.

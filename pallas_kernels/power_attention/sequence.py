@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import numerics
+from pallas_kernels.power_attention import configs
 
 # Log decay of the first token of a document.
 FORGET = numerics.FLOOR - 1
@@ -28,7 +29,7 @@ class Tokens(NamedTuple):
     front: int
 
 
-def whole_blocks(query, key, value, *, log_decay, segment_ids, block, config) -> Tokens:
+def whole_blocks(query, key, value, *, log_decay, segment_ids, config) -> Tokens:
     """Pads time to whole blocks, and head and value sizes to the config's; arguments as in `power_attention`."""
     time, length = query.shape[1], key.shape[1]
     if log_decay is None:
@@ -39,7 +40,7 @@ def whole_blocks(query, key, value, *, log_decay, segment_ids, block, config) ->
         log_decay = jnp.where(start[..., None], FORGET, jnp.where(valid[..., None], log_decay, 0))
         key, value = (jnp.where(valid[..., None, None], x, 0) for x in (key, value))
         query = jnp.where(valid[:, -time:, None, None], query, 0)
-    front, back = (time - length) % block, -time % block
+    front, back = (time - length) % configs.BLOCK, -time % configs.BLOCK
     return Tokens(
         _fill(query, 0, back, config.head_dim),
         _fill(key, front, back, config.head_dim),
@@ -68,13 +69,13 @@ def _fill(x, front, back, width):
     return jnp.pad(x, [(0, 0), (front, back), (0, 0), (0, width - x.shape[-1])])
 
 
-def visible_blocks(log_decay, block):
+def visible_blocks(log_decay):
     """Returns, per block of [B, K, S], the first block that its queries see and the last one that sees its keys.
 
-    Both are int32 [B, K, S / block]. Blocks of other documents are not seen. They are determined by positions whose
+    Both are int32 [B, K, S / BLOCK]. Blocks of other documents are not seen. They are determined by positions whose
     decay counts as zero: the last one before a block's second position, and the first one after the block.
     """
-    log_decay = log_decay.reshape(*log_decay.shape[:2], -1, block)
+    log_decay = log_decay.reshape(*log_decay.shape[:2], -1, configs.BLOCK)
     count = log_decay.shape[2]
     blocks = jnp.arange(count, dtype=jnp.int32)
     forgets = log_decay < numerics.FLOOR

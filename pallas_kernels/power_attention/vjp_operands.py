@@ -180,9 +180,7 @@ class _HeadScales(NamedTuple):
         return jnp.minimum(gradient - self.value_length, _LARGEST_EXPONENT + exponent)
 
 
-def prepare(
-    tokens: sequence.Tokens, dout, saved, segment_ids, call: configs.Call[configs.VjpConfig]
-) -> VjpOperands:
+def prepare(tokens: sequence.Tokens, dout, saved, segment_ids, call: configs.Call) -> VjpOperands:
     """Returns the operands.
 
     tokens: in blocks of two times 64. Other arguments as in `power_attention_vjp`.
@@ -207,7 +205,7 @@ def prepare(
     query = jnp.pad(query, [(0, 0), (key.shape[1] - query.shape[1], 0), (0, 0), (0, 0)])
     first = last = None
     if segment_ids is not None:
-        first, last = sequence.visible_blocks(tokens.log_decay, config.block * config.compute_warpgroups)
+        first, last = sequence.visible_blocks(tokens.log_decay)
     return VjpOperands(query=query, key=key, first=first, last=last, **found)
 
 
