@@ -106,17 +106,17 @@ def mesh(shape=(1,), axis_names=("data",)):
 
 
 def compile_for(on, f, *arguments, specs=None, donated=()):
-    """Compiles f for the mesh `on`; arguments are ShapeDtypeStructs, replicated or sharded as in `specs`.
+    """Compiles f for the mesh `on`; arguments are trees of ShapeDtypeStructs, replicated or sharded as in `specs`.
 
     donated: positions of the arguments whose memory the results may take.
     """
     import jax
 
-    specs = specs or [jax.sharding.PartitionSpec()] * len(arguments)
-    placed = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(on, spec))
-        for x, spec in zip(arguments, specs)
-    ]
+    def place(x, spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.sharding.NamedSharding(on, spec))
+
+    specs = specs or jax.tree.map(lambda _: jax.sharding.PartitionSpec(), arguments)
+    placed = jax.tree.map(place, arguments, tuple(specs))
     with jax.sharding.use_abstract_mesh(on.abstract_mesh):
         return jax.jit(f, donate_argnums=donated).trace(*placed).lower().compile()
 

@@ -1,6 +1,7 @@
-"""Compiles user programs for H100s, all but `rounded` for eight, by the kernels, and prints the program.
+"""Compiles user programs for H100s by the kernels, and prints the program.
 
     python -m tests.pallas_kernels.sharded attention|chunked|again|rounded|training-attention|training-chunked
+    python -m tests.pallas_kernels.sharded step|step-documents|step-sharded
 
 Runs in a separate process, since LLVM may crash it.
 """
@@ -63,6 +64,32 @@ def rounded():
     return h100.compile_for(h100.mesh(), jax.grad(loss, (0, 1, 2)), *arrays)
 
 
+def step(documents: bool, devices: tuple[int, int] = (1, 1)):
+    """Returns a step with p = 2, D = E = 64 and 64 x 8 heads whose state is donated.
+
+    devices: sizes of the mesh axes over which batch and heads are sharded.
+    """
+
+    def call(state, query, key, value, log_decay, segment_ids):
+        options = {"log_decay": log_decay, "segment_ids": segment_ids, "implementation": "mosaic_gpu"}
+        return ops.power_attention_step(query, key, value, state, **options)
+
+    batch, kv_heads, width = 64, 8, 64
+    state = jax.eval_shape(lambda: ops.PowerState.zeros(batch, kv_heads, width, width, power=2))
+    vector = jax.ShapeDtypeStruct((batch, kv_heads, width), jnp.bfloat16)
+    gate = jax.ShapeDtypeStruct((batch, kv_heads), jnp.float32)
+    ids = jax.ShapeDtypeStruct((batch,), jnp.int32) if documents else None
+    by_row, by_head, of_window = Spec("data"), Spec("data", "model"), Spec("data", None, "model")
+    of_state = dataclasses.replace(
+        jax.tree.map(lambda _: by_row, state),
+        **dict.fromkeys(("kv", "norm"), by_head),
+        **dict.fromkeys(("keys", "values", "log_decays"), of_window),
+    )
+    specs = of_state, *[by_head] * 4, by_row if documents else None
+    on = h100.mesh(devices, ("data", "model"))
+    return h100.compile_for(on, call, state, vector, vector, vector, gate, ids, specs=specs, donated=(0,))
+
+
 def training(form: str):
     """Returns an update of one layer of the papers' model by the kernels of a form, sharded over eight devices."""
     context, rows = {"attention": 4096, "chunked": 16_384}[form], 8
@@ -90,6 +117,9 @@ if __name__ == "__main__":
         "chunked": functools.partial(op, "chunked"),
         "again": functools.partial(op, "chunked", AGAIN),
         "rounded": rounded,
+        "step": functools.partial(step, documents=False),
+        "step-documents": functools.partial(step, documents=True),
+        "step-sharded": functools.partial(step, documents=True, devices=(4, 2)),
         "training-attention": functools.partial(training, "attention"),
         "training-chunked": functools.partial(training, "chunked"),
     }[sys.argv[1]]()

@@ -157,21 +157,21 @@ def test_named_implementation_needs_a_hopper_gpu():
 
 @pytest.mark.h100
 @marks.needs_compiler
-@pytest.mark.parametrize("segments", [False, True])
-def test_a_donated_state_is_not_copied(segments):
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_donated_state_is_not_copied(documents):
     """There is no copy, either at tokens where W tokens are folded or at the others."""
-    text = h100.run("tests.pallas_kernels.donated", "segments" if segments else "plain")
+    text = h100.run("tests.pallas_kernels.sharded", "step-documents" if documents else "step")
     assert text.count('custom_call_target="mosaic_gpu') == 2
     state = r"= \(?f32\[64,8,2080,64\]\S* "
     assert not re.search(state + "copy", text)
     # The first token of a document clears its row in place; nothing else allocates a state.
-    assert len(re.findall(state + r"fusion\(", text)) == segments
+    assert len(re.findall(state + r"fusion\(", text)) == documents
 
 
 @pytest.mark.h100
 @marks.needs_compiler
 def test_no_gather_around_the_kernels_on_eight_devices():
-    text = h100.run("tests.pallas_kernels.donated", "divided")
+    text = h100.run("tests.pallas_kernels.sharded", "step-sharded")
     assert text.count('custom_call_target="mosaic_gpu') == 2
     assert "f32[16,4,2080,64]" in text
     assert "all-gather" not in text
