@@ -112,26 +112,6 @@ def test_a_sequence_split_in_two():
     check(*(cases.errors(jax.device_get(x), expected, drawn) for x in (kernel, plain)))
 
 
-def test_step_by_step():
-    """Decoding one token at a time, with state updates as tokens leave the window, equals one call."""
-    case = cases.Case(time=9, decay="gentle", segments="padded", group=2)
-    drawn = cases.arrays(case, batch=2)
-    expected = suite.expected_for(drawn, case)["out"]
-    single = cases.cast(drawn, "float32")
-    del single["dout"]
-    state = ops.PowerState.zeros(2, 1, 16, 16, power=2, exact_window=2)
-
-    def run(implementation, state):
-        step = jax.jit(functools.partial(ops.power_attention_step, implementation=implementation))
-        out = []
-        for t in range(case.time):
-            token, state = step(**{name: x[:, t] for name, x in single.items()}, state=state)
-            out.append(token)
-        return cases.error(jnp.stack(out, 1), expected)
-
-    assert run("mosaic_gpu", state) <= max(1.2 * run("xla", state), 1e-6)
-
-
 def test_by_step_after_a_prompt_that_is_shorter_than_the_window():
     """The window of kernels is whole blocks, whatever the length."""
     drawn = cases.cast(cases.arrays(cases.Case(head_dim=32, time=40, decay="gentle"), batch=1), "bfloat16")
