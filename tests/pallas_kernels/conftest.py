@@ -20,18 +20,6 @@ def pytest_configure(config):
     jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
-def pytest_collection_modifyitems(items):
-    """Runs tests on a GPU with the shortest sequences first, so that the first failure is the simplest."""
-    places = [place for place, item in enumerate(items) if item.get_closest_marker("gpu")]
-
-    def tokens(item):
-        case = item.callspec.params.get("case") if hasattr(item, "callspec") else None
-        return getattr(case, "time", 0)
-
-    for place, item in zip(places, sorted((items[place] for place in places), key=tokens)):
-        items[place] = item
-
-
 @pytest.fixture(autouse=True)
 def _no_races(capfd):
     """Fails if the interpreter reports a race; not all versions raise an error for it."""
