@@ -39,7 +39,6 @@ class Config:
     key_stages: int
     # The gradient of queries: the same, and the groups that one round of its loop reads, 1 or 4.
     query_vjp_blocks: int
-    query_vjp_parts: int = 1
     query_vjp_stages: int
     query_vjp_groups: int = 2
     # The gradients of keys and values: blocks of 64 keys that share the gradients of states; parts, and such in flight;

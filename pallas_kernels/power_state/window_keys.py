@@ -21,7 +21,7 @@ _SLICE = 16
 def scratch(operands, count, call: configs.Call):
     """Returns the shared memory of the ring of keys by name, for `count` warpgroups.
 
-    operands: with `key`, `value` and `decay`, as in `preparation.Chunks`.
+    operands: with `key` and `value` of `preparation.Chunks` and, as `decay`, `decays.Decays.of_keys`.
     """
     key, value, stages = operands.key, operands.value, call.config.key_stages
     # Decays are factored (`_Factors`) except at D = 128, where products take longer than exponentials, and where a
@@ -40,7 +40,7 @@ def scratch(operands, count, call: configs.Call):
 class Keys:
     """Ring of the blocks of 64 keys that are visible to the rows of a thread block.
 
-    gmem: "key", "value" and "decay", as in `preparation.Chunks`. smem: as `scratch` returns it.
+    gmem: "key", "value" and "decay", as in `scratch`, which returns smem.
     first: number of other steps that precede the keys in their ring.
     """
 

@@ -1,6 +1,6 @@
 """Fused query at p = 4: the state before the window, the keys from the window on, and the division.
 
-A block has one chunk's rows in `query_blocks` warpgroups of 64. For each block of y (layout.py), row i holds
+A block has one chunk's rows in `query_blocks` warpgroups of 64. For each block of y (layouts.py), row i holds
 its 48 entries y_i in registers and loops over the scalars s that need them:
 
     scale_i * sum_s (s_i * y_i) S_s^T,   S_s [E, 48] the state of one scalar and one block.
@@ -45,7 +45,7 @@ class Operands(NamedTuple):
     denominator: jax.Array  # float32 [HN, X / 64, 64], the state's contribution to the sum of weights
     key: jax.Array  # bfloat16 [B, at least T, K, D]
     value: jax.Array  # bfloat16 [B, at least T, K, E]
-    decay: jax.Array  # float32 [H, n, 3, (W + C) / 64, 64], as in `preparation.Chunks`
+    decay: jax.Array  # float32 [H, n, 3, (W + C) / 64, 64], `decays.Decays.of_keys`
     scale: jax.Array  # float32 [H, X / 64, 64], from the state to each query
 
 

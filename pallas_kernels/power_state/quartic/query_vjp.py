@@ -1,6 +1,6 @@
 """Gradient of queries at p = 4: through the state, and through the keys from the window on.
 
-A block has one chunk's rows in `query_blocks` warpgroups of 64. `state_vjp` computes the from-state contribution,
+A block has one chunk's rows in `query_vjp_blocks` warpgroups of 64. `state_vjp` computes the from-state contribution,
 of the query and its output's cotangent divided by a power of two so that they fit in 16 bits. `window_keys` adds
 that of the in-window keys. The normalizer's contribution is added in plain JAX, since the kernel has no room for its
 matrix.

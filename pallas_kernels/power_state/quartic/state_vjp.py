@@ -1,7 +1,7 @@
 """From-state contributions to the gradients of 64 vectors at p = 4, from a state of degree-4 monomials.
 
 With x a query, or a key, y its products of two entries, u its cotangent, or value, and S [E, 48] the state of one
-scalar s and one block b of y (layout.py), f = sum of y_s y_b S^T u, and
+scalar s and one block b of y (layouts.py), f = sum of y_s y_b S^T u, and
 
     T = S y_b                        one product for several scalars, S of each below the other,
     dy_b += sum_s (y_s u) S          a product whose depth is scalars times values,

@@ -1,6 +1,6 @@
 """The update at p = 4: states of plain monomials, carried along time in the accumulators of the tensor core.
 
-A block has one unit of stacks (layout.py) of one head and runs over the chunks of one segment of time. With Y
+A block has one unit of stacks (layouts.py) of one head and runs over the chunks of one segment of time. With Y
 the unit's block of y, S of a stack, 64 rows (scalar s, value e) and 48 columns, grows by
 
     S <- S + (V~^T * s) Y,

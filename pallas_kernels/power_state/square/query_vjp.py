@@ -69,8 +69,7 @@ def query_vjp(operands: Operands, *, time: int, call: configs.Call):
     config, chunk, (heads, _, head_dim) = call.config, call.chunk, query.shape
     layout, batch_time, whole = layouts.Layout(head_dim), (len(key), time), states.shape[1] * chunk
     value_dim, count, stages = value.shape[-1], config.query_vjp_blocks, config.query_vjp_stages
-    parts, norm_steps = config.query_vjp_parts, state_copies.norm_blocks(layout)
-    width = layout.width // parts
+    norm_steps, width = state_copies.norm_blocks(layout), layout.section_width
     # At E = 128 there are too few registers for dO: while states are read, it is an operand in their dtype.
     narrows = value_dim == 128
     # At D = 128 shared memory cannot hold all values of a part.
@@ -100,8 +99,8 @@ def query_vjp(operands: Operands, *, time: int, call: configs.Call):
             plgpu.copy_gmem_to_smem(gmem["rows"].at[tile.head, blocks], smem["rows_smem"], ready)
             # The normalizer, then the states.
             state_copies.copy_norms(gmem, smem, tile, keys.copies)
-            piece_of = functools.partial(_piece, layout=layout, parts=parts, groups=config.query_vjp_groups)
-            steps = state_copies.copy_states(gmem, smem, tile, parts, piece_of)
+            piece_of = functools.partial(_piece, groups=config.query_vjp_groups)
+            steps = state_copies.copy_states(gmem, smem, tile, layout.sections, piece_of)
             # Keys are copied while the last states are still being read.
             keys.copy()
             ring.drain(steps, stages, smem["state_free"])
@@ -199,17 +198,15 @@ def query_vjp(operands: Operands, *, time: int, call: configs.Call):
     return output["dquery"][:, :time], output["sums"]
 
 
-def _piece(index, layout, parts, groups):
-    """Returns the group and part to read at a step: by section, round, group of a round, and part of a section.
+def _piece(index, groups):
+    """Returns the group and the section of it to read at a step: by section, round and group of a round.
 
     In a round of more than one group, the first half are neighbors, and the second half are the same plus 8.
     """
-    parts = parts // layout.sections
-    step, part = lax.div(index, parts), lax.rem(index, parts)
-    section, step = lax.div(step, layouts.TILE), lax.rem(step, layouts.TILE)
+    section, step = lax.div(index, layouts.TILE), lax.rem(index, layouts.TILE)
     turn, position, half = lax.div(step, groups), lax.rem(step, groups), groups // 2
     group = turn if groups == 1 else turn * half + lax.div(position, half) * _HALF + lax.rem(position, half)
-    return group, section * parts + part
+    return group, section
 
 
 def _read_states(core, start, dout, own, smem, round_groups):
@@ -219,7 +216,7 @@ def _read_states(core, start, dout, own, smem, round_groups):
     queries and of their gradient from its own first tile.
     """
     layout, (stages, height, columns) = layouts.Layout(start.shape[1]), smem["state_smem"].shape
-    parts, vector_of = layout.section_width // columns, _vector_of(own["query_smem"])
+    vector_of = _vector_of(own["query_smem"])
     # Blocks of values, which are read one after the other.
     douts = [dout]
     if dout.shape[1] > height:
@@ -231,7 +228,7 @@ def _read_states(core, start, dout, own, smem, round_groups):
 
     def product(rounds, step):
         slots = range(step * len(douts), (step + 1) * len(douts))
-        steps = round_groups * parts * len(douts)
+        steps = round_groups * len(douts)
         if steps % stages:
             slots = [ring.slot_of(rounds * steps + slot, stages) for slot in slots]
         else:
@@ -256,30 +253,29 @@ def _read_states(core, start, dout, own, smem, round_groups):
         shares, halves, index = 0.0, (0, 1), turn
         if round_groups > 1:
             halves, index = (position // half_round,), turn * half_round + position % half_round
-        for part in range(parts):
-            rounds = turn + lax.div(jnp.int32(first), jnp.int32(round_groups))
-            dfeatures = product(rounds, position * parts + part)
-            begin = 0
-            for piece in layout.pieces(part * columns, (part + 1) * columns):
-                scalar = own["scalar_smem"].at[piece.scalar + first + halves[0] * _HALF + index]
-                scalar = plgpu.load(scalar, layout=tensor_core.PER_ROW).astype(jnp.float32)
-                scalar = lax.broadcast_in_dim(scalar, shape, [0])
-                for start in range(piece.vector, piece.vector + piece.width, layouts.TILE):
-                    vector = vector_of(start, first) if piece.weight == 2 else None
-                    for side in range(2):
-                        tile, begin = dfeatures[:, begin : begin + _HALF], begin + _HALF
-                        gradients[start % layout.head_dim // _HALF + side] += scalar * tile
-                        if piece.weight == 2:
-                            shares = shares + vector[:, side * _HALF : (side + 1) * _HALF] * tile
-                if piece.weight == 2 and piece.vector + piece.width == ends[piece.scalar]:
-                    total = lax.broadcast_in_dim(shares.sum(1), shape, [0])
-                    for half in halves:
-                        tile, own_column = (
-                            piece.scalar // _HALF + half,
-                            column == index - (half - halves[0]) * _HALF,
-                        )
-                        gradients[tile] = jnp.where(own_column, gradients[tile] + total, gradients[tile])
-                    shares = 0.0
+        rounds = turn + lax.div(jnp.int32(first), jnp.int32(round_groups))
+        dfeatures = product(rounds, position)
+        begin = 0
+        for piece in layout.pieces(0, columns):
+            scalar = own["scalar_smem"].at[piece.scalar + first + halves[0] * _HALF + index]
+            scalar = plgpu.load(scalar, layout=tensor_core.PER_ROW).astype(jnp.float32)
+            scalar = lax.broadcast_in_dim(scalar, shape, [0])
+            for start in range(piece.vector, piece.vector + piece.width, layouts.TILE):
+                vector = vector_of(start, first) if piece.weight == 2 else None
+                for side in range(2):
+                    tile, begin = dfeatures[:, begin : begin + _HALF], begin + _HALF
+                    gradients[start % layout.head_dim // _HALF + side] += scalar * tile
+                    if piece.weight == 2:
+                        shares = shares + vector[:, side * _HALF : (side + 1) * _HALF] * tile
+            if piece.weight == 2 and piece.vector + piece.width == ends[piece.scalar]:
+                total = lax.broadcast_in_dim(shares.sum(1), shape, [0])
+                for half in halves:
+                    tile, own_column = (
+                        piece.scalar // _HALF + half,
+                        column == index - (half - halves[0]) * _HALF,
+                    )
+                    gradients[tile] = jnp.where(own_column, gradients[tile] + total, gradients[tile])
+                shares = 0.0
         return gradients
 
     def groups(turn, gradients, first):

@@ -72,7 +72,6 @@ def choose(head_dim, value_dim, dtype, chunk, exact_window) -> configs.Config:
         state_stages=stages,
         key_stages=_KEY_STAGES,
         query_vjp_blocks=query_blocks,
-        query_vjp_parts=layout.sections,
         query_vjp_stages=query_stages,
         query_vjp_groups=groups,
         key_vjp_blocks=key_blocks,
