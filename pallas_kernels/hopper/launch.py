@@ -77,8 +77,9 @@ def launch(
 
     Args:
         body: body(gmem, smem) returns copy(), for the last warpgroup, and compute(warpgroup, core), for the others.
-            Code of `body` itself runs in every warpgroup. gmem has the inputs and outputs by name, smem the scratch;
-            core is a `tensor_core.TensorCore`.
+            Code of `body` itself runs in every warpgroup. It is traced for each of the two: what both had from before
+            they part would be kept for both, and registers spill. gmem has the inputs and outputs by name, smem the
+            scratch; core is a `tensor_core.TensorCore`.
         inputs: arrays in global memory.
         outputs: types of the results.
         scratch: types of shared memory and barriers.
@@ -96,13 +97,14 @@ def launch(
     copying = (copying_registers or _COPYING.get(warpgroups)) if warpgroups > 1 else None
 
     def kernel(*refs, accumulators=None, **smem):
-        copy, compute = body(dict(zip(names, refs, strict=True)), smem)
+        gmem = dict(zip(names, refs, strict=True))
         warpgroup = lax.axis_index("warpgroup")
 
         @pl.when(warpgroup == warpgroups)
         def _copy():
             if copying:
                 plgpu.set_max_registers(copying, action="decrease")
+            copy, _ = body(gmem, smem)
             copy()
 
         @pl.when(warpgroup < warpgroups)
@@ -113,6 +115,7 @@ def launch(
                 share = ((warpgroups + 1) * launched - copying) // warpgroups // _UNIT * _UNIT
                 plgpu.set_max_registers(share, action="increase")
             memory = None if accumulators is None else accumulators.at[warpgroup]
+            _, compute = body(gmem, smem)
             compute(warpgroup, tensor_core.TensorCore(memory))
 
     options = interpreted(interpret)

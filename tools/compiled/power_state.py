@@ -32,7 +32,7 @@ RARE = [
 ]
 _WINDOW = 64
 # Key heads, query heads of each, and chunks of the compiled shapes: recurrences take 16 chunks a round, and the rest.
-_HEADS, _GROUP, _CHUNKS = 2, 2, 20
+_HEADS, _GROUP, _CHUNKS = 2, 2, 32
 # Key heads and tokens of the larger shape whose tiles are compiled.
 _TILED_HEADS, _TILED_TIME = 8, 65_536
 
