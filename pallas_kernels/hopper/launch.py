@@ -77,8 +77,8 @@ def launch(
 
     Args:
         body: body(gmem, smem) returns copy(), for the last warpgroup, and compute(warpgroup, core), for the others.
-            Code of `body` itself runs in every warpgroup. It is traced for each of the two: what both had from before
-            they part would be kept for both, and registers spill. gmem has the inputs and outputs by name, smem the
+            `body` is traced once for the copying branch and once for the computing one: values computed before the
+            branch would stay in registers in both, and spill. gmem has the inputs and outputs by name, smem the
             scratch; core is a `tensor_core.TensorCore`.
         inputs: arrays in global memory.
         outputs: types of the results.

@@ -37,7 +37,7 @@ class Config:
     parts: int = 1
     state_stages: int
     key_stages: int
-    # The gradient of queries: the same, and the groups that one round of its loop reads, 1 or 4.
+    # The gradient of queries: blocks and stages, and the groups that one round of its loop reads: 1, 2 or 4.
     query_vjp_blocks: int
     query_vjp_stages: int
     query_vjp_groups: int = 2

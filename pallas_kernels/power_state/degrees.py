@@ -16,7 +16,7 @@ from pallas_kernels.power_state.square import forward as square_forward
 from pallas_kernels.power_state.square import tiles as square_tiles
 
 _BLOCK = configs.BLOCK
-# Of 64 tokens in a row: the largest second axis of a grid.
+# The largest second axis of a CUDA grid, here blocks of 64 tokens of a row.
 _MOST_BLOCKS = 65_535
 
 

@@ -65,6 +65,8 @@ def attend(
 ) -> tuple[jax.Array, ...]:
     """Returns the output and the denominators, from the states before each chunk.
 
+    The caller guarantees that queries fit the keys, as the op does.
+
     with_remainder: whether to return, between the two, what rounding the output took away. The backward pass reads
     their sum, because delta = <dO, O> of a query that sees few keys with small weights is divided by little: with the
     rounded output alone, its gradients are rounding errors.

@@ -33,8 +33,8 @@ def add_incoming(
     )
     states, norms, shifts = saved.by_head()
 
-    # Choose a scale for both, so that entries stay below 2^HEADROOM: that of the incoming state, where none was saved.
-    # That of finite entries: others have no scale, and must not change that of their neighbors.
+    # A scale for both that keeps entries of the sum below 2^HEADROOM: that of the incoming state, where none was saved.
+    # Only finite entries count: infinity and NaN must not affect their neighbors.
     of_kv, of_norm = (
         jnp.where(jnp.isfinite(x), jnp.abs(x), 0).reshape(len(x), -1).max(1)
         for x in (incoming_kv, incoming_norm)
@@ -44,7 +44,7 @@ def add_incoming(
     bound = jnp.logaddexp2(shifts + float(recurrence.HEADROOM), log2_since[:, :-1] + size)
     scale = jnp.ceil(bound).astype(jnp.int32) - recurrence.HEADROOM
     kept = jnp.exp2((shifts - scale).astype(jnp.float32))
-    # Multiplied twice: its square may be beyond float32, where the saved state is tiny and the incoming one is zero.
+    # Multiplied twice, since root^2 may overflow where the saved state is tiny and the incoming one is zero.
     root = jnp.exp2((log2_since[:, :-1] - scale) / 2)
 
     def joined(saved, incoming):

@@ -1,4 +1,4 @@
-"""Which settings a run reads, by the values of others, and those that are set for nothing."""
+"""Which settings a run reads, given the others, and which have no effect."""
 
 import itertools
 import operator
@@ -20,8 +20,8 @@ _DOCUMENTS = tuple(name for name, kind in data.SOURCES.items() if Predicted.TOKE
 _STORED = tuple(name for name, kind in data.SOURCES.items() if kind.stored)
 _FILES = tuple(name for name, kind in data.SOURCES.items() if not kind.generated)
 
-# Paths of settings, or of groups with all in them, to alternatives, of which one must hold: other settings, with the
-# values for which the path is read.
+# Maps the path of a setting, or of a group of them, to alternatives: it is read if all conditions of one of these hold,
+# each another setting and the values that it may have.
 _Rules = Mapping[str, tuple[Mapping[str, tuple[Any, ...]], ...]]
 _OF_ATTENTION: _Rules = {
     "decay_bias": ({"decay": tuple(name for name, kind in kernels.DECAYS.items() if kind.is_projected)},),
@@ -85,9 +85,9 @@ def without_effect(config: run.Config) -> list[str]:
     An example is "model.attention.power (model.attention.kernel is softmax)". A setting of attention is read if any
     layer reads it.
     """
-    # Settings must fit those of the run that one starts from, whose attention a retrofit replaces.
+    # A retrofit also checks the attention that it replaces against that of the initial run.
     original = () if config.task.initial_run is None else (config.model.attention,)
-    # A run for each kind of layer, whose model need not pass the checks of one with these layers alone.
+    # Namespaces for each kind of layer instead of configs: a model of that kind alone may not be valid.
     kinds = dict.fromkeys((*config.model.attentions, *original))
     models = [types.SimpleNamespace(**vars(config.model) | {"attention": kind}) for kind in kinds]
     runs = [types.SimpleNamespace(**vars(config) | {"model": model}) for model in models]

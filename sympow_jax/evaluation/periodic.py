@@ -54,7 +54,7 @@ class Periodic:
                 tokens = self._codec.encode(encoded, name=f"evaluation.prompts: {prompt!r}")
                 if longest is not None and len(tokens) + _TOKENS - 1 > longest:
                     raise ValueError(
-                        f"evaluation.prompts: a prompt and its {_TOKENS} tokens must fit "
+                        f"evaluation.prompts: a prompt and all but the last of its {_TOKENS} tokens must fit "
                         f"model.attention.max_document_length, {longest}; shorten or leave out the prompts"
                     )
         share, shares = sharding.batch_share(program.mesh)

@@ -175,7 +175,13 @@ class _Request:
                 f"no state; use form='chunked', or leave out axis_name"
             )
         if implementation == "reference":
-            return None if form == "attention" else "implementation 'reference' has only the form 'attention'"
+            if form == "step":
+                return "implementation 'reference' has no step; call the op with one token"
+            return (
+                None
+                if form == "attention"
+                else "implementation 'reference' has only the form 'attention'; leave form out, or use 'xla'"
+            )
         if self.per_channel:
             if implementation == "mosaic_gpu":
                 return "'mosaic_gpu' has one decay per key head; use implementation='xla' for one per value channel"

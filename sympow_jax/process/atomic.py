@@ -34,7 +34,7 @@ def draft_folder(path: pathlib.Path) -> Iterator[pathlib.Path]:
     """
     prefix = f".{path.name}-"
     for lock in path.parent.glob(f"{glob.escape(prefix)}*/{_LOCK}"):
-        with contextlib.suppress(OSError), lock.open() as file:
+        with contextlib.suppress(OSError), lock.open("r+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock.parent)
     # A new folder instead of a fixed name, because a user's file or link may have that name. It is next to `path`, and

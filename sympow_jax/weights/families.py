@@ -380,9 +380,10 @@ def _read_rope(values: Values, problems: list[str]) -> dict[str, Any]:
         problems.append(f"rope_type is {spelling.shown(kind)}, not default or llama3")
     base: Any = nested.get("rope_theta", values.get("rope_theta", _ROPE_DEFAULT))
     scaling = {field: nested.get(key) for field, key in LLAMA3.items()} | {"scaling": kind}
-    # What is no number is refused by `RopeConfig`.
-    base = float(base) if isinstance(base, int) else base
-    return {"base": base, "layout": "halves"} | (scaling if kind == "llama3" else {})
+    if isinstance(base, bool) or not isinstance(base, (int, float)):
+        problems.append(f"rope_theta is {spelling.shown(base)}, not a number")
+        base = _ROPE_DEFAULT
+    return {"base": float(base), "layout": "halves"} | (scaling if kind == "llama3" else {})
 
 
 def _read_window(values: Values, problems: list[str]) -> int | None:

@@ -140,7 +140,8 @@ def test_a_signal_saves_and_says_how_to_go_on(
     small.assert_same(*(small.arrays(settings, folder) for folder in (run, finished.folder)))
 
 
-# The number of saves of a start after which a process is killed, None while it starts, and the most seconds after them.
+# (saves, seconds): waits until a start has begun that many saves, or not at all if None, and for up to `seconds` more;
+# then a process is killed.
 _MOMENTS = [(None, 2), (0, 0.1), (1, 0), (1, 0.1), (3, 0.05), (1, 0.3), (2, 0.02), (3, 0.1)]
 
 
@@ -148,7 +149,10 @@ _MOMENTS = [(None, 2), (0, 0.1), (1, 0), (1, 0.1), (3, 0.05), (1, 0.3), (2, 0.02
 @pytest.mark.timeout(900)  # Orbax waits a minute or more for a process that was killed while both saved
 @pytest.mark.parametrize(("processes", "moments"), [(1, _MOMENTS), (2, [(1, 0), (1, 0.3)])])
 def test_a_run_that_is_killed_is_the_whole_one(tmp_path, settings, finished, processes, moments):
-    """Kills one process while it starts, before the first save, in saves and between them; the others end too."""
+    """Kills one process while it starts, before the first save, in saves and between them.
+
+    If there is another one, it ends with an error then.
+    """
     run, whole, chosen = tmp_path / "run", tmp_path / "whole", random.Random(0)
     arguments = [f"--config={finished.folder}/config.json", "--config.training.checkpoint_every=5"]
     arguments.append("--config.training.steps=150")

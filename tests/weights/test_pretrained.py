@@ -156,6 +156,7 @@ llama: rope_parameters=dict(rope_type="llama3", factor=2.0) | rope.low_frequency
 llama: rope_parameters=dict(full_attention=dict(rope_theta=1e4)) | not the same rates for all layers
 llama: rope_parameters=dict(partial_rotary_factor=0.25) | partial_rotary_factor is 0.25, not 1.0
 llama: rope_scaling=dict(rope_type="yarn")       | rope_parameters and rope_scaling differ; leave one of them out
+llama: rope_parameters=dict(rope_theta=None)     | rope_theta is None, not a number
 qwen2: layer_types=5                             | of the wrong type: 'int' object is not iterable
 qwen2_window: max_window_layers=1, layer_types=None | some layers have a sliding window and some have none
 qwen2: use_sliding_window="false"                 | use_sliding_window is 'false', not true or false

@@ -76,22 +76,17 @@ def key_vjp(operands: Operands, *, call: configs.Call):
     chunks, groups = states.shape[1], len(query) // heads
 
     def body(gmem, smem):
-        def indices():
-            # In each branch, to save registers.
-            head, index = lax.axis_index("head"), lax.axis_index("chunk")
-            # The block of 64 padded positions of the first warpgroup.
-            block = index * (chunk // _BLOCK) + lax.axis_index("rows") * count
-            # Keys after the last query's chunk are in no state.
-            blocks = jnp.where(index < chunks, layout.blocks, 0)
-            return block, state_vjp.Vectors(
-                head, block * _BLOCK, head, jnp.maximum(chunks - 1 - index, 0), blocks
-            )
+        head, index = lax.axis_index("head"), lax.axis_index("chunk")
+        # The block of 64 padded positions of the first warpgroup.
+        block = index * (chunk // _BLOCK) + lax.axis_index("rows") * count
+        # Keys after the last query's chunk are in no state.
+        blocks = jnp.where(index < chunks, layout.blocks, 0)
+        vectors = state_vjp.Vectors(head, block * _BLOCK, head, jnp.maximum(chunks - 1 - index, 0), blocks)
 
-        def span(block, warpgroup):
-            return window_queries.Span.of_keys(lax.axis_index("chunk"), block, warpgroup, chunks, call)
+        def span(warpgroup):
+            return window_queries.Span.of_keys(index, block, warpgroup, chunks, call)
 
         def copy():
-            block, vectors = indices()
             # Inputs that every warpgroup needs from the start.
             ready = smem["ready"]
             for n in range(count):
@@ -103,7 +98,7 @@ def key_vjp(operands: Operands, *, call: configs.Call):
             states = state_vjp.States(gmem, smem, vectors, layout)
             states.copy(count)
             # Queries are copied while the last gradients of states are still being read.
-            window_queries.Queries(smem, span(block, 0), groups).copy(gmem, vectors.head)
+            window_queries.Queries(smem, span(0), groups).copy(gmem, vectors.head)
             states.drain()
 
         def compute(warpgroup, core):
@@ -111,7 +106,6 @@ def key_vjp(operands: Operands, *, call: configs.Call):
             rows_smem = smem["rows_smem"].at[warpgroup]
             own["decay_smem"] = rows_smem.at[pl.ds(Rows._fields.index("coarse"), 4)]
             row = Rows(*(rows_smem.at[n] for n in range(rows_smem.shape[0])))
-            block, vectors = indices()
 
             def sums(dkey, dvalue):
                 plgpu.barrier_wait(smem["ready"])
@@ -127,7 +121,7 @@ def key_vjp(operands: Operands, *, call: configs.Call):
                 dvalue[...] = dvalue[...] * tensor_core.along_columns(row.state_value, dvalue.shape)
                 state_sum = (state_vjp.load(own["key_smem"]) * dkey[...]).sum(1)
                 # The queries that attend to the keys in their window.
-                queries = window_queries.Queries(smem, span(block, warpgroup), groups)
+                queries = window_queries.Queries(smem, span(warpgroup), groups)
                 window_sum = queries.read(core, dkey, dvalue, own, _POWER)
                 tokens = vectors.tokens_of(warpgroup)
                 for n, total in enumerate((window_sum, state_sum)):

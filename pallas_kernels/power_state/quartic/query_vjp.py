@@ -59,16 +59,13 @@ def query_vjp(operands: Operands, *, call: configs.Call):
     layout, count = layouts.Layout(head_dim, value_dim), call.config.query_vjp_blocks
 
     def body(gmem, smem):
-        def tiles():
-            # In each branch, to save registers.
-            tile = query_tile.QueryTile.of_thread_block(heads // len(states), chunk, count)
-            vectors = state_vjp.Vectors(
-                tile.head, tile.token, tile.key_head, tile.chunk, jnp.int32(layout.blocks)
-            )
-            return tile, vectors, window_keys.Keys(gmem, smem, tile, count, call)
+        tile = query_tile.QueryTile.of_thread_block(heads // len(states), chunk, count)
+        vectors = state_vjp.Vectors(
+            tile.head, tile.token, tile.key_head, tile.chunk, jnp.int32(layout.blocks)
+        )
+        keys = window_keys.Keys(gmem, smem, tile, count, call)
 
         def copy():
-            tile, vectors, keys = tiles()
             # Inputs that every warpgroup needs from the start.
             ready = smem["ready"]
             for n in range(count):
@@ -86,7 +83,6 @@ def query_vjp(operands: Operands, *, call: configs.Call):
             states.drain()
 
         def compute(warpgroup, core):
-            tile, vectors, keys = tiles()
             query_smem, dout_smem = (smem[name].at[warpgroup] for name in ("query_smem", "dout_smem"))
             rows_smem = smem["rows_smem"].at[warpgroup]
             row = Rows(*(rows_smem.at[n] for n in range(rows_smem.shape[0])))

@@ -11,8 +11,8 @@ tile. The windows of its n scalars have the same total width P for every j, so g
 occurs in both orders, other pairs once: their monomials count twice when a query reads the state.
 
 At D = 128 a group is too wide to be processed at once. Kernels that update states cut it into 4 sections, each with the
-windows of tiles a and a + 4; sections differ only in where their windows begin. Kernels that read states cut it into
-parts of equal width, which may split windows.
+windows of tiles a and a + 4; sections differ only in where their windows begin. So does the gradient of
+queries; the other kernels that read states cut it into parts of equal width, which may split windows.
 
 The canonical order is that of non-decreasing indices, lexicographically, each monomial times the square root of its
 multiplicity (1 for a square, 2 otherwise), so that phi(q) . phi(k) = (q . k)^2.

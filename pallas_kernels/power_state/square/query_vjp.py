@@ -1,7 +1,7 @@
 """Gradient of queries: through the state before the window, and through the keys from the window on.
 
-A block has one chunk's rows in `query_vjp_blocks` warpgroups of 64. For each group j of the state and each index i = 16
-a + j, with M_b = (dO narrow) S[i, b] for the window of tiles b that i multiplies,
+A thread block has 64 rows of one chunk in each of its `query_vjp_blocks` warpgroups. For each group j of the state and
+each index i = 16 a + j, with M_b = (dO narrow) S[i, b] for the window of tiles b that i multiplies,
 
     dx_b += x_i M_b                 as the features' vector,
     dx_i += sum over b of x_b M_b   as their scalar,
@@ -49,7 +49,7 @@ class Operands(NamedTuple):
 
     query: jax.Array
     scalars: jax.Array
-    # bfloat16 [B, at least T, N, E], at E = 128 at least X tokens, the cotangent of the weighted mean
+    # bfloat16 [B, at least T, N, E], the cotangent of the weighted mean; at E = 128 padded to X tokens
     dout: jax.Array
     states: jax.Array
     norm: jax.Array
@@ -60,7 +60,7 @@ class Operands(NamedTuple):
 
 
 def query_vjp(operands: Operands, *, time: int, call: configs.Call):
-    """Returns the gradient of every query as it was before it was scaled, bfloat16 [B, T, N, D], and float32 sums.
+    """Returns the gradient with respect to the unscaled queries, bfloat16 [B, T, N, D], and float32 sums.
 
     The sums [HN, 2, X] are those of the gradient with respect to the logarithms of decays, over the in-window keys, and
     over the keys in the state. Accumulates in float32. `time` is T.
@@ -72,7 +72,7 @@ def query_vjp(operands: Operands, *, time: int, call: configs.Call):
     norm_steps, width = state_copies.norm_blocks(layout), layout.section_width
     # At E = 128 there are too few registers for dO: while states are read, it is an operand in their dtype.
     narrows = value_dim == 128
-    # At D = 128 shared memory cannot hold all values of a part.
+    # At D = 128 shared memory cannot hold all values of a section.
     state_values = _BLOCK if head_dim == 128 else value_dim
     # At D = 128 there are too few registers for queries: tiles are read as they are needed.
     slices = layouts.TILE if head_dim == 128 else None

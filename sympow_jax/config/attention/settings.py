@@ -142,8 +142,8 @@ class AttentionConfig:
             ),
             (
                 self.implementation == "reference" and self.form not in (None, "attention"),
-                f"attention.implementation is 'reference', but attention.form {self.form!r}; the formula has the form "
-                f"'attention': leave form out",
+                f"attention.implementation is 'reference', but attention.form {self.form!r}; the reference has "
+                f"only the form 'attention'; leave form out",
             ),
             (
                 self.form == "recurrent" and self.chunk_size is not None,

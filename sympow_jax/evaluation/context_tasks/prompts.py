@@ -114,6 +114,7 @@ def make_exam(task: str, material: Material, length: int, *, index: int) -> Exam
         ValueError: the tokenizer is not known, or cannot encode the text of the task.
         KeyError: there is no such task.
     """
+    # The 0 keeps exams as they were when there was a seed.
     rng = np.random.default_rng([0, index, length, *task.encode()])
     try:
         exam = TASKS[task].make(material, length, rng)
