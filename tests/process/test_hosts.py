@@ -15,6 +15,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import pytest
+from orbax.checkpoint import v1 as ocp
 
 from sympow_jax import config, data, evaluation
 from sympow_jax.commands import command_line, launch
@@ -226,7 +227,15 @@ def test_a_mistake_in_one_process_ends_both(start, tmp_path):
     assert _saved(tmp_path / "run") == [4]
 
 
+def _hurried() -> None:
+    """Makes Orbax wait for other processes for 20 seconds in a save, in place of 20 minutes."""
+    context = ocp.Context()
+    context.asynchronous.timeout_secs = 20
+    context.__enter__()
+
+
 def _small_files() -> None:
+    _hurried()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
@@ -235,7 +244,7 @@ def _small_files() -> None:
 def test_a_save_that_fails_in_one_process_ends_both(start, tmp_path):
     # Two processes each write their half of parameters that are too large for one; one of them cannot.
     wide = ("--config.model.width=128", "--config.training.steps=1000000")
-    started = start(*wide, processes=2, cache=None, before_start=[_small_files, None])
+    started = start(*wide, processes=2, cache=None, before_start=[_small_files, _hurried])
     assert started[0].wait() == 1
     (line,) = started[0].errors()
     assert line.startswith(f"error: a checkpoint could not be saved in {tmp_path / 'run' / 'checkpoints'}: ")
