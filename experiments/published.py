@@ -222,7 +222,7 @@ def _imported(
             streams.say(f"tokenizing {path}")
             prepared = prepare.Options(tokenizer=source.tokenizer, separator=end, workers=os.cpu_count() or 1)
             prepare.write_bin(str(path), list(_without(paths, codec.decode([end]))), prepared)
-        settings |= {setting: literals.written((str(path),))}
+        settings[setting] = literals.written((str(path),))
         settings["data.token_dtype"] = serialize.read_object(record)["token_dtype"]
     return folder, settings
 

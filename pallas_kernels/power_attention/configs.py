@@ -121,5 +121,5 @@ def choose(*, head_dim: int, value_dim: int, power: int, dtype) -> Config:
 
 
 def _stages(own: int, stage: int) -> int:
-    """Returns the largest of 4, 3 and 2 stages of `stage` bytes that fits in shared memory beside `own` bytes."""
+    """Returns the largest of 4, 3 and 2 stages of `stage` bytes that fits in shared memory with `own` other bytes."""
     return next(n for n in (4, 3, 2) if own + n * stage <= _SHARED_BYTES)

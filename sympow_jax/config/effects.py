@@ -1,4 +1,4 @@
-"""Which settings a run reads, given the others, and which have no effect."""
+"""Settings that a run reads, given the others, and those that have no effect."""
 
 import itertools
 import operator

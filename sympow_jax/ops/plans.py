@@ -177,11 +177,11 @@ class _Request:
         if implementation == "reference":
             if form == "step":
                 return "implementation 'reference' has no step; call the op with one token"
-            return (
-                None
-                if form == "attention"
-                else "implementation 'reference' has only the form 'attention'; leave form out, or use 'xla'"
-            )
+            if form != "attention":
+                return (
+                    "implementation 'reference' has only the form 'attention'; leave form out, or use 'xla'"
+                )
+            return None
         if self.per_channel:
             if implementation == "mosaic_gpu":
                 return "'mosaic_gpu' has one decay per key head; use implementation='xla' for one per value channel"

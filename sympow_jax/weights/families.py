@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sympow_jax import config, spelling
-from sympow_jax.config import effects, serialize
+from sympow_jax.config import effects, fields, serialize
 from sympow_jax.process import hosts
 from sympow_jax.weights import layouts
 
@@ -409,13 +409,11 @@ def _read_window(values: Values, problems: list[str]) -> int | None:
 
 def function(model: config.ModelConfig) -> dict[str, Any]:
     """Returns the fields, by dotted path, that decide the parameters of a model and their function."""
-    flat = serialize.flatten(model, prefix="model.")
     attention = model.attention
-    # How attention is computed changes no function.
-    computation = {"form", "implementation", "chunk_size", "exact_window"}
-    unused = {f"attention.{name}" for name in effects.unread(attention) | computation}
-    unused |= {"dtype", "state_dtype", "remat"}
-    flat = {path: value for path, value in flat.items() if path.removeprefix("model.") not in unused}
+    # Without the settings of how a model is computed, in which an encoder may differ from the one that it starts from.
+    flat = serialize.flatten(model, fields.Occasion.INITIAL_ENCODER, prefix="model.")
+    unread = effects.unread(attention)
+    flat = {path: x for path, x in flat.items() if path.removeprefix("model.attention.") not in unread}
     # Only its presence matters to a model that has its parameters.
     has_bias = attention.decay_kind.is_projected and attention.decay_bias is not None
     has_bias |= attention.decay == "learned_alibi"
